@@ -1,0 +1,58 @@
+# Everything from nothing: a Python 3.11 or newer is enough. What installs or checks writes to standard error or its own
+# report; standard output of `make demo` is the demo's alone.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+ARGS ?=
+VENV ?= .venv
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
+
+.PHONY: help demo bench test lint types check format constraints clean
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 14
+
+# torch is installed first, at its exact version: a looser requirement may bring another build of it.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@[[ -n "$(PYTHON)" ]] || { echo "weightsync needs Python 3.11 or newer on the PATH (or: make PYTHON=/path/to/python3)" >&2; exit 1; }
+	@echo "installing into $(VENV) (once; takes a minute or two)" >&2
+	@$(PYTHON) -m venv $(VENV) >&2 || { echo "no virtual environment can be made; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@$(PIP) install -c constraints.txt $(TORCH) hatchling editables >&2
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[demo,test,dev]' >&2
+	@touch $@
+
+demo: $(VENV)/.installed ## train, serve and update on this machine; ARGS="--json" ends with one JSON line
+	@$(BIN)/weightsync demo $(ARGS)
+
+bench: $(VENV)/.installed ## how far from the floor; ARGS="--json" ends with one JSON object
+	@$(BIN)/weightsync bench $(ARGS)
+
+lint: $(VENV)/.installed ## style, formatting, layers
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --no-cache
+
+types: $(VENV)/.installed ## mypy --strict over src and tests
+	@$(BIN)/mypy
+
+test: lint types ## every check and every test, with coverage; ARGS="-k name" narrows the tests
+	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-ci}" $(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
+
+format: $(VENV)/.installed ## rewrite the code in the house's format
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+constraints: $(VENV)/.installed ## pin what is installed now
+	@{ sed -n '/^#/p' constraints.txt; $(PIP) freeze --exclude-editable | sed 's/^\(torch==[^+]*\)+.*/\1/'; } > constraints.new
+	@mv constraints.new constraints.txt
+
+clean: ## remove the environment and every cache
+	@rm -rf $(VENV) build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,114 @@
+"""New weights from a trainer to serving engines: shard to shard, verified, never torn.
+
+The names below are the public ones. They are loaded when first used, so that ``import weightsync`` stays quick and needs no
+tensor library: the coordinator and the command line run without one.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weightsync.adapters.module import ModuleAdapter as ModuleAdapter
+    from weightsync.agents.engine import Engine as Engine
+    from weightsync.agents.trainer import Trainer as Trainer
+    from weightsync.errors import Aborted as Aborted
+    from weightsync.errors import AuthenticationError as AuthenticationError
+    from weightsync.errors import ConfigurationError as ConfigurationError
+    from weightsync.errors import CoordinatorUnreachable as CoordinatorUnreachable
+    from weightsync.errors import DeadlineExceeded as DeadlineExceeded
+    from weightsync.errors import LayoutError as LayoutError
+    from weightsync.errors import LoadError as LoadError
+    from weightsync.errors import ManifestMismatch as ManifestMismatch
+    from weightsync.errors import MembershipError as MembershipError
+    from weightsync.errors import PeerLost as PeerLost
+    from weightsync.errors import PlanMismatch as PlanMismatch
+    from weightsync.errors import ProtocolError as ProtocolError
+    from weightsync.errors import RoundFailed as RoundFailed
+    from weightsync.errors import SharedMemoryTooSmall as SharedMemoryTooSmall
+    from weightsync.errors import StaleSource as StaleSource
+    from weightsync.errors import TransportError as TransportError
+    from weightsync.errors import TransportUnavailable as TransportUnavailable
+    from weightsync.errors import VerificationError as VerificationError
+    from weightsync.errors import VersionError as VersionError
+    from weightsync.errors import WeightSyncError as WeightSyncError
+    from weightsync.model.box import Box as Box
+    from weightsync.model.layout import Layout as Layout
+    from weightsync.model.manifest import Manifest as Manifest
+    from weightsync.model.manifest import TensorSpec as TensorSpec
+    from weightsync.model.version import Version as Version
+    from weightsync.roles.adapter import EngineAdapter as EngineAdapter
+    from weightsync.tensors.shards import Shard as Shard
+    from weightsync.tensors.shards import manifest_of as manifest_of
+    from weightsync.tensors.shards import shard as shard
+    from weightsync.tensors.shards import shards_of as shards_of
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "Box": "weightsync.model.box",
+    "Engine": "weightsync.agents.engine",
+    "EngineAdapter": "weightsync.roles.adapter",
+    "Layout": "weightsync.model.layout",
+    "Manifest": "weightsync.model.manifest",
+    "ModuleAdapter": "weightsync.adapters.module",
+    "Shard": "weightsync.tensors.shards",
+    "TensorSpec": "weightsync.model.manifest",
+    "Trainer": "weightsync.agents.trainer",
+    "Version": "weightsync.model.version",
+    "manifest_of": "weightsync.tensors.shards",
+    "shard": "weightsync.tensors.shards",
+    "shards_of": "weightsync.tensors.shards",
+}
+
+__all__ = [
+    "Aborted",
+    "AuthenticationError",
+    "Box",
+    "ConfigurationError",
+    "CoordinatorUnreachable",
+    "DeadlineExceeded",
+    "Engine",
+    "EngineAdapter",
+    "Layout",
+    "LayoutError",
+    "LoadError",
+    "Manifest",
+    "ManifestMismatch",
+    "MembershipError",
+    "ModuleAdapter",
+    "PeerLost",
+    "PlanMismatch",
+    "ProtocolError",
+    "RoundFailed",
+    "Shard",
+    "SharedMemoryTooSmall",
+    "StaleSource",
+    "TensorSpec",
+    "Trainer",
+    "TransportError",
+    "TransportUnavailable",
+    "VerificationError",
+    "Version",
+    "VersionError",
+    "WeightSyncError",
+    "__version__",
+    "manifest_of",
+    "shard",
+    "shards_of",
+]
+
+
+if not TYPE_CHECKING:  # else a misspelt name would pass the type checker
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found: object = getattr(import_module(_WHERE.get(name, "weightsync.errors")), name)
+        globals()[name] = found
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,156 @@
+"""Everything that weightsync raises, one small tree.
+
+::
+
+    WeightSyncError
+    ├── ConfigurationError        a setting or argument is wrong (also a ValueError)
+    ├── ManifestMismatch          trainer and engine do not name the same tensors
+    ├── LayoutError               shards with holes, overlaps, or outside their tensor
+    ├── PlanMismatch              two ends hold different plans or layouts
+    ├── VersionError              a version published twice, or backwards
+    ├── MembershipError           a name or rank in use, a second trainer, an unknown member
+    ├── AuthenticationError       a wrong or missing token or run key
+    ├── CoordinatorUnreachable    nobody answers at the coordinator's address
+    ├── TransportError            bytes could not cross
+    │   ├── TransportUnavailable  this scheme cannot work here; the message says what to install or change
+    │   ├── SharedMemoryTooSmall  the shared-memory area cannot be had; the message says how much is needed
+    │   ├── ProtocolError         a frame that is not what the contract says
+    │   ├── StaleSource           the owner no longer holds the version or layout that was asked for
+    │   └── PeerLost              the other process went away
+    ├── LoadError                 the engine's own loader raised, or took nothing
+    ├── VerificationError         installed bytes do not add up to the published digests
+    ├── RoundFailed               a round ended without the required replicas
+    ├── DeadlineExceeded          a wait ended (also a TimeoutError)
+    └── Aborted                   somebody called abort, or the round was cancelled
+
+Every message says what happened, to whom (replica, rank, tensor, version), and what to do. An error crosses processes as its
+class name and message (:func:`to_wire`, :func:`from_wire`): never as a pickle.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "Aborted",
+    "AuthenticationError",
+    "ConfigurationError",
+    "CoordinatorUnreachable",
+    "DeadlineExceeded",
+    "LayoutError",
+    "LoadError",
+    "ManifestMismatch",
+    "MembershipError",
+    "PeerLost",
+    "PlanMismatch",
+    "ProtocolError",
+    "RoundFailed",
+    "SharedMemoryTooSmall",
+    "StaleSource",
+    "TransportError",
+    "TransportUnavailable",
+    "VerificationError",
+    "VersionError",
+    "WeightSyncError",
+    "from_wire",
+    "to_wire",
+]
+
+
+class WeightSyncError(Exception):
+    """Base of all errors that weightsync raises on purpose."""
+
+
+class ConfigurationError(WeightSyncError, ValueError):
+    """A setting or argument is wrong."""
+
+
+class ManifestMismatch(WeightSyncError):
+    """Trainer and engine do not name the same tensors, shapes and dtypes."""
+
+
+class LayoutError(WeightSyncError):
+    """Shards have holes, overlap, or lie outside their tensor or memory."""
+
+
+class PlanMismatch(WeightSyncError):
+    """Two ends hold different plans or layouts."""
+
+
+class VersionError(WeightSyncError):
+    """A version was published twice, or backwards."""
+
+
+class MembershipError(WeightSyncError):
+    """A replica name or rank is in use, a second trainer joined, or a member is unknown."""
+
+
+class AuthenticationError(WeightSyncError):
+    """A token or run key is missing or wrong."""
+
+
+class CoordinatorUnreachable(WeightSyncError):
+    """Nobody answers at the coordinator's address."""
+
+
+class TransportError(WeightSyncError):
+    """Bytes could not cross between two ranks."""
+
+
+class TransportUnavailable(TransportError):
+    """This scheme cannot work here."""
+
+
+class SharedMemoryTooSmall(TransportError):
+    """The shared-memory area cannot be had; the message says how much is needed and how to get it."""
+
+
+class ProtocolError(TransportError):
+    """A frame is not what the contract says."""
+
+
+class StaleSource(TransportError):
+    """The owner no longer holds the version or layout that was asked for."""
+
+
+class PeerLost(TransportError):
+    """The other process went away."""
+
+
+class LoadError(WeightSyncError):
+    """The engine's own loader raised, or silently took nothing."""
+
+
+class VerificationError(WeightSyncError):
+    """Installed bytes do not add up to the published digests."""
+
+
+class RoundFailed(WeightSyncError):
+    """A round ended without the replicas that its policy requires."""
+
+
+class DeadlineExceeded(WeightSyncError, TimeoutError):
+    """A wait reached its deadline."""
+
+
+class Aborted(WeightSyncError):
+    """The operation was aborted by its owner or because its round was cancelled."""
+
+
+def _tree(base: type[WeightSyncError]) -> dict[str, type[WeightSyncError]]:
+    found = {base.__name__: base}
+    for child in base.__subclasses__():
+        found |= _tree(child)
+    return found
+
+
+def to_wire(error: BaseException) -> tuple[str, str]:
+    """The class name and message under which ``error`` crosses a process; foreign errors keep their type's name in the text."""
+    if isinstance(error, WeightSyncError):
+        return type(error).__name__, str(error)
+    if isinstance(error, TimeoutError):
+        return DeadlineExceeded.__name__, str(error) or "timed out"
+    return WeightSyncError.__name__, f"{type(error).__name__}: {error}"
+
+
+def from_wire(kind: str, message: str) -> WeightSyncError:
+    """The error that :func:`to_wire` described; an unknown kind becomes the base class, so a newer peer is still readable."""
+    return _tree(WeightSyncError).get(kind, WeightSyncError)(message)

@@ -1,0 +1,354 @@
+"""What crosses a process between an agent and the coordinator, typed. MessagePack frames of tagged structs; nothing is executed.
+
+An **agent** (one a trainer or engine rank) opens the connection and says :class:`Hello`; the coordinator answers
+:class:`Welcome` or :class:`Refused`. From then on either side sends :class:`Call` and gets exactly one :class:`Answer` or
+:class:`Failure` with the same id; :class:`Cancel` withdraws a call whose asker gave up. :class:`Progress` needs no answer.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from weightsync.errors import ProtocolError
+from weightsync.model.layout import LayoutColumns
+from weightsync.model.manifest import TensorSpec
+from weightsync.model.version import Version
+
+__all__ = [
+    "PROTOCOL",
+    "Answer",
+    "Body",
+    "Call",
+    "Cancel",
+    "Commit",
+    "Delivery",
+    "Done",
+    "Failure",
+    "Frame",
+    "Hello",
+    "Host",
+    "Move",
+    "Moved",
+    "Offer",
+    "Pause",
+    "PauseMode",
+    "PieceColumns",
+    "Place",
+    "Placed",
+    "PlanSlice",
+    "Prepare",
+    "Prepared",
+    "Progress",
+    "Publish",
+    "Published",
+    "Quarantine",
+    "Refused",
+    "ReplicaResult",
+    "Resume",
+    "RoundResult",
+    "SourceAddress",
+    "Welcome",
+    "decode",
+    "encode",
+]
+
+PROTOCOL = 1
+"""Version of this file. An agent and a coordinator that differ refuse each other with a message that names both."""
+
+PauseMode = Literal["abort", "wait", "keep"]
+"""``abort`` ends running requests with what they have, ``wait`` lets them finish, ``keep`` holds them and goes on afterwards."""
+
+Delivery = Literal["auto", "direct", "streamed"]
+
+
+class _Struct(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of all messages: immutable, tagged with the class name, strict."""
+
+
+class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a rank runs. Two ranks with equal ``memory`` can share memory; equal ``name`` means the same machine."""
+
+    name: str
+    memory: str
+
+
+class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One way to reach a trainer rank's shards: a transport's scheme and its address, which only that transport understands."""
+
+    scheme: str
+    address: str
+    host: Host
+
+
+class SourceAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A trainer rank in a plan: who, which layout the plan was made for, and how to reach it, in the owner's order of preference."""
+
+    member: str
+    layout_digest: str
+    offers: tuple[Offer, ...]
+    key: bytes = b""
+    """The owner's secret: who knows it may read. Never logged, never in a status."""
+
+
+class PieceColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The pieces that one target rank receives, as little-endian columns; :mod:`weightsync.planning` says what they mean."""
+
+    rows: int
+    dims: int
+    source: bytes
+    source_region: bytes
+    source_offset: bytes
+    source_strides: bytes
+    target_row: bytes
+    starts: bytes
+    stops: bytes
+
+
+class PlanSlice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one engine rank needs to know of a plan: its pieces, where they come from, and the layout that they fill.
+
+    ``layout`` is the engine's own for direct delivery. For streamed delivery it is the staging: region ``k`` is bucket ``k``,
+    and each row is a whole tensor.
+    """
+
+    digest: str
+    delivery: Literal["direct", "streamed"]
+    reason: str
+    """Why this delivery was chosen, for people."""
+    sources: tuple[SourceAddress, ...]
+    layout: LayoutColumns
+    pieces: PieceColumns
+    nbytes: int
+
+
+# Agent to coordinator, first frame.
+
+
+class Hello(_Struct, frozen=True):
+    """An agent introduces its rank. ``session`` is random per process, so a restarted rank is told from a reconnecting one."""
+
+    protocol: int
+    run: str
+    role: Literal["trainer", "engine"]
+    name: str
+    """The replica's name; for a trainer, ``"trainer"``."""
+    rank: int
+    world_size: int
+    session: str
+    host: Host
+    pid: int
+    manifest: tuple[TensorSpec, ...]
+    layout: LayoutColumns | None = None
+    """Needed from trainers; an engine without one can only be streamed to."""
+    offers: tuple[Offer, ...] = ()
+    key: bytes = b""
+    """A trainer rank's secret for its data sockets, random per process; engines get it with their plan."""
+    transports: tuple[str, ...] = ()
+    """Schemes that this engine rank can and may read with, best first."""
+    delivery: Delivery = "auto"
+    bucket_bytes: int = 0
+    adapter: str = ""
+    serving: Version | None = None
+    """What this engine rank serves already, after a coordinator's restart."""
+    published: int = -1
+    """The last version number that this trainer rank published, after a coordinator's restart."""
+
+
+class Welcome(_Struct, frozen=True):
+    """The coordinator takes the agent in. ``key`` is the run's secret for data sockets."""
+
+    member: str
+    run: str
+    key: bytes
+
+
+class Refused(_Struct, frozen=True):
+    """The coordinator does not take the agent in; ``kind`` is an error's class name."""
+
+    kind: str
+    message: str
+
+
+# Bodies of calls, coordinator to trainer.
+
+
+class Place(_Struct, frozen=True):
+    """Copy the shards to where readers find them, under this number; answered by :class:`Placed`."""
+
+    number: int
+
+
+class Placed(_Struct, frozen=True):
+    """Digest of every row of the trainer rank's layout (uint64, little-endian), taken from its own memory while placing."""
+
+    digests: bytes
+    seconds: float
+
+
+# Coordinator to engine.
+
+
+class Prepare(_Struct, frozen=True):
+    """Get ready for this plan while still serving: connect, allocate staging, build copy tables."""
+
+    plan: PlanSlice
+
+
+class Prepared(_Struct, frozen=True):
+    """Digest of the plan as the engine rank understood it, and the transport chosen for each source."""
+
+    digest: str
+    transports: tuple[str, ...]
+
+
+class Pause(_Struct, frozen=True):
+    """Stop generating; answered when no step runs any more."""
+
+    mode: PauseMode
+
+
+class Move(_Struct, frozen=True):
+    """Fetch this version's bytes into place and compute the digests of what was installed; answered by :class:`Moved`."""
+
+    number: int
+
+
+class Moved(_Struct, frozen=True):
+    """Digest of every row of the plan's layout (uint64, little-endian), read back from the engine's memory after the copy."""
+
+    nbytes: int
+    digests: bytes
+    receive_seconds: float
+    load_seconds: float
+    digest_seconds: float
+    verified: Literal["installed", "received"]
+    """Whether the digests are of the parameters themselves, or of what was handed to an opaque loader."""
+
+
+class Commit(_Struct, frozen=True):
+    """The bytes are right: finish loading, flush caches (and look at the answer), take the version's label."""
+
+    version: Version
+
+
+class Resume(_Struct, frozen=True):
+    """Generate again."""
+
+
+class Quarantine(_Struct, frozen=True):
+    """Abort what is running and stay paused, without a version, until a later round."""
+
+    reason: str
+
+
+# Agent to coordinator.
+
+
+class Publish(_Struct, frozen=True):
+    """A trainer rank has weights to publish under this number; answered by :class:`Published` when the round is over."""
+
+    number: int
+
+
+class ReplicaResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What became of one replica in one round."""
+
+    name: str
+    state: str
+    version: int | None
+    digest: str | None
+    nbytes: int
+    delivery: str
+    transports: tuple[str, ...]
+    verified: str
+    phases: dict[str, float]
+    """Seconds by phase: agree, pause, move, verify, commit."""
+    paused_seconds: float
+    error: str | None = None
+    parts: dict[str, float] = {}
+    """Seconds inside the move: receive, load, digest; of the slowest rank each. Parts overlap, so they need not add up."""
+
+
+class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One attempt to bring replicas to a version: a result for each of them."""
+
+    round: int
+    version: Version
+    ok: bool
+    nbytes: int
+    seconds: float
+    phases: dict[str, float]
+    """Seconds by phase that concern all replicas: agree, place."""
+    replicas: tuple[ReplicaResult, ...]
+    error: str | None = None
+
+
+class Published(_Struct, frozen=True):
+    """The round that a publication caused."""
+
+    result: RoundResult
+
+
+class Done(_Struct, frozen=True):
+    """A call succeeded and has nothing to say."""
+
+
+Body = (
+    Place | Placed | Prepare | Prepared | Pause | Move | Moved | Commit | Resume | Quarantine | Publish | Published | Done
+)
+
+
+class Call(_Struct, frozen=True):
+    """A request that must be answered within ``timeout`` seconds of its arrival."""
+
+    id: int
+    timeout: float
+    body: Body
+
+
+class Answer(_Struct, frozen=True):
+    """The outcome of the call with this id."""
+
+    id: int
+    body: Body
+
+
+class Failure(_Struct, frozen=True):
+    """The call with this id failed; ``kind`` is an error's class name."""
+
+    id: int
+    kind: str
+    message: str
+
+
+class Cancel(_Struct, frozen=True):
+    """The asker no longer waits for the call with this id."""
+
+    id: int
+
+
+class Progress(_Struct, frozen=True):
+    """An engine rank has this many bytes of the running move in place."""
+
+    nbytes: int
+
+
+Frame = Hello | Welcome | Refused | Call | Answer | Failure | Cancel | Progress
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+
+
+def encode(frame: Frame) -> bytes:
+    """One frame as MessagePack."""
+    return _encoder.encode(frame)
+
+
+def decode(data: bytes) -> Frame:
+    """The frame in ``data``. Raises :class:`~weightsync.errors.ProtocolError` for anything else than one well-formed frame."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a weightsync frame: {error}") from None

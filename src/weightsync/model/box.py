@@ -1,0 +1,47 @@
+"""One half-open N-dimensional region of one checkpoint tensor."""
+
+from __future__ import annotations
+
+from math import prod
+
+import msgspec
+
+__all__ = ["Box"]
+
+
+class Box(msgspec.Struct, frozen=True):
+    """A region ``starts <= index < stops`` of a tensor, one entry a dimension, counted in elements. A scalar's box is ``()``.
+
+    For one box at a time: messages, tests, adapters. Thousands of them live in the columns of a
+    :class:`~weightsync.model.layout.Layout`.
+    """
+
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """The box that covers a tensor of ``shape``."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extent in each dimension, in elements."""
+        return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    def within(self, shape: tuple[int, ...]) -> bool:
+        """Whether this is a region of a tensor of ``shape``."""
+        return len(self.starts) == len(self.stops) == len(shape) and all(
+            0 <= start <= stop <= extent for start, stop, extent in zip(self.starts, self.stops, shape, strict=True)
+        )
+
+    def intersect(self, other: Box) -> Box | None:
+        """The region in both, or ``None`` where it would be empty."""
+        starts = tuple(map(max, self.starts, other.starts))
+        stops = tuple(map(min, self.stops, other.stops))
+        return Box(starts, stops) if all(a < b for a, b in zip(starts, stops, strict=True)) else None

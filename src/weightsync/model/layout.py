@@ -1,0 +1,167 @@
+"""All shards of one rank, as columns: a hundred thousand shards are seven arrays, not objects."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.errors import LayoutError
+from weightsync.model.box import Box
+from weightsync.model.manifest import Manifest
+
+__all__ = ["Layout", "LayoutColumns"]
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+
+class LayoutColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A layout on the wire: little-endian columns, checked by :meth:`Layout.from_columns` before anything is believed."""
+
+    rows: int
+    dims: int
+    tensor: bytes
+    starts: bytes
+    stops: bytes
+    region: bytes
+    offset: bytes
+    strides: bytes
+    regions: tuple[int, ...]
+
+
+class Layout:
+    """The shards that one rank holds, a row each, and where in its memory they lie.
+
+    ========  ==================  ==========================================================================
+    column    type                meaning
+    ========  ==================  ==========================================================================
+    tensor    int32[rows]         index into the manifest; ascending
+    starts    int64[rows, dims]   first index of the shard's box in each dimension, in elements
+    stops     int64[rows, dims]   one past the last
+    region    int32[rows]         which of the rank's memory regions holds it
+    offset    int64[rows]         bytes from the region's start to the box's first element
+    strides   int64[rows, dims]   bytes between neighbours in each dimension; not negative
+    regions   tuple of int        bytes of each region
+    ========  ==================  ==========================================================================
+
+    ``dims`` is the manifest's; tensors of fewer dimensions are padded in front with extent-one dimensions. Empty shards are
+    left out. Raises :class:`~weightsync.errors.LayoutError` where a box is outside its tensor or a shard outside its region.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        tensor: Int32,
+        starts: Int64,
+        stops: Int64,
+        region: Int32,
+        offset: Int64,
+        strides: Int64,
+        regions: tuple[int, ...],
+    ) -> None:
+        rows, dims = len(tensor), manifest.dims
+        shapes_ok = (
+            starts.shape == stops.shape == strides.shape == (rows, dims) and region.shape == offset.shape == tensor.shape == (rows,)
+        )
+        if not shapes_ok:
+            raise LayoutError(f"layout columns do not have {rows} rows of {dims} dimensions")
+        self.tensor, self.starts, self.stops = tensor, starts, stops
+        self.region, self.offset, self.strides, self.regions = region, offset, strides, regions
+        self._check(manifest)
+
+    def _check(self, manifest: Manifest) -> None:
+        if not len(self.tensor):
+            return
+        if self.tensor.min() < 0 or self.tensor.max() >= len(manifest) or np.any(np.diff(self.tensor) < 0):
+            raise LayoutError("layout names tensors that the manifest lacks, or not in ascending order")
+        bad = (self.starts < 0) | (self.starts >= self.stops) | (self.stops > manifest.shapes[self.tensor])
+        if bad.any():
+            row = int(np.argmax(bad.any(axis=1)))
+            spec = manifest[int(self.tensor[row])]
+            box = (self.starts[row].tolist(), self.stops[row].tolist())
+            raise LayoutError(f"a shard of {spec.name} is empty or outside its shape {list(spec.shape)}: {box}")
+        sizes = np.array([*self.regions, 0], np.int64)
+        if self.region.min() < 0 or self.region.max() >= len(self.regions) or self.strides.min() < 0 or self.offset.min() < 0:
+            raise LayoutError("layout names a region that does not exist, or a negative offset or stride")
+        # In floating point first: a forged stride must not wrap the exact arithmetic around to something that looks legal.
+        steps = self.stops - self.starts - 1
+        rough = self.offset + (steps.astype(np.float64) * self.strides).sum(axis=1)
+        if np.any(rough > 2.0**62) or np.any(self.ends(manifest) > sizes[self.region]):
+            raise LayoutError("a shard reaches past the end of its memory region")
+
+    def ends(self, manifest: Manifest) -> Int64:
+        """Bytes from each region's start to one past the shard's last element, ``int64[rows]``."""
+        last: Int64 = self.offset + ((self.stops - self.starts - 1) * self.strides).sum(axis=1)
+        return last + manifest.itemsizes[self.tensor]
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def box(self, row: int, manifest: Manifest) -> Box:
+        """The box of one row, without padding."""
+        rank = len(manifest[int(self.tensor[row])].shape)
+        first = manifest.dims - rank
+        return Box(tuple(self.starts[row, first:].tolist()), tuple(self.stops[row, first:].tolist()))
+
+    def sizes(self) -> Int64:
+        """Elements of each shard, ``int64[rows]``."""
+        sizes: Int64 = np.prod(self.stops - self.starts, axis=1)
+        return sizes
+
+    def nbytes(self, manifest: Manifest) -> int:
+        """Bytes of all shards."""
+        return int((self.sizes() * manifest.itemsizes[self.tensor]).sum())
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hexadecimal digits that change with any row; two ends compare it to know that a plan still fits."""
+        state = hashlib.blake2b(digest_size=16)
+        columns = self.to_columns()
+        state.update(msgspec.msgpack.encode(columns))
+        return state.hexdigest()
+
+    def to_columns(self) -> LayoutColumns:
+        """This layout as a message."""
+        return LayoutColumns(
+            rows=len(self),
+            dims=int(self.starts.shape[1]),
+            tensor=self.tensor.astype("<i4").tobytes(),
+            starts=self.starts.astype("<i8").tobytes(),
+            stops=self.stops.astype("<i8").tobytes(),
+            region=self.region.astype("<i4").tobytes(),
+            offset=self.offset.astype("<i8").tobytes(),
+            strides=self.strides.astype("<i8").tobytes(),
+            regions=self.regions,
+        )
+
+    @classmethod
+    def from_columns(cls, manifest: Manifest, columns: LayoutColumns) -> Layout:
+        """The layout in a message. Raises :class:`~weightsync.errors.LayoutError` for anything that does not fit ``manifest``."""
+        rows, dims = columns.rows, columns.dims
+        if rows < 0 or dims != manifest.dims or any(size < 0 for size in columns.regions):
+            raise LayoutError(f"a layout message of {rows} rows and {dims} dimensions does not fit the manifest")
+        wanted = {"tensor": 4, "starts": 8 * dims, "stops": 8 * dims, "region": 4, "offset": 8, "strides": 8 * dims}
+        for name, width in wanted.items():
+            if len(getattr(columns, name)) != rows * width:
+                raise LayoutError(f"column {name!r} of a layout message has the wrong length")
+
+        def wide(name: str) -> Int64:
+            return np.frombuffer(getattr(columns, name), "<i8").astype(np.int64, copy=False)
+
+        def narrow(name: str) -> Int32:
+            return np.frombuffer(getattr(columns, name), "<i4").astype(np.int32, copy=False)
+
+        return cls(
+            manifest,
+            narrow("tensor"),
+            wide("starts").reshape(rows, dims),
+            wide("stops").reshape(rows, dims),
+            narrow("region"),
+            wide("offset"),
+            wide("strides").reshape(rows, dims),
+            columns.regions,
+        )

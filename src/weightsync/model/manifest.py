@@ -1,0 +1,142 @@
+"""What a checkpoint holds: names, global shapes, dtypes, ties. Compared by both sides before a byte moves."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from math import prod
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.errors import ConfigurationError, ManifestMismatch
+from weightsync.model.dtypes import itemsize
+
+__all__ = ["Manifest", "TensorSpec"]
+
+_MAX_BYTES = 1 << 60  # no real tensor comes near; a forged one must not overflow the arithmetic below
+_MAX_RANK = 16
+_SHOWN = 10
+
+
+class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One checkpoint tensor: Hugging Face name, global shape in elements, dtype by torch's name, and the names tied to it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.size * itemsize(self.dtype)
+
+
+def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
+    """Sort key that puts ``layers.2`` before ``layers.10``: layer order, whatever order a state dict had."""
+    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"([0-9]+)", name) if part)
+
+
+class Manifest:
+    """The tensors of one model in their one canonical order, with a fingerprint.
+
+    The order is natural by name (``layers.2`` before ``layers.10``), so trainer and engine agree on it without asking, and a
+    tensor's index means the same everywhere. Immutable. Raises :class:`~weightsync.errors.ConfigurationError` for duplicate
+    names (aliases included), a negative extent, an unknown dtype, more than 16 dimensions or an absurd size.
+    """
+
+    def __init__(self, tensors: Iterable[TensorSpec]) -> None:
+        ordered = [msgspec.structs.replace(spec, aliases=tuple(sorted(spec.aliases))) for spec in tensors]
+        ordered.sort(key=lambda spec: (_natural(spec.name), spec.name))
+        seen: set[str] = set()
+        for spec in ordered:
+            if len(spec.shape) > _MAX_RANK or any(extent < 0 for extent in spec.shape) or spec.nbytes > _MAX_BYTES:
+                raise ConfigurationError(f"tensor {spec.name!r} has an impossible shape {spec.shape}")
+            for name in (spec.name, *spec.aliases):
+                if name in seen:
+                    raise ConfigurationError(f"tensor name {name!r} occurs twice in the manifest")
+                seen.add(name)
+        self.tensors: tuple[TensorSpec, ...] = tuple(ordered)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __iter__(self) -> Iterator[TensorSpec]:
+        return iter(self.tensors)
+
+    def __getitem__(self, index: int) -> TensorSpec:
+        return self.tensors[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Manifest) and self.tensors == other.tensors
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __repr__(self) -> str:
+        return f"<Manifest of {len(self)} tensors, {self.nbytes:,} bytes, {self.fingerprint}>"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits (BLAKE2b-128) over names, shapes, dtypes and ties, in canonical order."""
+        return hashlib.blake2b(msgspec.msgpack.encode(self.tensors), digest_size=16).hexdigest()
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Position of each tensor by name; an alias finds the tensor that it is tied to."""
+        return {name: i for i, spec in enumerate(self.tensors) for name in (spec.name, *spec.aliases)}
+
+    @cached_property
+    def dims(self) -> int:
+        """Columns of a layout of this manifest: the largest number of dimensions, and at least one."""
+        return max([1, *(len(spec.shape) for spec in self.tensors)])
+
+    @cached_property
+    def shapes(self) -> npt.NDArray[np.int64]:
+        """Global shapes, ``int64[tensors, dims]``, padded with ones in front (a scalar is all ones)."""
+        shapes = np.ones((len(self), self.dims), np.int64)
+        for row, spec in zip(shapes, self.tensors, strict=True):
+            if spec.shape:
+                row[-len(spec.shape) :] = spec.shape
+        return shapes
+
+    @cached_property
+    def itemsizes(self) -> npt.NDArray[np.int64]:
+        """Bytes an element, ``int64[tensors]``."""
+        return np.array([itemsize(spec.dtype) for spec in self.tensors], np.int64)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, each tied group counted once."""
+        return sum(spec.nbytes for spec in self.tensors)
+
+    def check_same(self, engine: Manifest, who: str = "the engine") -> None:
+        """Raise :class:`~weightsync.errors.ManifestMismatch` naming what differs in ``engine`` (at most ten, with the count)."""
+        if self.fingerprint == engine.fingerprint:
+            return
+        ours = {spec.name: spec for spec in self.tensors}
+        theirs = {spec.name: spec for spec in engine.tensors}
+        lines = [f"missing there: {name}" for name in ours if name not in theirs]
+        lines += [f"unexpected there: {name}" for name in theirs if name not in ours]
+        for name, spec in ours.items():
+            other = theirs.get(name)
+            if other is None:
+                continue
+            if spec.shape != other.shape:
+                lines.append(f"shape of {name}: {list(spec.shape)} here, {list(other.shape)} there")
+            if spec.dtype != other.dtype:
+                lines.append(f"dtype of {name}: {spec.dtype} here, {other.dtype} there (convert on publishing: Trainer(dtype=...))")
+            if spec.aliases != other.aliases:
+                lines.append(f"tied names of {name}: {list(spec.aliases)} here, {list(other.aliases)} there")
+        shown = "\n  ".join(lines[:_SHOWN])
+        more = f"\n  ... and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        raise ManifestMismatch(f"{who} does not hold the trainer's tensors; {len(lines)} differences:\n  {shown}{more}")

@@ -1,0 +1,1 @@
+"""Measurements against the copies that cannot be avoided."""

@@ -1,0 +1,98 @@
+"""Layouts as FSDP, tensor and expert parallelism would make them, computed from shapes alone: inputs of planning benchmarks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.model import Layout, Manifest
+
+__all__ = ["Cut", "expert_parallel", "fsdp", "outermost", "packed", "sharded", "tensor_parallel"]
+
+Int64 = npt.NDArray[np.int64]
+Cut = tuple[Int64, int, int]
+"""One mesh dimension: which (padded) dimension of each tensor it cuts (-1: none, so a copy), this rank's place, and how many."""
+
+_COLUMN = re.compile(
+    r"\.(q_proj|k_proj|v_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|embed_tokens|lm_head)\.weight$|^lm_head\.weight$"
+)
+_ROW = re.compile(r"\.(o_proj|down_proj)\.weight$")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+def outermost(manifest: Manifest) -> Int64:
+    """The padded index of each tensor's first dimension, ``int64[tensors]``; a scalar's is its last padding."""
+    return manifest.dims - np.array([max(len(spec.shape), 1) for spec in manifest], np.int64)
+
+
+def packed(manifest: Manifest, tensor: Int64, starts: Int64, stops: Int64, alignment: int = 512) -> Layout:
+    """Contiguous shards one after the other in one region, each aligned; empty ones left out."""
+    extents = stops - starts
+    if extents.size and extents.min() < 1:
+        full = np.all(extents > 0, axis=1)
+        tensor, starts, stops, extents = tensor[full], starts[full], stops[full], extents[full]
+    strides = np.empty_like(extents)
+    step = manifest.itemsizes[tensor]
+    for dim in reversed(range(manifest.dims)):
+        strides[:, dim] = step
+        step = step * extents[:, dim]
+    padded = -(-step // alignment) * alignment
+    ends = np.cumsum(padded)
+    total = int(ends[-1]) if len(ends) else 0
+    region = np.zeros(len(tensor), np.int32)
+    return Layout(manifest, tensor.astype(np.int32), starts, stops, region, ends - padded, strides, (total,))
+
+
+def sharded(manifest: Manifest, cuts: Sequence[Cut], keep: npt.NDArray[np.bool_] | None = None) -> Layout:
+    """One rank's layout after cutting every tensor by each of ``cuts`` in turn, in chunks as ``torch.chunk`` makes them.
+
+    ``keep`` (``bool[tensors]``) leaves out the tensors that this rank does not hold.
+    """
+    starts = np.zeros_like(manifest.shapes)
+    stops = manifest.shapes.copy()
+    for dim, place, count in cuts:
+        rows = np.flatnonzero(dim >= 0)
+        cells = rows * manifest.dims + dim[rows]
+        begin, end = starts.ravel()[cells], stops.ravel()[cells]
+        chunk = -(-(end - begin) // count)
+        starts.ravel()[cells] = np.minimum(begin + place * chunk, end)
+        stops.ravel()[cells] = np.minimum(begin + (place + 1) * chunk, end)
+    if keep is None:
+        return packed(manifest, np.arange(len(manifest)), starts, stops)
+    tensor = np.flatnonzero(keep)
+    return packed(manifest, tensor, starts[tensor], stops[tensor])
+
+
+def fsdp(manifest: Manifest, ranks: int) -> list[Layout]:
+    """Every tensor cut along its first dimension over ``ranks``."""
+    first = outermost(manifest)
+    return [sharded(manifest, [(first, rank, ranks)]) for rank in range(ranks)]
+
+
+def _parallel_dims(manifest: Manifest) -> Int64:
+    first = outermost(manifest)
+    dims = np.full(len(manifest), -1, np.int64)
+    for index, spec in enumerate(manifest):
+        if _COLUMN.search(spec.name):
+            dims[index] = first[index]
+        elif _ROW.search(spec.name):
+            dims[index] = manifest.dims - 1
+    return dims
+
+
+def tensor_parallel(manifest: Manifest, ranks: int) -> list[Layout]:
+    """Megatron's cuts: columns of q, k, v, gate, up and the vocabulary, rows of o and down; the rest is copied."""
+    dims = _parallel_dims(manifest)
+    return [sharded(manifest, [(dims, rank, ranks)]) for rank in range(ranks)]
+
+
+def expert_parallel(manifest: Manifest, ranks: int) -> list[Layout]:
+    """Whole experts, the first of them on the first rank and so on; all else as :func:`tensor_parallel`."""
+    found = [_EXPERT.search(spec.name) for spec in manifest]
+    expert = np.array([int(match.group(1)) if match else -1 for match in found], np.int64)
+    dims = np.where(expert >= 0, -1, _parallel_dims(manifest))
+    each = -(-(int(expert.max()) + 1) // ranks) if len(expert) else 1
+    return [sharded(manifest, [(dims, rank, ranks)], keep=(expert < 0) | (expert // max(each, 1) == rank)) for rank in range(ranks)]

@@ -1,0 +1,67 @@
+"""Staging for streamed delivery: whole tensors, packed into buckets in canonical order."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weightsync.errors import ConfigurationError
+from weightsync.model import Layout, Manifest
+
+__all__ = ["ring_bytes", "staging_layout"]
+
+_RING = 2  # one bucket is filled while the other is loaded
+_LEAST_ALIGNMENT = 8  # the largest element
+
+
+def staging_layout(manifest: Manifest, bucket_bytes: int, alignment: int = 512) -> Layout:
+    """Whole tensors in buckets of at most ``bucket_bytes``: region ``k`` is bucket ``k``, each tensor is one contiguous row.
+
+    Every tensor begins at a multiple of ``alignment`` bytes. A tensor larger than ``bucket_bytes`` has a bucket of its own, of its
+    size; a bucket that is exactly full is still one bucket. Zero-size tensors have no row: there is nothing to move.
+
+    Raises :class:`~weightsync.errors.ConfigurationError` unless ``bucket_bytes`` is positive and ``alignment`` a power of two of
+    at least 8.
+    """
+    if bucket_bytes < 1:
+        raise ConfigurationError(f"bucket_bytes must be a positive number of bytes, not {bucket_bytes}")
+    if alignment < _LEAST_ALIGNMENT or alignment & (alignment - 1):
+        raise ConfigurationError(f"alignment must be a power of two of at least {_LEAST_ALIGNMENT}, not {alignment}")
+    tensor, region, offset = [], [], []
+    regions: list[int] = []
+    for index, spec in enumerate(manifest):
+        nbytes = spec.nbytes
+        if not nbytes:
+            continue
+        begin = -(-regions[-1] // alignment) * alignment if regions else 0
+        if not regions or begin + nbytes > bucket_bytes:
+            regions.append(0)
+            begin = 0
+        regions[-1] = begin + nbytes
+        tensor.append(index)
+        region.append(len(regions) - 1)
+        offset.append(begin)
+    chosen = np.array(tensor, np.int32)
+    stops = manifest.shapes[chosen]
+    strides = np.empty_like(stops)
+    step = manifest.itemsizes[chosen]
+    for dim in reversed(range(manifest.dims)):
+        strides[:, dim] = step
+        step = step * stops[:, dim]
+    return Layout(
+        manifest,
+        chosen,
+        np.zeros_like(stops),
+        stops,
+        np.array(region, np.int32),
+        np.array(offset, np.int64),
+        strides,
+        tuple(regions),
+    )
+
+
+def ring_bytes(layout: Layout) -> int:
+    """What staging costs an engine rank: bytes of the two largest buckets, one being filled while the other is loaded.
+
+    At most twice ``bucket_bytes``, unless single tensors are larger than that.
+    """
+    return sum(sorted(layout.regions, reverse=True)[:_RING])

@@ -1,0 +1,270 @@
+"""Who reads what from whom: a pure function of the manifest and the layouts of both sides.
+
+Boxes are met once a geometry (:mod:`weightsync.planning.side`) and kept as *templates*; the pieces of a target are expanded from
+them when asked for, by array indexing, so a plan holds little more than its layouts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.errors import LayoutError
+from weightsync.messages import Host
+from weightsync.model import Layout, Manifest
+from weightsync.planning.balance import Choices, choices
+from weightsync.planning.cover import collisions, listed, printed
+from weightsync.planning.overlap import BoxIndex, first_hole
+from weightsync.planning.pieces import Pieces
+from weightsync.planning.side import Geometries, Rows, Side, geometries, ranges
+
+__all__ = ["Plan", "SourceRank", "TargetRank", "plan_transfer"]
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+_CHUNK = 1 << 18
+
+
+@dataclass(frozen=True, eq=False)
+class SourceRank:
+    """A trainer rank that pieces can come from."""
+
+    member: str
+    host: Host
+    layout: Layout
+
+
+@dataclass(frozen=True, eq=False)
+class TargetRank:
+    """An engine rank whose layout is to be filled."""
+
+    member: str
+    host: Host
+    layout: Layout
+
+
+@dataclass(frozen=True, eq=False)
+class _Templates:
+    """Pieces of each geometry, ordered by target, geometry, layout row, source box.
+
+    ``first[m, g]`` and ``count[m, g]``: those of target ``m`` in geometry ``g``; ``order``: row among the target's rows of the
+    tensor; ``inside``: the piece's start counted from its source box's; ``choice``: see :class:`Choices`.
+    """
+
+    first: Int64
+    count: Int64
+    order: Int64
+    box: Int64
+    starts: Int64
+    stops: Int64
+    inside: Int64
+    nbytes: Int64
+    choice: Int64
+
+
+class Plan:
+    """For each target rank, which boxes come from which source rank. Made by :func:`plan_transfer`; immutable."""
+
+    def __init__(
+        self,
+        sources: Sequence[SourceRank],
+        targets: Sequence[TargetRank],
+        sides: tuple[Side, Side],
+        kinds: Geometries,
+        templates: _Templates,
+        options: Choices,
+    ) -> None:
+        self.manifest = sides[0].manifest
+        self.sources, self.targets = tuple(sources), tuple(targets)
+        self._source, self._target = sides
+        self._kinds, self._templates, self._options = kinds, templates, options
+        self._place = {rank.member: place for place, rank in enumerate(targets)}
+        self._spread()
+
+    def _spread(self) -> None:
+        """Where in its pool's bytes each target begins, ``float64[pools, targets]``, and each pool's total."""
+        parts, options = self._templates, self._options
+        shared = np.flatnonzero(parts.choice >= 0)
+        # templates are ordered by target and geometry
+        owner = np.repeat(np.arange(parts.count.size), parts.count.ravel())[shared]
+        target, kind = owner // max(len(self._kinds), 1), owner % max(len(self._kinds), 1)
+        weight = parts.nbytes[shared].astype(np.float64) * self._kinds.count[kind]
+        pools, targets = len(options.width), len(self.targets)
+        slot = options.pool[parts.choice[shared]] * targets + target
+        amounts = np.bincount(slot, weights=weight, minlength=pools * targets).reshape(pools, targets)
+        self._total = amounts.sum(axis=1)
+        self._begin = np.cumsum(amounts, axis=1) - amounts
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hexadecimal digits over the manifest, and the member, host and layout of every source and target."""
+        sides = (self.sources, self.targets)
+        ranks = [[[rank.member, rank.host.name, rank.host.memory, rank.layout.digest] for rank in side] for side in sides]
+        return hashlib.blake2b(msgspec.msgpack.encode(["plan 1", self.manifest.fingerprint, ranks]), digest_size=16).hexdigest()
+
+    def nbytes(self, member: str) -> int:
+        """Bytes that target ``member`` receives: all of its layout, each element once."""
+        return self.targets[self._place[member]].layout.nbytes(self.manifest)
+
+    def source_bytes(self) -> dict[str, int]:
+        """Bytes that each source delivers in all, zero included. Expands every target's pieces once: costs as much as they do."""
+        load = np.zeros(len(self.sources), np.float64)
+        for place in range(len(self.targets)):
+            part, _ = self._expand(place)
+            member = self._options.member[self._holder(place, part)]
+            load += np.bincount(member, weights=self._templates.nbytes[part], minlength=len(load))
+        return {rank.member: int(amount) for rank, amount in zip(self.sources, load, strict=True)}
+
+    def _expand(self, place: int) -> tuple[Int64, Int64]:
+        """The template and tensor of each piece of a target, ordered by tensor and template."""
+        tensors = np.flatnonzero(np.diff(self._target.first[place]))
+        kind = self._kinds.of[tensors]
+        count = self._templates.count[place, kind]
+        return ranges(self._templates.first[place, kind], count), np.repeat(tensors, count)
+
+    def _holder(self, place: int, part: Int64) -> Int64:
+        """Index into the holders of each piece: of its box's only one, or of the one whose span it falls into."""
+        parts, options = self._templates, self._options
+        holder = options.first[parts.box[part]]
+        if not len(options.width):
+            return holder
+        shared = np.flatnonzero(parts.choice[part] >= 0)
+        if not len(shared):
+            return holder
+        choice = parts.choice[part[shared]]
+        amount = parts.nbytes[part[shared]].astype(np.float64)
+        pool = options.pool[choice]
+        by_pool = np.argsort(pool, kind="stable")
+        middle = np.empty(len(shared))
+        ordered, pooled = amount[by_pool], pool[by_pool]
+        ends = np.cumsum(ordered)
+        head = np.flatnonzero(np.concatenate([[True], pooled[1:] != pooled[:-1]]))
+        before = np.repeat((ends - ordered)[head], np.diff(np.append(head, len(pooled))))
+        middle[by_pool] = ends - before - ordered / 2
+        middle += self._begin[pool, place]
+        width = options.width[pool]
+        span = np.clip(np.floor(middle * width / self._total[pool]).astype(np.int64), 0, width - 1)
+        begins = np.cumsum([0, *(len(places) for places in options.candidates)])
+        holder[shared] += np.concatenate(options.candidates)[begins[choice] + span]
+        return holder
+
+    def pieces(self, member: str) -> Pieces:
+        """What target ``member`` receives. Computed anew at each call: keep it, or its columns, where it is needed again."""
+        place = self._place[member]
+        parts = self._templates
+        part, tensor = self._expand(place)
+        holder = self._holder(place, part)
+        source = self._options.member[holder]
+        order = self._options.order[holder]
+        region = np.empty(len(part), np.int32)
+        offset = np.empty(len(part), np.int64)
+        strides = np.empty((len(part), self.manifest.dims), np.int64)
+        for begin in range(0, len(part), _CHUNK):  # scattered by source, so as much at a time as the cache holds
+            chunk = slice(begin, begin + _CHUNK)
+            self._gather(source[chunk], tensor[chunk], order[chunk], region[chunk], offset[chunk], strides[chunk])
+            for dim in range(self.manifest.dims):
+                offset[chunk] += parts.inside[part[chunk], dim] * strides[chunk, dim]
+        used = np.flatnonzero(np.bincount(source, minlength=len(self.sources)))
+        number = np.zeros(len(self.sources), np.int32)
+        number[used] = np.arange(len(used))
+        return Pieces(
+            sources=tuple(self.sources[index].member for index in used),
+            source=number[source],
+            source_region=region,
+            source_offset=offset,
+            source_strides=strides,
+            target_row=(self._target.first[place][tensor] + parts.order[part]).astype(np.int32),
+            starts=np.take(parts.starts, part, axis=0),
+            stops=np.take(parts.stops, part, axis=0),
+        )
+
+    def _gather(self, source: Int64, tensor: Int64, order: Int64, region: Int32, offset: Int64, strides: Int64) -> None:
+        """Fill ``region``, ``offset`` and ``strides`` with those of the source rows that hold these pieces."""
+        load = np.bincount(source, minlength=len(self.sources))
+        # 16-bit keys are sorted by radix
+        by_source = np.argsort(source.astype(np.uint16) if len(self.sources) <= 1 << 16 else source, kind="stable")
+        ends = np.cumsum(load)
+        for index in np.flatnonzero(load).tolist():
+            chosen = by_source[ends[index] - load[index] : ends[index]]
+            layout = self.sources[index].layout
+            row = self._source.first[index][tensor[chosen]] + order[chosen]
+            region[chosen] = layout.region[row]
+            offset[chosen] = layout.offset[row]
+            for dim in range(strides.shape[1]):
+                strides[chosen, dim] = layout.strides[row, dim]
+
+
+def plan_transfer(manifest: Manifest, sources: Sequence[SourceRank], targets: Sequence[TargetRank]) -> Plan:
+    """Plan how every element of every target's layout is fetched exactly once.
+
+    Both sides are taken in the order of their members' names, so the order in which they are given does not matter. Where
+    several sources hold the same box, one in the target's memory domain (``Host.memory``) is preferred, then one on its machine
+    (``Host.name``), then any; see :mod:`weightsync.planning.balance` for pools.
+
+    Bound: **in each pool the load of a source differs from the pool's mean by at most the largest piece**, so a source's load
+    differs from the sum of its pools' means by at most the largest piece times the number of its pools. A piece is never larger
+    than the target's row; layouts split into rows of 1 MiB (:func:`~weightsync.planning.split.split_rows`) make that 1 MiB.
+    The balance is over the targets of one plan.
+
+    Raises :class:`~weightsync.errors.LayoutError` if sources hold overlapping unequal boxes, or a target needs elements that no
+    source holds (tensor, region and target named, at most ten), or a member is named twice.
+    """
+    sources = sorted(sources, key=lambda rank: rank.member)
+    targets = sorted(targets, key=lambda rank: rank.member)
+    sides = (
+        Side(manifest, [rank.member for rank in sources], [rank.layout for rank in sources]),
+        Side(manifest, [rank.member for rank in targets], [rank.layout for rank in targets]),
+    )
+    kinds = geometries(manifest, *sides)
+    held = sides[0].rows(kinds.tensor)
+    wanted = sides[1].rows(kinds.tensor)
+    index = BoxIndex(held.group, held.starts, held.stops, len(kinds))
+    problems = collisions(sides[0], kinds, held, index)
+    if problems:
+        number, said = listed(manifest, kinds, problems)
+        raise LayoutError(f"sources overlap in {number} tensors:\n  {said}")
+    row, box = index.meeting(wanted.group, wanted.starts, wanted.stops)
+    starts = np.maximum(wanted.starts[row], index.starts[box])
+    stops = np.minimum(wanted.stops[row], index.stops[box])
+    sizes = np.prod(stops - starts, axis=1)
+    _check_filled(sides[1], kinds, wanted, row, (starts, stops, sizes))
+    options = choices(index, held, [rank.host for rank in sources], [rank.host for rank in targets])
+    slots = wanted.member[row] * len(kinds) + wanted.group[row]
+    count = np.bincount(slots, minlength=len(targets) * len(kinds))
+    templates = _Templates(
+        first=(np.cumsum(count) - count).reshape(len(targets), len(kinds)),
+        count=count.reshape(len(targets), len(kinds)),
+        order=wanted.order[row],
+        box=box,
+        starts=starts,
+        stops=stops,
+        inside=starts - index.starts[box],
+        nbytes=sizes * manifest.itemsizes[kinds.tensor[wanted.group[row]]],
+        choice=options.choice[options.kind[box], options.host[wanted.member[row]]],
+    )
+    return Plan(sources, targets, sides, kinds, templates, options)
+
+
+def _check_filled(side: Side, kinds: Geometries, rows: Rows, row: Int64, found: tuple[Int64, Int64, Int64]) -> None:
+    starts, stops, sizes = found
+    filled = np.zeros(len(rows), np.int64)
+    np.add.at(filled, row, sizes)
+    short = np.flatnonzero(filled != np.prod(rows.stops - rows.starts, axis=1))
+    if not len(short):
+        return
+    kind, head = np.unique(rows.group[short], return_index=True)
+    problems = {}
+    for group, at in zip(kind.tolist(), short[head].tolist(), strict=True):
+        mine = slice(*np.searchsorted(row, [at, at + 1]))
+        hole = first_hole(starts[mine], stops[mine], (rows.starts[at], rows.stops[at]))
+        region = printed(side.manifest, int(kinds.tensor[group]), *hole) if hole else "a part"
+        problems[group] = f"{region}, needed by {side.members[int(rows.member[at])]}"
+    number, said = listed(side.manifest, kinds, problems)
+    raise LayoutError(f"no source holds elements of {number} tensors that targets need:\n  {said}")

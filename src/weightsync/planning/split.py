@@ -1,0 +1,63 @@
+"""Cut large layout rows into blocks, so that each can be fetched and digested while it is in the cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.model import Layout, Manifest
+from weightsync.planning.side import ranges
+
+__all__ = ["split_rows"]
+
+Int64 = npt.NDArray[np.int64]
+
+_MOST_ROWS = 1 << 28  # more blocks than any memory holds: a forged shape or a mistaken ``max_bytes``
+
+
+def split_rows(manifest: Manifest, layout: Layout, max_bytes: int) -> Layout:
+    """The same shards in rows of at most ``max_bytes``; a single element is never cut.
+
+    A box is cut along its outermost dimension into nearly equal blocks; where one index of that dimension is still larger than
+    ``max_bytes``, each index is cut along the next dimension, and so on. How a box is cut depends on its extents and element
+    size only, so equal boxes on different ranks stay equal. Order: by row, then by position in the box.
+
+    Raises :class:`~weightsync.errors.ConfigurationError` unless ``max_bytes`` is positive.
+    """
+    if max_bytes < 1:
+        raise ConfigurationError(f"max_bytes must be a positive number of bytes, not {max_bytes}")
+    rows, dims = layout.starts.shape
+    if not rows:
+        return layout
+    extents = layout.stops - layout.starts
+    inner: Int64 = np.empty_like(extents)  # bytes of one index of each dimension
+    inner[:, -1] = manifest.itemsizes[layout.tensor]
+    for dim in reversed(range(dims - 1)):
+        inner[:, dim] = inner[:, dim + 1] * extents[:, dim + 1]
+    if not np.any(inner[:, 0] * extents[:, 0] > max_bytes):
+        return layout
+    step = np.empty_like(extents)
+    cut = np.zeros(rows, bool)  # an outer dimension has been chosen to cut along
+    for dim in range(dims):
+        fits = np.maximum(max_bytes // inner[:, dim], 1)
+        parts = -(-extents[:, dim] // fits)
+        even = -(-extents[:, dim] // parts)
+        step[:, dim] = np.where(cut, extents[:, dim], even)
+        cut |= inner[:, dim] <= max_bytes
+    parts = -(-extents // step)
+    count = np.prod(parts, axis=1)
+    if np.prod(parts.astype(np.float64), axis=1).sum() > _MOST_ROWS:
+        raise LayoutError(f"cut into blocks of {max_bytes} bytes, a layout would have more than {_MOST_ROWS} rows")
+    row = np.repeat(np.arange(rows), count)
+    place = ranges(np.zeros(rows, np.int64), count)
+    starts = np.empty((len(row), dims), np.int64)
+    stops = np.empty_like(starts)
+    offset = layout.offset[row]
+    for dim in reversed(range(dims)):
+        inside = (place % parts[row, dim]) * step[row, dim]
+        place //= parts[row, dim]
+        starts[:, dim] = layout.starts[row, dim] + inside
+        stops[:, dim] = np.minimum(starts[:, dim] + step[row, dim], layout.stops[row, dim])
+        offset += inside * layout.strides[row, dim]
+    return Layout(manifest, layout.tensor[row], starts, stops, layout.region[row], offset, layout.strides[row], layout.regions)

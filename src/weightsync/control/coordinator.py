@@ -1,0 +1,352 @@
+"""Who is here, which version there is, and what is done about it: joins, publications, re-seeding.
+
+One coordinator serves one run, on one event loop, and touches no tensor. It may die at any time: a new one rebuilds the picture
+from the ranks that connect again. What it then believes:
+
+* A replica whose ranks all report the same version (run, number, manifest, digest) is loaded with it: an engine rank takes a
+  label only in a commit, after verification, and reports it only while it generates with it (paused, it reports none). Should
+  another replica, or this coordinator, know the same number with another digest, every replica in question is quarantined until
+  it is seeded again.
+* A replica whose ranks report different things is dirty, and is quarantined at once.
+* What the shelves hold cannot be trusted for seeding, since their digests died with the old coordinator: the next publication
+  brings everybody up to date. Its number must be above everything that any rank reports.
+
+Rounds run one at a time. A publication does not wait for a re-seeding: it cancels it (the replica in the middle is quarantined,
+within the grace) and takes its replicas along to the newer version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from weightsync.control.agreement import Agreement
+from weightsync.control.events import Event, Feed, Joined, Left, ReplicaBytes, RoundEnded
+from weightsync.control.link import Limit, Link
+from weightsync.control.membership import Membership
+from weightsync.control.nodes import EngineNode, TrainerNode
+from weightsync.control.rendezvous import Rendezvous
+from weightsync.control.replicas import Replica
+from weightsync.control.round import Order, quarantine, run_round
+from weightsync.control.settings import Settings
+from weightsync.control.shelves import Shelves
+from weightsync.control.status import RankStatus, ReplicaStatus, Status
+from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, VersionError, WeightSyncError
+from weightsync.messages import RoundResult
+from weightsync.planning.cover import Cover
+
+__all__ = ["Coordinator"]
+
+_log = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """The control side of one run. All methods are called on one event loop; close it with :meth:`aclose`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._members = Membership()
+        self._shelves = Shelves()
+        self._feed = Feed()
+        self._rendezvous = Rendezvous(self._members, self._shelves, self._start_publication)
+        self._turn = asyncio.Lock()
+        self._publications = 0  # running or waiting for their turn
+        self._seeding: asyncio.Task[RoundResult] | None = None
+        self._seeder: asyncio.Task[None] | None = None
+        self._wanted: set[str] = set()  # replicas to seed in the background
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._rounds = 0
+        self._history: deque[RoundResult] = deque(maxlen=settings.history)
+        self._agreed: dict[str, Agreement] = {}
+        self._covered: dict[str, Cover] = {}
+        self._closed = False
+
+    # Membership.
+
+    def join_trainer(self, node: TrainerNode) -> None:
+        """A trainer rank has connected.
+
+        Raises :class:`~weightsync.errors.MembershipError` (rank in use by another live process, second trainer, other world
+        size) or :class:`~weightsync.errors.ManifestMismatch` (other tensors than the trainer's other ranks).
+        """
+        self._check_open()
+        self._members.add_trainer(node)
+        self._shelves.observe(node.rank.published)
+        self._feed.emit(Joined(node.rank.member))
+        self._seed_wanted()
+
+    def join_engine(self, node: EngineNode) -> None:
+        """An engine rank has connected. When its replica is complete and a version is on the shelves, it is seeded.
+
+        Raises :class:`~weightsync.errors.MembershipError` (name or rank in use by another live process, other world size) or
+        :class:`~weightsync.errors.ManifestMismatch`, listing what differs from the trainer's tensors.
+        """
+        self._check_open()
+        replica, _ = self._members.add_engine(node)
+        self._feed.emit(Joined(node.rank.member))
+        if replica.complete:
+            self._settle(replica)
+
+    def leave(self, node: TrainerNode | EngineNode, reason: str = "its connection closed") -> None:
+        """This connection is gone: its pending calls fail, its replica is lost. Harmless for one that was replaced meanwhile."""
+        if self._members.remove(node, reason):
+            self._feed.emit(Left(node.rank.member, reason))
+            self._rendezvous.left(node.rank.member, reason)
+
+    def progress(self, node: EngineNode, nbytes: int) -> None:
+        """An engine rank has ``nbytes`` of the running move in place."""
+        replica = self._members.replicas.get(node.rank.replica)
+        if replica is not None and replica.state == "updating" and replica.expected:
+            replica.received[node.rank.member] = nbytes
+            self._feed.emit(ReplicaBytes(replica.name, min(sum(replica.received.values()), replica.expected), replica.expected))
+
+    def _settle(self, replica: Replica) -> None:
+        """All ranks of a replica are here: what does it serve, and should it be seeded?"""
+        reported = {link.serving for link in replica.links.values()}
+        version = next(iter(reported))
+        ours = version is not None and version.run == self.settings.run and version.manifest == replica.manifest.fingerprint
+        if len(reported) > 1:
+            self._distrust(replica, f"its ranks report different versions: {', '.join(sorted(map(str, reported)))}")
+        elif version is not None and ours:
+            self._shelves.observe(version.number)
+            published = self._shelves.published.get(version.number)
+            rivals = [
+                other
+                for other in self._members.replicas.values()
+                if other.version is not None and other.version.number == version.number and other.version != version
+            ]
+            if rivals or (published is not None and published != version):
+                why = f"version {version.number} is known with another digest than {version.digest}"
+                for doubtful in (replica, *rivals):
+                    if published is None or doubtful.version != published:
+                        self._distrust(doubtful, why)
+            else:
+                replica.become("loaded", version)
+        current = self._shelves.current(self._members.trainers)
+        if current is None or replica.version != current.version:
+            self._wanted.add(replica.name)
+            self._seed_wanted()
+
+    def _distrust(self, replica: Replica, why: str) -> None:
+        """Dirty, and told so: it may be generating."""
+        replica.become("dirty", error=why)
+        for link in replica.links.values():
+            link.serving = link.prepared = None
+        replica.quarantining = self._spawn(quarantine(replica.members(), why, self.settings.grace))
+
+    # Publishing.
+
+    async def publish(self, member: str, number: int, timeout: float) -> RoundResult:
+        """A trainer rank publishes ``number``; when all ranks have asked, the round runs once and all get its result.
+
+        A rank whose connection broke while it waited may ask for the same number again, and gets the same result.
+        The round gets what is left of the shortest ``timeout``, less the grace, so that its result still arrives in time.
+        Raises :class:`~weightsync.errors.VersionError` (not above the last one, or ranks that differ),
+        :class:`~weightsync.errors.MembershipError` (not a trainer rank), :class:`~weightsync.errors.DeadlineExceeded` naming the
+        ranks that did not come, or what made placing fail. A round in which replicas failed is a result, not an error.
+        """
+        self._check_open()
+        return await self._rendezvous.publish(member, number, Limit(min(timeout, self.settings.timeout)))
+
+    def _start_publication(self, number: int, limit: Limit) -> asyncio.Task[RoundResult]:
+        grace = self.settings.grace
+        left = limit.at - asyncio.get_running_loop().time()
+        return self._spawn(self._publish(number, Limit(limit.seconds, at=limit.at - min(1.5 * grace, left / 2))))
+
+    async def _publish(self, number: int, limit: Limit) -> RoundResult:
+        self._publications += 1
+        try:
+            if self._seeding is not None:
+                self._seeding.cancel()
+            async with self._take_turn(limit):
+                if number <= self._shelves.last:
+                    raise VersionError(f"version {number} cannot be published: the last one is {self._shelves.last}")
+                replicas = [r for r in self._members.replicas.values() if r.state != "lost" and r.refusal is None]
+                self._wanted.difference_update(replica.name for replica in replicas if replica.complete)
+                return await self._run(number, False, replicas, limit)
+        finally:
+            self._publications -= 1
+            self._seed_wanted()
+
+    async def _run(self, number: int, seeding: bool, replicas: Sequence[Replica], limit: Limit) -> RoundResult:
+        self._rounds += 1
+        this = self._rounds
+        order = Order(
+            round=this,
+            number=number,
+            seeding=seeding,
+            trainers=dict(sorted(self._members.trainers.items(), key=lambda item: item[1].node.rank.rank)),
+            replicas=replicas,
+            shelves=self._shelves,
+            settings=self.settings,
+            limit=limit,
+            emit=self._feed.emit,
+            agreed=self._agreed,
+            covered=self._covered,
+        )
+        for name in self._agreed.keys() - self._members.replicas.keys():
+            del self._agreed[name]
+        try:
+            result = await run_round(order)
+        except BaseException as error:
+            self._feed.emit(RoundEnded(this, None, f"{type(error).__name__}: {error}"))
+            raise
+        self._history.append(result)
+        self._feed.emit(RoundEnded(this, result, result.error))
+        return result
+
+    @asynccontextmanager
+    async def _take_turn(self, limit: Limit) -> AsyncIterator[None]:
+        what = "waiting for the running round"
+        limit.remaining(what)
+        try:
+            async with asyncio.timeout_at(limit.at):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise DeadlineExceeded(f"{what} took more than {limit.seconds:g} s") from None
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    # Re-seeding.
+
+    async def seed(self, replicas: Iterable[str] | None = None, timeout: float | None = None) -> RoundResult:
+        """Bring ``replicas`` (by default all that are dirty, new or late) to the version that is on the shelves, without placing.
+
+        Raises :class:`~weightsync.errors.MembershipError` (unknown, incomplete or refused replica, or none that needs it),
+        :class:`~weightsync.errors.StaleSource` (nothing on the shelves), :class:`~weightsync.errors.Aborted` (a publication took
+        precedence; it takes these replicas along).
+        """
+        self._check_open()
+        limit = Limit(min(timeout or self.settings.timeout, self.settings.timeout))
+        names = self._late() if replicas is None else list(dict.fromkeys(replicas))
+        for name in names:
+            replica = self._members.replicas.get(name)
+            if replica is None:
+                raise MembershipError(f"no replica is called {name!r}; there are: {', '.join(self._members.replicas) or 'none'}")
+            if not replica.complete:
+                raise MembershipError(f"replica {name} cannot be seeded: rank {replica.missing} is not connected")
+            if replica.refusal is not None:
+                raise MembershipError(f"replica {name} cannot be seeded: {replica.refusal}")
+        if not names:
+            raise MembershipError("no replica is dirty, new or late: there is nothing to seed")
+        return await self._seed(names, limit)
+
+    async def _seed(self, names: Sequence[str], limit: Limit) -> RoundResult:
+        async with self._take_turn(limit):
+            if self._publications:
+                raise Aborted("a publication took precedence over re-seeding")
+            found = [self._members.replicas[name] for name in names if name in self._members.replicas]
+            replicas = [replica for replica in found if replica.complete and replica.refusal is None]
+            current = self._shelves.current(self._members.trainers)
+            number = current.version.number if current is not None else self._shelves.last
+            task: asyncio.Task[RoundResult] = self._spawn(self._run(number, True, replicas, limit))
+            self._seeding = task
+            try:
+                return await task
+            except asyncio.CancelledError:
+                me = asyncio.current_task()
+                if me is not None and me.cancelling():
+                    raise
+                raise Aborted("a publication took precedence over re-seeding") from None
+            finally:
+                self._seeding = None
+
+    def _late(self) -> list[str]:
+        """Replicas that could be seeded and do not serve what the shelves hold."""
+        current = self._shelves.current(self._members.trainers)
+        return [
+            replica.name
+            for replica in self._members.replicas.values()
+            if replica.complete and replica.refusal is None and (current is None or replica.version != current.version)
+        ]
+
+    def _seed_wanted(self) -> None:
+        """Start the background seeding if there is something to do and it is possible. Each wish gets one attempt."""
+        ready = self._wanted and self._shelves.current(self._members.trainers) and not self._closed
+        if ready and self._seeder is None:
+            self._seeder = self._spawn(self._seed_in_background())
+
+    async def _seed_in_background(self) -> None:
+        try:
+            while self._shelves.current(self._members.trainers) is not None:
+                names = [name for name in self._late() if name in self._wanted]
+                self._wanted.clear()
+                if not names:
+                    return
+                try:
+                    await self._seed(names, Limit(self.settings.timeout))
+                except WeightSyncError as error:
+                    _log.warning("seeding %s: %s", ", ".join(names), error)
+        finally:
+            self._seeder = None
+
+    # Looking, and the end.
+
+    def status(self) -> Status:
+        """A snapshot."""
+        current = self._shelves.current(self._members.trainers)
+        return Status(
+            run=self.settings.run,
+            last=self._shelves.last,
+            version=None if current is None else current.version,
+            busy=self._turn.locked(),
+            trainer_world_size=self._members.world_size,
+            trainer=tuple(_rank_status(link) for _, link in sorted(self._members.trainers.items())),
+            replicas=tuple(self._replica_status(replica) for _, replica in sorted(self._members.replicas.items())),
+            rounds=tuple(self._history),
+        )
+
+    def _replica_status(self, replica: Replica) -> ReplicaStatus:
+        version = replica.version
+        return ReplicaStatus(
+            name=replica.name,
+            state=replica.state,
+            routable=replica.routable,
+            version=None if version is None else version.number,
+            digest=None if version is None else version.digest,
+            staleness=self._shelves.behind(version.number) if version is not None else None,
+            since=replica.since,
+            world_size=replica.world_size,
+            missing=tuple(replica.missing),
+            ranks=tuple(_rank_status(link) for _, link in sorted(replica.links.items())),
+            adapter=next((link.node.rank.adapter for link in replica.links.values()), ""),
+            error=replica.error,
+            phases=dict(replica.phases),
+        )
+
+    def subscribe(self) -> AsyncIterator[Event]:
+        """Events from now on; see :class:`~weightsync.control.events.Feed`."""
+        return self._feed.subscribe()
+
+    async def aclose(self) -> None:
+        """Cancel what runs (replicas in the middle of an update are quarantined) and end all subscriptions. Safe twice."""
+        self._closed = True
+        self._rendezvous.close()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=3 * self.settings.grace)
+        self._feed.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Aborted("the coordinator is closed")
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """A task that this coordinator owns: kept until it ends, cancelled by :meth:`aclose`."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _rank_status(link: Link[Any]) -> RankStatus:
+    rank = link.node.rank
+    return RankStatus(rank.member, rank.rank, rank.host.name, rank.session)

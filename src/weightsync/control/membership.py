@@ -1,0 +1,129 @@
+"""Who is here: trainer ranks and replicas, checked as they join. Pure bookkeeping; nothing is awaited."""
+
+from __future__ import annotations
+
+from weightsync.control.link import Link
+from weightsync.control.nodes import EngineNode, TrainerNode
+from weightsync.control.replicas import Replica
+from weightsync.errors import ManifestMismatch, MembershipError
+from weightsync.model import Manifest
+
+__all__ = ["Membership"]
+
+_REMEMBERED_LOST = 64  # replicas without any connection that status still shows
+
+
+class Membership:
+    """The trainer's ranks and the replicas, by name."""
+
+    def __init__(self) -> None:
+        self.trainers: dict[str, Link[TrainerNode]] = {}
+        self.replicas: dict[str, Replica] = {}
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The trainer's, once a rank of it is known."""
+        return next((link.node.rank.manifest for link in self.trainers.values()), None)
+
+    @property
+    def world_size(self) -> int:
+        """The trainer's, or zero while no rank of it is here."""
+        return next((link.node.rank.world_size for link in self.trainers.values()), 0)
+
+    def missing_trainers(self, present: set[str]) -> list[int]:
+        """Trainer ranks that are not among ``present`` members."""
+        ranks = {self.trainers[member].node.rank.rank for member in present if member in self.trainers}
+        return [rank for rank in range(self.world_size) if rank not in ranks]
+
+    def add_trainer(self, node: TrainerNode) -> Link[TrainerNode]:
+        """A trainer rank joins; a connection of the same process that nobody saw close is replaced.
+
+        Raises :class:`~weightsync.errors.MembershipError` or :class:`~weightsync.errors.ManifestMismatch`.
+        """
+        rank = node.rank
+        _check_rank(rank.member, rank.rank, rank.world_size)
+        others = [link for member, link in self.trainers.items() if member != rank.member]
+        held = self.trainers.get(rank.member)
+        if held is not None and held.node.rank.session != rank.session:
+            raise MembershipError(
+                f"{rank.member} is connected already, by another process that is still alive: a run has one trainer, "
+                "and each of its ranks joins once"
+            )
+        for other in others:
+            theirs = other.node.rank
+            if theirs.world_size != rank.world_size:
+                raise MembershipError(
+                    f"{rank.member} says that the trainer has {rank.world_size} ranks, {theirs.member} says {theirs.world_size}: "
+                    "is this a second trainer?"
+                )
+            if theirs.rank == rank.rank:
+                raise MembershipError(f"{rank.member} and {theirs.member} are both rank {rank.rank} of the trainer")
+            theirs.manifest.check_same(rank.manifest, f"{rank.member}, unlike {theirs.member},")
+        if held is not None:
+            held.sever("its process connected again")
+        link: Link[TrainerNode] = Link(node)
+        self.trainers[rank.member] = link
+        for replica in self.replicas.values():
+            self._judge(replica)
+        return link
+
+    def add_engine(self, node: EngineNode) -> tuple[Replica, Link[EngineNode]]:
+        """An engine rank joins its replica, which comes into being with its first rank.
+
+        Raises :class:`~weightsync.errors.MembershipError`, or :class:`~weightsync.errors.ManifestMismatch` listing the
+        differences if the trainer is known.
+        """
+        rank = node.rank
+        _check_rank(rank.member, rank.rank, rank.world_size)
+        if self.manifest is not None:
+            self.manifest.check_same(rank.manifest, rank.member)
+        replica = self.replicas.get(rank.replica)
+        if replica is not None:
+            held = replica.links.get(rank.rank)
+            if held is not None and held.node.rank.session == rank.session:
+                replica.detach(held, "its process connected again")
+            if not replica.links and (replica.world_size != rank.world_size or replica.manifest != rank.manifest):
+                replica = None  # the same name, but another engine
+        if replica is None:
+            replica = Replica(rank.replica, rank.world_size, rank.manifest)
+        link: Link[EngineNode] = Link(node)
+        replica.attach(link)
+        self.replicas[rank.replica] = replica
+        self._judge(replica)
+        return replica, link
+
+    def remove(self, node: TrainerNode | EngineNode, reason: str) -> bool:
+        """This very connection is gone. Returns whether it was still the one in use."""
+        member = node.rank.member
+        trainer = self.trainers.get(member)
+        if trainer is not None and trainer.node is node:
+            del self.trainers[member]
+            trainer.sever(reason)
+            return True
+        for replica in self.replicas.values():
+            for link in replica.links.values():
+                if link.node is node:
+                    replica.detach(link, reason)
+                    self._forget()
+                    return True
+        return False
+
+    def _judge(self, replica: Replica) -> None:
+        """Whether rounds may take this replica in."""
+        if replica.refusal is not None:
+            replica.refusal = replica.error = None
+        if self.manifest is not None:
+            try:
+                self.manifest.check_same(replica.manifest, f"replica {replica.name}")
+            except ManifestMismatch as error:
+                replica.refusal = replica.error = f"ManifestMismatch: {error}"
+
+    def _forget(self) -> None:
+        empty = sorted((replica.since, name) for name, replica in self.replicas.items() if not replica.links)
+        for _, name in empty[:-_REMEMBERED_LOST]:
+            del self.replicas[name]
+
+
+def _check_rank(member: str, rank: int, world_size: int) -> None:
+    if not 0 <= rank < world_size:
+        raise MembershipError(f"{member} says that it is rank {rank} of {world_size}: ranks count from 0")

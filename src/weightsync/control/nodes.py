@@ -1,0 +1,99 @@
+"""What the control layer asks of a rank. The service implements it over a WebSocket, tests in-process.
+
+Each method ends within ``timeout`` seconds, with an error at the latest; the caller bounds it a second time all the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.messages import Delivery, Host, Moved, Offer, PauseMode, PlanSlice, Prepared
+from weightsync.model import Layout, Manifest, Version
+
+__all__ = ["EngineNode", "EngineRank", "TrainerNode", "TrainerRank"]
+
+
+@dataclass(frozen=True)
+class TrainerRank:
+    """What a trainer rank said of itself when it joined."""
+
+    member: str
+    rank: int
+    world_size: int
+    session: str
+    host: Host
+    manifest: Manifest
+    layout: Layout
+    offers: tuple[Offer, ...]
+    key: bytes = b""
+    """The secret that readers of this rank's shelf must know; passed on in each plan's ``SourceAddress``."""
+    published: int = -1
+
+
+@dataclass(frozen=True)
+class EngineRank:
+    """What an engine rank said of itself when it joined."""
+
+    member: str
+    replica: str
+    rank: int
+    world_size: int
+    session: str
+    host: Host
+    manifest: Manifest
+    layout: Layout | None
+    transports: tuple[str, ...]
+    delivery: Delivery = "auto"
+    bucket_bytes: int = 256 << 20
+    adapter: str = "custom"
+    serving: Version | None = None
+
+
+class TrainerNode(Protocol):
+    """A trainer rank under the coordinator's control."""
+
+    @property
+    def rank(self) -> TrainerRank:
+        """What it is."""
+        ...
+
+    async def place(self, number: int, timeout: float) -> npt.NDArray[np.uint64]:
+        """Make version ``number`` readable and return the digest of each row of its layout."""
+        ...
+
+
+class EngineNode(Protocol):
+    """An engine rank under the coordinator's control."""
+
+    @property
+    def rank(self) -> EngineRank:
+        """What it is."""
+        ...
+
+    async def prepare(self, plan: PlanSlice, timeout: float) -> Prepared:
+        """Get ready for a plan while still serving."""
+        ...
+
+    async def pause(self, mode: PauseMode, timeout: float) -> None:
+        """Stop generating."""
+        ...
+
+    async def move(self, number: int, timeout: float) -> Moved:
+        """Bring version ``number`` into place; the answer holds the digests of what was installed."""
+        ...
+
+    async def commit(self, version: Version, timeout: float) -> None:
+        """Finish, flush, label."""
+        ...
+
+    async def resume(self, timeout: float) -> None:
+        """Generate again."""
+        ...
+
+    async def quarantine(self, reason: str, timeout: float) -> None:
+        """Abort what is running and stay paused."""
+        ...

@@ -1,0 +1,125 @@
+"""What became of a replica in a round, and of the round: written down while it happens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from weightsync.control.agreement import Agreement
+from weightsync.control.events import ReplicaEnded, ReplicaPhase, Watcher
+from weightsync.control.replicas import Replica
+from weightsync.control.settings import Require
+from weightsync.errors import to_wire
+from weightsync.messages import Moved, ReplicaResult, RoundResult
+from weightsync.model import Version
+
+__all__ = ["Report", "round_result", "shortfall"]
+
+
+class Report:
+    """One replica in one round: seconds by phase, bytes, error."""
+
+    def __init__(self, replica: Replica, number: int, emit: Watcher) -> None:
+        self.replica = replica
+        self.agreement: Agreement | None = None
+        self.moved: Mapping[str, Moved] = {}
+        self._round = number
+        self._emit = emit
+        self._phases: dict[str, float] = {}
+        self._current = ""
+        self._error: str | None = None
+        self._paused_at: float | None = None
+        self._paused_seconds = 0.0
+
+    def enter(self, phase: str) -> None:
+        """Tell watchers."""
+        self._current = phase
+        if phase == "move" and self.agreement is not None:
+            self.replica.received, self.replica.expected = {}, self.agreement.nbytes
+        self._emit(ReplicaPhase(self._round, self.replica.name, phase))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time ``name``, also when it fails."""
+        self.enter(name)
+        started = asyncio.get_running_loop().time()
+        try:
+            yield
+        finally:
+            self._phases[name] = asyncio.get_running_loop().time() - started
+
+    def paused(self) -> None:
+        """The replica is told to pause."""
+        self._paused_at = asyncio.get_running_loop().time()
+
+    def resumed(self) -> None:
+        """The replica generates again."""
+        if self._paused_at is not None:
+            self._paused_seconds = asyncio.get_running_loop().time() - self._paused_at
+            self._paused_at = None
+
+    def failed(self, error: BaseException) -> None:
+        """The attempt ended with this."""
+        kind, message = to_wire(error)
+        phase = list(self._phases)[-1] if self._phases else self._current
+        self._error = f"{phase}: {kind}: {message}"
+        self.replica.error = self._error
+
+    def result(self) -> ReplicaResult:
+        """The outcome; ends the report. The pause of a replica that was not resumed is counted up to now."""
+        self.resumed()
+        replica, agreement = self.replica, self.agreement
+        replica.phases = dict(self._phases)
+        replica.received, replica.expected = {}, 0
+        version = replica.version
+        verified = {answer.verified for answer in self.moved.values()}
+        result = ReplicaResult(
+            name=replica.name,
+            state=replica.state,
+            version=None if version is None else version.number,
+            digest=None if version is None else version.digest,
+            nbytes=sum(answer.nbytes for answer in self.moved.values()),
+            delivery=agreement.delivery if agreement else "",
+            transports=tuple(sorted({name for link in replica.links.values() for name in link.transports})),
+            verified="" if self._error or not verified else "installed" if verified == {"installed"} else "received",
+            phases=dict(self._phases),
+            paused_seconds=self._paused_seconds,
+            error=self._error,
+            parts={
+                part: max(getattr(answer, f"{part}_seconds") for answer in self.moved.values())
+                for part in ("receive", "load", "digest")
+                if self.moved
+            },
+        )
+        self._emit(ReplicaEnded(self._round, result))
+        return result
+
+
+def shortfall(require: Require, results: Sequence[ReplicaResult]) -> str | None:
+    """Why these results are not enough, or ``None``. "All" and "any" of no replicas are not enough."""
+    good = sum(result.error is None for result in results)
+    wanted = max(1, len(results)) if require == "all" else 1 if require == "any" else require
+    if good >= wanted:
+        return None
+    if not results:
+        return f"no replica took part, and {wanted} must (has an engine joined?)"
+    failed = "; ".join(f"{result.name}: {result.error}" for result in results if result.error is not None)
+    return f"{good} of {len(results)} replicas got the version, and {wanted} must: {failed}"
+
+
+def round_result(
+    number: int, version: Version, require: Require, replicas: Sequence[ReplicaResult], place_seconds: float, seconds: float
+) -> RoundResult:
+    """The round's result from its replicas'."""
+    error = shortfall(require, replicas)
+    return RoundResult(
+        round=number,
+        version=version,
+        ok=error is None,
+        nbytes=sum(result.nbytes for result in replicas),
+        seconds=seconds,
+        phases={"agree": max((result.phases.get("agree", 0.0) for result in replicas), default=0.0), "place": place_seconds},
+        replicas=tuple(replicas),
+        error=error,
+    )

@@ -1,0 +1,272 @@
+"""One attempt to bring replicas to a version: the protocol, as one function over ranks.
+
+::
+
+    agree ──┐                        ┌─ replica 0: pause ─ move ─ verify ─ commit ─ resume
+            ├── a version exists ────┼─ replica 1: pause ─ move ✗ quarantine
+    place ──┘                        └─ replica 2: ...
+
+Trainer ranks place their shards while engines still serve and prepare. Then each replica goes its own way: whatever happens to
+one, the others neither wait for it nor fail with it. A replica whose ranks do not agree was not paused, and goes on serving
+what it has. A replica that fails later is quarantined: paused, without a label, until a later round succeeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.control import agreement as agreements
+from weightsync.control.agreement import Agreement
+from weightsync.control.events import RoundStarted, Watcher
+from weightsync.control.link import Limit, Link, bounded, in_thread, on_all
+from weightsync.control.nodes import EngineNode, TrainerNode
+from weightsync.control.replicas import Replica
+from weightsync.control.report import Report, round_result
+from weightsync.control.settings import Settings
+from weightsync.control.shelves import Placement, Shelves
+from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError, StaleSource, VerificationError, WeightSyncError
+from weightsync.messages import Moved, PlanSlice, ReplicaResult, RoundResult
+from weightsync.model import Version, fold
+from weightsync.planning.cover import Cover
+
+__all__ = ["Order", "run_round"]
+
+Trainers = Mapping[str, Link[TrainerNode]]
+Engines = Mapping[str, Link[EngineNode]]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """What a round is to do, and with whom. The coordinator fills it in."""
+
+    round: int
+    number: int
+    """The version to publish; for seeding, the one on the shelves."""
+    seeding: bool
+    """Re-seed from what the shelves hold, without placing."""
+    trainers: Trainers
+    replicas: Sequence[Replica]
+    shelves: Shelves
+    settings: Settings
+    limit: Limit
+    emit: Watcher
+    agreed: dict[str, Agreement] = field(default_factory=dict)
+    """Agreements of earlier rounds by replica: reused where nothing that they depend on has changed."""
+    covered: dict[str, Cover] = field(default_factory=dict)
+    """The trainer's cover by key, likewise."""
+
+
+async def run_round(order: Order) -> RoundResult:
+    """Bring every replica of ``order`` to the version, each independently; a result for each.
+
+    Ends at most ``settings.grace`` after ``order.limit``. Raises the trainer's error if no version came into being: then no
+    replica was paused. When cancelled, replicas in the middle are quarantined before this ends.
+    """
+    started = asyncio.get_running_loop().time()
+    order.emit(RoundStarted(order.round, order.number, tuple(replica.name for replica in order.replicas), order.seeding))
+    reports = [Report(replica, order.round, order.emit) for replica in order.replicas]
+    try:
+        async with asyncio.TaskGroup() as group:
+            placing = group.create_task(place(order))
+            ended = [group.create_task(_bring(order, report, placing)) for report in reports]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from failed.exceptions[0].__cause__
+    placement, place_seconds = placing.result()
+    seconds = asyncio.get_running_loop().time() - started
+    results = [task.result() for task in ended]
+    return round_result(order.round, placement.version, order.settings.require, results, place_seconds, seconds)
+
+
+async def _bring(order: Order, report: Report, placing: asyncio.Task[tuple[Placement, float]]) -> ReplicaResult:
+    """One replica through the whole round. Never raises, but for cancellation: what goes wrong is this replica's result."""
+    replica, limit = report.replica, order.limit
+    engines = replica.members()
+    try:
+        with report.phase("agree"):
+            agreed = report.agreement = await agree(order, replica, engines)
+        placement, _ = await bounded("placing", limit, asyncio.shield(placing))
+        async with _paused(order, report, engines) as commit_with:
+            with report.phase("move"):
+                moved = report.moved = await move(engines, placement.version.number, agreed, limit)
+            with report.phase("verify"):
+                await verify(agreed, moved, placement, limit)
+            commit_with(placement.version)
+    except WeightSyncError as error:
+        report.failed(error)
+    except Exception as error:  # noqa: BLE001 - reported as this replica's result: a bug met here must not fail the others
+        _log.exception("round %d failed in replica %s by an unexpected error", order.round, replica.name)
+        report.failed(error)
+    return report.result()
+
+
+async def place(order: Order) -> tuple[Placement, float]:
+    """Let the trainer ranks place a new version on their shelves, or take the one that is there (seeding); and the seconds.
+
+    The version exists from here on: its digest is the sum of what every rank saw in its own memory while it copied.
+    """
+    if order.seeding:
+        held = order.shelves.current(order.trainers)
+        if held is None:
+            raise StaleSource("the trainer's shelves hold no version to seed from; the next publication brings one")
+        return held, 0.0
+    started, limit = asyncio.get_running_loop().time(), order.limit
+    ranks = {member: link.node.rank for member, link in order.trainers.items()}
+    manifest = next(iter(ranks.values())).manifest
+    if not manifest.nbytes:
+        raise ConfigurationError("the trainer's tensors hold no bytes: nothing can be published")
+    key = agreements.key_of(ranks, {})
+    if key not in order.covered:
+        found = await in_thread("checking the trainer's layouts", limit, lambda: agreements.cover_trainers(manifest, ranks))
+        order.covered.clear()
+        order.covered[key] = found
+    cover = order.covered[key]
+    order.shelves.clear()
+    digests = await on_all("place", limit, order.trainers, lambda link, left: link.node.place(order.number, left))
+    for member, rows in digests.items():
+        if rows.dtype != np.uint64 or rows.shape != (len(ranks[member].layout),):
+            wanted = len(ranks[member].layout)
+            raise ProtocolError(
+                f"{member} sent digests of {rows.dtype}{list(rows.shape)}, not one uint64 for each of {wanted} rows"
+            )
+    totals = await in_thread("adding up the trainer's digests", limit, lambda: cover.total(digests))
+    version = Version(order.settings.run, order.number, manifest.fingerprint, fold(totals))
+    placement = Placement(version, totals, {member: rank.session for member, rank in ranks.items()})
+    order.shelves.hold(placement)
+    return placement, asyncio.get_running_loop().time() - started
+
+
+async def agree(order: Order, replica: Replica, engines: Engines) -> Agreement:
+    """Same manifest, complete covers, one plan; and every rank has understood its part of it and is ready. Nothing is paused."""
+    if replica.missing:
+        absent = ", ".join(map(str, replica.missing))
+        raise WeightSyncError(f"replica {replica.name} is not complete: rank {absent} of {replica.world_size} is missing")
+    trainers = {member: link.node.rank for member, link in order.trainers.items()}
+    ranks = {member: link.node.rank for member, link in engines.items()}
+    key = await in_thread("comparing layouts", order.limit, lambda: agreements.key_of(trainers, ranks))
+    agreed = order.agreed.get(replica.name)
+    if agreed is None or agreed.key != key:
+        agreed = await in_thread("planning", order.limit, lambda: agreements.agree_on(replica.name, trainers, ranks))
+        order.agreed[replica.name] = agreed
+    slices = agreed.slices
+    unprepared = {member: link for member, link in engines.items() if link.prepared != key}
+    answers = await on_all("prepare", order.limit, unprepared, lambda link, left: link.node.prepare(slices[link.member], left))
+    for member, answer in answers.items():
+        if answer.digest != slices[member].digest:
+            wanted = slices[member].digest
+            raise PlanMismatch(f"{member} understood plan {answer.digest}, not {wanted}: do both run the same weightsync?")
+        engines[member].prepared, engines[member].transports = key, answer.transports
+    return agreed
+
+
+class _Permit:
+    """What :func:`_paused` lends: called with the version, after verification, it lets the pause end in commit and resume."""
+
+    def __init__(self) -> None:
+        self.version: Version | None = None
+
+    def __call__(self, version: Version) -> None:
+        self.version = version
+
+
+@asynccontextmanager
+async def _paused(order: Order, report: Report, engines: Engines) -> AsyncIterator[_Permit]:
+    """The replica does not generate inside. Two ways out: commit and resume of every rank, or quarantine of every rank.
+
+    Whoever leaves without having called the permit, by an error, by cancellation or by mistake, leaves a dirty replica.
+    """
+    replica, links = report.replica, dict(engines)
+    if replica.quarantining is not None:
+        await asyncio.wait([replica.quarantining], timeout=order.limit.remaining("an earlier quarantine"))
+    replica.begin(links)
+    permit = _Permit()
+    report.paused()
+    try:
+        with report.phase("pause"):
+            await pause(engines, order)
+        yield permit
+        if permit.version is None:
+            raise WeightSyncError("a pause ended without a verified version")
+        with report.phase("commit"):
+            await commit(engines, permit.version, order.limit)
+            await resume(engines, order.limit)
+            replica.succeed(links, permit.version)
+        report.resumed()
+    except BaseException as error:
+        reason = str(error) or type(error).__name__
+        replica.fail(links, reason)
+        report.enter("quarantine")
+        await quarantine(engines, reason, order.settings.grace)
+        raise
+
+
+async def pause(engines: Engines, order: Order) -> None:
+    """Every rank stops generating."""
+    await on_all("pause", order.limit, engines, lambda link, left: link.node.pause(order.settings.pause_mode, left))
+
+
+async def move(engines: Engines, number: int, agreed: Agreement, limit: Limit) -> dict[str, Moved]:
+    """Every rank fetches its bytes and reads back what it installed. A part, or nothing, is an error."""
+    moved = await on_all("move", limit, engines, lambda link, left: link.node.move(number, left))
+    for member, answer in moved.items():
+        wanted: PlanSlice = agreed.slices[member]
+        if answer.nbytes != wanted.nbytes:
+            raise VerificationError(f"{member} moved {answer.nbytes:,} bytes, not the plan's {wanted.nbytes:,}")
+        if len(answer.digests) != 8 * wanted.layout.rows:
+            rows = wanted.layout.rows
+            raise ProtocolError(f"{member} sent {len(answer.digests)} bytes of digests, not 8 for each of {rows} rows")
+    return moved
+
+
+async def verify(agreed: Agreement, moved: Mapping[str, Moved], placement: Placement, limit: Limit) -> None:
+    """What is installed adds up to what was placed. Raises :class:`~weightsync.errors.VerificationError` naming tensors."""
+    digests: dict[str, npt.NDArray[np.uint64]] = {
+        member: np.frombuffer(answer.digests, "<u8").astype(np.uint64, copy=False) for member, answer in moved.items()
+    }
+
+    def check() -> None:
+        for members, cover in agreed.covers:
+            cover.check({member: digests[member] for member in members}, placement.digests)
+
+    await in_thread("verifying", limit, check)
+
+
+async def commit(engines: Engines, version: Version, limit: Limit) -> None:
+    """Every rank finishes, flushes its caches and takes the label."""
+    await on_all("commit", limit, engines, lambda link, left: link.node.commit(version, left))
+
+
+async def resume(engines: Engines, limit: Limit) -> None:
+    """Every rank generates again."""
+    await on_all("resume", limit, engines, lambda link, left: link.node.resume(left))
+
+
+async def quarantine(engines: Engines, reason: str, grace: float) -> None:
+    """Every rank that can still be reached stays paused, whatever it was doing. Not cancellable; ends within ``grace`` seconds.
+
+    A rank that does not answer cannot be helped: it was not resumed either, and its replica gets no requests.
+    """
+
+    async def one(link: Link[EngineNode]) -> None:
+        try:
+            await on_all("quarantine", Limit(grace), {link.member: link}, lambda link, left: link.node.quarantine(reason, left))
+        except WeightSyncError as error:
+            _log.warning("could not quarantine %s: %s", link.member, error)
+
+    work = asyncio.gather(*(one(link) for link in engines.values()))
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

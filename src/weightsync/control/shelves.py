@@ -1,0 +1,63 @@
+"""Which version the trainer's shelves hold, and what every copy of it must add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.control.link import Link
+from weightsync.control.nodes import TrainerNode
+from weightsync.model import Version
+
+__all__ = ["Placement", "Shelves"]
+
+_REMEMBERED = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """A version as it was placed: digests by tensor (``uint64[tensors]``), and the process behind each trainer rank."""
+
+    version: Version
+    digests: npt.NDArray[np.uint64]
+    sessions: dict[str, str]
+
+
+class Shelves:
+    """The shelves of all trainer ranks together. They hold one version, or, while one is being placed, none."""
+
+    def __init__(self) -> None:
+        self.last = -1
+        """The highest version number that anybody is known to have published; the next one must be higher."""
+        self.published: dict[int, Version] = {}
+        """What was published through this coordinator, in order; the oldest are forgotten."""
+        self._placement: Placement | None = None
+
+    def observe(self, number: int) -> None:
+        """Somebody knows of a version with this number."""
+        self.last = max(self.last, number)
+
+    def behind(self, number: int) -> int:
+        """How many publications are newer than ``number``."""
+        return sum(published > number for published in self.published)
+
+    def clear(self) -> None:
+        """Placing begins: what was there is being overwritten."""
+        self._placement = None
+
+    def hold(self, placement: Placement) -> None:
+        """Every rank has placed: the version exists."""
+        self._placement = placement
+        self.observe(placement.version.number)
+        self.published[placement.version.number] = placement.version
+        while len(self.published) > _REMEMBERED:
+            del self.published[next(iter(self.published))]
+
+    def current(self, trainers: Mapping[str, Link[TrainerNode]]) -> Placement | None:
+        """What can be read now from ``trainers``: nothing if a process that placed is gone, even if another took its rank."""
+        here = {member: link.node.rank.session for member, link in trainers.items()}
+        held = self._placement
+        return held if held is not None and held.sessions == here else None

@@ -1,0 +1,60 @@
+"""One look tells: a snapshot of a coordinator, for people and programs."""
+
+from __future__ import annotations
+
+import msgspec
+
+from weightsync.messages import RoundResult
+from weightsync.model import Version
+
+__all__ = ["RankStatus", "ReplicaStatus", "Status"]
+
+
+class RankStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A connected rank."""
+
+    member: str
+    rank: int
+    host: str
+    session: str
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A replica. ``version`` and ``digest`` are ``None`` unless it is loaded."""
+
+    name: str
+    state: str
+    routable: bool
+    """Whether requests may be sent to it."""
+    version: int | None
+    digest: str | None
+    staleness: int | None
+    """Publications that are newer than what it serves; ``None`` if it serves none."""
+    since: float
+    """When it entered this state, seconds since the epoch."""
+    world_size: int
+    missing: tuple[int, ...]
+    """Ranks that are not connected."""
+    ranks: tuple[RankStatus, ...]
+    adapter: str
+    error: str | None
+    """Why the last attempt on it failed."""
+    phases: dict[str, float]
+    """Seconds by phase of the last round that it took part in."""
+
+
+class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A coordinator at one moment."""
+
+    run: str
+    last: int
+    """The highest published version number that is known, or -1."""
+    version: Version | None
+    """What the trainer's shelves hold now, from which replicas can be seeded."""
+    busy: bool
+    """Whether a round is running."""
+    trainer_world_size: int
+    trainer: tuple[RankStatus, ...]
+    replicas: tuple[ReplicaStatus, ...]
+    rounds: tuple[RoundResult, ...]
+    """Rounds that ended, the newest last."""

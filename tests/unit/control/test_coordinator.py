@@ -1,0 +1,389 @@
+"""Holds that joins, publications, re-seeding and restarts do what the coordinator promises, or say what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+from tests.unit.control.fakes import GRACE, MANIFEST, SPECS, World
+from tests.virtual_time import virtual
+
+from weightsync.control.events import ReplicaBytes, ReplicaPhase, RoundEnded, RoundStarted
+from weightsync.errors import (
+    Aborted,
+    ManifestMismatch,
+    MembershipError,
+    StaleSource,
+    VersionError,
+)
+from weightsync.model import Manifest, TensorSpec, Version
+
+OTHER = Manifest([*SPECS[:2], TensorSpec("c", (2, 4), "uint8"), TensorSpec("d", (1,), "uint8")])
+
+
+@virtual
+async def test_strangers_and_doubles() -> None:
+    world = World()
+    world.add_trainers(2)
+    world.add_replica("r", ranks=2)
+    with pytest.raises(MembershipError, match="not a rank"):
+        await world.coordinator.publish("r/0", 1, 10.0)
+    with pytest.raises(MembershipError, match="still alive"):
+        world.add_trainer(0, 2)
+    with pytest.raises(MembershipError, match="still alive"):
+        world.add_engine("r", 1, 2)
+    with pytest.raises(MembershipError, match="3 ranks"):
+        world.add_engine("r", 2, 3)
+    world.trainers["trainer/1"].disconnect()
+    with pytest.raises(MembershipError, match="second trainer"):
+        world.add_trainer(1, 4)
+    with pytest.raises(MembershipError, match="rank 5 of 2"):
+        world.add_engine("s", 5, 2, "streamed")
+    with pytest.raises(MembershipError, match="no replica is called"):
+        await world.coordinator.seed(["nobody"])
+
+
+@virtual
+async def test_manifests_that_differ() -> None:
+    world = World()
+    world.add_trainer(0, 2)
+    with pytest.raises(ManifestMismatch, match="trainer/1, unlike trainer/0"):
+        world.add_trainer(1, 2, OTHER)
+    with pytest.raises(ManifestMismatch, match=r"(?s)2 differences.*unexpected there: d.*shape of c"):
+        world.add_replica("r", manifest=OTHER)
+    assert world.states() == {}
+
+
+@virtual
+async def test_a_replica_with_other_tensors_is_left_out_when_the_trainer_arrives() -> None:
+    world = World()
+    world.add_replica("odd", manifest=OTHER)
+    world.add_replica("even")
+    world.add_trainers(1)
+    assert "ManifestMismatch" in (world.state("odd").error or "")
+    result = await world.publish(1)
+    assert [replica.name for replica in result.replicas] == ["even"]
+    with pytest.raises(MembershipError, match="cannot be seeded"):
+        await world.coordinator.seed(["odd"])
+    assert world.states() == {"odd": ("registered", None), "even": ("loaded", 1)}
+
+
+@virtual
+async def test_a_joiner_is_seeded_while_the_others_serve_on() -> None:
+    world = World()
+    world.add_trainers(2)
+    world.add_replica("old", ranks=2)
+    await world.publish(1)
+    world.log.clear()
+    world.add_engine("new", 0, 2)
+    await world.settle()
+    assert world.states()["new"] == ("registered", None), "half a replica is none"
+    world.add_engine("new", 1, 2)
+    await world.settle()
+    assert world.states() == {"old": ("loaded", 1), "new": ("loaded", 1)}
+    assert {member for _, member, _ in world.log} == {"new/0", "new/1"}
+    assert len(world.coordinator.status().rounds) == 2
+    world.check()
+
+
+@virtual
+async def test_a_joiner_in_the_middle_of_a_round_is_seeded_after_it() -> None:
+    world = World()
+    world.add_trainers(2)
+    world.add_replica("old")
+    world.delays["old/0", "move"] = 20.0
+    asking = asyncio.ensure_future(world.publish(1))
+    await asyncio.sleep(10.0)
+    world.add_replica("new")
+    assert (await asking).ok
+    await world.settle()
+    assert world.states() == {"old": ("loaded", 1), "new": ("loaded", 1)}
+    world.check()
+
+
+@virtual
+async def test_a_dirty_replica_is_reseeded_on_request_and_on_reconnect_but_not_in_a_loop() -> None:
+    world = World()
+    world.add_trainers(2)
+    world.add_replica("r", ranks=2)
+    world.add_replica("s")
+    world.faults["r/1", "move"] = "corrupt"
+    await world.publish(1)
+    rounds = len(world.coordinator.status().rounds)
+    await world.settle()
+    assert len(world.coordinator.status().rounds) == rounds, "nobody asked"
+    result = await world.coordinator.seed()
+    assert [replica.name for replica in result.replicas] == ["r"]
+    assert world.states()["r"] == ("loaded", 1)
+    with pytest.raises(MembershipError, match="nothing to seed"):
+        await world.coordinator.seed()
+    world.faults["r/0", "commit"] = "fail"
+    await world.publish(2)
+    assert world.states()["r"] == ("dirty", None)
+    process = world.engines["r/1"]
+    process.disconnect()
+    assert world.states()["r"] == ("lost", None)
+    world.faults["r/0", "pause"] = "fail"  # the one attempt fails
+    process.connect()
+    await world.settle()
+    assert world.states()["r"] == ("dirty", None)
+    assert not world.faults
+    process.disconnect()
+    process.connect()
+    await world.settle()
+    assert world.states()["r"] == ("loaded", 2)
+    world.check()
+
+
+@virtual
+async def test_seeding_needs_the_very_processes_that_placed() -> None:
+    world = World()
+    world.add_trainers(2)
+    world.add_replica("r")
+    await world.publish(1)
+    process = world.trainers["trainer/1"]
+    process.disconnect()
+    world.add_replica("late")
+    await world.settle()
+    assert world.states()["late"] == ("registered", None)
+    with pytest.raises(StaleSource):
+        await world.coordinator.seed(["late"])
+    process.connect()  # the same process: its shelf is still there
+    await world.settle()
+    assert world.states()["late"] == ("loaded", 1)
+    process.disconnect()
+    world.add_trainer(1, 2)  # another process: an empty shelf
+    with pytest.raises(StaleSource):
+        await world.coordinator.seed(["r"])
+    assert (await world.publish(2)).ok
+    world.check()
+
+
+@virtual
+async def test_a_publication_cancels_a_reseeding_and_takes_its_replica_along() -> None:
+    world = World()
+    world.add_trainers(2)
+    world.add_replica("r")
+    await world.publish(1)
+    world.delays["new/0", "move"] = 100.0
+    world.add_replica("new")
+    await asyncio.sleep(10.0)
+    assert world.states()["new"] == ("updating", None)
+    asked = asyncio.ensure_future(world.coordinator.seed(["r"]))  # waits for its turn, which does not come
+    await asyncio.sleep(0.1)
+    world.delays.clear()
+    started = asyncio.get_running_loop().time()
+    assert (await world.publish(2)).ok
+    assert asyncio.get_running_loop().time() - started < 1.0
+    assert world.states() == {"r": ("loaded", 2), "new": ("loaded", 2)}
+    await asyncio.wait([asked], timeout=1)
+    assert asked.done()
+    assert isinstance(asked.exception(), (Aborted, type(None)))
+    world.check()
+
+
+@virtual
+async def test_a_restarted_rank_replaces_the_one_that_is_gone() -> None:
+    world = World()
+    world.add_trainers(1)
+    world.add_replica("r", ranks=2)
+    await world.publish(1)
+    world.engines["r/1"].disconnect()
+    assert world.states()["r"] == ("lost", None)
+    world.add_engine("r", 1, 2)  # scrambled, next to a rank that holds version 1
+    assert world.states()["r"] == ("dirty", None), "half of it was never seeded"
+    await world.settle()
+    assert world.states()["r"] == ("loaded", 1)
+    world.check()
+
+
+@virtual
+async def test_a_connection_that_blinks_costs_nothing() -> None:
+    world = World()
+    world.add_trainers(1)
+    world.add_replica("r", ranks=2)
+    await world.publish(1)
+    world.log.clear()
+    old = world.engines["r/1"].node
+    world.engines["r/1"].connect()  # before anybody noticed that the old connection is dead
+    world.coordinator.leave(old)  # which is noticed now, and does no harm
+    await world.settle()
+    assert world.states()["r"] == ("loaded", 1)
+    assert not world.log
+    world.check()
+
+
+@virtual
+async def test_a_plan_is_made_once_until_somebody_comes_or_fails() -> None:
+    world = World()
+    world.add_trainers(2)
+    world.add_replica("r", ranks=2)
+    world.add_replica("s")
+
+    async def prepared(number: int) -> set[str]:
+        world.log.clear()
+        await world.publish(number)
+        return {member for _, member, phase in world.log if phase == "prepare"}
+
+    assert await prepared(1) == {"r/0", "r/1", "s/0"}
+    before = dict(world.coordinator._agreed)
+    assert await prepared(2) == set()
+    assert world.coordinator._agreed == before
+    world.faults["s/0", "move"] = "fail"
+    await prepared(3)
+    assert await prepared(4) == {"s/0"}, "after a failure its connections are made anew"
+    world.trainers["trainer/1"].disconnect()
+    world.add_trainer(1, 2)
+    assert await prepared(5) == {"r/0", "r/1", "s/0"}, "another process, other addresses"
+    assert world.coordinator._agreed["r"] is not before["r"]
+    world.engines["r/0"].disconnect()
+    world.add_engine("r", 0, 2)
+    await world.settle()
+    assert await prepared(6) == set(), "the joiner's seeding prepared it"
+    assert world.coordinator._agreed["s"].key != before["s"].key
+    world.check()
+
+
+def restart(world: World) -> None:
+    """The coordinator dies; a new one gets everybody's hello."""
+    fresh = World(world.settings)
+    world.coordinator = fresh.coordinator
+    for engine in world.engines.values():
+        engine.connect()
+    for trainer in list(world.trainers.values()):
+        trainer.connect()
+
+
+@virtual
+async def test_a_restarted_coordinator_believes_what_is_consistent() -> None:
+    world = World()
+    world.add_trainers(2)
+    world.add_replica("r", ranks=2)
+    world.add_replica("s")
+    await world.publish(5)
+    world.log.clear()
+    restart(world)
+    await world.settle()
+    assert world.states() == {"r": ("loaded", 5), "s": ("loaded", 5)}
+    assert not world.log, "nobody was paused"
+    assert world.coordinator.status().last == 5
+    with pytest.raises(VersionError, match="last one is 5"):
+        await world.publish(5)
+    assert (await world.publish(6)).ok
+    world.check()
+
+
+@virtual
+async def test_a_restarted_coordinator_distrusts_ranks_that_differ() -> None:
+    world = World()
+    world.add_trainers(2)
+    world.add_replica("r", ranks=2)
+    await world.publish(5)
+    world.engines["r/1"].label = None
+    restart(world)
+    assert world.states() == {"r": ("dirty", None)}
+    await world.settle()
+    assert not any(rank.generating for rank in world.replica("r"))
+    assert (await world.publish(6)).ok
+    world.check()
+
+
+@virtual
+async def test_two_digests_under_one_number_are_both_distrusted() -> None:
+    world = World()
+    world.add_trainers(1)
+    world.add_replica("r")
+    world.add_replica("s")
+    await world.publish(5)
+    world.engines["s/0"].label = Version("test", 5, MANIFEST.fingerprint, "0123456789abcdef")
+    restart(world)
+    await world.settle()
+    assert world.states() == {"r": ("dirty", None), "s": ("dirty", None)}
+    assert not any(engine.generating for engine in world.engines.values())
+    assert (await world.publish(6)).ok
+    world.check()
+
+
+@virtual
+async def test_a_version_of_another_run_counts_for_nothing() -> None:
+    world = World()
+    process = world.add_engine("r", 0, 1)
+    process.disconnect()
+    process.label = Version("before", 50, MANIFEST.fingerprint, "0123456789abcdef")
+    process.connect()
+    assert world.states() == {"r": ("registered", None)}
+    assert world.coordinator.status().last == -1
+
+
+@virtual
+async def test_status_and_events() -> None:
+    world = World()
+    world.add_trainers(2)
+    world.add_replica("r", ranks=2)
+    seen: list[object] = []
+    async with aclosing(world.coordinator.subscribe()) as events:  # type: ignore[type-var]
+        watching = asyncio.ensure_future(_collect(events, seen))
+        await world.publish(1)
+        await world.publish(3)
+        world.faults["r/0", "prepare"] = "fail"
+        for link in world.coordinator._members.replicas["r"].links.values():
+            link.prepared = None
+        await world.publish(9)
+        await world.coordinator.aclose()
+        await asyncio.wait_for(watching, 1)
+    assert [event.number for event in seen if isinstance(event, RoundStarted)] == [1, 3, 9]
+    first = [event.phase for event in seen if isinstance(event, ReplicaPhase) and event.round == 1]
+    assert first == ["agree", "pause", "move", "verify", "commit"]
+    moved = [event for event in seen if isinstance(event, ReplicaBytes)]
+    assert moved[1] == ReplicaBytes("r", MANIFEST.nbytes, MANIFEST.nbytes)
+    assert sum(isinstance(event, RoundEnded) for event in seen) == 3
+    status = world.coordinator.status()
+    assert status.version is not None
+    assert (status.last, status.version.number, len(status.rounds)) == (9, 9, 3)
+    assert world.state("r").staleness == 1
+    assert [rank.member for rank in status.trainer] == ["trainer/0", "trainer/1"]
+    with pytest.raises(Aborted):
+        await world.publish(10)
+    with pytest.raises(Aborted):
+        world.add_replica("s")
+
+
+async def _collect(events: object, seen: list[object]) -> None:
+    async for event in events:  # type: ignore[attr-defined]
+        seen.append(event)
+
+
+@virtual
+async def test_a_subscriber_that_sleeps_costs_nothing() -> None:
+    world = World()
+    world.add_trainers(1)
+    world.add_replica("r")
+    events = world.coordinator.subscribe()
+    for number in range(200):
+        await world.publish(number)
+    await world.coordinator.aclose()
+    seen: list[object] = []
+    await _collect(events, seen)
+    assert len(seen) == 1024
+    last = seen[-1]
+    assert isinstance(last, RoundEnded)
+
+
+@virtual
+async def test_aclose_leaves_no_task() -> None:
+    world = World()
+    world.add_trainers(2)
+    world.add_replica("r")
+    world.faults["r/0", "move"] = "hang"
+    asking = asyncio.ensure_future(world.coordinator.publish("trainer/0", 1, 600.0))
+    other = asyncio.ensure_future(world.coordinator.publish("trainer/1", 1, 600.0))
+    await asyncio.sleep(5)
+    await world.coordinator.aclose()
+    await world.coordinator.aclose()
+    await asyncio.wait([asking, other], timeout=1)
+    await asyncio.sleep(GRACE)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert isinstance(asking.exception(), Aborted)
+    assert isinstance(other.exception(), Aborted)
+    world.check()

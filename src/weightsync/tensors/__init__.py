@@ -1,0 +1,1 @@
+"""Where tensors become bytes: shards, layouts of memory, copies, digests."""

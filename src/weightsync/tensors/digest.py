@@ -1,0 +1,177 @@
+r"""The digest: 64 bits a box, additive over disjoint boxes, keyed by global position, the same for every dtype and on every device.
+
+A tensor of global shape ``(..., L)`` is a matrix: row ``r`` is the index over all leading dimensions flattened in C order, and
+holds the last dimension as a string of ``L * itemsize`` bytes, cut into 4-byte words ``w`` and blocks of ``B = 4096`` words
+(``blocks`` to a row). The value of a word is its bytes that lie in the box, little-endian, with zeros elsewhere.
+
+.. math:: digest(box) = \sum_{r, w} R(r \cdot blocks + \lfloor w / B \rfloor) \cdot C[w \bmod B] \cdot word(r, w) \mod 2^{64}
+
+with ``R(k) = splitmix64(k) | 1`` and ``C[j] = (splitmix64(2**63 + j) & 0xFFFFFFFF) | 1`` (all distinct). Scalars and vectors are
+one row. Any error in a single element changes the sum, as ``R`` and ``C`` are odd; and since it is linear in the words, boxes
+may cut words and still add up.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.errors import LayoutError
+from weightsync.model import Layout, Manifest, itemsize
+from weightsync.tensors.kernels import BLOCK, LEAD, digest_table
+
+__all__ = ["COLUMNS", "columns_address", "digest_box", "digest_rows", "layout_table", "positions", "reference_digest", "row_table"]
+
+Int64 = npt.NDArray[np.int64]
+UInt64 = npt.NDArray[np.uint64]
+
+_NEVER = np.zeros(1, np.int8)
+
+
+def _splitmix64(x: UInt64) -> UInt64:
+    """Steele, Lea and Flood's 64-bit mixer, elementwise."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+_MIXED = _splitmix64(np.arange(BLOCK, dtype=np.uint64) + np.uint64(1 << 63))
+
+COLUMNS: npt.NDArray[np.uint32] = (_MIXED | np.uint64(1)).astype(np.uint32)
+"""The C table, ``uint32[4096]``; a GPU kernel takes it from here."""
+COLUMNS.flags.writeable = False
+
+columns_address: int = COLUMNS.ctypes.data
+"""Where :data:`COLUMNS` lies."""
+
+
+def positions(shapes: Int64, itemsizes: Int64) -> tuple[Int64, Int64, Int64]:
+    """How the digest numbers elements of tensors of ``shapes`` (``int64[n, dims]``).
+
+    Returns, for each dimension, how far its next index is in the flattened leading index, and in bytes of the last dimension
+    (``int64[n, dims]`` each); and the blocks in a tensor row.
+    """
+    index = np.zeros_like(shapes)
+    if shapes.shape[1] > 1:
+        index[:, -2] = 1
+    for dim in range(shapes.shape[1] - 3, -1, -1):
+        index[:, dim] = index[:, dim + 1] * shapes[:, dim + 1]
+    byte = np.zeros_like(shapes)
+    byte[:, -1] = itemsizes
+    return index, byte, -(-shapes[:, -1] * itemsizes // (4 * BLOCK))
+
+
+def row_table(addresses: Int64, starts: Int64, stops: Int64, strides: Int64, shapes: Int64, itemsizes: Int64) -> Int64:
+    """The table that :func:`~weightsync.tensors.kernels.digest_table` reads.
+
+    ``addresses[rows]`` are those of the boxes' first elements; ``starts``, ``stops``, ``strides`` (bytes) and global ``shapes``
+    are ``int64[rows, dims]``, padded in front.
+    """
+    rows, dims = starts.shape
+    table = np.zeros((rows, LEAD + 3 * (dims - 1)), np.int64)
+    extents = stops - starts
+    steps, bytes_each, blocks = positions(shapes, itemsizes)
+    table[:, 0] = addresses
+    table[:, 1] = (starts * steps).sum(axis=1)
+    table[:, 2] = blocks
+    table[:, 3] = (starts * bytes_each).sum(axis=1)
+    table[:, 4] = extents[:, -1]
+    table[:, 5] = strides[:, -1]
+    table[:, 6] = itemsizes
+    for dim in range(dims - 1):
+        table[:, LEAD + 3 * dim] = extents[:, dim]
+        table[:, LEAD + 3 * dim + 1] = strides[:, dim]
+        table[:, LEAD + 3 * dim + 2] = steps[:, dim]
+    return table
+
+
+def layout_table(manifest: Manifest, layout: Layout, addresses: Sequence[int]) -> Int64:
+    """:func:`row_table` of all rows of ``layout`` whose regions lie at ``addresses``."""
+    if len(addresses) != len(layout.regions):
+        raise LayoutError(f"{len(layout.regions)} memory regions, but {len(addresses)} addresses")
+    firsts = np.array([*addresses, 0], np.int64)[layout.region] + layout.offset
+    tensor = layout.tensor
+    return row_table(firsts, layout.starts, layout.stops, layout.strides, manifest.shapes[tensor], manifest.itemsizes[tensor])
+
+
+# One table a layout, as callers ask for its rows group by group: (manifest, addresses, table).
+_tables: weakref.WeakKeyDictionary[Layout, tuple[Manifest, Sequence[int], Int64, int]] = weakref.WeakKeyDictionary()
+
+
+def digest_rows(
+    manifest: Manifest,
+    layout: Layout,
+    addresses: Sequence[int],
+    first: int,
+    last: int,
+    out: UInt64,
+) -> None:
+    """Read rows ``first <= i < last`` of ``layout`` from memory and write their digests to ``out[first:last]`` (``uint64[rows]``).
+
+    ``addresses`` is the base address of each region, which must hold what the layout says. Without the GIL.
+    Raises :class:`~weightsync.errors.LayoutError` for a row that does not exist or an ``out`` of another length.
+    """
+    if not 0 <= first <= last <= len(layout) or out.shape != (len(layout),) or out.dtype != np.uint64 or not out.flags.c_contiguous:
+        raise LayoutError(f"rows {first}:{last} of a layout of {len(layout)} rows, into {out.dtype}{list(out.shape)}")
+    known = _tables.get(layout)
+    if known is None or known[0] is not manifest or not (known[1] is addresses or tuple(known[1]) == tuple(addresses)):
+        table = layout_table(manifest, layout, addresses)
+        known = (manifest, tuple(addresses), table, table.ctypes.data)
+        _tables[layout] = known
+    digest_table(known[3], layout.starts.shape[1], first, last, 0, out.ctypes.data + 8 * first, columns_address, _NEVER.ctypes.data)
+
+
+def digest_box(tensor: torch.Tensor, shape: Sequence[int], starts: Sequence[int]) -> int:
+    """Digest of the box that ``tensor`` (on a CPU, any strides) holds; it starts at ``starts`` in a tensor of ``shape``."""
+    _, _, bounds, strides = _padded(tensor, shape, starts)
+    if tensor.numel() == 0:
+        return 0
+    size = np.array([tensor.element_size()], np.int64)
+    table = row_table(np.array([tensor.data_ptr()], np.int64), bounds[0], bounds[1], strides, bounds[2], size)
+    out = np.zeros(1, np.uint64)
+    digest_table(table.ctypes.data, strides.shape[1], 0, 1, 0, out.ctypes.data, columns_address, _NEVER.ctypes.data)
+    return int(out[0])
+
+
+def _padded(
+    tensor: torch.Tensor, shape: Sequence[int], starts: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Int64, Int64, Int64], Int64]:
+    if tensor.device.type != "cpu" or not tensor.dim() == len(shape) == len(starts):
+        raise LayoutError(f"a {tensor.device.type} tensor of shape {list(tensor.shape)} at {list(starts)} of {list(shape)}")
+    whole, first = tuple(shape) or (1,), tuple(starts) or (0,)
+    extents = tuple(tensor.shape) or (1,)
+    if any(not 0 <= a <= a + n <= extent for a, n, extent in zip(first, extents, whole, strict=True)):
+        raise LayoutError(f"a box of {list(extents)} at {list(first)} is outside {list(whole)}")
+    begin = np.array([first], np.int64)
+    bounds = (begin, begin + np.array([extents], np.int64), np.array([whole], np.int64))
+    strides = np.array([tensor.stride() or (1,)], np.int64) * tensor.element_size()
+    return whole, first, bounds, strides
+
+
+def reference_digest(values: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int], starts: Sequence[int]) -> int:
+    """The definition in plain NumPy, slowly: for tests.
+
+    ``values`` are the bytes of the box, ``uint8[*box shape, itemsize]``.
+    """
+    size = itemsize(dtype)
+    whole, first = tuple(shape) or (1,), tuple(starts) or (0,)
+    box = values.reshape(*(values.shape[:-1] or (1,)), size)
+    blocks = -(-whole[-1] * size // (4 * BLOCK))
+    total = 0
+    leading = np.ndindex(*box.shape[:-2])
+    for index in leading:
+        row = 0
+        for position, start, extent in zip(index, first[:-1], whole[:-1], strict=True):
+            row = row * extent + start + position
+        data = np.zeros(-(-whole[-1] * size // 4) * 4, np.uint8)
+        data[first[-1] * size : (first[-1] + box.shape[-2]) * size] = box[index].reshape(-1)
+        words = data.view("<u4").astype(np.uint64)
+        word = np.arange(len(words), dtype=np.uint64)
+        factors = _splitmix64(np.uint64(row * blocks) + word // np.uint64(BLOCK)) | np.uint64(1)
+        total += int((factors * COLUMNS[word % np.uint64(BLOCK)].astype(np.uint64) * words).sum(dtype=np.uint64))
+    return total % 2**64

@@ -1,0 +1,105 @@
+"""Layouts of memory: parameters where they are, or shards packed into one region."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.errors import LayoutError
+from weightsync.model import Layout, Manifest
+from weightsync.tensors.shards import Shard, dtype_name, ordered
+
+__all__ = ["layout_in_place", "packed_layout"]
+
+Int64 = npt.NDArray[np.int64]
+
+
+def layout_in_place(
+    manifest: Manifest, shards: Iterable[Shard], block_bytes: int | None = 1 << 20
+) -> tuple[Layout, tuple[int, ...]]:
+    """The layout of memory that is written where it is, and the base address of each of its regions.
+
+    A region is one storage, in the order of first use. Rows of more than ``block_bytes`` are split, so that their digests can be
+    taken while the bytes are still in cache; ``None``: one row a shard.
+
+    Raises :class:`~weightsync.errors.LayoutError` for memory of another dtype than the manifest's, or memory in which two
+    elements may be the same bytes (an expanded tensor).
+    """
+    rows = ordered(manifest, shards)
+    regions: dict[int, int] = {}
+    sizes: list[int] = []
+    addresses: list[int] = []
+    region = np.zeros(len(rows), np.int32)
+    offset = np.zeros(len(rows), np.int64)
+    for row, one in enumerate(rows):
+        spec = manifest[manifest.index[one.name]]
+        if dtype_name(one.tensor.dtype) != spec.dtype:
+            raise LayoutError(f"memory of {one.name} is {dtype_name(one.tensor.dtype)}, but {spec.dtype} is published")
+        _check_apart(one)
+        storage = one.tensor.untyped_storage()
+        base = storage.data_ptr()
+        region[row] = regions.setdefault(base, len(regions))
+        if len(sizes) < len(regions):
+            sizes.append(storage.nbytes())
+            addresses.append(base)
+        offset[row] = one.tensor.data_ptr() - base
+    tensor, starts, stops, strides = _columns(manifest, rows)
+    layout = Layout(manifest, tensor, starts, stops, region, offset, strides, tuple(sizes))
+    if block_bytes is not None:
+        from weightsync.planning.split import split_rows
+
+        layout = split_rows(manifest, layout, block_bytes)
+    return layout, tuple(addresses)
+
+
+def packed_layout(manifest: Manifest, shards: Iterable[Shard], alignment: int = 64) -> Layout:
+    """One region that holds all shards one after the other: contiguous, in the manifest's dtype, each ``alignment``-aligned."""
+    rows = ordered(manifest, shards)
+    if alignment < 1 or alignment & (alignment - 1):
+        raise LayoutError(f"an alignment is a power of two, not {alignment}")
+    tensor, starts, stops, _ = _columns(manifest, rows)
+    extents = stops - starts
+    strides = np.empty_like(extents)
+    strides[:, -1] = manifest.itemsizes[tensor]
+    for dim in range(manifest.dims - 2, -1, -1):
+        strides[:, dim] = strides[:, dim + 1] * extents[:, dim + 1]
+    sizes = strides[:, 0] * extents[:, 0]
+    ends = np.cumsum(-(-sizes // alignment) * alignment)
+    offset = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(rows)]
+    total = int(ends[-1]) if len(rows) else 0
+    return Layout(manifest, tensor, starts, stops, np.zeros(len(rows), np.int32), offset, strides, (total,))
+
+
+def _columns(manifest: Manifest, rows: list[Shard]) -> tuple[npt.NDArray[np.int32], Int64, Int64, Int64]:
+    """Tensor index, starts, stops and byte strides, padded in front to the manifest's dimensions."""
+    tensor = np.array([manifest.index[one.name] for one in rows], np.int32)
+    starts = np.zeros((len(rows), manifest.dims), np.int64)
+    stops = np.ones_like(starts)
+    strides = np.zeros_like(starts)
+    for row, one in enumerate(rows):
+        if one.shape:
+            first = manifest.dims - len(one.shape)
+            starts[row, first:] = one.box.starts
+            stops[row, first:] = one.box.stops
+            strides[row, first:] = one.tensor.stride()
+            strides[row] *= one.tensor.element_size()
+    # The stride of a dimension of one element says nothing, and torch leaves anything there.
+    strides[stops - starts == 1] = 0
+    return tensor, starts, stops, strides
+
+
+def _check_apart(one: Shard) -> None:
+    """Refuse memory in which writing one element may change another."""
+    reach = 0  # elements from the first to the last that the dimensions so far can address
+    sizes: torch.Size = one.tensor.shape
+    for stride, extent in sorted(zip(one.tensor.stride(), sizes, strict=True)):
+        if extent > 1:
+            if stride <= reach:
+                raise LayoutError(
+                    f"memory of {one.name} overlaps itself (shape {list(sizes)}, strides {list(one.tensor.stride())}): "
+                    "an expanded view cannot be written in place. Give it memory of its own with .contiguous()"
+                )
+            reach += stride * (extent - 1)

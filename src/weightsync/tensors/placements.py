@@ -1,0 +1,91 @@
+"""Which box of a DTensor this rank holds: arithmetic over placements, with no communication."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from weightsync.errors import LayoutError
+from weightsync.model import Box
+
+__all__ = ["box_of", "local_box"]
+
+
+def local_box(name: str, tensor: DTensor) -> Box | None:
+    """The box of ``tensor`` that this rank holds, ``None`` if the rank is not in its mesh.
+
+    Raises :class:`~weightsync.errors.LayoutError` for placements that are not one box.
+    """
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        check_placements(name, tensor.placements)
+        return None
+    return box_of(name, tuple(tensor.shape), tuple(mesh.shape), tensor.placements, coordinate)
+
+
+def check_placements(name: str, placements: Sequence[Placement]) -> None:
+    """Raise :class:`~weightsync.errors.LayoutError` for a placement of which no rank holds final elements."""
+    for placement in placements:
+        if placement.is_partial():
+            raise LayoutError(
+                f"{name} is a pending sum over ranks ({placement}): no rank holds its elements. Reduce it before publishing, for "
+                "example tensor.redistribute(placements=[Replicate()]), which is a collective that all ranks must call"
+            )
+
+
+def box_of(
+    name: str,
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    placements: Sequence[Placement],
+    coordinate: Sequence[int],
+) -> Box:
+    """The box of a tensor of global ``shape`` at ``coordinate`` in a mesh of ``mesh_shape``, one placement a mesh dimension.
+
+    Sharding is torch's: along a dimension of ``n`` elements over ``k`` ranks each gets ``ceil(n / k)`` until nothing is left,
+    so the last ones may hold fewer or none. Several mesh dimensions may shard one tensor dimension; a ``_StridedShard`` (FSDP
+    over tensor parallel) is applied after those to its right.
+    """
+    check_placements(name, placements)
+    starts, stops = [0] * len(shape), list(shape)
+    for axis in _order(name, mesh_shape, placements):
+        placement = placements[axis]
+        dim = placement.dim % max(len(shape), 1)  # type: ignore[attr-defined]
+        start, extent = starts[dim], stops[dim] - starts[dim]
+        each = -(-extent // mesh_shape[axis])
+        starts[dim] = start + min(each * coordinate[axis], extent)
+        stops[dim] = start + min(each * (coordinate[axis] + 1), extent)
+    return Box(tuple(starts), tuple(stops))
+
+
+def _order(name: str, mesh_shape: tuple[int, ...], placements: Sequence[Placement]) -> list[int]:
+    """Mesh dimensions that shard, in the order in which they cut."""
+    plain: list[int] = []
+    strided: list[int] = []
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Replicate):
+            continue
+        # By name: in some releases _StridedShard derives from Shard, in others not, and it is private in all.
+        if type(placement).__name__ == "_StridedShard":
+            later = 1
+            for other in range(axis + 1, len(placements)):
+                if getattr(placements[other], "dim", None) == placement.dim:  # type: ignore[attr-defined]
+                    later *= mesh_shape[other]
+            if placement.split_factor == 1 or mesh_shape[axis] == 1:  # type: ignore[attr-defined]
+                plain.append(axis)
+            elif placement.split_factor == later:  # type: ignore[attr-defined]
+                strided.append(axis)
+            else:
+                raise LayoutError(
+                    f"{name} is interleaved over the mesh ({placement}): a rank holds many pieces of it, not one box. "
+                    "Redistribute it to plain Shard placements before publishing"
+                )
+        elif isinstance(placement, Shard):
+            plain.append(axis)
+        else:
+            raise LayoutError(f"{name} has a placement that weightsync does not know: {placement}")
+    # A strided axis cuts what the axes to its right left over, so of several the rightmost cuts first.
+    return plain + strided[::-1]

@@ -1,0 +1,176 @@
+"""Placing: one pass over a trainer's shards copies them to the shelf, converts what was asked for, and takes their digests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.errors import Aborted, LayoutError
+from weightsync.model import Layout, Manifest
+from weightsync.tensors.digest import columns_address, digest_rows, row_table
+from weightsync.tensors.kernels import digest_table
+from weightsync.tensors.shards import Shard, ordered, torch_dtype
+from weightsync.tensors.views import bytes_at
+
+__all__ = ["Placer"]
+
+Int64 = npt.NDArray[np.int64]
+UInt64 = npt.NDArray[np.uint64]
+
+_CHUNK_BYTES = 512 << 10  # of converted bytes: small enough to be still in cache when they are copied on
+_NEVER = np.zeros(1, np.int8)
+
+
+class Placer:
+    """Copies the ``shards`` of a trainer rank to a shelf at ``address``, laid out as ``layout`` says, as often as asked.
+
+    ``layout`` is :func:`~weightsync.tensors.memory.packed_layout` of the same shards. A shard of another dtype than the manifest's
+    is converted, in chunks of half a MiB. Shards on an accelerator are copied to the shelf by torch, and their digests are taken
+    there; those on the CPU are read exactly once, and the digest is of what was read.
+
+    Raises :class:`~weightsync.errors.LayoutError` if shards and layout do not belong together.
+    """
+
+    def __init__(self, manifest: Manifest, shards: Iterable[Shard], layout: Layout, address: int) -> None:
+        self._manifest, self._layout, self._address = manifest, layout, address
+        self._shards = ordered(manifest, shards)
+        self._check()
+        self._targets: Int64 = layout.offset + address
+        self._direct, self._converted, self._device = self._sort()
+
+    def place(self, stop: npt.NDArray[np.int8] | None = None) -> UInt64:
+        """Copy everything as it is now; return the digest of each row of the layout, ``uint64[rows]``.
+
+        Raises :class:`~weightsync.errors.Aborted` if another thread sets ``stop[0]``: the shelf then holds a mixture.
+        """
+        flag = _NEVER if stop is None else stop
+        out = np.zeros(len(self._shards), np.uint64)
+        self._place_device(out)
+        self._place_direct(out, flag)
+        for row in self._converted:
+            out[row] = self._place_converted(row, flag)
+        if flag[0]:
+            raise Aborted("placing was stopped; the shelf holds a mixture of versions")
+        return out
+
+    def _sort(self) -> tuple[npt.NDArray[np.int64], list[int], list[int]]:
+        """Rows that are copied as they are, rows that are converted, rows that are not in the CPU's memory."""
+        direct, converted, device = [], [], []
+        for row, one in enumerate(self._shards):
+            if one.tensor.device.type != "cpu":
+                device.append(row)
+            elif one.tensor.dtype == self._dtype(row):
+                direct.append(row)
+            else:
+                converted.append(row)
+        return np.array(direct, np.int64), converted, device
+
+    def _dtype(self, row: int) -> torch.dtype:
+        return torch_dtype(self._manifest[int(self._layout.tensor[row])].dtype)
+
+    def _place_direct(self, out: UInt64, flag: npt.NDArray[np.int8]) -> None:
+        rows = self._direct
+        if not len(rows):
+            return
+        # Addresses and strides anew each time: a framework may have given a parameter other memory.
+        addresses = np.array([self._shards[row].tensor.data_ptr() for row in rows], np.int64)
+        strides = np.zeros((len(rows), self._manifest.dims), np.int64)
+        for index, row in enumerate(rows):
+            tensor = self._shards[row].tensor
+            if tensor.dim():
+                strides[index, -tensor.dim() :] = tensor.stride()
+        layout, tensors = self._layout, self._layout.tensor[rows]
+        itemsizes = self._manifest.itemsizes[tensors]
+        strides *= itemsizes[:, None]
+        table = row_table(addresses, layout.starts[rows], layout.stops[rows], strides, self._manifest.shapes[tensors], itemsizes)
+        targets = np.ascontiguousarray(self._targets[rows])
+        digests = np.zeros(len(rows), np.uint64)
+        finished = digest_table(
+            table.ctypes.data,
+            self._manifest.dims,
+            0,
+            len(rows),
+            targets.ctypes.data,
+            digests.ctypes.data,
+            columns_address,
+            flag.ctypes.data,
+        )
+        if finished < len(rows):
+            raise Aborted("placing was stopped; the shelf holds a mixture of versions")
+        out[rows] = digests
+
+    def _place_converted(self, row: int, flag: npt.NDArray[np.int8]) -> int:
+        """Convert a chunk to a small buffer, then copy it on with its digest taken, until the shard is done."""
+        one, dtype = self._shards[row], self._dtype(row)
+        dims = max(len(one.shape), 1)
+        source = one.tensor.reshape(1) if not one.shape else one.tensor
+        whole = np.array([one.shape or (1,)], np.int64)
+        origin = np.array(one.box.starts or (0,), np.int64)
+        itemsizes = np.array([dtype.itemsize], np.int64)
+        target_strides = self._layout.strides[row, -dims:]
+        total = 0
+        digest = np.zeros(1, np.uint64)
+        for index in _chunks(tuple(source.shape), max(_CHUNK_BYTES // dtype.itemsize, 1)):
+            part = source[index].to(dtype).contiguous()
+            first = np.array([cut.start for cut in index], np.int64)
+            starts = (origin + first)[None]
+            strides = np.array([part.stride()], np.int64) * itemsizes
+            table = row_table(
+                np.array([part.data_ptr()], np.int64), starts, starts + np.array([part.shape], np.int64), strides, whole, itemsizes
+            )
+            # A chunk is a run of the shard in C order, so it lands in one contiguous stretch of the shelf.
+            target = np.array([self._targets[row] + int((first * target_strides).sum())], np.int64)
+            arguments = (target.ctypes.data, digest.ctypes.data, columns_address, flag.ctypes.data)
+            if digest_table(table.ctypes.data, dims, 0, 1, *arguments) < 1 or flag[0]:
+                raise Aborted("placing was stopped; the shelf holds a mixture of versions")
+            total += int(digest[0])
+        return total % 2**64
+
+    def _place_device(self, out: UInt64) -> None:
+        """Copy each device shard to the shelf, wait once a device, then take the digests from the shelf."""
+        for row in self._device:
+            one, spec = self._shards[row], self._manifest[int(self._layout.tensor[row])]
+            size = one.box.size * torch_dtype(spec.dtype).itemsize
+            memory = torch.from_numpy(bytes_at(int(self._targets[row]), size)).view(self._dtype(row))
+            memory.view(one.box.shape).copy_(one.tensor)
+        digests = np.zeros(len(self._shards), np.uint64)
+        for row in self._device:
+            digest_rows(self._manifest, self._layout, (self._address,), row, row + 1, digests)
+            out[row] = digests[row]
+
+    def _check(self) -> None:
+        layout, manifest = self._layout, self._manifest
+        if len(layout) != len(self._shards) or len(layout.regions) != 1:
+            raise LayoutError(
+                f"{len(self._shards)} shards do not fit a layout of {len(layout)} rows, {len(layout.regions)} regions"
+            )
+        for row, one in enumerate(self._shards):
+            if manifest[int(layout.tensor[row])].name != one.name or layout.box(row, manifest) != one.box:
+                raise LayoutError(f"row {row} of the layout is not the shard of {one.name} at {list(one.box.starts)}")
+        extents = layout.stops - layout.starts
+        close = manifest.itemsizes[layout.tensor]
+        for dim in range(manifest.dims - 1, -1, -1):
+            if np.any((layout.strides[:, dim] != close) & (extents[:, dim] > 1)):
+                raise LayoutError("a shelf's rows are contiguous")
+            close = close * extents[:, dim]
+
+
+def _chunks(shape: tuple[int, ...], most: int) -> Iterator[tuple[slice, ...]]:
+    """Consecutive runs, in C order, of at most ``most`` elements of a tensor of ``shape``; each is a box."""
+    inner, dim = 1, len(shape)
+    while dim and inner * shape[dim - 1] <= most:
+        dim -= 1
+        inner *= shape[dim]
+    if not dim:
+        yield tuple(slice(0, extent) for extent in shape)
+        return
+    # Dimensions from ``dim`` on fit whole; the one before is cut in steps; those before that go one by one.
+    step = max(most // inner, 1)
+    rest = tuple(slice(0, extent) for extent in shape[dim:])
+    for index in np.ndindex(*shape[: dim - 1]):
+        for start in range(0, shape[dim - 1], step):
+            lead = tuple(slice(i, i + 1) for i in index)
+            yield (*lead, slice(start, min(start + step, shape[dim - 1])), *rest)

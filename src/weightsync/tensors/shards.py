@@ -1,0 +1,204 @@
+"""Shards from state dicts: which boxes of which checkpoint tensors this rank's memory holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.model import ITEMSIZE, Box, Manifest, TensorSpec
+
+__all__ = ["DTypes", "Shard", "dtype_name", "manifest_of", "ordered", "shard", "shards_of", "torch_dtype"]
+
+DTypes = torch.dtype | Mapping[str, torch.dtype] | None
+"""What to publish as: one dtype for all floating-point tensors of 16 bits and more, or one a name; ``None``: as they are."""
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A box of one checkpoint tensor of global ``shape``, and the strided local memory that holds it.
+
+    ``tensor`` has the box's shape and the dtype that the memory has, which may differ from the manifest's: it is converted when
+    it is placed. It is live: a later step of the optimizer changes it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    tensor: torch.Tensor
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"bfloat16"`` for ``torch.bfloat16``. Raises :class:`~weightsync.errors.ConfigurationError` for one that cannot be moved."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in ITEMSIZE:
+        raise ConfigurationError(f"{dtype} cannot be published; known: {', '.join(sorted(ITEMSIZE))}")
+    return name
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """``torch.bfloat16`` for ``"bfloat16"``. Raises :class:`~weightsync.errors.ConfigurationError` for an unknown name."""
+    if name not in ITEMSIZE:
+        raise ConfigurationError(f"unknown dtype {name!r}; known: {', '.join(sorted(ITEMSIZE))}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def shard(name: str, tensor: torch.Tensor, global_shape: Sequence[int], starts: Sequence[int]) -> Shard:
+    """Declare by hand that ``tensor`` holds the box of ``name`` (of ``global_shape``) that begins at ``starts``, in elements.
+
+    Raises :class:`~weightsync.errors.LayoutError` if the box would be outside the tensor.
+    """
+    shape, first = tuple(map(int, global_shape)), tuple(map(int, starts))
+    if not len(shape) == len(first) == tensor.dim():
+        raise LayoutError(f"shard of {name}: memory of shape {list(tensor.shape)} at {list(first)} of {list(shape)}")
+    box = Box(first, tuple(start + extent for start, extent in zip(first, tensor.shape, strict=True)))
+    if not box.within(shape):
+        raise LayoutError(f"shard of {name} at {list(box.starts)}:{list(box.stops)} is outside its shape {list(shape)}")
+    return Shard(name, shape, box, tensor.detach())
+
+
+def shards_of(
+    state: Mapping[str, torch.Tensor] | nn.Module, *, dtype: DTypes = None, buffers: bool = False
+) -> tuple[Manifest, list[Shard]]:
+    """The manifest of the whole model (equal on every rank), and the shards that this rank holds, in manifest order.
+
+    ``state`` is a module, or tensors by checkpoint name: plain ones are held whole, DTensors as their placements say (FSDP,
+    HSDP, tensor parallel and combinations, uneven ones too). Tensors that are the same memory under several names are listed
+    once, under the first name, the others being aliases. Of a module, persistent ``buffers`` are taken only on request; of a
+    mapping, everything. Empty shards are left out. No communication, and nothing is copied.
+
+    Raises :class:`~weightsync.errors.LayoutError` for a tensor of which this rank does not hold one box,
+    :class:`~weightsync.errors.ConfigurationError` for a dtype that cannot be published or a name that is not there.
+    """
+    manifest, held = _survey(state, dtype, buffers)
+    for name, (_, box, local) in held.items():
+        if box is not None and local.is_meta:
+            raise LayoutError(f"{name} is a meta tensor: it has no memory")
+    shards = [Shard(name, shape, box, local) for name, (shape, box, local) in held.items() if box is not None]
+    return manifest, ordered(manifest, shards)
+
+
+def manifest_of(state: Mapping[str, torch.Tensor] | nn.Module, *, dtype: DTypes = None, buffers: bool = False) -> Manifest:
+    """The manifest of the whole model; see :func:`shards_of`. Meta tensors will do."""
+    return _survey(state, dtype, buffers)[0]
+
+
+@torch.no_grad()
+def _survey(
+    state: Mapping[str, torch.Tensor] | nn.Module, dtype: DTypes, buffers: bool
+) -> tuple[Manifest, dict[str, tuple[tuple[int, ...], Box | None, torch.Tensor]]]:
+    """The manifest, and by canonical name the global shape, this rank's box, and its memory."""
+    found = dict(_entries(state, buffers))
+    canonical: dict[tuple[object, ...], str] = {}
+    aliases: dict[str, list[str]] = {}
+    held: dict[str, tuple[tuple[int, ...], Box | None, torch.Tensor]] = {}
+    for name, value in found.items():
+        box, local = _local(name, value)
+        shape = tuple(value.shape)
+        first = canonical.setdefault(_identity(name, shape, box, local), name)
+        aliases.setdefault(first, [])
+        if first != name:
+            aliases[first].append(name)
+        else:
+            held[name] = (shape, box, local)
+    published = _published(dtype, {name: local.dtype for name, (_, _, local) in held.items()}, aliases)
+    manifest = Manifest(
+        TensorSpec(name, shape, dtype_name(published[name]), tuple(aliases[name])) for name, (shape, _, _) in held.items()
+    )
+    return manifest, held
+
+
+def ordered(manifest: Manifest, shards: Iterable[Shard]) -> list[Shard]:
+    """The shards that hold anything, in the order of a layout's rows: by tensor, then as they came.
+
+    Raises :class:`~weightsync.errors.LayoutError` for a shard whose name, shape or box does not fit the manifest.
+    """
+    rows: list[tuple[int, Shard]] = []
+    for one in shards:
+        index = manifest.index.get(one.name)
+        if index is None:
+            raise LayoutError(f"shard of {one.name}, which the manifest does not name")
+        if manifest[index].shape != one.shape or not one.box.within(one.shape) or tuple(one.tensor.shape) != one.box.shape:
+            place = f"{list(one.box.starts)}:{list(one.box.stops)} of {list(one.shape)}"
+            raise LayoutError(
+                f"shard of {one.name}: memory of shape {list(one.tensor.shape)} for {place}; "
+                f"the manifest says {list(manifest[index].shape)}"
+            )
+        if one.box.size:
+            rows.append((index, one))
+    rows.sort(key=lambda row: row[0])
+    return [one for _, one in rows]
+
+
+def _entries(state: Mapping[str, torch.Tensor] | nn.Module, buffers: bool) -> Iterable[tuple[str, torch.Tensor]]:
+    if isinstance(state, nn.Module):
+        # With keep_vars a parameter is still one, which tells it from a buffer; state-dict hooks still name and shard it.
+        for name, value in state.state_dict(keep_vars=True).items():
+            if isinstance(value, nn.Parameter) or (buffers and isinstance(value, torch.Tensor)):
+                yield name, value
+        return
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise ConfigurationError(f"{name} is a {type(value).__name__}, not a tensor")
+        yield name, value
+
+
+def _local(name: str, value: torch.Tensor) -> tuple[Box | None, torch.Tensor]:
+    """The box that this rank holds, and its memory."""
+    if value.layout is not torch.strided or value.is_quantized:
+        raise LayoutError(f"{name} is not a plain strided tensor ({value.layout}, {value.dtype}); publish its parts instead")
+    if torch.distributed.is_available():
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(value, DTensor):
+            from weightsync.tensors.placements import local_box
+
+            box = local_box(name, value)
+            local = value.to_local().detach()
+            if box is not None and tuple(local.shape) != box.shape:
+                if box.size or local.numel():
+                    raise LayoutError(
+                        f"{name} holds {list(local.shape)} here, but its placements {value.placements} of {list(value.shape)} "
+                        f"say {list(box.shape)}"
+                    )
+                local = local.new_empty(box.shape)
+            return box, local
+    return Box.whole(tuple(value.shape)), value.detach()
+
+
+def _identity(name: str, shape: tuple[int, ...], box: Box | None, local: torch.Tensor) -> tuple[object, ...]:
+    """Equal for two names of the same memory.
+
+    By the storage object, not by its address: ranks whose local shard is empty must find the same ties as the others, and
+    empty tensors all have the same address.
+    """
+    if 0 in shape or box is None:
+        return (name,)
+    storage = local.untyped_storage()._cdata
+    return (storage, local.storage_offset(), local.stride(), local.dtype, shape, box.starts, box.stops)
+
+
+def _published(dtype: DTypes, held: Mapping[str, torch.dtype], aliases: Mapping[str, list[str]]) -> dict[str, torch.dtype]:
+    """What each tensor is published as."""
+    if dtype is None:
+        return dict(held)
+    if isinstance(dtype, torch.dtype):
+        # Integers, booleans and float8 (whose values mean nothing without their scales) are never converted by a blanket wish.
+        return {name: dtype if own.is_floating_point and own.itemsize > 1 else own for name, own in held.items()}
+    owner = {alias: name for name, others in aliases.items() for alias in (name, *others)}
+    unknown = sorted(set(dtype) - set(owner))
+    if unknown:
+        raise ConfigurationError(f"dtype given for tensors that are not there: {', '.join(unknown[:10])} ({len(unknown)} in all)")
+    wanted = dict(held)
+    chosen: dict[str, str] = {}
+    for name, kind in dtype.items():
+        other = chosen.setdefault(owner[name], name)
+        if dtype[other] != kind:
+            both = f"{dtype[other]} and {kind}"
+            raise ConfigurationError(f"{other} and {name} are the same tensor, but are to be published as {both}")
+        wanted[owner[name]] = kind
+    return wanted

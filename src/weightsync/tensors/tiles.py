@@ -1,0 +1,237 @@
+"""The copy table: strided pieces cut into two-dimensional tiles, built by array operations, used by every copy kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.errors import LayoutError, PlanMismatch
+from weightsync.model import Layout, Manifest
+from weightsync.tensors.digest import positions
+
+if TYPE_CHECKING:
+    from weightsync.planning.pieces import Pieces
+
+__all__ = ["TILE_BYTES", "Tiles", "tiles_of"]
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+TILE_BYTES = 1 << 20
+"""Most bytes of one tile that :func:`tiles_of` makes."""
+
+_KEYS = 7  # columns of a table before the keys
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """Strided 2-D byte copies, one row each: ``rows`` runs of ``row_bytes`` bytes.
+
+    =============  ===========  ========================================================================
+    column         type         meaning
+    =============  ===========  ========================================================================
+    region         int32[n]     the source owner's memory region
+    source         int64[n]     bytes from that region's start to the first run
+    source_stride  int64[n]     bytes between runs there
+    target         int64[n]     absolute address of the first run here
+    target_stride  int64[n]     bytes between runs here
+    rows           int64[n]     number of runs, at least one
+    row_bytes      int64[n]     bytes of a run, at least one
+    keys           int64[n, 6]  the tile's place in its tensor, for its digest; ``None``: not known
+    =============  ===========  ========================================================================
+
+    ``keys`` are: the target layout's row; the first run's index over the tensor's leading dimensions, and the distance of the
+    next run's; the first run's byte in the last dimension, and the distance of the next; the digest's blocks in a tensor row.
+    A run with ``keys`` lies within one tensor row. They never cross a process.
+    """
+
+    region: Int32
+    source: Int64
+    source_stride: Int64
+    target: Int64
+    target_stride: Int64
+    rows: Int64
+    row_bytes: Int64
+    keys: Int64 | None = None
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that these tiles move."""
+        return int((self.rows * self.row_bytes).sum())
+
+    @cached_property
+    def table(self) -> Int64:
+        """All columns side by side, ``int64[n, 13]``, as the compiled copies read them. Made once: columns must not change."""
+        columns = (self.source, self.source_stride, self.target, self.target_stride, self.rows, self.row_bytes)
+        table = np.zeros((len(self), _KEYS + 6), np.int64)
+        table[:, 0] = self.region
+        for column, values in enumerate(columns, 1):
+            table[:, column] = values
+        if self.keys is not None:
+            table[:, _KEYS:] = self.keys
+        return table
+
+    @cached_property
+    def table_address(self) -> int:
+        """Where :attr:`table` lies."""
+        return self.table.ctypes.data
+
+    @cached_property
+    def rows_named(self) -> int:
+        """One more than the last layout row in ``keys``; -1 where keys are missing or negative."""
+        if self.keys is None or (len(self.keys) and self.keys[:, 0].min() < 0):
+            return -1
+        return int(self.keys[:, 0].max()) + 1 if len(self.keys) else 0
+
+    @classmethod
+    def of_table(cls, table: Int64) -> Tiles:
+        """Tiles from ``int64[n, 13]``, columns in the order above."""
+        source, source_stride, target, target_stride, rows, row_bytes = (np.ascontiguousarray(c) for c in table[:, 1:_KEYS].T)
+        region = table[:, 0].astype(np.int32)
+        return cls(region, source, source_stride, target, target_stride, rows, row_bytes, table[:, _KEYS:])
+
+    @classmethod
+    def empty(cls) -> Tiles:
+        """No tiles."""
+        return cls.of_table(np.empty((0, _KEYS + 6), np.int64))
+
+
+def tiles_of(
+    manifest: Manifest,
+    pieces: Pieces,
+    layout: Layout,
+    addresses: Sequence[int],
+    groups: Sequence[tuple[int, int]],
+) -> list[list[Tiles]]:
+    """The pieces that one target rank receives as copy tables, ``[source][group]``.
+
+    ``layout`` is the target's own (``pieces.target_row`` are its rows), ``addresses`` the base address of each of its regions,
+    ``groups`` ascending ranges of its rows, half-open. Tiles have keys (:class:`Tiles`); dimensions that lie close on both sides
+    are merged; what is left beyond two dimensions becomes several tiles, of at most :data:`TILE_BYTES` each.
+
+    Raises :class:`~weightsync.errors.PlanMismatch` for a piece that leaves its target row or a row that no group holds, and
+    :class:`~weightsync.errors.LayoutError` unless there is one address for each region. Source bounds are the owner's to check
+    (:func:`~weightsync.tensors.copies.check_tiles`).
+    """
+    if len(addresses) != len(layout.regions):
+        raise LayoutError(f"{len(layout.regions)} memory regions, but {len(addresses)} addresses")
+    row = pieces.target_row.astype(np.int64)
+    _check_targets(pieces, layout, row)
+    sources = len(pieces.sources)
+    tensor = layout.tensor[row]
+    shapes, itemsizes = manifest.shapes[tensor], manifest.itemsizes[tensor]
+    base = np.array([*addresses, 0], np.int64)[layout.region[row]] + layout.offset[row]
+    target = base + ((pieces.starts - layout.starts[row]) * layout.strides[row]).sum(axis=1)
+    index_strides, byte_strides, blocks = positions(shapes, itemsizes)
+    strides = np.stack([pieces.source_strides, layout.strides[row], index_strides, byte_strides])
+    firsts = np.stack(
+        [
+            pieces.source_offset,
+            target,
+            (pieces.starts * index_strides).sum(axis=1),
+            (pieces.starts * byte_strides).sum(axis=1),
+        ]
+    )
+    group = _group_of(row, groups)
+    order = np.lexsort((row, group, pieces.source))
+    size, strides = _merge((pieces.stops - pieces.starts)[order], strides[:, order], itemsizes[order])
+    fixed = np.stack([pieces.source_region, row, blocks], axis=1)[order]
+    table, piece = _expand(size, strides, firsts[:, order], fixed)
+    keys = (pieces.source[order].astype(np.int64) * max(len(groups), 1) + group[order])[piece]
+    edges = np.searchsorted(keys, np.arange(sources * max(len(groups), 1) + 1)).tolist()
+    nothing = Tiles.empty()
+    cut = [Tiles.of_table(table[first:last]) if last > first else nothing for first, last in pairwise(edges)]
+    return [cut[source * len(groups) : (source + 1) * len(groups)] for source in range(sources)]
+
+
+def _check_targets(pieces: Pieces, layout: Layout, row: Int64) -> None:
+    if not len(row):
+        return
+    if row.min() < 0 or row.max() >= len(layout) or pieces.source.min() < 0 or pieces.source.max() >= len(pieces.sources):
+        raise PlanMismatch("the plan names rows or sources that are not there")
+    outside = (pieces.starts < layout.starts[row]) | (pieces.stops > layout.stops[row]) | (pieces.starts >= pieces.stops)
+    if np.any(outside):
+        raise PlanMismatch("the plan holds a piece that is empty or outside the row that it fills")
+
+
+def _group_of(row: Int64, groups: Sequence[tuple[int, int]]) -> Int64:
+    firsts = np.array([first for first, _ in groups], np.int64)
+    lasts = np.array([last for _, last in groups], np.int64)
+    group = np.searchsorted(firsts, row, side="right").astype(np.int64) - 1
+    if len(row) and (not len(groups) or np.any(group < 0) or np.any(row >= lasts[group])):
+        raise PlanMismatch("the plan fills a row that belongs to no group")
+    return group
+
+
+def _merge(extents: Int64, strides: Int64, itemsizes: Int64) -> tuple[Int64, Int64]:
+    """Merge neighbouring dimensions that any of the four ``strides`` (source, target, index, byte) steps through evenly.
+
+    ``strides`` is ``int64[4, n, dims]``. Returns extents ``int64[n, dims + 1]`` and strides ``int64[4, n, dims + 1]``: column 0
+    is the run of bytes, column 1 the longest other dimension, further ones as they come.
+    """
+    count, dims = extents.shape
+    every = np.arange(count)
+    level = np.zeros(count, np.int64)
+    size = np.ones((count, dims + 1), np.int64)
+    merged = np.zeros((4, count, dims + 1), np.int64)
+    size[:, 0] = itemsizes
+    merged[:, :, 0] = np.array([[1], [1], [0], [1]])
+    for dim in range(dims - 1, -1, -1):
+        extent = extents[:, dim]
+        even = np.all(strides[:, :, dim] == size[every, level] * merged[:, every, level], axis=0)
+        single = extent == 1
+        grow = np.flatnonzero(even & ~single)
+        size[grow, level[grow]] *= extent[grow]
+        new = np.flatnonzero(~even & ~single)
+        level[new] += 1
+        size[new, level[new]] = extent[new]
+        merged[:, new, level[new]] = strides[:, new, dim]
+    # Fewest tiles if the rows of a tile run along the longest of the dimensions that are left.
+    longest = 1 + np.argmax(size[:, 1:], axis=1)
+    for column in (size, *merged):
+        column[every, longest], column[:, 1] = column[:, 1].copy(), column[every, longest].copy()
+    return size, merged
+
+
+def _ranks(counts: Int64) -> Int64:
+    """0, 1, ... within each run of ``counts``: ``[2, 3]`` gives ``[0, 1, 0, 1, 2]``."""
+    ends = np.cumsum(counts)
+    return np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64) - np.repeat(ends - counts, counts)
+
+
+def _expand(size: Int64, strides: Int64, firsts: Int64, fixed: Int64) -> tuple[Int64, Int64]:
+    """Tile table ``int64[n, 13]`` of merged pieces, and the piece that each tile belongs to.
+
+    ``firsts`` is ``int64[4, pieces]``: where source, target, index and byte begin. ``fixed``: region, row, blocks.
+    """
+    run, rows = size[:, 0], size[:, 1]
+    rows_each = np.maximum(TILE_BYTES // run, 1)
+    down = -(-rows // rows_each)
+    across = -(-run // TILE_BYTES)
+    counts = np.prod(size[:, 2:], axis=1) * down * across
+    piece = np.repeat(np.arange(len(size)), counts)
+    rest = _ranks(counts)
+    first_byte = rest % across[piece] * TILE_BYTES
+    rest //= across[piece]
+    first_row = rest % down[piece] * rows_each[piece]
+    rest //= down[piece]
+    begin = firsts[:, piece] + first_row * strides[:, piece, 1] + first_byte * strides[:, piece, 0]
+    for dim in range(2, size.shape[1]):
+        begin += rest % size[piece, dim] * strides[:, piece, dim]
+        rest //= size[piece, dim]
+    table = np.empty((len(piece), _KEYS + 6), np.int64)
+    table[:, [0, 7, 12]] = fixed[piece]
+    table[:, [1, 3, 8, 10]] = begin.T
+    table[:, [2, 4, 9, 11]] = strides[:, piece, 1].T
+    table[:, 5] = np.minimum(rows_each[piece], rows[piece] - first_row)
+    table[:, 6] = np.minimum(TILE_BYTES, run[piece] - first_byte)
+    return table, piece

@@ -1,0 +1,191 @@
+"""Shards and layouts from plain tensors and modules, box arithmetic of placements, packed and in-place layouts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tests.unit.tensors.samples import DTYPES, random_bits
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Shard as ShardOn
+from torch.distributed.tensor.placement_types import Placement
+
+from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.model import Box, Manifest, TensorSpec
+from weightsync.tensors.memory import layout_in_place, packed_layout
+from weightsync.tensors.placements import box_of
+from weightsync.tensors.shards import Shard, dtype_name, manifest_of, ordered, shard, shards_of, torch_dtype
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 10, bias=False)
+        self.embed = nn.Embedding(10, 4)
+        self.head.weight = self.embed.weight
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+
+def test_dtype_names_go_there_and_back() -> None:
+    for dtype in DTYPES:
+        assert torch_dtype(dtype_name(dtype)) is dtype
+    with pytest.raises(ConfigurationError, match="complex64"):
+        dtype_name(torch.complex64)
+    with pytest.raises(ConfigurationError, match="save"):
+        torch_dtype("save")
+
+
+def test_a_module() -> None:
+    manifest, shards = shards_of(Tied())
+    assert [spec.name for spec in manifest] == ["head.weight", "norm.bias", "norm.weight"]
+    assert manifest[0].aliases == ("embed.weight",)
+    assert [one.name for one in shards] == ["head.weight", "norm.bias", "norm.weight"]
+    assert not any(one.tensor.requires_grad for one in shards)
+
+
+def test_buffers_by_choice() -> None:
+    names = {spec.name for spec in manifest_of(Tied(), buffers=True)}
+    assert names == {"head.weight", "norm.bias", "norm.weight", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+
+
+def test_ties_of_a_state_dict_and_what_only_looks_like_one() -> None:
+    memory = torch.arange(12.0).view(3, 4)
+    state = {"b": memory, "a": memory.view(3, 4), "turned": memory.t(), "part": memory[:2], "flat": memory.view(12)}
+    manifest = manifest_of(state)
+    assert {spec.name: spec.aliases for spec in manifest} == {"b": ("a",), "turned": (), "part": (), "flat": ()}
+    assert not any(spec.aliases for spec in manifest_of({"x": torch.empty(0), "y": torch.empty(0)}))
+
+
+def test_shards_are_live_and_strided() -> None:
+    memory = torch.zeros(4, 6)
+    _, shards = shards_of({"t": memory.t()[1:4]})
+    memory[2, 1] = 5
+    assert shards[0].tensor[0, 2] == 5
+    assert shards[0].tensor.stride() == (1, 6)
+
+
+def test_meta_tensors_have_a_manifest_but_no_shards() -> None:
+    state = {"t": torch.empty(3, device="meta")}
+    assert manifest_of(state)[0].shape == (3,)
+    with pytest.raises(LayoutError, match="meta"):
+        shards_of(state)
+
+
+def test_dtype_for_all_leaves_integers_and_float8() -> None:
+    state = {dtype_name(dtype): torch.zeros(2).to(dtype) for dtype in DTYPES}
+    manifest = manifest_of(state, dtype=torch.bfloat16)
+    changed = {spec.name for spec in manifest if spec.name != spec.dtype}
+    assert changed == {"float32", "float16"}
+    assert {spec.dtype for spec in manifest if spec.name in changed} == {"bfloat16"}
+
+
+def test_dtype_by_name() -> None:
+    model = Tied()
+    manifest = manifest_of(model, dtype={"embed.weight": torch.bfloat16})
+    assert {spec.name: spec.dtype for spec in manifest} == {
+        "head.weight": "bfloat16",
+        "norm.bias": "float32",
+        "norm.weight": "float32",
+    }
+    with pytest.raises(ConfigurationError, match=r"lm_head.*1 in all"):
+        manifest_of(model, dtype={"lm_head": torch.bfloat16})
+    with pytest.raises(ConfigurationError, match="same tensor"):
+        manifest_of(model, dtype={"embed.weight": torch.bfloat16, "head.weight": torch.float16})
+
+
+def test_what_cannot_be_published() -> None:
+    with pytest.raises(ConfigurationError, match="complex"):
+        shards_of({"t": torch.zeros(2, dtype=torch.complex64)})
+    with pytest.raises(ConfigurationError, match="not a tensor"):
+        shards_of({"t": 3})  # type: ignore[dict-item]
+    with pytest.raises(LayoutError, match="strided"):
+        shards_of({"t": torch.eye(3).to_sparse()})
+
+
+def test_declared_by_hand() -> None:
+    one = shard("w", torch.zeros(2, 3), (8, 3), (4, 0))
+    assert one.box == Box((4, 0), (6, 3))
+    with pytest.raises(LayoutError, match="outside"):
+        shard("w", torch.zeros(2, 3), (8, 3), (7, 0))
+    with pytest.raises(LayoutError, match="memory of shape"):
+        shard("w", torch.zeros(2, 3), (8, 3), (0,))
+    manifest = Manifest([TensorSpec("w", (8, 4), "float32")])
+    with pytest.raises(LayoutError, match=r"manifest says \[8, 4\]"):
+        ordered(manifest, [one])
+    with pytest.raises(LayoutError, match="does not name"):
+        ordered(manifest, [shard("v", torch.zeros(1), (1,), (0,))])
+
+
+def boxes(shape: tuple[int, ...], mesh: tuple[int, ...], placements: list[Placement]) -> list[Box]:
+    coordinates = [(i, j) for i in range(mesh[0]) for j in range(mesh[1])] if len(mesh) > 1 else [(i,) for i in range(mesh[0])]
+    return [box_of("w", shape, mesh, placements, coordinate) for coordinate in coordinates]
+
+
+def test_uneven_and_empty_boxes() -> None:
+    assert [box.shape[0] for box in boxes((5, 2), (4,), [ShardOn(0)])] == [2, 2, 1, 0]
+    assert [box.shape[0] for box in boxes((2,), (4,), [ShardOn(0)])] == [1, 1, 0, 0]
+    assert [box.shape for box in boxes((3, 7), (3,), [ShardOn(-1)])] == [(3, 3), (3, 3), (3, 1)]
+    assert [box.shape for box in boxes((), (2,), [Replicate()])] == [(), ()]
+
+
+def test_two_dimensional_meshes() -> None:
+    assert boxes((8, 2), (2, 2), [Replicate(), ShardOn(0)]) == [Box((0, 0), (4, 2)), Box((4, 0), (8, 2))] * 2
+    assert [box.starts[0] for box in boxes((8,), (2, 2), [ShardOn(0), ShardOn(0)])] == [0, 2, 4, 6]
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    strided = _StridedShard(0, split_factor=2)
+    # Tensor parallel (the second dimension) cuts first, FSDP cuts what it left: rank (0, 1) holds the third quarter.
+    assert [box.starts[0] for box in boxes((8,), (2, 2), [strided, ShardOn(0)])] == [0, 4, 2, 6]
+    with pytest.raises(LayoutError, match="interleaved"):
+        boxes((8,), (2, 2), [strided, Replicate()])
+
+
+def test_partial_is_refused_with_advice() -> None:
+    with pytest.raises(LayoutError, match="redistribute"):
+        boxes((8,), (2,), [Partial()])
+
+
+def test_packed_layout() -> None:
+    state = {"a": torch.zeros(3, 5), "b": torch.zeros(()), "c": torch.empty(0, 4), "d": torch.zeros(4, 2).t()}
+    manifest, shards = shards_of(state, dtype={"a": torch.bfloat16})
+    layout = packed_layout(manifest, shards)
+    assert layout.tensor.tolist() == [0, 1, 3]
+    assert layout.offset.tolist() == [0, 64, 128]
+    assert layout.regions == (192,)
+    assert layout.strides[:, -1].tolist() == [2, 4, 4]
+    assert packed_layout(manifest, shards, 8).offset.tolist() == [0, 32, 40]
+    assert packed_layout(manifest, []).regions == (0,)
+    with pytest.raises(LayoutError, match="power of two"):
+        packed_layout(manifest, shards, 12)
+
+
+def test_layout_in_place() -> None:
+    memory = torch.zeros(100, dtype=torch.float32)
+    state = {"a": memory[4:16].view(3, 4), "b": memory[20:].view(8, 10).t(), "c": torch.zeros(5)}
+    manifest, shards = shards_of(state)
+    layout, addresses = layout_in_place(manifest, shards, None)
+    assert addresses == (memory.data_ptr(), state["c"].data_ptr())
+    assert layout.regions == (400, 20)
+    assert layout.offset.tolist() == [16, 80, 0]
+    assert layout.strides[1].tolist() == [4, 40]
+    assert len(layout_in_place(manifest, shards, 16)[0]) > len(layout)
+
+
+def test_memory_that_cannot_be_written_in_place() -> None:
+    for state in ({"t": torch.zeros(3, 1).expand(3, 4)}, {"t": torch.zeros(10).as_strided((4, 4), (2, 1))}):
+        manifest, shards = shards_of(state)
+        with pytest.raises(LayoutError, match="overlaps itself"):
+            layout_in_place(manifest, shards)
+    manifest, shards = shards_of({"t": torch.zeros(3)}, dtype=torch.bfloat16)
+    with pytest.raises(LayoutError, match="float32, but bfloat16"):
+        layout_in_place(manifest, shards)
+
+
+def test_shards_come_in_manifest_order() -> None:
+    state = {f"layers.{i}.w": random_bits((2,), torch.int32, np.random.default_rng(i)) for i in (10, 2, 1)}
+    manifest, shards = shards_of(state)
+    assert [one.name for one in shards] == ["layers.1.w", "layers.2.w", "layers.10.w"]
+    assert isinstance(shards[0], Shard)
+    assert [spec.name for spec in manifest] == [one.name for one in shards]

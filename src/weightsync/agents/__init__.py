@@ -1,0 +1,1 @@
+"""A role joined to a coordinator: what trainer and engine processes use."""

@@ -1,0 +1,102 @@
+"""What an engine's process uses: one object on every engine rank, around an adapter."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from weightsync.agents.link import Link
+from weightsync.agents.trainer import schemes_for
+from weightsync.errors import ConfigurationError
+from weightsync.messages import PROTOCOL, Delivery, Hello
+from weightsync.model import Version
+from weightsync.roles.adapter import EngineAdapter
+from weightsync.roles.engine import EngineRole
+from weightsync.service.settings import ClientSettings, Secret
+from weightsync.transports.host import this_host
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Joins one engine rank to the coordinator and keeps its weights current, from threads of its own.
+
+    ``replica`` names the serving engine; its ranks are ``rank`` of ``world_size`` under the same name, and it takes part in rounds
+    when all have joined. ``delivery`` is ``"direct"`` (into the adapter's shards), ``"streamed"`` (through its loader) or
+    ``"auto"``. ``bucket_bytes`` is the size of one of the two staging buckets of streamed delivery; a tensor larger than that
+    gets a bucket of its own size. ``transports`` are the schemes allowed, best first. Close it, or use it in a ``with``.
+
+    Raises :class:`~weightsync.errors.CoordinatorUnreachable`, :class:`~weightsync.errors.AuthenticationError`,
+    :class:`~weightsync.errors.MembershipError` (the name is in use),
+    :class:`~weightsync.errors.ManifestMismatch` (the engine does not take the trainer's tensors) and
+    :class:`~weightsync.errors.TransportUnavailable`.
+
+    ::
+
+        engine = weightsync.Engine(MyEngine(model), replica="mine-0", coordinator="http://head:7400")
+    """
+
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        replica: str,
+        coordinator: str | None = None,
+        *,
+        token: str | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        run: str = "",
+        delivery: Delivery = "auto",
+        bucket_bytes: int = 256 << 20,
+        transports: Sequence[str] | None = None,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ConfigurationError(f"rank {rank} is not one of the {world_size} ranks of replica {replica!r}")
+        if bucket_bytes <= 0:
+            raise ConfigurationError(f"bucket_bytes must be positive, not {bucket_bytes}")
+        self.replica, self.rank, self.world_size = replica, rank, world_size
+        self._run, self._session, self._delivery, self._bucket_bytes = run, uuid.uuid4().hex, delivery, bucket_bytes
+        self._here = this_host()
+        settings = ClientSettings.load(coordinator=coordinator, token=Secret(token) if token else None)
+        names = [found.name for found in schemes_for(transports)]
+        with ExitStack() as owned:
+            self._role = EngineRole(adapter, names, self._here, progress=lambda nbytes: self._link.progress(nbytes))
+            if delivery == "direct" and self._role.layout is None:
+                raise ConfigurationError(f"the {adapter.name} adapter has no shards(): it can only be streamed to")
+            self._link = Link(
+                settings, hello=self._hello, handle=self._role.handle, on_lost=lambda _: self._role.abort(), name=f"{replica}-{rank}"
+            )
+            owned.callback(self._link.close)
+            owned.callback(self._role.close)  # first: it ends what a call is still doing
+            self._link.connect()
+            self._owned = owned.pop_all()
+
+    def _hello(self) -> Hello:
+        role = self._role
+        direct = role.layout is not None and self._delivery != "streamed"
+        return Hello(
+            protocol=PROTOCOL, run=self._run, role="engine", name=self.replica, rank=self.rank, world_size=self.world_size,
+            session=self._session, host=self._here, pid=os.getpid(), manifest=role.manifest.tensors,
+            layout=role.layout.to_columns() if direct and role.layout is not None else None,
+            transports=role.transports, delivery=self._delivery, bucket_bytes=self._bucket_bytes, adapter=role.adapter.name,
+            serving=role.attests,
+        )  # fmt: skip
+
+    @property
+    def serving(self) -> Version | None:
+        """The version whose bytes this rank holds, verified and committed; ``None`` before the first and during an update."""
+        return self._role.serving
+
+    def close(self) -> None:
+        """Leave the coordinator. The engine keeps the weights that it has. Safe twice."""
+        self._owned.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

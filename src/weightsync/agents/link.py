@@ -1,0 +1,323 @@
+"""An agent's connection to the coordinator: always there, or being restored.
+
+A daemon thread holds the socket; the agent's own code stays synchronous. Calls of the coordinator run one at a time on a second
+thread. A :class:`~weightsync.messages.Quarantine` gets through on a third, because it must reach an engine that is in the
+middle of a move.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import CancelledError as FutureCancelled
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Self
+
+from websockets.asyncio.client import ClientConnection
+from websockets.exceptions import ConnectionClosed
+
+from weightsync.agents.dial import dial
+from weightsync.agents.workers import Handler, Worker
+from weightsync.control.calls import Calls
+from weightsync.deadline import Deadline
+from weightsync.errors import (
+    Aborted,
+    ConfigurationError,
+    CoordinatorUnreachable,
+    DeadlineExceeded,
+    PeerLost,
+    ProtocolError,
+    WeightSyncError,
+)
+from weightsync.messages import Body, Frame, Hello, Progress, Quarantine, Welcome, decode, encode
+from weightsync.service.endpoint import unreachable
+from weightsync.service.settings import ClientSettings
+
+__all__ = ["Link"]
+
+_log = logging.getLogger(__name__)
+
+_FIRST_PAUSE = 0.05
+_STEADY_SECONDS = 5.0
+_PROGRESS_SECONDS = 0.1
+_GRACE = 1.0
+"""Seconds that a caller's thread waits longer than the call itself, so that the call's own error arrives first."""
+
+
+class Link:
+    """One rank's connection to the coordinator.
+
+    ``hello`` is asked before every attempt, so that what the rank serves or published is current; ``handle`` runs the
+    coordinator's calls and may block; ``on_welcome`` and ``on_lost`` tell of every connection made and lost. ``hello`` and
+    the two callbacks run on the link's own thread: they must return at once and not call back into the link, but for
+    :meth:`progress`. The order of calls is :meth:`connect` once, then anything, then :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        settings: ClientSettings,
+        *,
+        hello: Callable[[], Hello],
+        handle: Handler,
+        on_welcome: Callable[[Welcome], None] | None = None,
+        on_lost: Callable[[str], None] | None = None,
+        name: str = "agent",
+    ) -> None:
+        self._settings, self._name = settings, name
+        self._hello, self._on_welcome, self._on_lost = hello, on_welcome, on_lost
+        self._calls_worker = Worker(f"weightsync-calls-{name}", handle)
+        self._quarantine_worker = Worker(f"weightsync-quarantine-{name}", handle)
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._main: asyncio.Task[None] | None = None
+        self._first: Future[Welcome] = Future()
+        self._asked: set[Future[Body]] = set()
+        self._closed = False
+        # Only the link's thread touches these.
+        self._calls: Calls | None = None
+        self._send: Callable[[Frame], Awaitable[None]] | None = None
+        self._connected = asyncio.Event()
+        self._trouble = "not connected yet"
+        # Progress: the newest count, and whether a report of it is under way.
+        self._progress_lock = threading.Lock()
+        self._progress_bytes = 0
+        self._progress_due = False
+        self._progress_sent = 0.0
+        self._progress_task: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the coordinator has this rank now."""
+        return self._connected.is_set()
+
+    def connect(self) -> Welcome:
+        """Connect within the settings' ``connect_timeout`` and return the coordinator's welcome.
+
+        Nobody answering is tried again until then. Raises :class:`~weightsync.errors.CoordinatorUnreachable`,
+        :class:`~weightsync.errors.AuthenticationError`, or the error that the coordinator refused this rank with; nothing is
+        left running then.
+        """
+        if self._thread is not None or self._closed:
+            raise ConfigurationError("a link connects once; make a new one")
+        self._thread = threading.Thread(target=self._run, name=f"weightsync-link-{self._name}", daemon=True)
+        self._thread.start()
+        try:
+            return self._first.result(self._settings.connect_timeout + 2 * _GRACE)
+        except TimeoutError:
+            self.close()
+            raise CoordinatorUnreachable(unreachable(self._settings, "the connection did not come to stand in time")) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, body: Body, timeout: float) -> Body:
+        """Ask the coordinator, from any thread but the link's own, and return its answer.
+
+        Waits for a lost connection to come back, within ``timeout`` seconds in all. A call that was already sent when the
+        connection broke is not repeated: it raises :class:`~weightsync.errors.PeerLost` at once. Raises what the coordinator
+        answered, :class:`~weightsync.errors.DeadlineExceeded`, or :class:`~weightsync.errors.Aborted` after :meth:`close`.
+        """
+        loop = self._loop
+        if self._closed or loop is None or threading.current_thread() is self._thread:
+            raise Aborted(f"the link of {self._name} is closed, not connected, or was called from its own thread")
+        deadline = Deadline(timeout)
+        asking = self._ask(body, deadline)
+        try:
+            asked = asyncio.run_coroutine_threadsafe(asking, loop)
+        except RuntimeError:
+            asking.close()
+            raise Aborted(f"the link of {self._name} is closed") from None
+        self._asked.add(asked)
+        if self._loop is None:  # it ended just now, and may never look at what it was given
+            asked.cancel()
+        try:
+            return asked.result(timeout + _GRACE)
+        except FutureCancelled:
+            raise Aborted(f"the link of {self._name} was closed while it waited for {type(body).__name__}") from None
+        except DeadlineExceeded:
+            raise
+        except TimeoutError:
+            asked.cancel()
+            raise DeadlineExceeded(f"the coordinator did not answer {type(body).__name__} within {timeout:g} s") from None
+        except BaseException:
+            asked.cancel()  # Ctrl-C: withdraw the call
+            raise
+        finally:
+            self._asked.discard(asked)
+
+    def progress(self, nbytes: int) -> None:
+        """Report that this many bytes of the running move are in place. Any thread; never blocks; sent a few times a second."""
+        loop = self._loop
+        with self._progress_lock:
+            self._progress_bytes = nbytes
+            if self._progress_due or self._closed or loop is None:
+                return
+            self._progress_due = True
+        try:
+            loop.call_soon_threadsafe(self._schedule_progress)
+        except RuntimeError:
+            return  # the loop has just closed: nobody is left to tell
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Leave the coordinator and end the threads. Safe twice and from any thread.
+
+        A call that ``handle`` still runs is waited for up to ``timeout`` seconds: abort it first.
+        """
+        self._closed = True
+        loop, main = self._loop, self._main
+        if loop is not None and main is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended by itself
+                loop.call_soon_threadsafe(main.cancel)
+        end = time.monotonic() + timeout
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                _log.warning("%s: the link's thread did not end within %g s", self._name, timeout)
+        for worker in (self._calls_worker, self._quarantine_worker):
+            if not worker.close(max(0.05, end - time.monotonic())):
+                _log.warning("%s: a call is still running after the link was closed", self._name)
+
+    # From here on: the link's own thread.
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._stay())
+        except asyncio.CancelledError:
+            pass  # close()
+        except Exception as error:  # noqa: BLE001 - connect() raises it, or it is logged
+            if self._first.done():
+                _log.exception("%s: the link to the coordinator failed for good", self._name)
+            else:
+                self._first.set_exception(error)
+        finally:
+            self._loop = None
+            for asked in list(self._asked):
+                asked.cancel()
+            if not self._first.done():
+                self._first.set_exception(Aborted(f"the link of {self._name} was closed while it connected"))
+
+    async def _stay(self) -> None:
+        """Connect, serve, reconnect, until cancelled. Errors end it only before the first welcome."""
+        self._main = asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+        if self._closed:
+            return
+        first = Deadline(self._settings.connect_timeout)
+        pause = _FIRST_PAUSE
+        while True:
+            welcomed = self._first.done()
+            timeout = self._settings.connect_timeout if welcomed else first.remaining("connecting to the coordinator")
+            try:
+                socket, welcome = await dial(self._settings, self._hello(), timeout)
+            except CoordinatorUnreachable as error:
+                if not welcomed and first.at - time.monotonic() <= pause:
+                    raise
+                self._note(str(error))
+            except WeightSyncError as error:
+                if not welcomed:
+                    raise
+                self._note(f"{type(error).__name__}: {error}")
+            else:
+                since = time.monotonic()
+                await self._serve(socket, welcome)
+                if time.monotonic() - since > _STEADY_SECONDS:  # one that takes us in and drops us again is not hammered
+                    pause = _FIRST_PAUSE
+            # Full jitter above a floor: a thousand agents must not come back in the same moment.
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, self._settings.reconnect_seconds)
+
+    def _note(self, trouble: str) -> None:
+        if trouble != self._trouble:  # once, not at every attempt
+            _log.warning("%s: %s", self._name, trouble)
+        self._trouble = trouble
+
+    async def _serve(self, socket: ClientConnection, welcome: Welcome) -> None:
+        async def send(frame: Frame) -> None:
+            try:
+                await socket.send(encode(frame))
+            except ConnectionClosed as error:
+                raise PeerLost(f"the coordinator at {self._settings.coordinator} is gone: {error}") from None
+
+        calls = Calls(send, self._dispatch)
+        reason = "the link was closed"
+        try:
+            self._calls, self._send, self._trouble = calls, send, ""
+            self._connected.set()
+            if self._on_welcome is not None:
+                self._on_welcome(welcome)
+            if not self._first.done():
+                self._first.set_result(welcome)
+            reason = await self._read(socket, calls)
+        finally:
+            self._connected.clear()
+            self._calls = self._send = None
+            lost = f"the connection to the coordinator at {self._settings.coordinator} ended: {reason}"
+            calls.close(PeerLost(lost))
+            await socket.close(1000, "the agent left")
+        self._note(lost)
+        if self._on_lost is not None:
+            self._on_lost(reason)
+
+    async def _read(self, socket: ClientConnection, calls: Calls) -> str:
+        """Feed frames to ``calls`` until the connection ends, and say why it did."""
+        try:
+            while True:
+                data = await socket.recv()
+                if not isinstance(data, bytes):
+                    raise ProtocolError("a text frame from the coordinator")
+                calls.feed(decode(data))
+        except ProtocolError as error:
+            await socket.close(1002, str(error)[:100])
+            return str(error)
+        except ConnectionClosed as error:
+            return str(error)
+
+    async def _dispatch(self, body: Body, timeout: float) -> Body:
+        worker = self._quarantine_worker if isinstance(body, Quarantine) else self._calls_worker
+        return await asyncio.wrap_future(worker.submit(body, timeout))
+
+    async def _ask(self, body: Body, deadline: Deadline) -> Body:
+        what = f"{type(body).__name__} to the coordinator at {self._settings.coordinator}"
+        try:
+            async with asyncio.timeout(deadline.remaining(what)):
+                await self._connected.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(f"{what} was not sent within {deadline.seconds:g} s: {self._trouble}") from None
+        if self._calls is None:
+            raise PeerLost(f"{what} was not sent: {self._trouble}")
+        return await self._calls.call(body, deadline.remaining(what))
+
+    def _schedule_progress(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(max(0.0, self._progress_sent + _PROGRESS_SECONDS - loop.time()), self._start_progress)
+
+    def _start_progress(self) -> None:
+        self._progress_task = asyncio.ensure_future(self._send_progress())
+
+    async def _send_progress(self) -> None:
+        """Send the newest count. The next report may start only afterwards, so a slow socket gets fewer of them."""
+        self._progress_sent = asyncio.get_running_loop().time()
+        with self._progress_lock:
+            nbytes = self._progress_bytes
+        try:
+            if self._send is not None:
+                async with asyncio.timeout(self._settings.heartbeat):
+                    await self._send(Progress(nbytes))
+        except (PeerLost, TimeoutError) as error:
+            _log.debug("%s: progress was not reported: %s", self._name, error)
+        with self._progress_lock:
+            self._progress_due = newer = self._progress_bytes != nbytes  # it came while this was being sent
+        if newer:
+            self._schedule_progress()

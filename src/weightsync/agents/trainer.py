@@ -1,0 +1,209 @@
+"""What a training script uses: one object on every trainer rank."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Literal, Self, overload
+
+import torch
+import torch.distributed as dist
+
+from weightsync.agents.link import Link
+from weightsync.deadline import Deadline
+from weightsync.errors import ConfigurationError, PeerLost, ProtocolError, RoundFailed, TransportUnavailable
+from weightsync.messages import PROTOCOL, Hello, Publish, Published, RoundResult
+from weightsync.roles.trainer import TrainerRole
+from weightsync.service.server import BackgroundServer
+from weightsync.service.settings import ClientSettings, Secret, agent_environment
+from weightsync.transports.base import Scheme
+from weightsync.transports.host import this_host
+from weightsync.transports.registry import BUILT_IN, scheme
+
+__all__ = ["Trainer", "schemes_for"]
+
+_MAX_ADDRESS = 8192
+
+
+def schemes_for(names: Sequence[str] | None) -> list[Scheme]:
+    """The transports to use, in order: those named, or all built-in ones that work here.
+
+    Raises :class:`~weightsync.errors.TransportUnavailable` if one that was named cannot work here, with what would help.
+    """
+    if names is None:
+        return [found for found in map(scheme, BUILT_IN) if found.unavailable() is None]
+    if not names:
+        raise ConfigurationError(f"no transport is allowed; choose from {', '.join(BUILT_IN)}")
+    wanted = [scheme(name) for name in names]
+    for found in wanted:
+        reason = found.unavailable()
+        if reason is not None:
+            raise TransportUnavailable(f"transport {found.name!r} cannot be used on this machine: {reason}")
+    return wanted
+
+
+class Trainer:
+    """Publishes the weights of one trainer rank. Make one on every rank, and call :meth:`publish` on every rank.
+
+    ``state`` is the module (FSDP2, tensor-parallel or plain) or its state dict. ``rank`` and ``world_size`` come from
+    ``torch.distributed`` where it is initialised, else from ``RANK`` and ``WORLD_SIZE``, else 0 of 1. ``coordinator`` is its URL
+    (or ``WEIGHTSYNC_COORDINATOR``); without one, rank 0 starts a coordinator in this process and tells the others, and
+    :attr:`coordinator` says where. ``dtype`` converts while publishing (float32 master weights to bfloat16, say); without it
+    nothing is converted. Holds one copy of this rank's shards in host memory. Close it, or use it in a ``with``.
+
+    Raises :class:`~weightsync.errors.CoordinatorUnreachable`, :class:`~weightsync.errors.AuthenticationError`,
+    :class:`~weightsync.errors.MembershipError` (another trainer has this run),
+    :class:`~weightsync.errors.ManifestMismatch` (this rank holds another model than the others) or
+    :class:`~weightsync.errors.SharedMemoryTooSmall`.
+
+    ::
+
+        trainer = weightsync.Trainer(model, coordinator="http://head:7400")
+        for step, batch in enumerate(data):
+            train_step(model, batch)
+            if step % 4 == 0:
+                trainer.publish(step)
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, torch.Tensor] | torch.nn.Module,
+        coordinator: str | None = None,
+        *,
+        token: str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        run: str = "",
+        dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+        buffers: bool = False,
+        transports: Sequence[str] | None = None,
+    ) -> None:
+        self.rank, self.world_size = _place_in_world(rank, world_size)
+        self._run, self._session = run, uuid.uuid4().hex
+        self._published = -1
+        self._publishing = threading.Lock()
+        self._here = this_host()
+        with ExitStack() as owned:
+            settings = self._settings = self._find_coordinator(coordinator, token, owned)
+            self.coordinator = settings.coordinator.url
+            self._role = TrainerRole(state, schemes_for(transports), secrets.token_bytes(32), self._here, dtype=dtype, buffers=buffers)
+            owned.callback(self._role.close)
+            self._background = ThreadPoolExecutor(1, thread_name_prefix="weightsync-publish")
+            owned.callback(self._background.shutdown, wait=False, cancel_futures=True)
+            self._link = Link(settings, hello=self._hello, handle=self._role.handle, name=f"trainer-{self.rank}")
+            owned.callback(self._link.close)
+            self._link.connect()
+            self._owned = owned.pop_all()
+
+    def _find_coordinator(self, url: str | None, token: str | None, owned: ExitStack) -> ClientSettings:
+        secret = Secret(token) if token else None
+        if url is not None or os.environ.get("WEIGHTSYNC_COORDINATOR"):
+            return ClientSettings.load(coordinator=url, token=secret)
+        if self.world_size > 1 and not dist.is_initialized():
+            raise ConfigurationError("several trainer ranks without torch.distributed need a coordinator: give its URL or set WEIGHTSYNC_COORDINATOR")
+        mine = ""
+        if self.rank == 0:
+            server = owned.enter_context(BackgroundServer())
+            mine = f"{server.url} {server.token}"
+        where, _, known = (_from_rank_zero(mine) if self.world_size > 1 else mine).partition(" ")
+        return ClientSettings.load(coordinator=where, token=Secret(known))
+
+    def _hello(self) -> Hello:
+        role = self._role
+        return Hello(
+            protocol=PROTOCOL, run=self._run, role="trainer", name="trainer", rank=self.rank, world_size=self.world_size,
+            session=self._session, host=self._here, pid=os.getpid(), manifest=role.manifest.tensors, layout=role.layout.to_columns(),
+            offers=role.offers, key=role.key, published=self._published,
+        )  # fmt: skip
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables with which an engine's process finds and is admitted by this trainer's coordinator. Holds the token."""
+        return agent_environment(self._settings)
+
+    @overload
+    def publish(self, number: int, *, timeout: float = ..., snapshot: Literal[False] = ...) -> RoundResult: ...
+    @overload
+    def publish(self, number: int, *, timeout: float = ..., snapshot: Literal[True]) -> Future[RoundResult]: ...
+
+    def publish(self, number: int, *, timeout: float = 300.0, snapshot: bool = False) -> RoundResult | Future[RoundResult]:
+        """Bring the weights as they are now to every replica, as version ``number`` (larger than any before it).
+
+        Every trainer rank calls this with the same number. Returns the round's result when the replicas serve the version;
+        with ``snapshot=True`` as soon as this rank's shards are copied, with a future of the result. Once it returned, the
+        trainer's memory is not read any more, even if the engines have not finished.
+
+        Raises :class:`~weightsync.errors.VersionError` (published before, or other ranks publish another number),
+        :class:`~weightsync.errors.DeadlineExceeded` (a rank never came, or the round took too long) and
+        :class:`~weightsync.errors.RoundFailed` when fewer replicas than the coordinator's policy requires took the version;
+        the future raises the same. Replicas that failed never serve in between: see the result's ``replicas``.
+        """
+        deadline = Deadline(timeout)
+        with self._publishing:
+            placed = self._role.arm(number)
+            try:
+                if not snapshot:
+                    return self._ask(number, deadline)
+                asked = self._background.submit(self._ask, number, deadline)
+                asked.add_done_callback(lambda _: placed.set())
+                placed.wait(deadline.remaining(f"placing version {number}"))
+                if asked.done():
+                    asked.result(0)
+                return asked
+            finally:
+                self._role.disarm()
+
+    def _ask(self, number: int, deadline: Deadline) -> RoundResult:
+        while True:
+            timeout = deadline.remaining(f"publishing version {number}")
+            try:
+                answer = self._link.call(Publish(number), timeout)
+                break
+            except PeerLost:
+                continue  # the link is coming back; asking again for the same number is safe, whatever the coordinator did with it
+        if not isinstance(answer, Published):
+            raise ProtocolError(f"the coordinator answered a publication with {type(answer).__name__}")
+        self._published = number
+        if not answer.result.ok:
+            raise RoundFailed(f"version {number} did not reach the replicas that are required: {answer.result.error}")
+        return answer.result
+
+    def close(self) -> None:
+        """Leave the coordinator, stop serving shards, free the shelf. Replicas keep what they have. Safe twice."""
+        self._owned.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _place_in_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    initialised = dist.is_available() and dist.is_initialized()
+
+    def pick(given: int | None, distributed: Callable[[], int], variable: str, default: int) -> int:
+        if given is not None:
+            return given
+        return distributed() if initialised else int(os.environ.get(variable, default))
+
+    place = pick(rank, dist.get_rank, "RANK", 0), pick(world_size, dist.get_world_size, "WORLD_SIZE", 1)
+    if not 0 <= place[0] < place[1]:
+        raise ConfigurationError(f"rank {place[0]} is not one of {place[1]} ranks")
+    return place
+
+
+def _from_rank_zero(text: str) -> str:
+    """What rank 0 holds, on every rank, as a tensor of bytes (an object broadcast would be a pickle)."""
+    backend = dist.get_backend()
+    buffer = torch.zeros(_MAX_ADDRESS, dtype=torch.uint8, device="cuda" if backend == "nccl" else "cpu")
+    data = text.encode()
+    buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    dist.broadcast(buffer, src=0)
+    return bytes(buffer.cpu().tolist()).rstrip(b"\0").decode()

@@ -1,0 +1,252 @@
+"""What this machine offers to weightsync, and what each missing thing costs. Looks, changes nothing, fails at nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import resource
+import socket
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+__all__ = ["Finding", "examine"]
+
+Status = Literal["ok", "limited", "missing", "unknown"]
+
+_GIB = 1 << 30
+_FEW_FILES = 4096
+_LITTLE_SHARED_MEMORY = 1 * _GIB
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that was looked at: what was found, and what it costs if it is not ``ok``."""
+
+    name: str
+    status: Status
+    found: str
+    cost: str = ""
+
+
+def examine() -> list[Finding]:
+    """Look at everything. A check that breaks is a finding of its own, never an error."""
+    findings: list[Finding] = []
+    for name, check in _CHECKS.items():
+        try:
+            findings.append(check(name))
+        except Exception as error:  # noqa: BLE001 - is itself what was found
+            findings.append(
+                Finding(name, "unknown", f"{type(error).__name__}: {error}", "this check itself failed; please report it")
+            )
+    return findings
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / _GIB:.1f} GiB" if nbytes >= _GIB else f"{nbytes / 2**20:.0f} MiB"
+
+
+def _text(path: str) -> str | None:
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _python(name: str) -> Finding:
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.platform != "linux":
+        return Finding(name, "limited", found, "shared memory between processes and GPU transports need Linux; TCP works")
+    return Finding(name, "ok", found)
+
+
+def _torch(name: str) -> Finding:
+    if importlib.util.find_spec("torch") is None:
+        return Finding(
+            name, "missing", "not installed", "no trainer or engine can run here, only the coordinator: pip install torch"
+        )
+    import torch
+
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    return Finding(name, "ok", f"{torch.__version__} ({build})")
+
+
+def _cores(name: str) -> Finding:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _text("/sys/fs/cgroup/cpu.max")
+    limit = ""
+    if quota and not quota.startswith("max"):
+        allowed, period = (int(part) for part in quota.split()[:2])
+        limit = f", limited to {allowed / period:g} by the container"
+    return (
+        Finding(name, "ok", f"{cores}{limit}")
+        if cores > 1
+        else Finding(name, "limited", f"{cores}{limit}", "copies and digests of several ranks take turns")
+    )
+
+
+def _memory(name: str) -> Finding:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _text("/sys/fs/cgroup/memory.max") or _text("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+    if limit and limit.isdigit() and int(limit) < total:
+        return Finding(
+            name, "ok", f"{_size(total)}, limited to {_size(int(limit))} by the container",
+            "the published version (one copy of each trainer rank's shards) counts against this limit",
+        )  # fmt: skip
+    return Finding(name, "ok", _size(total))
+
+
+def _memfd(name: str) -> Finding:
+    cost = "shards are placed in /dev/shm instead, whose size is limited"
+    if not hasattr(os, "memfd_create"):
+        return Finding(name, "missing", "not on this system", cost)
+    try:
+        os.close(os.memfd_create("weightsync-doctor", os.MFD_CLOEXEC))
+    except OSError as error:
+        return Finding(name, "missing", error.strerror or str(error), cost)
+    return Finding(name, "ok", "available: shared memory is limited by memory alone")
+
+
+def _shared_memory(name: str) -> Finding:
+    try:
+        stats = os.statvfs("/dev/shm")
+    except OSError as error:
+        return Finding(
+            name, "limited", f"/dev/shm: {error.strerror}", "needed only where memfd is missing, and by torch's data loaders"
+        )
+    total, free = stats.f_frsize * stats.f_blocks, stats.f_frsize * stats.f_bavail
+    found = f"/dev/shm: {_size(total)}, {_size(free)} free"
+    if free < _LITTLE_SHARED_MEMORY:
+        return Finding(name, "limited", found, "matters only where memfd is missing: then enlarge it (docker run --shm-size=...)")
+    return Finding(name, "ok", found)
+
+
+def _gpus(name: str) -> Finding:
+    cost = "weights stay in CPU memory: shared memory and TCP are what is left"
+    if importlib.util.find_spec("torch") is None:
+        return Finding(name, "missing", "cannot look without torch", cost)
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding(name, "missing", "none", cost)
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    kinds = ", ".join(f"{names.count(kind)} x {kind}" for kind in sorted(set(names)))
+    return Finding(name, "ok", f"{kinds}; driver: {_driver()}")
+
+
+def _driver() -> str:
+    return (_text("/proc/driver/nvidia/version") or "unknown").splitlines()[0]
+
+
+def _peer_access(name: str) -> Finding:
+    if importlib.util.find_spec("torch") is None:
+        return Finding(name, "missing", "cannot look without torch", "GPUs on one host exchange weights through CPU memory")
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        return Finding(name, "missing", "fewer than two GPUs", "nothing to exchange between GPUs")
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    able = sum(torch.cuda.can_device_access_peer(i, j) for i, j in pairs)
+    found = f"{able} of {len(pairs)} ordered pairs"
+    if able < len(pairs):
+        return Finding(name, "limited", found, "the other pairs exchange weights through CPU memory (about 55 GB/s instead of 390)")
+    return Finding(name, "ok", found)
+
+
+def _nccl(name: str) -> Finding:
+    cost = "no collective transport between GPUs"
+    if importlib.util.find_spec("torch") is None:
+        return Finding(name, "missing", "cannot look without torch", cost)
+    import torch
+    import torch.distributed
+
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available() and torch.cuda.is_available()):
+        return Finding(name, "missing", "not in this build of torch, or no GPU", cost)
+    found: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return Finding(name, "ok", ".".join(map(str, found)))
+
+
+def _ptrace(name: str) -> Finding:
+    scope = _text("/proc/sys/kernel/yama/ptrace_scope")
+    cost = "memory of another process cannot be read directly; shared memory does not need it"
+    if scope is None:
+        return Finding(name, "ok", "no Yama: same-user processes may read each other")
+    status: Status = "ok" if scope == "0" else "limited"
+    return Finding(name, status, f"ptrace_scope = {scope}", "" if status == "ok" else cost)
+
+
+def _ipc_limits(name: str) -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    locked = "unlimited" if soft == resource.RLIM_INFINITY else _size(soft)
+    found = f"lockable memory: {locked}; SysV segment: {_text('/proc/sys/kernel/shmmax') or 'unknown'} bytes"
+    if soft != resource.RLIM_INFINITY:
+        return Finding(name, "limited", found, "RDMA and pinned buffers larger than this fail: ulimit -l unlimited")
+    return Finding(name, "ok", found)
+
+
+def _open_files(name: str) -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{soft} (up to {hard})"
+    if soft < _FEW_FILES:
+        return Finding(
+            name, "limited", found, "a coordinator holds one socket an agent, a TCP reader one a trainer rank: ulimit -n 65536"
+        )
+    return Finding(name, "ok", found)
+
+
+def _loopback(name: str) -> Finding:
+    return _bind(name, socket.AF_INET, "127.0.0.1", "nothing works on one machine: the coordinator cannot listen")
+
+
+def _ipv6(name: str) -> Finding:
+    return _bind(name, socket.AF_INET6, "::1", "coordinator and ranks must be addressed by IPv4")
+
+
+def _bind(name: str, family: socket.AddressFamily, host: str, cost: str) -> Finding:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((host, 0))
+            probe.listen(1)
+    except OSError as error:
+        return Finding(name, "missing", f"{host}: {error.strerror}", cost)
+    return Finding(name, "ok", f"can listen on {host}{_port_range() if family == socket.AF_INET else ''}")
+
+
+def _port_range() -> str:
+    found = _text("/proc/sys/net/ipv4/ip_local_port_range")
+    return f", ephemeral ports {'-'.join(found.split())}" if found else ""
+
+
+def _package(package: str, cost: str) -> Callable[[str], Finding]:
+    def look(name: str) -> Finding:
+        try:
+            return Finding(name, "ok", version(package))
+        except PackageNotFoundError:
+            return Finding(name, "missing", "not installed", cost)
+
+    return look
+
+
+_CHECKS: dict[str, Callable[[str], Finding]] = {
+    "python": _python,
+    "torch": _torch,
+    "cpu cores": _cores,
+    "memory": _memory,
+    "memfd": _memfd,
+    "shared memory": _shared_memory,
+    "gpus": _gpus,
+    "peer access": _peer_access,
+    "nccl": _nccl,
+    "ptrace": _ptrace,
+    "ipc limits": _ipc_limits,
+    "open files": _open_files,
+    "loopback": _loopback,
+    "ipv6": _ipv6,
+    "numba": _package("numba", "digests and copies on the CPU cannot be compiled: pip install weightsync"),
+    "vllm": _package("vllm", "needed only to serve with vLLM: pip install vllm"),
+}

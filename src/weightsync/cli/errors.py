@@ -1,0 +1,44 @@
+"""Errors as one line for people: what happened, to whom, what to do. No traceback unless ``--debug`` asks for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+__all__ = ["EXIT_CONFIGURATION", "EXIT_FAILED", "EXIT_INTERRUPTED", "EXIT_UNREACHABLE", "Group", "exit_code"]
+
+EXIT_FAILED = 1
+EXIT_CONFIGURATION = 2
+EXIT_UNREACHABLE = 3
+EXIT_INTERRUPTED = 130
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit status that a script can tell apart: 2 a wrong setting or token, 3 nobody answers, 1 anything else."""
+    from weightsync.errors import AuthenticationError, ConfigurationError, CoordinatorUnreachable
+
+    if isinstance(error, ConfigurationError | AuthenticationError):
+        return EXIT_CONFIGURATION
+    return EXIT_UNREACHABLE if isinstance(error, CoordinatorUnreachable) else EXIT_FAILED
+
+
+class Group(TyperGroup):
+    """The commands, with weightsync's own errors printed on one line of standard error."""
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - click's own type of this has moved between packages
+        """Run a command. Raises :class:`typer.Exit` with the status of :func:`exit_code`."""
+        from weightsync.errors import WeightSyncError
+
+        try:
+            return super().invoke(ctx)
+        except WeightSyncError as error:
+            if ctx.params.get("debug"):
+                raise
+            typer.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
+            raise typer.Exit(exit_code(error)) from None
+        except KeyboardInterrupt:
+            if ctx.params.get("debug"):
+                raise
+            raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -1,0 +1,384 @@
+"""``weightsync``: the commands and their options. What they do is in the modules that they import when they run.
+
+Help must not wait for a tensor library, so nothing heavy is imported up here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json as jsonlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weightsync.cli.errors import Group
+
+if TYPE_CHECKING:
+    from weightsync.service.settings import ClientSettings, Secret
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Transport(StrEnum):
+    """Schemes that the demo can be told to use."""
+
+    auto = "auto"
+    shared_memory = "shared_memory"
+    tcp = "tcp"
+
+
+class DeliveryChoice(StrEnum):
+    """How bytes reach an engine."""
+
+    auto = "auto"
+    direct = "direct"
+    streamed = "streamed"
+
+
+class Pausing(StrEnum):
+    """What a pause does to running requests."""
+
+    abort = "abort"
+    wait = "wait"
+    keep = "keep"
+
+
+Coordinator = Annotated[
+    str | None,
+    typer.Option(
+        "--coordinator",
+        "-c",
+        metavar="URL",
+        help="Where the coordinator answers [env: WEIGHTSYNC_COORDINATOR; default http://127.0.0.1:7400].",
+    ),
+]
+CaFile = Annotated[
+    Path | None, typer.Option("--ca-file", help="Certificates to check an https coordinator against [env: WEIGHTSYNC_CA_FILE].")
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file",
+        help="File with the token [env: WEIGHTSYNC_TOKEN_FILE, or the token itself in WEIGHTSYNC_TOKEN]. "
+        "Not needed for a coordinator of your own on this machine.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            typer.echo(version("weightsync"))
+        except PackageNotFoundError:
+            typer.echo("unknown (not installed)")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Get a trainer's new weights into serving engines: fast, verified, never torn.
+
+    **Start here**
+
+    `weightsync doctor` says what this machine can do, and `weightsync demo` shows the whole thing in a minute and a half.
+
+    **In a run**
+
+    `weightsync serve` is the coordinator that trainers and engines connect to; `weightsync status --watch` shows who serves
+    which version; `weightsync round` brings replicas that fell behind up to date.
+    """
+
+
+@app.command()
+def serve(
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address to listen on; another than loopback needs a token [env: WEIGHTSYNC_HOST; default 127.0.0.1]."),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port; 0 takes a free one [env: WEIGHTSYNC_PORT; default 7400].")
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option(help="Id of the run, part of every version's name [env: WEIGHTSYNC_RUN; default: a new one].")
+    ] = None,
+    token_file: TokenFile = None,
+    tls_certificate: Annotated[
+        Path | None, typer.Option(help="Serve https with this certificate chain (PEM) [env: WEIGHTSYNC_TLS_CERTIFICATE].")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="The certificate's key (PEM) [env: WEIGHTSYNC_TLS_KEY].")] = None,
+    pause_mode: Annotated[
+        Pausing | None,
+        typer.Option(help="What happens to running requests around an update [env: WEIGHTSYNC_PAUSE_MODE; default abort]."),
+    ] = None,
+    round_deadline: Annotated[
+        float | None, typer.Option(help="Seconds that a round may take [env: WEIGHTSYNC_ROUND_DEADLINE; default 600].")
+    ] = None,
+    require: Annotated[
+        str | None,
+        typer.Option(
+            help="Replicas that a round needs to succeed: `all`, `any`, or a number [env: WEIGHTSYNC_REQUIRE; default any]."
+        ),
+    ] = None,
+) -> None:
+    """Run the coordinator: trainers and engines connect to it; no tensor ever passes through it.
+
+    On one machine nothing else is needed: a token is made, and your own processes find it.
+
+    ```
+    weightsync serve
+    ```
+
+    For other machines, give all of them the same token:
+
+    ```
+    export WEIGHTSYNC_TOKEN=$(python -c 'import secrets; print(secrets.token_urlsafe(32))')
+    weightsync serve --host 0.0.0.0
+    ```
+
+    Ctrl-C ends it. It may be restarted at any time: agents come back, and engines keep serving meanwhile.
+    """
+    from weightsync.cli.serve import serve_forever
+
+    serve_forever(
+        host=host, port=port, run=run, token=_token(token_file), tls_certificate=tls_certificate, tls_key=tls_key,
+        pause_mode=None if pause_mode is None else pause_mode.value, round_deadline=round_deadline,
+        require=require,
+    )  # fmt: skip
+
+
+@app.command()
+def status(
+    coordinator: Coordinator = None,
+    token_file: TokenFile = None,
+    ca_file: CaFile = None,
+    json: Json = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Stay, and show every change as it happens.")] = False,
+) -> None:
+    """Show who serves which version, how stale it is, and how the last rounds went.
+
+    weightsync status
+    weightsync status --watch -c http://head:7400
+    weightsync status --json | jq '.replicas[] | select(.state != "loaded")'
+    """
+    from weightsync.cli.status import show
+
+    show(_settings(coordinator, token_file, ca_file), as_json=json, watch=watch)
+
+
+@app.command("round")
+def run_round(
+    replica: Annotated[
+        list[str] | None, typer.Argument(help="Names of the replicas; none means every replica that is not up to date.")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=0.001, help="Seconds for the whole round; default: the coordinator's own.")
+    ] = None,
+    coordinator: Coordinator = None,
+    token_file: TokenFile = None,
+    ca_file: CaFile = None,
+    json: Json = False,
+) -> None:
+    """Bring replicas to the version that is published now: after a failure, or for one that joined late.
+
+    ```
+    weightsync round
+    weightsync round replica-1 --timeout 60
+    ```
+
+    Exits with 0 only if the round was ok.
+    """
+    from weightsync.cli.status import seed
+
+    if not seed(_settings(coordinator, token_file, ca_file), tuple(replica or ()), timeout, as_json=json):
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Say what this machine offers, and what each missing thing costs. Changes nothing.
+
+    weightsync doctor
+    weightsync doctor --json | jq '.checks[] | select(.status != "ok")'
+    """
+    import msgspec
+
+    from weightsync.cli.doctor import examine
+
+    findings = examine()
+    if json:
+        typer.echo(jsonlib.dumps({"checks": msgspec.to_builtins(findings)}))
+        return
+    from weightsync.cli.tables import doctor_table, show_table
+
+    show_table(doctor_table(findings))
+
+
+class Architecture(StrEnum):
+    """Shapes of the demo's model."""
+
+    llama = "llama"
+    qwen2 = "qwen2"
+
+
+class Part(StrEnum):
+    """Which part of the demo runs here."""
+
+    all = "all"
+    trainer = "trainer"
+    replica = "replica"
+    client = "client"
+
+
+_PARTS = "On several machines"
+
+
+@app.command()
+def demo(
+    trainer_ranks: Annotated[int, typer.Option(min=1, help="Processes that train, sharded by FSDP2.")] = 2,
+    replicas: Annotated[int, typer.Option(min=1, help="Serving replicas.")] = 2,
+    versions: Annotated[int, typer.Option(min=1, help="Versions to publish.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps before each version.")] = 6,
+    transport: Annotated[Transport, typer.Option(help="How bytes cross.")] = Transport.auto,
+    delivery: Annotated[
+        DeliveryChoice, typer.Option(help="Straight into parameters, or through the engine's own loader.")
+    ] = DeliveryChoice.auto,
+    engine: Annotated[str, typer.Option(help="Which engine serves.")] = "transformers",
+    model: Annotated[Architecture, typer.Option(help="Shape of the model.")] = Architecture.llama,
+    tied: Annotated[bool, typer.Option("--tied/--untied", help="Whether the output head is tied to the embeddings.")] = True,
+    pause_mode: Annotated[Pausing, typer.Option(help="What happens to running requests around an update.")] = Pausing.keep,
+    seed: Annotated[int, typer.Option(help="Seed of the data, the model and the requests.")] = 0,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which it gives up.")] = 600.0,
+    json: Annotated[bool, typer.Option("--json", help="End with one JSON object on the last line.")] = False,
+    coordinator: Annotated[
+        str | None, typer.Option(metavar="URL", help="Use this coordinator instead of starting one.", rich_help_panel=_PARTS)
+    ] = None,
+    role: Annotated[Part, typer.Option(help="Run only this part here.", rich_help_panel=_PARTS)] = Part.all,
+    directory: Annotated[
+        Path | None, typer.Option(help="Where checkpoints go; shared by all machines.", rich_help_panel=_PARTS)
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address on which replicas serve completions.", rich_help_panel=_PARTS)] = "127.0.0.1",
+    replica_prefix: Annotated[
+        str, typer.Option(help="Replicas started here are named PREFIX-0, PREFIX-1, ...", rich_help_panel=_PARTS)
+    ] = "replica",
+    replica_url: Annotated[
+        list[str] | None,
+        typer.Option(help="For the client alone: a replica to send requests to; may be repeated.", rich_help_panel=_PARTS),
+    ] = None,
+) -> None:
+    """Train a small language model while replicas serve it under traffic, and check every token that they gave.
+
+    Needs no GPU. Exits with 0 only if no response was torn or mislabelled.
+
+    ```
+    weightsync demo
+    weightsync demo --trainer-ranks 3 --replicas 3 --versions 5 --transport tcp --json
+    ```
+    """
+    with _needs("pip install 'weightsync[demo]'"):
+        settings = importlib.import_module("weightsync.demo.settings").Settings(
+            trainer_ranks=trainer_ranks, replicas=replicas, versions=versions, steps=steps, transport=transport.value,
+            delivery=delivery.value, engine=engine, model=model.value, tied=tied, pause_mode=pause_mode.value, seed=seed,
+            timeout=timeout, json=json, coordinator=coordinator, role=role.value, directory=directory, host=host,
+            replica_prefix=replica_prefix, replica_urls=tuple(replica_url or ()),
+        )  # fmt: skip
+        run = importlib.import_module("weightsync.demo.main").run
+    raise typer.Exit(int(run(settings) or 0))
+
+
+@app.command()
+def bench(
+    suite: Annotated[str, typer.Option(help="`cpu`: everything; `plan`: digest and planning; `transfer`: whole rounds.")] = "cpu",
+    size: Annotated[str, typer.Option(help="Bytes of the model.")] = "1GiB",
+    tensors: Annotated[int, typer.Option(min=0, help="Only cases with so many tensors; 0 means all.")] = 0,
+    only: Annotated[list[str] | None, typer.Option(help="Only cases whose name contains this; may be repeated.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to measure, after the one that sets up.")] = 5,
+    json: Annotated[bool, typer.Option("--json", help="End with one JSON object on the last line.")] = False,
+) -> None:
+    """Measure whole rounds against the copies that cannot be avoided, in the same run.
+
+    weightsync bench
+    weightsync bench --only shared_memory/direct --size 256MiB --tensors 300
+    weightsync bench --json | tail -1 | jq '.cases[] | {name, ratio}'
+    """
+    with _needs("pip install weightsync"):
+        options = importlib.import_module("weightsync.bench.options").BenchOptions(
+            suite=suite, size=parse_size(size), tensors=tensors, only=tuple(only or ()), rounds=rounds, json=json
+        )
+        run = importlib.import_module("weightsync.bench.main").run
+    raise typer.Exit(int(run(options) or 0))
+
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "K": 1 << 10,
+    "KIB": 1 << 10,
+    "KB": 1000,
+    "M": 1 << 20,
+    "MIB": 1 << 20,
+    "MB": 10**6,
+    "G": 1 << 30,
+    "GIB": 1 << 30,
+    "GB": 10**9,
+}
+
+
+def parse_size(text: str) -> int:
+    """Bytes in ``text``: ``1GiB``, ``256MiB``, ``1.5GB``, ``4096``. Raises :class:`typer.BadParameter`."""
+    number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = text.strip()[len(number) :].strip().upper()
+    try:
+        nbytes = int(float(number) * _UNITS[unit])
+    except (KeyError, ValueError, OverflowError):
+        raise typer.BadParameter(f"{text!r} is not a size; write it as 256MiB or 1GiB") from None
+    if nbytes < 1:
+        raise typer.BadParameter(f"{text!r} is not a positive size")
+    return nbytes
+
+
+def _token(path: Path | None) -> Secret | None:
+    from weightsync.service.settings import read_token
+
+    return None if path is None else read_token(str(path), "--token-file ")
+
+
+def _settings(coordinator: str | None, token_file: Path | None, ca_file: Path | None) -> ClientSettings:
+    from weightsync.service.settings import ClientSettings
+
+    return ClientSettings.load(coordinator=coordinator, token=_token(token_file), ca_file=ca_file)
+
+
+@contextmanager
+def _needs(hint: str) -> Iterator[None]:
+    """A missing package becomes an error that says how to get it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        from weightsync.errors import ConfigurationError
+
+        raise ConfigurationError(f"this command needs {error.name!r}, which is not installed: {hint}") from None
+
+
+def main() -> None:
+    """Entry point of ``python -m weightsync``; the ``weightsync`` command calls :data:`app` itself."""
+    app()

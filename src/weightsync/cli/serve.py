@@ -1,0 +1,48 @@
+"""``weightsync serve``: the coordinator in the foreground, with a line for every round."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import typer
+
+from weightsync.cli.tables import event_line
+from weightsync.control.coordinator import Coordinator
+from weightsync.control.events import ReplicaEnded, RoundEnded, RoundStarted
+from weightsync.service.auth import is_loopback
+from weightsync.service.server import serve
+from weightsync.service.settings import Address, Secret, ServerSettings
+
+__all__ = ["serve_forever"]
+
+_log = logging.getLogger("weightsync")
+
+
+def serve_forever(**given: object) -> None:
+    """Serve with settings from the command line (entries that are not ``None``) and the environment, until Ctrl-C or SIGTERM."""
+    settings = ServerSettings.load(**given)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    following: list[asyncio.Task[None]] = []  # kept: asyncio itself holds tasks only weakly
+
+    def started(address: Address, token: Secret, coordinator: Coordinator) -> None:
+        following.append(asyncio.ensure_future(_follow(coordinator)))
+        typer.echo(f"coordinator of run {coordinator.settings.run} at {address.url}")
+        if settings.token is None:
+            typer.echo(
+                "this user's processes on this machine find its token by themselves; others need WEIGHTSYNC_TOKEN here and there"
+            )
+        if is_loopback(settings.host):
+            typer.echo("only this machine can reach it; for others: a token, and --host 0.0.0.0")
+        if not settings.run:
+            typer.echo(f"to restart it without losing its replicas' versions: --run {coordinator.settings.run}")
+
+    serve(settings, started)
+    typer.echo("coordinator stopped")
+
+
+async def _follow(coordinator: Coordinator) -> None:
+    """Log what rounds do, until the coordinator is closed."""
+    async for event in coordinator.subscribe():
+        if isinstance(event, RoundStarted | ReplicaEnded | RoundEnded):
+            _log.info(event_line(event))

@@ -1,0 +1,48 @@
+"""``weightsync status`` and ``weightsync round``: looking at a coordinator, and asking it for a round."""
+
+from __future__ import annotations
+
+import msgspec
+import typer
+from rich.console import Console
+
+from weightsync.cli.tables import event_line, round_view, show_table, status_view
+from weightsync.control.events import ReplicaBytes
+from weightsync.service.client import Client
+from weightsync.service.settings import ClientSettings
+
+__all__ = ["seed", "show"]
+
+
+def show(settings: ClientSettings, *, as_json: bool, watch: bool) -> None:
+    """Print the status once, or with ``watch`` also every event that follows, until the coordinator or the user ends it."""
+    with Client(settings) as client:
+        if not watch:
+            _print(client, as_json)
+            return
+        with client.events() as events:  # subscribed before the first look, so that nothing falls between
+            _print(client, as_json)
+            for event in events:
+                if as_json:
+                    typer.echo(msgspec.json.encode(event).decode())
+                elif not isinstance(event, ReplicaBytes):
+                    Console().print(event_line(event), markup=False, highlight=False)
+
+
+def _print(client: Client, as_json: bool) -> None:
+    status = client.status()
+    if as_json:
+        typer.echo(msgspec.json.encode(status).decode())
+    else:
+        show_table(status_view(status))
+
+
+def seed(settings: ClientSettings, replicas: tuple[str, ...], timeout: float | None, *, as_json: bool) -> bool:
+    """Ask for a round and print its result; whether it was ok."""
+    with Client(settings) as client:
+        result = client.round(replicas or None, timeout)
+    if as_json:
+        typer.echo(msgspec.json.encode(result).decode())
+    else:
+        show_table(round_view(result))
+    return result.ok

@@ -1,0 +1,201 @@
+"""The coordinator's HTTP face: status, rounds, events, metrics, a page for people; and the door of the agents' socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+from collections.abc import AsyncGenerator, AsyncIterator
+from http import HTTPStatus
+from typing import Any, cast
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route, WebSocketRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from weightsync.control.coordinator import Coordinator
+from weightsync.control.events import Event, RoundEnded
+from weightsync.control.status import Status
+from weightsync.errors import ConfigurationError, WeightSyncError
+from weightsync.messages import RoundResult
+from weightsync.service import metrics, page
+from weightsync.service.agents import AgentSockets
+from weightsync.service.auth import matches
+from weightsync.service.endpoint import AGENTS_PATH
+from weightsync.service.openapi import Operation, RoundRequest, document
+from weightsync.service.problems import problem, problem_of
+from weightsync.service.settings import Secret, ServerSettings
+
+__all__ = ["OPERATIONS", "Service"]
+
+_CONFLICTS = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.GATEWAY_TIMEOUT)
+
+OPERATIONS = (
+    Operation("get", "/healthz", "Whether the coordinator runs.", answer=dict[str, str], public=True),
+    Operation("get", "/", "The status page for people.", answer=str, media="text/html", public=True),
+    Operation("get", "/v1/status", "Who serves which version, how stale, and the last rounds.", answer=Status),
+    Operation(
+        "post",
+        "/v1/rounds",
+        "Bring replicas to the version that the trainer's shelves hold; answers when the round is over.",
+        answer=RoundResult,
+        body=RoundRequest,
+        errors=(*_CONFLICTS, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
+    ),
+    Operation(
+        "get",
+        "/v1/events",
+        "Server-sent events: each data line is one event. A reader that falls behind loses the oldest.",
+        answer=Event,
+        media="text/event-stream",
+        errors=(HTTPStatus.SERVICE_UNAVAILABLE,),
+    ),
+    Operation("get", "/v1/openapi.json", "This description.", answer=dict[str, Any]),
+    Operation("get", "/metrics", "The same for Prometheus.", answer=str, media="text/plain"),
+)
+_PUBLIC = frozenset(operation.path for operation in OPERATIONS if operation.public)
+
+
+class Service:
+    """One coordinator over HTTP. Built and closed on the coordinator's event loop; :attr:`asgi` is the application."""
+
+    def __init__(self, coordinator: Coordinator, settings: ServerSettings, token: Secret) -> None:
+        self._coordinator, self._settings = coordinator, settings
+        self._agents = AgentSockets(coordinator, settings)
+        self._streams = 0
+        self._rounds = self._failed = self._bytes = 0
+        self._counter = asyncio.ensure_future(self._count())
+        routes = [
+            Route("/healthz", self._health),
+            Route("/", self._page),
+            Route("/v1/status", self._status),
+            Route("/v1/rounds", self._round, methods=["POST"]),
+            Route("/v1/events", self._events),
+            Route("/v1/openapi.json", self._openapi),
+            Route("/metrics", self._metrics),
+            WebSocketRoute(AGENTS_PATH, self._agents.endpoint),
+        ]
+        self.asgi: ASGIApp = Starlette(
+            routes=routes,
+            middleware=[Middleware(_Bearer, token=token)],
+            exception_handlers={WeightSyncError: _raised, HTTPException: _http, Exception: _raised},
+        )
+
+    async def aclose(self, reason: str) -> None:
+        """Cancel rounds, end event streams, close every agent's socket with ``reason``. Safe twice."""
+        await self._coordinator.aclose()  # first: a replica in the middle of an update can still be told to stay paused
+        await self._agents.aclose(reason)
+        await asyncio.wait([self._counter], timeout=self._settings.shutdown_seconds)
+        self._counter.cancel()
+
+    async def _count(self) -> None:
+        async for event in self._coordinator.subscribe():
+            if isinstance(event, RoundEnded):
+                self._rounds += 1
+                self._failed += event.result is None or not event.result.ok
+                self._bytes += 0 if event.result is None else event.result.nbytes
+
+    async def _health(self, request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def _page(self, request: Request) -> Response:
+        return Response(page.HTML, media_type="text/html", headers=page.HEADERS)
+
+    async def _status(self, request: Request) -> Response:
+        return _json(self._coordinator.status())
+
+    async def _openapi(self, request: Request) -> Response:
+        return _json(document(OPERATIONS, _version()))
+
+    async def _metrics(self, request: Request) -> Response:
+        text = metrics.exposition(self._coordinator.status(), self._rounds, self._failed, self._bytes)
+        return Response(text, headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    async def _round(self, request: Request) -> Response:
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > self._settings.limits.body_bytes:
+                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"more than {self._settings.limits.body_bytes} bytes")
+        try:
+            wanted = msgspec.json.decode(bytes(body) or b"{}", type=RoundRequest)
+        except msgspec.DecodeError as error:
+            raise ConfigurationError(f"not a request for a round: {error}") from None
+        if wanted.timeout is not None and wanted.timeout <= 0:
+            raise ConfigurationError(f"timeout must be a positive number of seconds, not {wanted.timeout}")
+        return _json(await self._coordinator.seed(wanted.replicas, wanted.timeout))
+
+    async def _events(self, request: Request) -> Response:
+        if self._streams >= self._settings.limits.event_streams:
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{self._streams} readers of events already; try again later")
+        return StreamingResponse(self._stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+    async def _stream(self) -> AsyncIterator[bytes]:
+        self._streams += 1
+        events = cast("AsyncGenerator[Event, None]", self._coordinator.subscribe())
+        coming: asyncio.Future[Event] | None = None
+        try:
+            yield b": the coordinator's events\n\n"
+            while True:
+                coming = asyncio.ensure_future(anext(events))
+                while not (await asyncio.wait([coming], timeout=self._settings.heartbeat))[0]:
+                    yield b": still here\n\n"
+                event = coming.result()
+                yield b"event: " + type(event).__name__.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
+        except StopAsyncIteration:
+            return
+        finally:
+            self._streams -= 1
+            if coming is not None and not coming.done():
+                coming.cancel()
+                with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
+                    await coming
+            await events.aclose()
+
+
+class _Bearer:
+    """Lets nobody past without the token, but to the public paths; applies to every route, also to those that do not exist."""
+
+    def __init__(self, app: ASGIApp, token: Secret) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        public = scope["type"] == "http" and scope["path"] in _PUBLIC
+        if public or (len(given) == 1 and matches(given[0].decode("latin-1"), self._token)):
+            await self._app(scope, receive, send)
+            return
+        why = "the bearer token is wrong" if given else "this needs a bearer token"
+        message = f"{why}: set WEIGHTSYNC_TOKEN or WEIGHTSYNC_TOKEN_FILE to the one that the coordinator was started with"
+        await problem(HTTPStatus.UNAUTHORIZED, "AuthenticationError", message)(scope, receive, send)
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json", headers={"Cache-Control": "no-store"})
+
+
+async def _raised(request: Request, error: Exception) -> Response:
+    return problem_of(error)
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        return problem_of(error)
+    status = HTTPStatus(error.status_code)
+    kind = "".join(word.capitalize() for word in status.phrase.split())
+    return problem(status, kind, f"{request.method} {request.url.path}: {error.detail}", dict(error.headers or {}))
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("weightsync")
+    except importlib.metadata.PackageNotFoundError:
+        return "0"

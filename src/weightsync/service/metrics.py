@@ -1,0 +1,53 @@
+"""The coordinator's state for Prometheus, in its text format (version 0.0.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from weightsync.control.status import Status
+
+__all__ = ["CONTENT_TYPE", "exposition"]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_STATES = ("registered", "loaded", "updating", "dirty", "lost")
+
+
+def exposition(status: Status, rounds: int, failed: int, nbytes: int) -> str:
+    """All metrics. ``rounds``, ``failed`` and ``nbytes`` count since the coordinator's start."""
+    lines: list[str] = []
+
+    def family(name: str, kind: str, text: str, samples: Iterable[tuple[dict[str, str], float]]) -> None:
+        lines.append(f"# HELP weightsync_{name} {text}")
+        lines.append(f"# TYPE weightsync_{name} {kind}")
+        for labels, value in samples:
+            inside = ",".join(f'{key}="{_escape(text)}"' for key, text in labels.items())
+            lines.append(f"weightsync_{name}{{{inside}}} {value}" if inside else f"weightsync_{name} {value}")
+
+    run = {"run": status.run}
+    family("published_version", "gauge", "Highest published version number, -1 before the first.", [(run, status.last)])
+    family("trainer_ranks", "gauge", "Connected trainer ranks.", [(run, len(status.trainer))])
+    family("round_running", "gauge", "Whether a round is running.", [(run, int(status.busy))])
+    family(
+        "replica_state", "gauge", "1 for the state that a replica is in.",
+        [({"replica": r.name, "state": state}, int(r.state == state)) for r in status.replicas for state in _STATES],
+    )  # fmt: skip
+    family(
+        "replica_version", "gauge", "Version number that a replica serves; absent while it serves none.",
+        [({"replica": r.name}, r.version) for r in status.replicas if r.version is not None],
+    )  # fmt: skip
+    family(
+        "replica_staleness", "gauge", "Publications that are newer than what a replica serves.",
+        [({"replica": r.name}, r.staleness) for r in status.replicas if r.staleness is not None],
+    )  # fmt: skip
+    family(
+        "replica_phase_seconds", "gauge", "Seconds by phase of a replica's last round.",
+        [({"replica": r.name, "phase": phase}, seconds) for r in status.replicas for phase, seconds in r.phases.items()],
+    )  # fmt: skip
+    family("rounds_total", "counter", "Rounds that ended.", [(run, rounds)])
+    family("rounds_failed_total", "counter", "Rounds that ended without success.", [(run, failed)])
+    family("moved_bytes_total", "counter", "Bytes that replicas received.", [(run, nbytes)])
+    return "\n".join(lines) + "\n"
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

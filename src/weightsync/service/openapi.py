@@ -1,0 +1,78 @@
+"""The description of the HTTP interface: OpenAPI 3.1, with schemas made from the very structs that cross it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from weightsync.control.events import Event
+from weightsync.control.status import Status
+from weightsync.messages import RoundResult
+from weightsync.service.problems import Problem
+
+__all__ = ["Operation", "RoundRequest", "document"]
+
+
+class RoundRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bring replicas to the version that the trainer's shelves hold."""
+
+    replicas: tuple[str, ...] | None = None
+    """Names; ``null`` for every replica that does not serve that version."""
+    timeout: float | None = None
+    """Seconds for the whole round, at most the coordinator's own limit."""
+
+
+class Operation(NamedTuple):
+    """One route, as the description needs it. ``body`` and ``answer`` are types; ``media`` is the answer's."""
+
+    method: str
+    path: str
+    summary: str
+    answer: Any = None
+    media: str = "application/json"
+    body: Any = None
+    errors: tuple[int, ...] = ()
+    public: bool = False
+
+
+def document(operations: tuple[Operation, ...], version: str) -> dict[str, Any]:
+    """The OpenAPI document of ``operations``."""
+    types = [Problem, Status, RoundResult, RoundRequest, Event]
+    _, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    paths: dict[str, Any] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "weightsync coordinator",
+            "version": version,
+            "description": "Who serves which version of the trainer's weights. Agents (trainer and engine ranks) connect to the "
+            "WebSocket at /v1/agents; everything else is here.",
+        },
+        "security": [{"bearer": []}],
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}},
+    }
+
+
+def _reference(kind: object) -> dict[str, Any]:
+    (schema,), _ = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
+    return schema
+
+
+def _operation(operation: Operation) -> dict[str, Any]:
+    good: dict[str, Any] = {"description": "Success."}
+    if operation.answer is not None:
+        good["content"] = {operation.media: {"schema": _reference(operation.answer)}}
+    responses = {"200": good}
+    problem = {"application/problem+json": {"schema": _reference(Problem)}}
+    for status in (*(() if operation.public else (401,)), *operation.errors):
+        responses[str(status)] = {"description": "See kind and message.", "content": problem}
+    described: dict[str, Any] = {"summary": operation.summary, "responses": responses}
+    if operation.body is not None:
+        described["requestBody"] = {"content": {"application/json": {"schema": _reference(operation.body)}}}
+    if operation.public:
+        described["security"] = []
+    return described

@@ -1,0 +1,66 @@
+"""Errors as HTTP: one table from weightsync's errors to status codes, one shape of body, and the way back."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+import msgspec
+from starlette.responses import Response
+
+from weightsync import errors
+from weightsync.errors import WeightSyncError, to_wire
+
+__all__ = ["STATUS", "Problem", "problem", "problem_of", "status_of"]
+
+STATUS: dict[type[WeightSyncError], HTTPStatus] = {
+    errors.ConfigurationError: HTTPStatus.BAD_REQUEST,
+    errors.ProtocolError: HTTPStatus.BAD_REQUEST,
+    errors.AuthenticationError: HTTPStatus.UNAUTHORIZED,
+    errors.MembershipError: HTTPStatus.NOT_FOUND,
+    errors.ManifestMismatch: HTTPStatus.CONFLICT,
+    errors.LayoutError: HTTPStatus.CONFLICT,
+    errors.PlanMismatch: HTTPStatus.CONFLICT,
+    errors.VersionError: HTTPStatus.CONFLICT,
+    errors.StaleSource: HTTPStatus.CONFLICT,
+    errors.Aborted: HTTPStatus.CONFLICT,
+    errors.LoadError: HTTPStatus.BAD_GATEWAY,
+    errors.VerificationError: HTTPStatus.BAD_GATEWAY,
+    errors.PeerLost: HTTPStatus.BAD_GATEWAY,
+    errors.RoundFailed: HTTPStatus.BAD_GATEWAY,
+    errors.TransportError: HTTPStatus.BAD_GATEWAY,
+    errors.CoordinatorUnreachable: HTTPStatus.SERVICE_UNAVAILABLE,
+    errors.TransportUnavailable: HTTPStatus.SERVICE_UNAVAILABLE,
+    errors.DeadlineExceeded: HTTPStatus.GATEWAY_TIMEOUT,
+    errors.SharedMemoryTooSmall: HTTPStatus.INSUFFICIENT_STORAGE,
+    errors.WeightSyncError: HTTPStatus.INTERNAL_SERVER_ERROR,
+}
+"""The status of each error. An error that is not here has the status of its nearest base; a test keeps the table complete."""
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """The body of every answer that is not a success. ``kind`` is an error's class name."""
+
+    kind: str
+    message: str
+
+
+def status_of(error: BaseException) -> HTTPStatus:
+    """The status code that stands for ``error``."""
+    for kind in type(error).__mro__:
+        if kind in STATUS:
+            return STATUS[kind]
+    return HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def problem(status: int, kind: str, message: str, headers: dict[str, str] | None = None) -> Response:
+    """An answer with a :class:`Problem`; 401 says how to authenticate."""
+    headers = dict(headers or {})
+    if status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = 'Bearer realm="weightsync"'
+    body = msgspec.json.encode(Problem(kind, message))
+    return Response(body, status_code=status, media_type="application/problem+json", headers=headers)
+
+
+def problem_of(error: BaseException) -> Response:
+    """The answer that stands for ``error``."""
+    return problem(status_of(error), *to_wire(error))

@@ -1,0 +1,176 @@
+"""Calls between the coordinator and agents over real sockets: order, errors, deadlines, and the quarantine that gets through."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.integration.service_support import DIGESTS, Agent, engine_hello, fast, joined, obey, trainer_hello
+
+from weightsync.agents.link import Link
+from weightsync.errors import (
+    Aborted,
+    ConfigurationError,
+    DeadlineExceeded,
+    PeerLost,
+    ProtocolError,
+)
+from weightsync.messages import (
+    Body,
+    Move,
+    Moved,
+    Publish,
+    Published,
+    Quarantine,
+)
+from weightsync.service.client import Client
+from weightsync.service.server import BackgroundServer
+from weightsync.service.settings import ClientSettings, Limits, ServerSettings
+
+pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
+
+SOON = 1.0
+"""Seconds within which a call must fail once the other side is gone."""
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def server() -> Iterator[BackgroundServer]:
+    limits = Limits(agents=3, hello_seconds=0.5, frame_bytes=1 << 20)
+    with BackgroundServer(ServerSettings(port=0, run="run", heartbeat=0.3, limits=limits)) as server:
+        yield server
+
+
+@pytest.fixture
+def settings(server: BackgroundServer) -> ClientSettings:
+    return fast(server.address)
+
+
+# Calls.
+
+
+def test_errors_cross_with_their_kind(settings: ClientSettings) -> None:
+    with joined(settings, engine_hello("a")) as agent, pytest.raises(ProtocolError, match="may not ask"):
+        agent.link.call(Publish(1), 5)
+
+
+def test_a_quarantine_gets_through_while_a_move_runs(settings: ClientSettings) -> None:
+    aborted = threading.Event()
+    ended_by_it: list[bool] = []
+
+    def engine(body: Body, timeout: float) -> Body:
+        if isinstance(body, Move):
+            ended_by_it.append(aborted.wait(timeout + 5))
+            raise Aborted("the quarantine ended it")
+        if isinstance(body, Quarantine):
+            aborted.set()
+        return obey(body, timeout)
+
+    with joined(settings, engine_hello("a"), engine) as agent, joined(settings, trainer_hello()) as trainer:
+        result = trainer.link.call(Publish(1), 2)  # the round ends after half of that: the rest is for quarantine
+        assert agent.wait_for(Quarantine)
+        assert ended_by_it == [True]
+        assert isinstance(result, Published)
+        assert not result.result.ok
+        assert "DeadlineExceeded" in (result.result.error or "")
+
+
+def test_calls_come_one_at_a_time_and_in_order(settings: ClientSettings) -> None:
+    running = threading.Lock()
+    overlapped: list[Body] = []
+
+    def engine(body: Body, timeout: float) -> Body:
+        if not running.acquire(blocking=False):
+            overlapped.append(body)
+        else:
+            running.release()
+        return obey(body, timeout)
+
+    with joined(settings, engine_hello("a"), engine) as agent, joined(settings, trainer_hello()) as trainer:
+        trainer.link.call(Publish(1), 10)
+        names = [type(agent.bodies.get(timeout=5)).__name__ for _ in range(5)]
+    assert names == ["Prepare", "Pause", "Move", "Commit", "Resume"]
+    assert not overlapped
+
+
+def test_a_handler_that_raises_anything_fails_only_its_call(settings: ClientSettings) -> None:
+    def engine(body: Body, timeout: float) -> Body:
+        if isinstance(body, Move):
+            raise ZeroDivisionError("in the loader")
+        return obey(body, timeout)
+
+    with joined(settings, engine_hello("a"), engine) as agent, joined(settings, trainer_hello()) as trainer:
+        result = trainer.link.call(Publish(1), 10)
+        assert isinstance(result, Published)
+        assert "ZeroDivisionError: in the loader" in (result.result.error or "")
+        assert agent.wait_for(Quarantine)
+        assert agent.link.connected
+
+
+def test_progress_is_thinned_out_and_the_newest_arrives(settings: ClientSettings) -> None:
+    reported = threading.Event()
+    links: list[Link] = []
+
+    def engine(body: Body, timeout: float) -> Body:
+        if isinstance(body, Move):
+            for nbytes in range(10_001):
+                links[0].progress(min(nbytes, 16))
+            reported.wait(0.5)
+            return Moved(16, DIGESTS, 0.0, 0.0, 0.0, "installed")
+        return obey(body, timeout)
+
+    with Client(settings) as client, client.events() as events, joined(settings, engine_hello("a"), engine) as agent:
+        links.append(agent.link)
+        with joined(settings, trainer_hello()) as trainer:
+            trainer.link.call(Publish(1), 10)
+        seen: list[int] = []
+        for event in events:
+            if type(event).__name__ == "ReplicaBytes":
+                seen.append(event.nbytes)  # type: ignore[union-attr]
+            if type(event).__name__ == "RoundEnded":
+                break
+    assert 1 <= len(seen) <= 20
+    assert seen[-1] == 16
+
+
+def test_a_call_has_a_deadline(settings: ClientSettings) -> None:
+    with joined(settings, trainer_hello(rank=0, world_size=2)) as agent:
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            agent.link.call(Publish(1), 0.4)
+        assert time.monotonic() - started < 1.5
+        with pytest.raises(ConfigurationError):
+            agent.link.call(Publish(1), 0)
+
+
+def test_close_ends_a_waiting_call_and_can_be_repeated(settings: ClientSettings) -> None:
+    agent = Agent(settings, lambda: trainer_hello(rank=0, world_size=2))
+    agent.link.connect()
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            agent.link.call(Publish(1), 30)
+        except (Aborted, PeerLost) as error:
+            caught.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    threading.Event().wait(0.2)
+    agent.link.close()
+    waiting.join(SOON)
+    assert not waiting.is_alive()
+    assert caught
+    agent.link.close()
+    with pytest.raises(Aborted):
+        agent.link.call(Publish(2), 1)
+    agent.link.progress(1)
+    with pytest.raises(ConfigurationError, match="once"):
+        agent.link.connect()

@@ -1,0 +1,223 @@
+"""The command line: help that teaches, errors on one line with a status of their own, JSON that is only JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from tests.integration.service_support import engine_hello, joined, trainer_hello
+from typer.testing import CliRunner, Result
+
+from weightsync.cli.doctor import examine
+from weightsync.cli.errors import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_UNREACHABLE, exit_code
+from weightsync.cli.main import app, parse_size
+from weightsync.errors import AuthenticationError, ConfigurationError, CoordinatorUnreachable, RoundFailed
+from weightsync.messages import Publish
+from weightsync.service.server import BackgroundServer
+from weightsync.service.settings import ClientSettings, ServerSettings
+
+COMMANDS = ["serve", "status", "round", "doctor", "demo", "bench"]
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    for variable in ("WEIGHTSYNC_COORDINATOR", "WEIGHTSYNC_TOKEN", "WEIGHTSYNC_TOKEN_FILE"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def server() -> Iterator[BackgroundServer]:
+    with BackgroundServer(ServerSettings(port=0, run="run")) as server:
+        yield server
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_help_lists_every_command() -> None:
+    shown = run("--help").output
+    assert all(re.search(rf"^\W*{name}\b", shown, re.MULTILINE) for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_shows_an_example(command: str) -> None:
+    done = run(command, "--help")
+    assert done.exit_code == 0
+    assert re.search(rf"^\s*weightsync {command}\b", done.output, re.MULTILINE)
+
+
+def test_no_command_takes_a_token_as_an_argument() -> None:
+    for command in COMMANDS:
+        assert not re.search(r"--token\b(?!-file)", run(command, "--help").output)
+
+
+def test_help_starts_fast_and_without_a_tensor_library() -> None:
+    code = "import sys; from weightsync.cli.main import app; app(['--help'], standalone_mode=False); print(sorted(sys.modules))"
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    seconds = time.monotonic() - started
+    modules = done.stdout.splitlines()[-1]
+    assert not [heavy for heavy in ("torch", "numpy", "numba", "uvicorn", "starlette", "httpx") if f"'{heavy}'" in modules]
+    assert seconds < 5
+
+
+def test_version() -> None:
+    assert run("--version").exit_code == 0
+
+
+def test_nobody_there_is_one_clear_line() -> None:
+    done = run("status", "--coordinator", "http://127.0.0.1:1")
+    assert done.exit_code == EXIT_UNREACHABLE
+    assert done.stdout == ""
+    assert re.fullmatch(
+        r"CoordinatorUnreachable: no coordinator answers at http://127\.0\.0\.1:1: Connection refused\..*\n", done.stderr
+    )
+
+
+def test_a_wrong_setting_names_it() -> None:
+    done = run("status", "--coordinator", "head")
+    assert (done.exit_code, done.stderr.count("\n")) == (EXIT_CONFIGURATION, 1)
+    assert "coordinator" in done.stderr
+
+
+def test_debug_shows_the_traceback() -> None:
+    done = run("--debug", "status", "--coordinator", "head")
+    assert isinstance(done.exception, ConfigurationError)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigurationError("x"), EXIT_CONFIGURATION),
+        (AuthenticationError("x"), EXIT_CONFIGURATION),
+        (CoordinatorUnreachable("x"), EXIT_UNREACHABLE),
+        (RoundFailed("x"), EXIT_FAILED),
+    ],
+)
+def test_exit_codes(error: Exception, code: int) -> None:
+    assert exit_code(error) == code
+
+
+def test_status_and_round_for_people_and_programs(server: BackgroundServer) -> None:
+    settings, where = ClientSettings(coordinator=server.address), ("--coordinator", server.url)
+    assert "no replica has joined yet" in run("status", *where).output
+    with joined(settings, engine_hello("mine-0")), joined(settings, trainer_hello()) as trainer:
+        trainer.link.call(Publish(3), 20)
+        shown = run("status", *where)
+        assert shown.exit_code == 0
+        assert re.search(r"mine-0\W+loaded\W+3\b", shown.output)
+        found = json.loads(run("status", "--json", *where).output)
+        assert found["replicas"][0]["version"] == found["last"] == 3
+        done = run("round", "mine-0", *where)
+        assert done.exit_code == 0, done.output
+        assert re.search(r"mine-0\W+loaded", done.output)
+        assert json.loads(run("round", "mine-0", "--json", "--timeout", "10", *where).output)["ok"] is True
+        nobody = run("round", "nobody", *where)
+        assert nobody.exit_code == EXIT_FAILED
+        assert "MembershipError" in nobody.stderr
+
+
+def test_watching_shows_every_change_until_the_coordinator_ends(server: BackgroundServer) -> None:
+    settings = ClientSettings(coordinator=server.address)
+
+    def happen() -> None:
+        with joined(settings, engine_hello("mine-0")), joined(settings, trainer_hello()) as trainer:
+            trainer.link.call(Publish(3), 20)
+        server.stop()
+
+    later = threading.Timer(0.5, happen)
+    later.start()
+    done = run("status", "--watch", "--coordinator", server.url)
+    later.join(10)
+    assert done.exit_code == 0, done.output
+    for words in (
+        "mine-0/0 joined",
+        "publishing version 3 to mine-0",
+        "mine-0: commit",
+        r"mine-0: loaded, version 3",
+        "16 B in",
+        "left",
+    ):
+        assert words in done.output
+
+
+def test_a_token_file_is_used(server: BackgroundServer, tmp_path: Path) -> None:
+    (tmp_path / "wrong").write_text("wrong")
+    done = run("status", "--coordinator", server.url, "--token-file", str(tmp_path / "wrong"))
+    assert done.exit_code == EXIT_CONFIGURATION
+    assert "AuthenticationError" in done.stderr
+    (tmp_path / "right").write_text(server.token)
+    assert run("status", "--coordinator", server.url, "--token-file", str(tmp_path / "right")).exit_code == 0
+
+
+def test_serving_publicly_without_a_token_is_refused() -> None:
+    done = run("serve", "--host", "0.0.0.0", "--port", "0")
+    assert done.exit_code == EXIT_CONFIGURATION
+    assert "refusing to listen" in done.stderr
+    assert "WEIGHTSYNC_TOKEN" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("1GiB", 1 << 30), ("256MiB", 256 << 20), ("1.5GB", 1_500_000_000), ("4096", 4096), ("2 k", 2048)]
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "0", "1XB", "nan", "1e999"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        parse_size(text)
+
+
+def test_bad_options_of_the_demo_are_one_line() -> None:
+    done = run("demo", "--engine", "none")
+    assert (done.exit_code, done.stderr.count("\n")) == (EXIT_CONFIGURATION, 1)
+    assert "none" in done.stderr
+
+
+def test_doctor_looks_at_everything_and_says_what_it_costs() -> None:
+    found = json.loads(run("doctor", "--json").output)["checks"]
+    names = {check["name"] for check in found}
+    wanted = {
+        "python",
+        "torch",
+        "cpu cores",
+        "memory",
+        "memfd",
+        "shared memory",
+        "gpus",
+        "peer access",
+        "nccl",
+        "ptrace",
+        "ipc limits",
+        "open files",
+        "loopback",
+        "ipv6",
+        "numba",
+        "vllm",
+    }
+    assert wanted <= names
+    assert all(check["cost"] for check in found if check["status"] != "ok")
+    assert "python" in run("doctor").output
+
+
+def test_doctor_fails_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise OSError("no such thing here")
+
+    monkeypatch.setattr("weightsync.cli.doctor._CHECKS", {"odd": broken})
+    (finding,) = examine()
+    assert (finding.name, finding.status) == ("odd", "unknown")
+    assert "no such thing here" in finding.found

@@ -1,0 +1,43 @@
+"""Metrics: Prometheus' text format, with names that agents chose."""
+
+from __future__ import annotations
+
+import re
+
+from weightsync.control.status import RankStatus, ReplicaStatus, Status
+from weightsync.service.metrics import exposition
+
+SAMPLE = re.compile(r'^weightsync_[a-z_]+(\{([a-z_]+="([^"\\\n]|\\.)*",?)+\})? -?[0-9.e+-]+$')
+
+
+def replica(name: str, state: str, version: int | None) -> ReplicaStatus:
+    return ReplicaStatus(
+        name=name,
+        state=state,
+        routable=state == "loaded",
+        version=version,
+        digest=None,
+        staleness=None if version is None else 1,
+        since=0.0,
+        world_size=1,
+        missing=(),
+        ranks=(RankStatus(f"{name}/0", 0, "host", "s"),),
+        adapter="",
+        error=None,
+        phases={"move": 0.25},
+    )
+
+
+def test_every_line_is_a_comment_or_a_sample() -> None:
+    status = Status(
+        run="run", last=4, version=None, busy=True, trainer_world_size=1, trainer=(), rounds=(),
+        replicas=(replica('odd "name\\\n', "loaded", 3), replica("b", "dirty", None)),
+    )  # fmt: skip
+    text = exposition(status, rounds=5, failed=1, nbytes=10)
+    assert text.endswith("\n")
+    for line in text.splitlines():
+        assert line.startswith("# ") or SAMPLE.match(line), line
+    assert 'weightsync_replica_state{replica="b",state="dirty"} 1' in text
+    assert 'weightsync_replica_version{replica="b"}' not in text
+    assert 'weightsync_replica_phase_seconds{replica="b",phase="move"} 0.25' in text
+    assert 'weightsync_rounds_failed_total{run="run"} 1' in text

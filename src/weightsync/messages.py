@@ -157,11 +157,10 @@ class Hello(_Struct, frozen=True):
 
 
 class Welcome(_Struct, frozen=True):
-    """The coordinator takes the agent in. ``key`` is the run's secret for data sockets."""
+    """The coordinator takes the agent in."""
 
     member: str
     run: str
-    key: bytes
 
 
 class Refused(_Struct, frozen=True):

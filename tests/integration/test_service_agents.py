@@ -60,7 +60,7 @@ def settings(server: BackgroundServer) -> ClientSettings:
 
 def test_an_agent_is_welcomed_and_named(settings: ClientSettings) -> None:
     with joined(settings, engine_hello("a")) as agent:
-        assert agent.welcomes.get(timeout=1) == Welcome("a/0", "run", b"")
+        assert agent.welcomes.get(timeout=1) == Welcome("a/0", "run")
         assert agent.link.connected
 
 

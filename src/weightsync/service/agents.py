@@ -117,7 +117,7 @@ class AgentSockets:
         reason = "its connection closed"
         try:
             self._welcomed.add(connection)
-            await connection.welcome(Welcome(rank.member, run, b""))
+            await connection.welcome(Welcome(rank.member, run))
             reason = await connection.read(calls)
         except PeerLost as error:
             reason = str(error)

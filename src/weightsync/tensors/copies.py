@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from weightsync.errors import LayoutError, ProtocolError
 from weightsync.tensors.digest import columns_address
-from weightsync.tensors.kernels import copy_table
+from weightsync.tensors.kernels import copy_table, digest_tile_table
 from weightsync.tensors.tiles import Tiles
 
-__all__ = ["check_tiles", "copy_and_digest", "copy_tiles", "gather_tiles", "scatter_and_digest", "scatter_tiles"]
+__all__ = ["check_tiles", "copy_and_digest", "copy_tiles", "digest_tiles", "gather_tiles", "scatter_and_digest", "scatter_tiles"]
 
 Stop = npt.NDArray[np.int8]
 UInt64 = npt.NDArray[np.uint64]
@@ -84,6 +84,16 @@ def scatter_and_digest(tiles: Tiles, bucket_address: int, first: int, last: int,
     return int(
         copy_table(tiles.table_address, first, last, 0, bucket_address, 0, out.ctypes.data, columns_address, flag.ctypes.data)
     )
+
+
+def digest_tiles(tiles: Tiles, first: int, last: int, out: UInt64) -> int:
+    """The digests alone, for tiles ``first <= i < last`` whose bytes somebody else put into their targets (a socket, say).
+
+    As :func:`copy_and_digest` otherwise; returns the bytes read.
+    """
+    _check_keys(tiles, out)
+    first, last = _range(tiles, first, last)
+    return int(digest_tile_table(tiles.table_address, first, last, out.ctypes.data, columns_address))
 
 
 def _check_keys(tiles: Tiles, out: UInt64) -> None:

@@ -22,7 +22,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["BLOCK", "LEAD", "TILE", "copy_table", "digest_table"]
+__all__ = ["BLOCK", "LEAD", "TILE", "copy_table", "digest_table", "digest_tile_table"]
 
 BLOCK = 4096
 """Words that share one row factor in the digest."""
@@ -298,6 +298,22 @@ def copy_table(
                 if _stopped(stop) != 0:
                     return done
                 unchecked = 0
+    return done
+
+
+@_compiled("int64(int64, int64, int64, int64, int64)")
+def digest_tile_table(table: int, first: int, last: int, out: int, columns: int) -> int:
+    """Add the digest of each tile ``first <= i < last`` of a tile table, read from its target, to ``out[row]``; return the bytes."""
+    done = 0
+    for tile in range(first, last):
+        row = table + tile * (8 * TILE)
+        target, target_stride, rows, size = _at(row, 3), _at(row, 4), _at(row, 5), _at(row, 6)
+        lead, lead_step, byte, byte_step, blocks = _at(row, 8), _at(row, 9), _at(row, 10), _at(row, 11), _at(row, 12)
+        total = _total(out, _at(row, 7))
+        for run in range(rows):
+            total += _run(target + run * target_stride, byte + run * byte_step, size, (lead + run * lead_step) * blocks, columns)
+        _put(out, _at(row, 7), total)
+        done += rows * size
     return done
 
 

@@ -204,7 +204,7 @@ async def test_what_does_not_belong_is_refused_or_ignored() -> None:
     calls.feed(Cancel(99))
     calls.feed(Progress(12))
     assert seen == [12]
-    for frame in (Welcome("m", "r", b""), Progress(-1), Call(1, float("nan"), Resume()), Call(1, -1.0, Resume())):
+    for frame in (Welcome("m", "r"), Progress(-1), Call(1, float("nan"), Resume()), Call(1, -1.0, Resume())):
         with pytest.raises(ProtocolError):
             calls.feed(frame)
     calls.feed(Call(5, 1.0, Resume()))

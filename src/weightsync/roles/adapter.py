@@ -1,0 +1,53 @@
+"""What weightsync asks of a rollout engine: seven small methods, of which most engines need four."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from weightsync.messages import PauseMode
+from weightsync.model import Manifest, Version
+from weightsync.tensors.shards import Shard
+
+__all__ = ["EngineAdapter"]
+
+
+class EngineAdapter:
+    """One engine rank, as weightsync sees it. Derive from it; the defaults suit an engine that has nothing to do there.
+
+    Calls come one at a time from weightsync's own thread, in the order of the round: ``pause``, then ``load`` (streamed
+    delivery) or writes into the memory of ``shards`` (direct delivery), ``finish``, ``flush``, ``resume``. After a failure the
+    next call is ``pause`` of a later round, with the engine never resumed in between. An exception makes the replica dirty.
+    """
+
+    name = "custom"
+    """For people: shown in status and results."""
+
+    def manifest(self) -> Manifest:
+        """The checkpoint tensors that this engine takes. Required."""
+        raise NotImplementedError(f"{type(self).__name__} must say which checkpoint tensors it takes: define manifest()")
+
+    def shards(self) -> Sequence[Shard] | None:
+        """Where this rank's parameters live, if they are plain copies of checkpoint elements; ``None``: stream to ``load``."""
+        return None
+
+    def pause(self, mode: PauseMode, timeout: float) -> None:
+        """Return within ``timeout`` seconds with no generation step running, and none starting until ``resume``."""
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load whole tensors under checkpoint names. Called once a bucket; a tensor is lent until this returns.
+
+        Needed for streamed delivery only.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no loader: define load(), or shards() for direct delivery")
+
+    def finish(self, version: Version) -> None:
+        """All bytes are in place and verified: rebuild what was derived from weights, and label the engine with ``version``."""
+
+    def flush(self) -> bool:
+        """Drop caches made with the old weights (KV, prefix). ``False`` fails the round for this replica."""
+        return True
+
+    def resume(self) -> None:
+        """Generate again, with the new weights."""

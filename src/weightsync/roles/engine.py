@@ -1,0 +1,270 @@
+"""An engine rank's part of a round: pause, fetch, verify what was installed, commit; or stay quarantined."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.deadline import Deadline
+from weightsync.errors import Aborted, DeadlineExceeded, LayoutError, LoadError, PlanMismatch, ProtocolError, WeightSyncError
+from weightsync.messages import Body, Commit, Done, Host, Move, Moved, Pause, Prepare, Prepared, Quarantine, Resume
+from weightsync.model import Box, Layout, Manifest, Version
+from weightsync.roles.adapter import EngineAdapter
+from weightsync.roles.route import Route
+from weightsync.tensors.digest import digest_rows
+from weightsync.tensors.memory import layout_in_place
+from weightsync.tensors.staging import Staging
+
+__all__ = ["EngineRole"]
+
+
+@dataclass
+class _Clock:
+    """Seconds spent in each part of a move; parts that overlap are each counted in full."""
+
+    receive: float = 0.0
+    load: float = 0.0
+    digest: float = 0.0
+
+
+class EngineRole:
+    """Runs one engine rank through rounds, on behalf of the coordinator.
+
+    It enforces on its own side what must never happen, whatever the coordinator says: :class:`Resume` is refused unless the
+    last bytes written were committed, :class:`Commit` unless a move ended well, and a move before a pause.
+    """
+
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        transports: Sequence[str],
+        here: Host,
+        progress: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        self.adapter = adapter
+        self.transports = tuple(transports)
+        self.here = here
+        self._progress = progress
+        self.manifest: Manifest = adapter.manifest()
+        self.layout, self._addresses = self._look()
+        self.serving: Version | None = None
+        self._state: Literal["serving", "paused", "moved", "committed"] = "serving"
+        self._route: Route | None = None
+        self._quarantined = threading.Event()
+        self._turn = threading.Lock()
+
+    def _look(self) -> tuple[Layout | None, tuple[int, ...]]:
+        """The engine's parameters as they lie in memory now; ``None`` if it can only be streamed to."""
+        shards = self.adapter.shards()
+        if shards is None:
+            return None, ()
+        layout, addresses = layout_in_place(self.manifest, shards)
+        return layout, addresses
+
+    def handle(self, body: Body, timeout: float) -> Body:
+        """Answer a call of the coordinator.
+
+        One at a time, except :class:`Quarantine`, which may come from another thread while a move runs and ends it.
+        """
+        if isinstance(body, Quarantine):
+            return self._quarantine(timeout)
+        with self._turn:
+            match body:
+                case Prepare():
+                    return self._prepare(body, Deadline(timeout))
+                case Pause():
+                    self._pause(body, timeout)
+                case Move():
+                    return self._move(body.number, Deadline(timeout))
+                case Commit():
+                    self._commit(body.version)
+                case Resume():
+                    self._resume()
+                case _:
+                    raise ProtocolError(f"an engine rank does not understand {type(body).__name__}")
+            return Done()
+
+    def _prepare(self, body: Prepare, deadline: Deadline) -> Prepared:
+        layout, addresses = self._look()
+        if body.plan.delivery == "direct" and (layout is None or self.layout is None or layout.digest != self.layout.digest):
+            raise PlanMismatch("the engine rebuilt its parameters since it joined: restart this rank's weightsync.Engine")
+        self._addresses = addresses
+        if self._route is None or not self._route.fits(body.plan, addresses):
+            self._drop_route()
+            self._route = Route(self.manifest, body.plan, layout, addresses, self.transports, self.here, deadline)
+        return Prepared(digest=self._route.digest, transports=tuple(dict.fromkeys(self._route.schemes)))
+
+    def _drop_route(self) -> None:
+        route, self._route = self._route, None
+        if route is not None:
+            route.close()
+
+    def _pause(self, body: Pause, timeout: float) -> None:
+        self._quarantined.clear()
+        self.adapter.pause(body.mode, timeout)
+        self._state = "paused"
+
+    def _move(self, number: int, deadline: Deadline) -> Moved:
+        route = self._route
+        if self._state not in ("paused", "moved") or route is None:
+            raise ProtocolError("a move needs a prepared plan and a paused engine")
+        self.serving = None  # from here to the commit this rank's bytes have no name
+        self._state = "paused"
+        clock = _Clock()
+        try:
+            for source in route.sources:
+                source.begin(number, deadline)
+            digests, verified = self._fill(route, clock, deadline)
+            for source in route.sources:
+                source.end(deadline)
+            self._check_abort()
+        except BaseException:
+            self._drop_route()  # connections may be beyond use, or aborted: the next round makes new ones
+            raise
+        self._state = "moved"
+        return Moved(
+            nbytes=route.nbytes,
+            digests=digests.astype("<u8").tobytes(),
+            receive_seconds=clock.receive,
+            load_seconds=clock.load,
+            digest_seconds=clock.digest,
+            verified=verified,
+        )
+
+    def _fill(self, route: Route, clock: _Clock, deadline: Deadline) -> tuple[npt.NDArray[np.uint64], Literal["installed", "received"]]:
+        digests = np.zeros(len(route.layout), np.uint64)
+        if route.staging is None:
+            done = 0
+            for group, (first, last) in enumerate(route.groups):
+                self._receive(route, group, clock, deadline)
+                self._digest(route, first, last, digests, clock)
+                done += int(route.group_bytes[group])
+                self._progress(done)
+            return digests, "installed"
+        self._stream(route, route.staging, digests, clock, deadline)
+        return self._installed(route, digests)
+
+    def _receive(self, route: Route, group: int, clock: _Clock, deadline: Deadline) -> None:
+        started = time.perf_counter()
+        self._check_abort()
+        for source in route.sources:
+            source.read(group, deadline)
+        clock.receive += time.perf_counter() - started
+
+    def _digest(self, route: Route, first: int, last: int, digests: npt.NDArray[np.uint64], clock: _Clock) -> None:
+        started = time.perf_counter()
+        digest_rows(self.manifest, route.layout, route.addresses, first, last, digests)
+        clock.digest += time.perf_counter() - started
+
+    def _stream(self, route: Route, staging: Staging, digests: npt.NDArray[np.uint64], clock: _Clock, deadline: Deadline) -> None:
+        """Hand bucket k to the engine's loader while bucket k+1 arrives in the other half of the ring."""
+
+        def fetch(bucket: int) -> None:
+            first, last = route.groups[bucket]
+            self._receive(route, bucket, clock, deadline)
+            self._digest(route, first, last, digests, clock)
+
+        done, count = 0, len(route.groups)
+        with ThreadPoolExecutor(1, thread_name_prefix="weightsync-receive") as receiver:
+            arriving = receiver.submit(fetch, 0) if count else None
+            try:
+                for bucket in range(count):
+                    if arriving is not None:
+                        arriving.result(deadline.remaining("receiving a bucket"))
+                    arriving = receiver.submit(fetch, bucket + 1) if bucket + 1 < count else None
+                    self._load(staging, bucket, clock)
+                    done += int(route.group_bytes[bucket])
+                    self._progress(done)
+            except BaseException:
+                route.abort()  # so that the receiver's thread ends and can be joined
+                raise
+
+    def _load(self, staging: Staging, bucket: int, clock: _Clock) -> None:
+        started = time.perf_counter()
+        self._check_abort()
+        tensors = staging.tensors(bucket)
+        try:
+            self.adapter.load(iter(tensors))
+        except WeightSyncError:
+            raise
+        except Exception as error:
+            names = ", ".join(name for name, _ in tensors[:3])
+            raise LoadError(f"the {self.adapter.name} loader raised on a bucket of {len(tensors)} tensors ({names}, ...): {error!r}") from error
+        clock.load += time.perf_counter() - started
+
+    def _installed(self, route: Route, received: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], Literal["installed", "received"]]:
+        """Digest the parameters themselves where they are whole, plain copies; else what the loader was given must do."""
+        shards = self.adapter.shards()
+        if shards is None or any(shard.box != Box.whole(shard.shape) for shard in shards):
+            return received, "received"
+        try:
+            layout, addresses = layout_in_place(self.manifest, shards, block_bytes=None)
+        except LayoutError:
+            return received, "received"
+        if not np.array_equal(layout.tensor, route.layout.tensor):
+            return received, "received"
+        digests = np.zeros(len(layout), np.uint64)
+        digest_rows(self.manifest, layout, addresses, 0, len(layout), digests)
+        return digests, "installed"
+
+    def _check_abort(self) -> None:
+        if self._quarantined.is_set():
+            raise Aborted("the round was aborted for this engine rank")
+
+    def _commit(self, version: Version) -> None:
+        if self._state != "moved":
+            raise ProtocolError("a commit needs a move that ended well")
+        self.adapter.finish(version)
+        if not self.adapter.flush():
+            raise LoadError("the engine refused to drop caches made with the old weights")
+        self._check_abort()
+        self.serving = version
+        self._state = "committed"
+
+    def _resume(self) -> None:
+        if self._state != "committed":
+            raise ProtocolError("this engine rank holds bytes that were not committed: it is not resumed")
+        self.adapter.resume()
+        self._state = "serving"
+
+    def _quarantine(self, timeout: float) -> Done:
+        self.abort()
+        if not self._turn.acquire(timeout=timeout):  # what runs looks at the flag at every group; a stuck loader does not
+            raise DeadlineExceeded(f"the {self.adapter.name} engine is still busy after {timeout:g} s; it is never resumed from here")
+        try:
+            self.serving = None
+            if self._state == "serving":
+                self._state = "paused"  # whatever pausing does: without a commit this rank is not resumed
+                self.adapter.pause("abort", timeout)
+            self._state = "paused"
+        finally:
+            self._turn.release()
+        return Done()
+
+    @property
+    def attests(self) -> Version | None:
+        """The version that this rank generates with right now; ``None`` while it is paused, whatever it holds."""
+        return self.serving if self._state == "serving" else None
+
+    def abort(self) -> None:
+        """End a move that runs, soon: the coordinator that ordered it is gone. Never blocks; the engine stays paused."""
+        self._quarantined.set()
+        route = self._route
+        if route is not None:
+            route.abort()
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Abort what runs, close connections, free the staging; wait at most ``timeout`` seconds. The engine stays as it is."""
+        self.abort()
+        if self._turn.acquire(timeout=timeout):
+            try:
+                self._drop_route()
+            finally:
+                self._turn.release()

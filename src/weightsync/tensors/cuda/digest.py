@@ -1,0 +1,81 @@
+"""The additive digest of every row of a layout in GPU memory, in one launch, equal bit for bit to the CPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.model.layout import Layout
+from weightsync.model.manifest import Manifest
+from weightsync.tensors.cuda.digest_table import QUADS, STEPS, DigestTable
+from weightsync.tensors.digest import COLUMNS
+
+__all__ = ["LayoutDigest"]
+
+_NOTHING = nullcontext()
+
+
+@lru_cache(maxsize=16)
+def _weights(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(COLUMNS.view(np.int32).copy()).to(device)
+
+
+class LayoutDigest:
+    """Digests one layout's rows where they lie, as often as wanted. The table is built and sent to the device once.
+
+    ``bases[i]`` is the address on ``device`` of the layout's region ``i``; the memory must stay where it is. Used by one thread
+    at a time. Work goes to the device's current stream.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        layout: Layout,
+        bases: Sequence[int],
+        device: torch.device,
+        *,
+        quads: int = QUADS,
+        steps: int = STEPS,
+        warps: int = 4,
+    ) -> None:
+        table = DigestTable.build(manifest, layout, bases, quads=quads, steps=steps)
+        self.device = device
+        self.nbytes = table.nbytes
+        """Bytes that one pass over all rows reads."""
+        self._first = table.first
+        self._items = len(table)
+        self._quads, self._warps = quads, warps
+        self._table = torch.from_numpy(table.columns).to(device)
+        self._out = torch.zeros(len(layout), dtype=torch.int64, device=device)
+
+    @property
+    def table_bytes(self) -> int:
+        """Device memory that this object holds."""
+        return self._table.nbytes + self._out.nbytes
+
+    def launch(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Begin to digest layout rows ``start <= row < stop``; the result is ``int64[stop - start]`` on the device.
+
+        The bits are those of the unsigned digest. The tensor is this object's own: the next launch for these rows overwrites it.
+        """
+        from weightsync.tensors.cuda.kernels import digest_kernel
+
+        stop = len(self._out) if stop is None else stop
+        out = self._out[start:stop].zero_()
+        first, last = int(self._first[start]), int(self._first[stop])
+        if last > first:
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else _NOTHING:
+                digest_kernel[(last - first,)](
+                    self._table, self._items, first, _weights(self.device), self._out, QUADS=self._quads, num_warps=self._warps
+                )
+        return out
+
+    def digests(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint64]:
+        """The digests of layout rows ``start <= row < stop``, ``uint64[stop - start]``; waits for the device."""
+        values: npt.NDArray[np.int64] = self.launch(start, stop).cpu().numpy()
+        return values.view(np.uint64).copy()

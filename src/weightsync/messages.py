@@ -83,7 +83,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SourceAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A trainer rank in a plan: who, which layout the plan was made for, and how to reach it, in the owner's order of preference."""
+    """A trainer rank in a plan: who, which layout the plan was made for, and how to reach it, best first."""
 
     member: str
     layout_digest: str

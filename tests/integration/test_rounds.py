@@ -96,7 +96,12 @@ def test_three_changed_versions_arrive_bit_for_bit(joined: Joined, transport: st
         result = trainer.publish(number, timeout=20)
         assert same(source, target)
         (replica,) = result.replicas
-        assert (replica.version, replica.delivery, replica.transports, replica.verified) == (number, delivery, (transport,), "installed")
+        assert (replica.version, replica.delivery, replica.transports, replica.verified) == (
+            number,
+            delivery,
+            (transport,),
+            "installed",
+        )
         assert replica.digest == result.version.digest
         assert set(replica.phases) == {"agree", "pause", "move", "verify", "commit"}
         with adapter.in_use() as version:
@@ -331,5 +336,5 @@ def test_trainer_and_engine_without_a_common_transport_say_so(joined: Joined) ->
     source = Net()
     trainer = joined.trainer(source, transports=["shared_memory"])
     joined.engine(ModuleAdapter(Net()), "far", transports=["inproc"])
-    with pytest.raises(RoundFailed, match="inproc|shared_memory"):
+    with pytest.raises(RoundFailed, match=r"inproc|shared_memory"):
         trainer.publish(1, timeout=20)

@@ -64,16 +64,23 @@ class Engine:
         settings = ClientSettings.load(coordinator=coordinator, token=Secret(token) if token else None)
         names = [found.name for found in schemes_for(transports)]
         with ExitStack() as owned:
-            self._role = EngineRole(adapter, names, self._here, progress=lambda nbytes: self._link.progress(nbytes))
+            self._role = EngineRole(adapter, names, self._here, progress=self._progress)
             if delivery == "direct" and self._role.layout is None:
                 raise ConfigurationError(f"the {adapter.name} adapter has no shards(): it can only be streamed to")
             self._link = Link(
-                settings, hello=self._hello, handle=self._role.handle, on_lost=lambda _: self._role.abort(), name=f"{replica}-{rank}"
+                settings,
+                hello=self._hello,
+                handle=self._role.handle,
+                on_lost=lambda _: self._role.abort(),
+                name=f"{replica}-{rank}",
             )
             owned.callback(self._link.close)
             owned.callback(self._role.close)  # first: it ends what a call is still doing
             self._link.connect()
             self._owned = owned.pop_all()
+
+    def _progress(self, nbytes: int) -> None:
+        self._link.progress(nbytes)
 
     def _hello(self) -> Hello:
         role = self._role

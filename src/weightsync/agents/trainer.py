@@ -92,7 +92,9 @@ class Trainer:
         with ExitStack() as owned:
             settings = self._settings = self._find_coordinator(coordinator, token, owned)
             self.coordinator = settings.coordinator.url
-            self._role = TrainerRole(state, schemes_for(transports), secrets.token_bytes(32), self._here, dtype=dtype, buffers=buffers)
+            self._role = TrainerRole(
+                state, schemes_for(transports), secrets.token_bytes(32), self._here, dtype=dtype, buffers=buffers
+            )
             owned.callback(self._role.close)
             self._background = ThreadPoolExecutor(1, thread_name_prefix="weightsync-publish")
             owned.callback(self._background.shutdown, wait=False, cancel_futures=True)
@@ -106,7 +108,9 @@ class Trainer:
         if url is not None or os.environ.get("WEIGHTSYNC_COORDINATOR"):
             return ClientSettings.load(coordinator=url, token=secret)
         if self.world_size > 1 and not dist.is_initialized():
-            raise ConfigurationError("several trainer ranks without torch.distributed need a coordinator: give its URL or set WEIGHTSYNC_COORDINATOR")
+            raise ConfigurationError(
+                "several trainer ranks without torch.distributed need a coordinator: give its URL or set WEIGHTSYNC_COORDINATOR"
+            )
         mine = ""
         if self.rank == 0:
             server = owned.enter_context(BackgroundServer())
@@ -118,8 +122,8 @@ class Trainer:
         role = self._role
         return Hello(
             protocol=PROTOCOL, run=self._run, role="trainer", name="trainer", rank=self.rank, world_size=self.world_size,
-            session=self._session, host=self._here, pid=os.getpid(), manifest=role.manifest.tensors, layout=role.layout.to_columns(),
-            offers=role.offers, key=role.key, published=self._published,
+            session=self._session, host=self._here, pid=os.getpid(), manifest=role.manifest.tensors,
+            layout=role.layout.to_columns(), offers=role.offers, key=role.key, published=self._published,
         )  # fmt: skip
 
     @property

@@ -27,7 +27,10 @@ __all__ = ["EngineRole"]
 
 @dataclass
 class _Clock:
-    """Seconds spent in each part of a move; parts that overlap are each counted in full."""
+    """Seconds spent in each part of a move; parts that overlap are each counted in full.
+
+    What is received is digested in the same pass over memory, so ``digest`` is only what is read again after a loader.
+    """
 
     receive: float = 0.0
     load: float = 0.0
@@ -138,38 +141,32 @@ class EngineRole:
             verified=verified,
         )
 
-    def _fill(self, route: Route, clock: _Clock, deadline: Deadline) -> tuple[npt.NDArray[np.uint64], Literal["installed", "received"]]:
+    def _fill(
+        self, route: Route, clock: _Clock, deadline: Deadline
+    ) -> tuple[npt.NDArray[np.uint64], Literal["installed", "received"]]:
         digests = np.zeros(len(route.layout), np.uint64)
-        if route.staging is None:
-            done = 0
-            for group, (first, last) in enumerate(route.groups):
-                self._receive(route, group, clock, deadline)
-                self._digest(route, first, last, digests, clock)
-                done += int(route.group_bytes[group])
-                self._progress(done)
-            return digests, "installed"
-        self._stream(route, route.staging, digests, clock, deadline)
-        return self._installed(route, digests)
+        if route.staging is not None:
+            self._stream(route, route.staging, digests, clock, deadline)
+            return self._installed(route, digests, clock)
+        done = 0
+        for group, nbytes in enumerate(route.group_bytes):
+            self._receive(route, group, digests, clock, deadline)
+            done += nbytes
+            self._progress(done)
+        return digests, "installed"
 
-    def _receive(self, route: Route, group: int, clock: _Clock, deadline: Deadline) -> None:
+    def _receive(self, route: Route, group: int, digests: npt.NDArray[np.uint64], clock: _Clock, deadline: Deadline) -> None:
         started = time.perf_counter()
         self._check_abort()
         for source in route.sources:
-            source.read(group, deadline)
+            source.read(group, deadline, digests)
         clock.receive += time.perf_counter() - started
-
-    def _digest(self, route: Route, first: int, last: int, digests: npt.NDArray[np.uint64], clock: _Clock) -> None:
-        started = time.perf_counter()
-        digest_rows(self.manifest, route.layout, route.addresses, first, last, digests)
-        clock.digest += time.perf_counter() - started
 
     def _stream(self, route: Route, staging: Staging, digests: npt.NDArray[np.uint64], clock: _Clock, deadline: Deadline) -> None:
         """Hand bucket k to the engine's loader while bucket k+1 arrives in the other half of the ring."""
 
         def fetch(bucket: int) -> None:
-            first, last = route.groups[bucket]
-            self._receive(route, bucket, clock, deadline)
-            self._digest(route, first, last, digests, clock)
+            self._receive(route, bucket, digests, clock, deadline)
 
         done, count = 0, len(route.groups)
         with ThreadPoolExecutor(1, thread_name_prefix="weightsync-receive") as receiver:
@@ -180,7 +177,7 @@ class EngineRole:
                         arriving.result(deadline.remaining("receiving a bucket"))
                     arriving = receiver.submit(fetch, bucket + 1) if bucket + 1 < count else None
                     self._load(staging, bucket, clock)
-                    done += int(route.group_bytes[bucket])
+                    done += route.group_bytes[bucket]
                     self._progress(done)
             except BaseException:
                 route.abort()  # so that the receiver's thread ends and can be joined
@@ -196,10 +193,14 @@ class EngineRole:
             raise
         except Exception as error:
             names = ", ".join(name for name, _ in tensors[:3])
-            raise LoadError(f"the {self.adapter.name} loader raised on a bucket of {len(tensors)} tensors ({names}, ...): {error!r}") from error
+            raise LoadError(
+                f"the {self.adapter.name} loader raised on a bucket of {len(tensors)} tensors ({names}, ...): {error!r}"
+            ) from error
         clock.load += time.perf_counter() - started
 
-    def _installed(self, route: Route, received: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], Literal["installed", "received"]]:
+    def _installed(
+        self, route: Route, received: npt.NDArray[np.uint64], clock: _Clock
+    ) -> tuple[npt.NDArray[np.uint64], Literal["installed", "received"]]:
         """Digest the parameters themselves where they are whole, plain copies; else what the loader was given must do."""
         shards = self.adapter.shards()
         if shards is None or any(shard.box != Box.whole(shard.shape) for shard in shards):
@@ -210,8 +211,10 @@ class EngineRole:
             return received, "received"
         if not np.array_equal(layout.tensor, route.layout.tensor):
             return received, "received"
+        started = time.perf_counter()
         digests = np.zeros(len(layout), np.uint64)
         digest_rows(self.manifest, layout, addresses, 0, len(layout), digests)
+        clock.digest += time.perf_counter() - started
         return digests, "installed"
 
     def _check_abort(self) -> None:
@@ -237,7 +240,9 @@ class EngineRole:
     def _quarantine(self, timeout: float) -> Done:
         self.abort()
         if not self._turn.acquire(timeout=timeout):  # what runs looks at the flag at every group; a stuck loader does not
-            raise DeadlineExceeded(f"the {self.adapter.name} engine is still busy after {timeout:g} s; it is never resumed from here")
+            raise DeadlineExceeded(
+                f"the {self.adapter.name} engine is still busy after {timeout:g} s; it is never resumed from here"
+            )
         try:
             self.serving = None
             if self._state == "serving":

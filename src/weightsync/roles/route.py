@@ -11,7 +11,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import PlanMismatch, TransportError, TransportUnavailable
 from weightsync.messages import Host, PlanSlice, SourceAddress
 from weightsync.model import Layout, Manifest
-from weightsync.planning.plan import Pieces
+from weightsync.planning.pieces import Pieces
 from weightsync.tensors.staging import Staging
 from weightsync.tensors.tiles import tiles_of
 from weightsync.transports.base import Source
@@ -20,7 +20,7 @@ from weightsync.transports.registry import scheme
 
 __all__ = ["Route", "row_groups"]
 
-_GROUP_BYTES = 1 << 20  # rows of this many bytes are digested right after they were copied, while they are in the cache
+_GROUP_BYTES = 32 << 20  # between groups the engine looks for an abort and reports its progress
 
 
 def row_groups(manifest: Manifest, layout: Layout, group_bytes: int = _GROUP_BYTES) -> list[tuple[int, int]]:
@@ -66,7 +66,9 @@ class Route:
         self.addresses = addresses
         if plan.delivery == "direct":
             if own is None or own.digest != self.layout.digest:
-                raise PlanMismatch("the plan was made for another layout than this engine rank's: its parameters were rebuilt; register again")
+                raise PlanMismatch(
+                    "the plan was made for another layout than this engine rank's: its parameters were rebuilt; register again"
+                )
             self.groups = row_groups(manifest, self.layout)
         else:
             self.groups = [_rows_of(self.layout, region) for region in range(len(self.layout.regions))]

@@ -1,0 +1,101 @@
+"""Cases inside one process: the digest against one read of memory, and planning against the time that was asked for."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from weightsync.bench.shapes import one_trillion, qwen3_30b_a3b
+from weightsync.bench.sharding import expert_parallel, fsdp, tensor_parallel
+from weightsync.messages import Host
+from weightsync.model import Layout, Manifest, TensorSpec
+from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
+from weightsync.tensors.digest import digest_rows
+from weightsync.tensors.memory import layout_in_place
+from weightsync.tensors.shards import shards_of
+
+__all__ = ["COMPUTE_CASES", "Case", "run_compute_case"]
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One line of the benchmark's result. ``ratio`` is seconds over floor_seconds; ``goal`` the ratio that was asked for."""
+
+    name: str
+    bytes: int
+    seconds: float
+    floor: str
+    floor_seconds: float
+    ratio: float
+    goal: float | None = None
+    pause_seconds: float | None = None
+    """From the first pause to the last resume: the part of the round in which the engine did not serve."""
+    pause_ratio: float | None = None
+    """``pause_seconds`` over that part of the floor which no design could do outside the pause."""
+    phases: dict[str, float] = {}
+    rounds: int = 1
+
+
+def _timed(work: Callable[[], object], repeats: int) -> float:
+    taken = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)
+
+
+def _digest(name: str, size: int) -> Case:
+    weight = torch.randint(-(2**15), 2**15, (size // 2048, 1024), dtype=torch.int16).view(torch.bfloat16)
+    manifest, shards = shards_of({"weight": weight})
+    layout, addresses = layout_in_place(manifest, shards)
+    out = np.zeros(len(layout), np.uint64)
+    words = weight.view(torch.int16).numpy().view(np.uint64)
+    digest_rows(manifest, layout, addresses, 0, len(layout), out)  # compiled, or loaded from the cache, before it is timed
+    seconds = _timed(lambda: digest_rows(manifest, layout, addresses, 0, len(layout), out), 5)
+    floor_seconds = _timed(lambda: np.add.reduce(words, axis=None), 5)
+    # The goal of 2 GB/s a core, as a ratio to the read that was measured.
+    goal = (manifest.nbytes / 2e9) / floor_seconds
+    return Case(name, manifest.nbytes, seconds, "one read of the same bytes (a sum)", floor_seconds, seconds / floor_seconds, goal)
+
+
+def _plan(
+    name: str, specs: Sequence[TensorSpec], sources: int, targets: Callable[[Manifest], list[Layout]], goal_seconds: float
+) -> Case:
+    manifest = Manifest(specs)
+    hosts = [Host(f"host-{index // 8}", f"host-{index // 8}") for index in range(sources)]
+    held = [SourceRank(f"trainer-{index}", hosts[index], layout) for index, layout in enumerate(fsdp(manifest, sources))]
+    wanted = [TargetRank(f"engine-{index}", hosts[index % len(hosts)], layout) for index, layout in enumerate(targets(manifest))]
+
+    def plan() -> None:
+        made = plan_transfer(manifest, held, wanted)
+        for target in wanted:
+            made.pieces(target.member)
+
+    seconds = _timed(plan, 3)
+    return Case(name, manifest.nbytes, seconds, "the time that was asked for", goal_seconds, seconds / goal_seconds, 1.0)
+
+
+_CASES: dict[str, Callable[[str, int], Case]] = {
+    "digest/bfloat16/1": _digest,
+    "plan/qwen3-30b-a3b/fsdp8-tp8": lambda name, _: _plan(
+        name, qwen3_30b_a3b(), 8, lambda manifest: tensor_parallel(manifest, 8), 0.5
+    ),
+    "plan/qwen3-30b-a3b/fsdp8-ep8": lambda name, _: _plan(
+        name, qwen3_30b_a3b(), 8, lambda manifest: expert_parallel(manifest, 8), 0.5
+    ),
+    "plan/one-trillion/fsdp256-ep16": lambda name, _: _plan(
+        name, one_trillion(), 256, lambda manifest: expert_parallel(manifest, 16), 20.0
+    ),
+}
+
+COMPUTE_CASES = tuple(_CASES)
+
+
+def run_compute_case(name: str, size: int) -> Case:
+    """Run one case of :data:`COMPUTE_CASES`; ``size`` is the digest's number of bytes."""
+    return _CASES[name](name, size)

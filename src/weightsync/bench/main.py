@@ -1,0 +1,70 @@
+"""``weightsync bench``: every case beside its floor, measured in the same run."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from weightsync.bench.compute import COMPUTE_CASES, Case, run_compute_case
+from weightsync.bench.options import BenchOptions
+from weightsync.bench.transfer import TRANSFER_CASES, run_transfer_case
+from weightsync.errors import ConfigurationError
+
+__all__ = ["run", "select"]
+
+
+def select(options: BenchOptions) -> list[str]:
+    """Names of the cases to run, in order. Raises :class:`~weightsync.errors.ConfigurationError` if none is left."""
+    names = {"cpu": (*COMPUTE_CASES, *TRANSFER_CASES), "plan": COMPUTE_CASES, "transfer": TRANSFER_CASES}
+    if options.suite not in names:
+        raise ConfigurationError(f"there is no suite {options.suite!r}; choose from {', '.join(names)}")
+    chosen = [name for name in names[options.suite] if not options.only or any(part in name for part in options.only)]
+    if options.tensors:
+        chosen = [name for name in chosen if name in COMPUTE_CASES or int(name.rsplit("/", 1)[1]) == options.tensors]
+    if not chosen:
+        raise ConfigurationError(f"no case matches; the cases are {', '.join(names[options.suite])}")
+    return chosen
+
+
+def _table(cases: Sequence[Case]) -> Table:
+    table = Table(title="whole rounds and their floors (ratio = seconds / floor)")
+    for heading in ("case", "GB", "ms", "floor ms", "ratio", "goal", "pause ms", "GB/s"):
+        table.add_column(heading, justify="left" if heading == "case" else "right")
+    for case in cases:
+        pause = "" if case.pause_seconds is None else f"{case.pause_seconds * 1000:.0f}"
+        goal = "" if case.goal is None else f"{case.goal:.2f}"
+        style = "" if case.goal is None or case.ratio <= case.goal else "yellow"
+        numbers = (f"{case.bytes / 1e9:.2f}", f"{case.seconds * 1000:.0f}", f"{case.floor_seconds * 1000:.0f}", f"{case.ratio:.2f}")
+        table.add_row(case.name, *numbers, goal, pause, f"{case.bytes / case.seconds / 1e9:.2f}", style=style)
+    return table
+
+
+def run(options: BenchOptions) -> int:
+    """Run the chosen cases; tables and progress go to standard error, the JSON (if asked for) is standard output's last line."""
+    console = Console(stderr=True)
+    cases: list[Case] = []
+    with console.status("starting") as status:
+        for name in select(options):
+
+            def note(text: str) -> None:
+                status.update(text)
+                console.print(text, style="dim", highlight=False)
+
+            if name in COMPUTE_CASES:
+                note(f"{name}: measuring")
+                cases.append(run_compute_case(name, options.size))
+            else:
+                cases.append(run_transfer_case(name, options.size, options.rounds, note))
+    console.print(_table(cases))
+    if options.json:
+        machine = {"python": platform.python_version(), "machine": platform.machine(), "date": datetime.now(UTC).date().isoformat()}
+        print(json.dumps({"cases": [msgspec.to_builtins(case) for case in cases], **machine}))
+        sys.stdout.flush()
+    return 0

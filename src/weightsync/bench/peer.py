@@ -1,0 +1,94 @@
+"""One process of a benchmark: started by the parent, told what to do by lines of JSON, measured from inside."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from types import TracebackType
+from typing import Any, Self
+
+from weightsync.deadline import Deadline
+from weightsync.errors import PeerLost
+
+__all__ = ["Peer", "tensor_shapes"]
+
+
+class Peer:
+    """A child process that answers each line of JSON on its standard input by one on its standard output.
+
+    ``tell`` sends, ``hear`` waits for the answer; several peers work at the same time between the two. Leaving the context ends
+    the process, by force if need be.
+    """
+
+    def __init__(self, module: str, config: dict[str, Any], env: dict[str, str] | None = None) -> None:
+        self.name = f"{config['role']}-{config['rank']}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, json.dumps(config)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )
+        self._buffer = b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def tell(self, **command: object) -> None:
+        """Send one command. Raises :class:`~weightsync.errors.PeerLost` if the process has ended."""
+        if self._process.stdin is None:
+            raise PeerLost(f"{self.name} has no standard input")
+        try:
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise PeerLost(f"benchmark process {self.name} ended: {error}") from None
+
+    def hear(self, timeout: float = 120.0) -> dict[str, Any]:
+        """The next answer. Raises :class:`~weightsync.errors.PeerLost` or :class:`~weightsync.errors.DeadlineExceeded`."""
+        deadline = Deadline(timeout)
+        if self._process.stdout is None:
+            raise PeerLost(f"{self.name} has no standard output")
+        descriptor = self._process.stdout.fileno()
+        with selectors.DefaultSelector() as selector:
+            selector.register(descriptor, selectors.EVENT_READ)
+            while b"\n" not in self._buffer:
+                if not selector.select(deadline.remaining(f"waiting for benchmark process {self.name}")):
+                    continue
+                chunk = os.read(descriptor, 1 << 16)
+                if not chunk:
+                    raise PeerLost(f"benchmark process {self.name} ended with status {self._process.wait(5)}")
+                self._buffer += chunk
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def ask(self, timeout: float = 120.0, **command: object) -> dict[str, Any]:
+        """:meth:`tell`, then :meth:`hear`."""
+        self.tell(**command)
+        return self.hear(timeout)
+
+    def close(self) -> None:
+        """End the process: by closing its input, then by SIGKILL to its process group."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+        try:
+            self._process.wait(3)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(5)
+
+
+def tensor_shapes(size: int, tensors: int) -> list[tuple[str, tuple[int, int]]]:
+    """Names and shapes of ``tensors`` equal bfloat16 matrices that hold about ``size`` bytes together."""
+    columns = 1024 if size // tensors >= 1 << 20 else 256
+    rows = max(2, size // (tensors * 2 * columns))
+    return [(f"layers.{index}.weight", (rows, columns)) for index in range(tensors)]

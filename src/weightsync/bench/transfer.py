@@ -1,0 +1,145 @@
+"""Whole rounds between real processes, each beside the floor that was measured in the same run.
+
+A case is ``transport/delivery/tensors``. Trainer ranks hold FSDP shards (DTensors), engine ranks tensor-parallel halves; all
+bits change before every round. What is timed is ``Trainer.publish`` on the slowest rank: agree, place, pause, move, verify,
+commit, resume. The floor is what plain code would have to do with the same tensors and as many processes at the same time:
+
+* shared memory, direct: copy every shard once (trainer to shelf), and once more (shelf to parameter);
+* shared memory, streamed: the same with every engine rank taking the whole model, and a last copy by its loader;
+* TCP: the same tensors through one bare loopback socket for each pair, from where they are to memory of the same size.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from weightsync.bench.compute import Case
+from weightsync.bench.peer import Peer
+from weightsync.errors import RoundFailed
+from weightsync.service.server import BackgroundServer
+from weightsync.service.settings import ServerSettings
+
+__all__ = ["TRANSFER_CASES", "run_transfer_case"]
+
+_RANKS = 2
+
+TRANSFER_CASES = tuple(
+    f"{transport}/{delivery}/{tensors}"
+    for tensors in (300, 20000)
+    for transport in ("shared_memory", "tcp")
+    for delivery in ("direct", "streamed")
+)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _together(peers: Sequence[Peer], **command: object) -> list[Any]:
+    for peer in peers:
+        peer.tell(**command)
+    return [peer.hear()["answer"] for peer in peers]
+
+
+def _copy_floor(trainers: Sequence[Peer], engines: Sequence[Peer], streamed: bool) -> tuple[float, float]:
+    """Seconds of the whole floor, and of the part that must happen while the engine does not serve."""
+    place = max(_together(trainers, do="copy"))
+    take = max(_together(engines, do="copy"))
+    # Streamed: each engine rank takes the whole model (as many times its own part as there are ranks), then loads its part.
+    paused = take * (len(engines) + 1 if streamed else 1)
+    return place + paused, paused
+
+
+def _socket_floor(trainers: Sequence[Peer], engines: Sequence[Peer], streamed: bool) -> tuple[float, float]:
+    total = 0.0
+    for shift in range(len(engines) if streamed else 1):  # streamed: every engine rank gets every trainer rank's bytes
+        turned = [engines[(index + shift) % len(engines)] for index in range(len(engines))]
+        ports = [engine.ask(do="listen")["answer"] for engine in turned]
+        for engine in turned:
+            engine.tell(do="receive")
+        for trainer, port in zip(trainers, ports, strict=True):
+            trainer.tell(do="send", port=port)
+        sent = [trainer.hear()["answer"] for trainer in trainers]
+        total += max([*sent, *(engine.hear()["answer"] for engine in turned)])
+    return total, total
+
+
+def _peers(config: dict[str, Any], owned: ExitStack) -> tuple[list[Peer], list[Peer]]:
+    environment = {"OMP_NUM_THREADS": "1"}
+
+    def start(role: str) -> list[Peer]:
+        return [
+            owned.enter_context(Peer("weightsync.bench.rank", {**config, "role": role, "rank": rank, "world": _RANKS}, environment))
+            for rank in range(_RANKS)
+        ]
+
+    trainers, engines = start("trainer"), start("engine")
+    for peer in (*trainers, *engines):
+        peer.hear(timeout=180)
+    return trainers, engines
+
+
+def run_transfer_case(name: str, size: int, rounds: int, note: Callable[[str], None]) -> Case:
+    """Run one case of :data:`TRANSFER_CASES` with about ``size`` bytes. The first round (set-up) is not counted.
+
+    Raises :class:`~weightsync.errors.RoundFailed` if any round does not verify.
+    """
+    transport, delivery, tensors = name.split("/")
+    streamed, mapped = delivery == "streamed", transport == "shared_memory"
+    with ExitStack() as owned:
+        server = owned.enter_context(BackgroundServer(ServerSettings.load(port=0)))
+        config = {
+            "coordinator": server.url, "token": server.token, "rendezvous": f"tcp://127.0.0.1:{_free_port()}",
+            "transport": transport, "delivery": delivery, "size": size, "tensors": int(tensors),
+        }  # fmt: skip
+        note(f"{name}: starting {2 * _RANKS} processes")
+        trainers, engines = _peers(config, owned)
+        measured = list(_rounds(trainers, engines, rounds, streamed, mapped, lambda text: note(f"{name}: {text}")))
+    seconds = statistics.median(taken for taken, _, _ in measured)
+    floor_seconds = statistics.median(floor for _, (floor, _), _ in measured)
+    floor_paused = statistics.median(paused for _, (_, paused), _ in measured)
+    results = [result for _, _, result in measured]
+    pause_seconds = statistics.median(result["replicas"][0]["paused_seconds"] for result in results)
+    phases = {phase: statistics.median(row[phase] for row in map(_phases, results)) for phase in _phases(results[0])}
+    return Case(
+        name=name,
+        bytes=results[0]["nbytes"],
+        seconds=seconds,
+        floor="plain copies of the same tensors" if mapped else "bare loopback sockets",
+        floor_seconds=floor_seconds,
+        ratio=seconds / floor_seconds,
+        goal=None if streamed else 1.6 if int(tensors) > 300 else 1.3 if mapped else 1.5,
+        pause_seconds=pause_seconds,
+        pause_ratio=pause_seconds / floor_paused,
+        phases=phases,
+        rounds=rounds,
+    )
+
+
+def _phases(result: dict[str, Any]) -> dict[str, float]:
+    return {**result["phases"], **result["replicas"][0]["phases"]}
+
+
+def _rounds(
+    trainers: Sequence[Peer], engines: Sequence[Peer], rounds: int, streamed: bool, mapped: bool, note: Callable[[str], None]
+) -> Iterator[tuple[float, tuple[float, float], dict[str, Any]]]:
+    for number in range(rounds + 1):
+        _together(trainers, do="change", seed=number * 7919)
+        floor = (_copy_floor if mapped else _socket_floor)(trainers, engines, streamed)
+        answers = _together(trainers, do="publish", number=number)
+        result = answers[0]["result"]
+        if not result["ok"]:
+            raise RoundFailed(
+                f"a benchmark round failed: {result['error']}; {[replica['error'] for replica in result['replicas']]}"
+            )
+        seconds = max(answer["seconds"] for answer in answers)
+        label = "set-up" if number == 0 else f"round {number}"
+        note(f"{label}: {seconds * 1000:.0f} ms, floor {floor[0] * 1000:.0f} ms, {result['nbytes'] / seconds / 1e9:.2f} GB/s")
+        if number:
+            yield seconds, floor, result

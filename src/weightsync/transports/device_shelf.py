@@ -1,0 +1,174 @@
+"""Live memory of a trainer rank's GPU offered in place: the device's twin of a shelf. Nothing is copied.
+
+Where a shelf's bytes are the publication, here they are the parameters themselves: they hold a version from the end of
+:meth:`DeviceShelf.placing` until :meth:`DeviceShelf.withdraw` (or the next placing), and only then may the trainer change them.
+Version and sequence lie in a page of host memory that readers map, so a reader that was too slow finds out by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.errors import LayoutError, ProtocolError
+from weightsync.transports.cuda_driver import HANDLE_BYTES, Allocation, allocation_of, export_handle
+from weightsync.transports.shelf import HEADER_BYTES, Shelf
+
+__all__ = ["DeviceShelf", "Exported", "export_count", "this_process"]
+
+Int64 = npt.NDArray[np.int64]
+
+_EXPORTS_WORD = 16  # of the header page, behind what Header uses; in a cache line of its own
+
+
+_process = secrets.token_hex(16)
+
+
+def this_process() -> str:
+    """A name for this process that no other has: device memory is not mapped where it already is."""
+    return f"{_process}-{os.getpid()}"
+
+
+def export_count(page: npt.NDArray[np.uint8]) -> int:
+    """How often the owner of this header page has exported memory: a reader whose number is another must ask again."""
+    return int(page[:HEADER_BYTES].view(np.int64)[_EXPORTS_WORD])
+
+
+class Exported(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a reader must know to map the regions. ``columns`` is little-endian ``int64[3, regions]``: allocation, offset, bytes."""
+
+    process: str
+    device: int
+    count: int
+    layout_digest: str
+    handles: tuple[bytes, ...]
+    bases: tuple[int, ...]
+    """Addresses in the owner's process, which only a reader in that same process may use."""
+    sizes: tuple[int, ...]
+    columns: bytes
+
+    def regions(self) -> Int64:
+        """The columns, checked. Raises :class:`~weightsync.errors.ProtocolError` for a region outside its allocation."""
+        if len(self.columns) % 24 or not len(self.handles) == len(self.bases) == len(self.sizes):
+            raise ProtocolError("the owner described its device memory in columns of different lengths")
+        columns = np.frombuffer(self.columns, "<i8").astype(np.int64).reshape(3, -1)
+        number, offset, size = columns
+        if columns.size and (columns.min() < 0 or number.max() >= len(self.sizes)):
+            raise ProtocolError("the owner named device memory that it did not export")
+        if np.any(offset > np.array([*self.sizes, 0], np.int64)[number] - size) or any(
+            len(one) != HANDLE_BYTES for one in self.handles
+        ):
+            raise ProtocolError("the owner described a region that leaves its allocation, or a handle of the wrong length")
+        return columns
+
+
+class DeviceShelf:
+    """Regions of one GPU's memory, readable by other processes of this machine while they hold a version.
+
+    ``addresses()`` tells where the regions (of ``sizes`` bytes, those of the layout with digest ``layout_digest``) lie *now*; it
+    is asked at every placing, so that memory that was freed, moved or put on another allocation since is exported anew and
+    never read stale. Raises :class:`~weightsync.errors.TransportUnavailable` for memory that CUDA IPC cannot share, and
+    :class:`~weightsync.errors.StaleSource` for memory that is not allocated.
+
+    ::
+
+        with shelf.placing(7):
+            digests = ...           # readers find no version yet
+        ...                         # the round; the trainer stands still
+        shelf.withdraw()            # now it may step
+    """
+
+    def __init__(self, sizes: Sequence[int], layout_digest: str, addresses: Callable[[], Sequence[int]], device: int) -> None:
+        self.sizes = tuple(sizes)
+        self.layout_digest = layout_digest
+        self.device = device
+        self._addresses = addresses
+        self._cell = Shelf(0, layout_digest)
+        self._found: tuple[tuple[Allocation, ...], tuple[int, ...]] = ((), ())
+        try:
+            self.exported = self._export()
+        except BaseException:
+            self._cell.close()
+            raise
+
+    @property
+    def fd(self) -> int | None:
+        """The header page's file descriptor, owned by the shelf."""
+        return self._cell.fd
+
+    @property
+    def page(self) -> npt.NDArray[np.uint8]:
+        """The header page."""
+        return self._cell.memory
+
+    @property
+    def version(self) -> int:
+        """The version that readers find, or :data:`~weightsync.transports.shelf.EMPTY`."""
+        return self._cell.version
+
+    def _export(self) -> Exported:
+        """Look where the regions are, and make new handles if that is anywhere else than before."""
+        addresses = tuple(self._addresses())
+        if len(addresses) != len(self.sizes):
+            raise LayoutError(f"{len(addresses)} addresses for {len(self.sizes)} regions of device memory")
+        held: list[Allocation] = []
+        number = np.zeros(len(addresses), np.int64)
+        known: dict[int, int] = {}
+        spans: list[tuple[int, int]] = []
+        for index in np.argsort(np.array(addresses, np.int64), kind="stable").tolist():
+            address, size = addresses[index], self.sizes[index]
+            if not spans or not spans[-1][0] <= address < spans[-1][1]:
+                one = allocation_of(address, self.device)
+                spans.append((one.base, one.base + one.nbytes))
+                known[one.base] = len(held)
+                held.append(one)
+            if address + size > spans[-1][1]:
+                raise LayoutError(f"a region of {size:,} bytes at {address:#x} reaches past its allocation")
+            number[index] = known[spans[-1][0]]
+        found = (tuple(held), addresses)
+        if found == self._found:
+            return self.exported
+        handles = tuple(export_handle(one) for one in held)
+        offset = np.array(addresses, np.int64) - np.array([*(one.base for one in held), 0], np.int64)[number]
+        words = self.page.view(np.int64)
+        exported = Exported(
+            process=this_process(),
+            device=self.device,
+            count=int(words[_EXPORTS_WORD]) + 1,
+            layout_digest=self.layout_digest,
+            handles=handles,
+            bases=tuple(one.base for one in held),
+            sizes=tuple(one.nbytes for one in held),
+            columns=np.stack([number, offset, np.array(self.sizes, np.int64)]).astype("<i8").tobytes(),
+        )
+        self.exported = exported
+        self._found = found
+        words[_EXPORTS_WORD] = exported.count
+        return exported
+
+    @contextmanager
+    def placing(self, number: int) -> Iterator[None]:
+        """Publish the memory as it is after this block as version ``number``; within it, readers find no version.
+
+        Waits at its end for all work of this process on the device, so that readers see what was computed. An exception leaves
+        nothing published. Raises :class:`~weightsync.errors.VersionError` as a shelf does, and what the class says of memory.
+        """
+        with self._cell.placing(number):
+            self._export()
+            yield
+            torch.cuda.synchronize(self.device)
+
+    def withdraw(self) -> None:
+        """Say that the memory is about to change: a transfer that still runs ends with StaleSource at its reader."""
+        self._cell.header.invalidate()
+
+    def close(self) -> None:
+        """Withdraw and let go of the page. The device memory is its owner's business. Safe twice."""
+        self._cell.close()

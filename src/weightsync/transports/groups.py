@@ -1,0 +1,214 @@
+"""Process groups of their own: a trainer and engine ranks that share no default world, only an address, a port and a name.
+
+The rendezvous is that of the engines' disaggregated update: a TCP store at ``address:port`` whose master is rank 0 (the trainer),
+under a prefix named after the group. It pairs with ``init_custom_process_group`` as LMDeploy and SGLang have it: the keys in the
+store are theirs. The backend object is built directly, with no entry in ``torch.distributed``'s tables of groups: so it needs no
+default group, disturbs none, several may live side by side, and the private functions that changed their arguments between torch
+2.6 and 2.13 are not called.
+
+NCCL aborts a collective that runs. Gloo cannot: one that runs ends when a peer closes its end, or at its own deadline.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from weightsync.deadline import Deadline
+from weightsync.errors import ConfigurationError, DeadlineExceeded, PeerLost, TransportUnavailable, WeightSyncError
+
+__all__ = ["Backend", "Group", "Rendezvous", "init_custom_process_group", "reachable_address"]
+
+Backend = Literal["gloo", "nccl"]
+
+_FIRST_DEVICE = {"gloo": "cpu", "nccl": "cuda"}
+"""The device under whose prefix torch keeps a backend's keys, where one backend serves all devices of a group."""
+_ROOT = 0
+
+
+class Rendezvous:
+    """Rank 0's end of a rendezvous: a store that listens at once, before anybody is told where. ``port`` 0 takes a free one."""
+
+    def __init__(self, address: str, world_size: int, deadline: Deadline, port: int = 0) -> None:
+        self.address = address
+        try:
+            self.store = dist.TCPStore(
+                address,
+                port,
+                world_size,
+                is_master=True,
+                timeout=_patience(deadline, "opening a rendezvous"),
+                wait_for_workers=False,
+                multi_tenant=port != 0,
+            )
+        except RuntimeError as error:
+            raise TransportUnavailable(f"cannot listen for a process group at {address}:{port}: {_first_line(error)}") from error
+        self.port = int(self.store.port)
+
+
+class Group:
+    """A joined group. Rank 0 sends, the others receive; one caller at a time. After an error it is closed and of no more use."""
+
+    def __init__(self, name: str, backend: Backend, rank: int, world_size: int, process_group: Any, store: Any) -> None:  # noqa: ANN401
+        self.name, self.backend, self.rank, self.world_size = name, backend, rank, world_size
+        self._process_group, self._store = process_group, store
+        self._turn = threading.Lock()
+        self._closed = False
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], deadline: Deadline) -> None:
+        """Send (rank 0) or receive (others) the bytes of contiguous ``tensors``, one collective each, in order; returns when done.
+
+        Raises :class:`~weightsync.errors.DeadlineExceeded` or :class:`~weightsync.errors.PeerLost`, and closes the group.
+        """
+        what = f"a broadcast in group {self.name!r}"
+        if not self._turn.acquire(timeout=deadline.remaining(what)):
+            raise DeadlineExceeded(f"group {self.name!r} was busy for {deadline.seconds:g} s")
+        try:
+            process_group = self._process_group
+            if process_group is None or self._closed:
+                raise PeerLost(f"group {self.name!r} was destroyed")
+            works: list[Any] = []
+            try:
+                for tensor in tensors:
+                    options = dist.BroadcastOptions()
+                    options.rootRank, options.rootTensor = _ROOT, 0
+                    options.timeout = _patience(deadline, what)
+                    works.append(process_group.broadcast([_as_bytes(tensor)], options))
+                while works:
+                    works[0].wait(_patience(deadline, what))
+                    del works[0]
+            except (RuntimeError, WeightSyncError) as error:
+                self._closed = True
+                self._process_group = None
+                raise self._failure(error, deadline) from error
+            finally:
+                works.clear()  # a work that is kept would keep connections open
+                del process_group
+        finally:
+            self._turn.release()
+            if self._closed:
+                self._forget()
+
+    def _failure(self, error: Exception, deadline: Deadline) -> WeightSyncError:
+        if isinstance(error, WeightSyncError):
+            return error
+        text = _first_line(error)
+        if self._closed and "abort" in text.lower():
+            return PeerLost(f"group {self.name!r} was destroyed in the middle of a broadcast")
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            return DeadlineExceeded(f"a broadcast in group {self.name!r} did not finish within {deadline.seconds:g} s")
+        return PeerLost(f"a broadcast in group {self.name!r} (rank {self.rank} of {self.world_size}) failed: {text}")
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has been closed, or broke."""
+        return self._closed
+
+    def close(self) -> None:
+        """Leave: abort what runs where the backend can, and drop the connections, so that the others notice. Safe twice."""
+        self._closed = True
+        process_group = self._process_group
+        if process_group is not None and self.backend == "nccl":
+            process_group.abort()
+        del process_group
+        if self._turn.acquire(blocking=False):  # else whoever holds it forgets when the collective ends
+            try:
+                self._forget()
+            finally:
+                self._turn.release()
+
+    def _forget(self) -> None:
+        self._process_group = None
+        self._store = None
+
+
+def init_custom_process_group(
+    backend: Backend,
+    rank: int,
+    world_size: int,
+    name: str,
+    deadline: Deadline,
+    *,
+    address: str = "",
+    port: int = 0,
+    rendezvous: Rendezvous | None = None,
+    device: torch.device | None = None,
+) -> Group:
+    """Join group ``name`` as ``rank`` of ``world_size``; returns when all ranks have (gloo) or can (NCCL connects when first used).
+
+    Rank 0 gives its ``rendezvous``, the others its ``address`` and ``port``. ``device`` is the GPU that an NCCL rank uses.
+    Raises :class:`~weightsync.errors.TransportUnavailable` for a backend that is not there,
+    :class:`~weightsync.errors.ConfigurationError` for an impossible rank, :class:`~weightsync.errors.DeadlineExceeded`,
+    :class:`~weightsync.errors.PeerLost`.
+    """
+    if not 0 <= rank < world_size or (rank == _ROOT) != (rendezvous is not None):
+        raise ConfigurationError(f"rank {rank} of {world_size} in group {name!r}; rank 0, and only it, brings the rendezvous")
+    if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
+        raise TransportUnavailable("backend 'nccl' needs a CUDA device and a torch with NCCL; use backend 'gloo' here")
+    if backend == "gloo" and not dist.is_gloo_available():
+        raise TransportUnavailable("this torch was built without gloo")
+    what = f"joining group {name!r} as rank {rank} of {world_size}"
+    try:
+        if rendezvous is not None:
+            store: Any = rendezvous.store
+        else:
+            store = dist.TCPStore(address, port, world_size, is_master=False, timeout=_patience(deadline, what))
+        store.set_timeout(_patience(deadline, what))
+        # Three prefixes: the engines' own, then torch's for the group, then torch's for the device.
+        inner = dist.PrefixStore(f"{_FIRST_DEVICE[backend]}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+        made = _backend(backend, inner, rank, world_size, _patience(deadline, what), device)
+    except (RuntimeError, ValueError) as error:
+        text = _first_line(error)
+        slow = isinstance(error, dist.DistNetworkError) or "time" in text.lower()  # "timed out", "Timeout", "wait timeout after"
+        kind = DeadlineExceeded if slow else PeerLost
+        raise kind(f"{what} at {address or 'this process'}:{port or getattr(rendezvous, 'port', 0)} failed: {text}") from error
+    return Group(name, backend, rank, world_size, made, store)
+
+
+def _backend(  # the objects' types are private to torch
+    backend: Backend,
+    store: Any,  # noqa: ANN401
+    rank: int,
+    world_size: int,
+    patience: timedelta,
+    device: torch.device | None,
+) -> Any:  # noqa: ANN401
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(store, rank, world_size, patience)
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = False
+    options._timeout = patience
+    with torch.cuda.device(device):
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+def reachable_address(host: str, port: int) -> str:
+    """This machine's address as ``host`` would see it: that of the interface which leads there. Sends nothing."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise TransportUnavailable(f"no way to {host}: {error}") from error
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as ``uint8``: a broadcast moves bytes, and gloo knows fewer dtypes than torch."""
+    if not tensor.is_contiguous():
+        raise ConfigurationError(f"a tensor of strides {tensor.stride()} cannot be broadcast in place; make it contiguous")
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _patience(deadline: Deadline, what: str) -> timedelta:
+    return timedelta(seconds=max(deadline.remaining(what), 0.001))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:300] or type(error).__name__

@@ -1,0 +1,138 @@
+"""The owner's end of every socket transport: accept, authenticate, serve, and leave nothing behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+
+from weightsync.deadline import Deadline
+from weightsync.errors import WeightSyncError
+from weightsync.transports.frames import Channel
+from weightsync.transports.handshake import HELLO_SECONDS, greet_reader
+
+__all__ = ["Listener"]
+
+_MAX_READERS = 1024
+_MAX_STRANGERS = 32
+_BACKLOG = 128
+_RETRY_SECONDS = 0.2
+_log = logging.getLogger("weightsync.transports")
+_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+
+
+class Listener:
+    """Serves authenticated connections to ``sock``, a thread each, until closed.
+
+    ``serve`` runs in the connection's thread with a channel whose peer has proved to know ``key``; when it returns or raises
+    a weightsync error, the connection is closed. ``admit`` may refuse a connection before its first byte is read. At most 32
+    connections may be unproven at a time (a newer one pushes out the oldest) and 1,024 open.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        name: str,
+        key: bytes,
+        owner_id: bytes,
+        serve: Callable[[Channel], None],
+        admit: Callable[[socket.socket], bool] = lambda _: True,
+    ) -> None:
+        self._socket, self._name, self._key, self._owner_id = sock, name, key, owner_id
+        self._serve, self._admit = serve, admit
+        self._lock = threading.Lock()
+        self._closing = False
+        self._strangers: dict[Channel, None] = {}  # in order of arrival
+        self._channels: dict[Channel, threading.Thread] = {}
+        self._woken, self._waker = socket.socketpair()
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+        self._thread = threading.Thread(target=self._accept, name=f"weightsync-{name}-accept", daemon=True)
+        self._thread.start()
+        _listeners.add(self)
+
+    def _accept(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while True:
+                ready = [key.fileobj for key, _ in selector.select()]  # ended by close()
+                if self._woken in ready:
+                    return
+                try:
+                    sock, _ = self._socket.accept()
+                except (BlockingIOError, ConnectionError):
+                    continue
+                except OSError as error:
+                    # Out of descriptors: the connection stays in the backlog; wait for some to be closed, not in a busy loop.
+                    _log.warning("%s cannot accept a connection: %s", self._name, error)
+                    selector.unregister(self._socket)
+                    if selector.select(_RETRY_SECONDS):
+                        return
+                    selector.register(self._socket, selectors.EVENT_READ)
+                    continue
+                self._start(sock)
+
+    def _start(self, sock: socket.socket) -> None:
+        channel = Channel(sock, f"the reader at {self._name}")
+        thread = threading.Thread(target=self._run, args=(channel,), name=f"weightsync-{self._name}-serve", daemon=True)
+        with self._lock:
+            if self._closing or len(self._channels) >= _MAX_READERS or not self._admit(sock):
+                channel.close()
+                return
+            if len(self._strangers) >= _MAX_STRANGERS:
+                next(iter(self._strangers)).abort()
+            self._strangers[channel] = None
+            self._channels[channel] = thread
+            thread.start()
+
+    def _run(self, channel: Channel) -> None:
+        try:
+            greet_reader(channel, self._key, self._owner_id, Deadline(HELLO_SECONDS))
+            with self._lock:
+                self._strangers.pop(channel, None)
+            self._serve(channel)
+        except WeightSyncError as error:
+            _log.debug("%s: a connection ended: %s", self._name, error)
+        finally:
+            with self._lock:
+                self._strangers.pop(channel, None)
+                self._channels.pop(channel, None)
+                channel.close()
+
+    def close(self) -> None:
+        """End every connection and thread. Safe twice, and from any thread but the listener's own."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            running = dict(self._channels)
+            for channel in running:
+                channel.abort()
+        self._waker.send(b"\0")
+        self._thread.join()
+        for thread in running.values():
+            thread.join()
+        for sock in (self._socket, self._woken, self._waker):
+            sock.close()
+
+    def forget(self) -> None:
+        """Close this process's descriptors without a word to the peers; for a forked child, which has none of the threads."""
+        for sock in (self._socket, self._woken, self._waker, *(channel.socket for channel in self._channels)):
+            with suppress(OSError):
+                os.close(sock.detach())
+
+
+def _forked() -> None:
+    # A child that held the sockets would keep readers waiting for a trainer that died.
+    for listener in list(_listeners):
+        listener.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,117 @@
+"""The owner's half of a carried transfer: remember what a reader wants, and stream it from the shelf."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.deadline import Deadline
+from weightsync.errors import ProtocolError, StaleSource, TransportError, to_wire
+from weightsync.tensors.copies import check_tiles, gather_tiles
+from weightsync.tensors.tiles import Tiles
+from weightsync.transports.frames import DATA, END, Channel, FrameHeader
+from weightsync.transports.requests import MAX_GROUPS, REQUEST_BYTES, Fail, Ready, Start, Want, ask, next_control
+from weightsync.transports.runs import FRAME_BYTES, MAX_FRAME_BYTES, MAX_TILES, Window
+from weightsync.transports.shelf import Shelf
+
+__all__ = ["Sender"]
+
+_IDLE_SECONDS = 3600.0  # a reader that says nothing for so long is cut off; it connects again when it has something to say
+_LONGEST_SECONDS = 3600.0
+_ANSWER_SECONDS = 10.0
+
+
+class Sender:
+    """Serves one authenticated reader of ``shelf`` until it goes away. Holds at most one bucket of 2 MiB."""
+
+    def __init__(self, shelf: Shelf, channel: Channel) -> None:
+        self._channel = channel
+        self._layout_digest = shelf.layout_digest
+        self._header = shelf.header  # with the payload, keeps the memory mapped whatever happens to the shelf
+        self._payload = shelf.payload
+        self._window = Window(0, memoryview(self._payload.data).toreadonly())
+        self._addresses = (shelf.address,)
+        self._tiles = Tiles.empty()
+        self._frames: npt.NDArray[np.int64] = np.empty((0, 5), np.int64)
+        self._views: dict[int, list[memoryview] | None] = {}
+        self._bucket: npt.NDArray[np.uint8] | None = None
+
+    def run(self) -> None:
+        """Answer requests. Raises what ends the connection."""
+        while True:
+            request = next_control(self._channel, REQUEST_BYTES, Deadline(_IDLE_SECONDS))
+            try:
+                if isinstance(request, Want):
+                    self._remember(request)
+                    answer: Ready | Fail = Ready()
+                elif isinstance(request, Start):
+                    self._stream(request.version, Deadline(min(max(request.seconds, 1e-3), _LONGEST_SECONDS)))
+                    continue
+                else:
+                    raise ProtocolError(f"a reader does not say {type(request).__name__}")
+            except (StaleSource, ProtocolError) as error:
+                answer = Fail(*to_wire(error))
+            ask(self._channel, answer, Deadline(_ANSWER_SECONDS))
+
+    def _remember(self, want: Want) -> None:
+        self._frames, self._views = np.empty((0, 5), np.int64), {}
+        if want.layout_digest != self._layout_digest:
+            raise StaleSource(f"this trainer rank has layout {self._layout_digest}, but the plan was made for {want.layout_digest}")
+        if len(want.counts) % 8 or len(want.tiles) % 40 or len(want.tiles) // 40 > MAX_TILES or len(want.counts) // 8 > MAX_GROUPS:
+            raise ProtocolError("the table of wanted tiles is too long or cut off")
+        counts = np.frombuffer(want.counts, "<i8").astype(np.int64)
+        table = np.frombuffer(want.tiles, "<i8").astype(np.int64).reshape(-1, 5)
+        if np.any((counts < 0) | (counts > MAX_TILES)) or int(counts.sum()) != len(table):
+            raise ProtocolError("the groups of wanted tiles do not add up to the table")
+        if np.any((table[:, 0] < 0) | (table[:, 0] > 0)):
+            raise ProtocolError("a copy table names a memory region that does not exist")
+        nowhere = np.zeros(len(table), np.int64)
+        region, source, stride, rows, row_bytes = (np.ascontiguousarray(column) for column in table.T)
+        tiles = Tiles(region.astype(np.int32), source, stride, nowhere, nowhere, rows, row_bytes)
+        check_tiles(tiles, (len(self._payload),))
+        sizes = rows * row_bytes
+        if np.any(sizes > FRAME_BYTES):
+            raise ProtocolError(f"a wanted tile has more than {FRAME_BYTES} bytes")
+        self._tiles, self._frames = tiles, _frames_of(counts, sizes)
+
+    def _stream(self, version: int, deadline: Deadline) -> None:
+        stamp = self._header.require(version)
+        channel = self._channel
+        for sequence, (group, offset, first, last, nbytes) in enumerate(self._frames.tolist()):
+            self._header.require_unchanged(stamp)
+            header = FrameHeader(DATA, sequence, version, group, first - offset, last - offset, nbytes).pack()
+            channel.send([header, *self._buffers(sequence, first, last, nbytes)], deadline)
+        # Whatever was overwritten since it was sent is caught here at the latest: a reader believes nothing before the end.
+        self._header.require_unchanged(stamp)
+        channel.send([FrameHeader(END, len(self._frames), version).pack()], deadline)
+
+    def _buffers(self, sequence: int, first: int, last: int, nbytes: int) -> list[memoryview]:
+        if sequence not in self._views:
+            tiles, part = self._tiles, slice(first, last)
+            self._views[sequence] = self._window.views(
+                tiles.source[part], tiles.source_stride[part], tiles.rows[part], tiles.row_bytes[part]
+            )
+        views = self._views[sequence]
+        if views is not None:
+            return views
+        if self._bucket is None:
+            self._bucket = np.empty(MAX_FRAME_BYTES, np.uint8)
+        if gather_tiles(self._tiles, self._addresses, int(self._bucket.ctypes.data), first, last) != nbytes:
+            raise TransportError("tiles were packed to another size than they have")
+        return [memoryview(self._bucket.data)[:nbytes]]
+
+
+def _frames_of(counts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Frames in order, ``int64[frames, 5]``: group, index of the group's first tile, first tile, one past the last, bytes."""
+    if not len(sizes):
+        return np.empty((0, 5), np.int64)
+    group = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+    group_first = np.cumsum(counts) - counts
+    ends = np.cumsum(sizes)
+    before = (ends - sizes)[np.minimum(group_first, len(sizes) - 1)]  # bytes ahead of each group; unused for empty ones
+    part = (ends - sizes - before[group]) // FRAME_BYTES
+    first = np.concatenate(([0], np.flatnonzero((np.diff(group) != 0) | (np.diff(part) != 0)) + 1))
+    last = np.append(first[1:], len(sizes))
+    nbytes = ends[last - 1] - (ends - sizes)[first]
+    frames: npt.NDArray[np.int64] = np.stack([group[first], group_first[group[first]], first, last, nbytes], axis=1)
+    return frames

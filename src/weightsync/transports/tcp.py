@@ -1,0 +1,164 @@
+"""Scheme ``tcp``: the owner sends what the reader asked for over one connection. IPv4 and IPv6.
+
+Data is authenticated by its connection (:mod:`weightsync.transports.handshake`) and not encrypted: use it where the network
+between hosts is trusted, or bind it to the address of a private one.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import socket
+from collections.abc import Callable
+
+from weightsync.deadline import Deadline
+from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, PeerLost, ProtocolError
+from weightsync.messages import Host, Offer
+from weightsync.transports.frames import Channel
+from weightsync.transports.handshake import ID_BYTES, check_key, greet_owner
+from weightsync.transports.listener import Listener
+from weightsync.transports.receiving import CarriedSource
+from weightsync.transports.sending import Sender
+from weightsync.transports.shelf import Shelf
+
+__all__ = ["Tcp", "TcpOwner"]
+
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a host that vanished is noticed within a minute
+
+
+def _tune(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _parse(address: str) -> tuple[str, int, bytes]:
+    where, _, owner_id = address.rpartition("/")
+    host, _, port = where.rpartition(":")
+    try:
+        found = host.removeprefix("[").removesuffix("]"), int(port), bytes.fromhex(owner_id)
+    except ValueError:
+        found = "", 0, b""
+    if not found[0] or not 0 < found[1] < 1 << 16 or len(found[2]) != ID_BYTES:
+        raise ProtocolError(f"{address!r} is not the address of a tcp owner (host:port/id)")
+    return found
+
+
+class TcpOwner:
+    """Listens on one address and serves each authenticated reader in a thread."""
+
+    def __init__(self, shelf: Shelf, key: bytes, here: Host, bind: str, port: int, advertise: str | None) -> None:
+        self._shelf = shelf
+        owner_id = secrets.token_bytes(ID_BYTES)
+        try:
+            family, kind, _, _, where = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        except socket.gaierror as error:
+            raise ConfigurationError(f"tcp transport: {bind!r} is not an address of this host: {error}") from error
+        sock = socket.socket(family, kind)
+        try:
+            if port:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind(where)
+            except OSError as error:
+                raise ConfigurationError(f"tcp transport: cannot listen on {bind} port {port}: {error.strerror}") from error
+            bound, actual = sock.getsockname()[:2]
+            shown = advertise or bound
+            if not advertise and ipaddress.ip_address(bound.partition("%")[0]).is_unspecified:
+                raise ConfigurationError(
+                    f"tcp transport: bound to every address ({bind}); say which one readers use: advertise=..."
+                )
+            host = f"[{shown}]" if ":" in shown else shown
+            self._offer = Offer(scheme=Tcp.name, address=f"{host}:{actual}/{owner_id.hex()}", host=here)
+            self._listener = Listener(sock, "tcp", check_key(key), owner_id, self._serve)
+        except BaseException:
+            sock.close()
+            raise
+
+    @property
+    def offer(self) -> Offer:
+        """See :class:`weightsync.transports.base.Owner`."""
+        return self._offer
+
+    def _serve(self, channel: Channel) -> None:
+        _tune(channel.socket)
+        Sender(self._shelf, channel).run()
+
+    def close(self) -> None:
+        """See :class:`weightsync.transports.base.Owner`."""
+        self._listener.close()
+
+
+class Tcp:
+    """The scheme ``tcp``. ``bind`` is the address to listen on, ``port`` 0 for any, ``advertise`` what readers are told instead."""
+
+    name = "tcp"
+
+    def __init__(self, bind: str = "127.0.0.1", port: int = 0, advertise: str | None = None) -> None:
+        self._bind, self._port, self._advertise = bind, port, advertise
+
+    def unavailable(self) -> str | None:
+        """See :class:`weightsync.transports.base.Scheme`."""
+        return None
+
+    def reaches(self, offer: Offer, here: Host) -> bool:
+        """See :class:`weightsync.transports.base.Scheme`; a loopback address only reaches its own host."""
+        try:
+            host, _, _ = _parse(offer.address)
+        except ProtocolError:
+            return False
+        return offer.host.name == here.name or not _is_loopback(host)
+
+    def serve(self, shelf: Shelf, key: bytes, here: Host) -> TcpOwner:
+        """See :class:`weightsync.transports.base.Scheme`."""
+        return TcpOwner(shelf, key, here, self._bind, self._port, self._advertise)
+
+    def connect(self, offer: Offer, key: bytes, deadline: Deadline) -> CarriedSource:
+        """See :class:`weightsync.transports.base.Scheme`."""
+        host, port, owner_id = _parse(offer.address)
+
+        def dial(adopt: Callable[[Channel], None], deadline: Deadline) -> Channel:
+            channel = _open(host, port, adopt, deadline)
+            greet_owner(channel, key, owner_id, deadline)
+            return channel
+
+        return CarriedSource(dial, deadline)
+
+
+def _open(host: str, port: int, adopt: Callable[[Channel], None], deadline: Deadline) -> Channel:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise PeerLost(f"the trainer rank's host {host} cannot be found: {error}") from error
+    reasons = []
+    for family, kind, _, _, where in found:
+        channel = Channel(socket.socket(family, kind), f"the trainer rank at {host} port {port}")
+        try:
+            adopt(channel)
+            _tune(channel.socket)
+            channel.socket.settimeout(deadline.remaining(f"connecting to {channel.peer}"))
+            channel.socket.connect(where)
+            channel.socket.settimeout(None)
+        except TimeoutError:
+            channel.close()
+            raise DeadlineExceeded(f"{channel.peer} did not accept a connection within {deadline.seconds:g} s") from None
+        except OSError as error:
+            channel.close()
+            if channel.aborted:
+                raise Aborted(f"connecting to {channel.peer} was aborted") from None
+            reasons.append(str(error))
+        except BaseException:
+            channel.close()
+            raise
+        else:
+            return channel
+    raise PeerLost(f"nobody answers at {host} port {port}: {'; '.join(reasons)}")

@@ -1,0 +1,130 @@
+"""What every test may use: a printed seed, a check that nothing leaks, markers that skip with a reason, no stray processes."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import secrets
+import signal
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, several processes: more threads only fight
+
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, database=None)
+hypothesis.settings.register_profile("dev", deadline=None, print_blob=True)
+_PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
+hypothesis.settings.load_profile(_PROFILE)
+
+_SEED = int(os.environ.get("WEIGHTSYNC_TEST_SEED") or secrets.randbelow(1 << 32))
+_GRACE = 5.0
+# Direct children that live as long as this process on purpose, and end with it. What they start is looked at all the same.
+_LASTING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "weightsync.transports.contract_owner")
+
+_strays = pytest.StashKey[list[str]]()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    drawn = config.getoption("--hypothesis-seed", default=None)
+    hypothesis_seed = "derandomized" if _PROFILE == "ci" else drawn if drawn is not None else "drawn (a failure prints its blob)"
+    return f"weightsync: WEIGHTSYNC_TEST_SEED={_SEED}, HYPOTHESIS_PROFILE={_PROFILE}, hypothesis seed {hypothesis_seed}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if any(item.get_closest_marker("gpu") for item in items):
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in items:
+                if item.get_closest_marker("gpu"):
+                    item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch finds none here"))
+    if importlib.util.find_spec("vllm") is None:
+        for item in items:
+            if item.get_closest_marker("vllm"):
+                item.add_marker(pytest.mark.skip(reason="needs vLLM, which is not installed here"))
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """This test's seed: drawn once a session (``WEIGHTSYNC_TEST_SEED`` repeats it), different in every test, printed."""
+    value = _SEED ^ zlib.crc32(request.node.nodeid.encode())
+    print(f"seed {value} (WEIGHTSYNC_TEST_SEED={_SEED})")
+    return value
+
+
+def _children(parent: int) -> dict[int, str]:
+    """Living descendants of ``parent``: process id to command line."""
+    below: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it ended meanwhile
+            continue
+        if fields[0] != "Z":
+            below.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found: dict[int, str] = {}
+    todo = [parent]
+    while todo:
+        above = todo.pop()
+        for pid in below.get(above, []):
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            except OSError:
+                continue
+            todo.append(pid)
+            if above != parent or not any(name in command for name in _LASTING):
+                found[pid] = command
+    return found
+
+
+def _held() -> set[str]:
+    """What this process holds that a test could forget: threads, file descriptors, children, named shared memory."""
+    held = {f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate() if thread.is_alive()}
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            held.add(f"file descriptor {link.name} -> {os.readlink(link)}")
+        except OSError:  # the one that lists this folder
+            continue
+    held |= {f"child process {pid}: {command}" for pid, command in _children(os.getpid()).items()}
+    if Path("/dev/shm").is_dir():
+        held |= {f"shared memory {path}" for path in Path("/dev/shm").iterdir() if path.name.startswith("weightsync")}
+    return held
+
+
+@pytest.fixture
+def no_leaks() -> Iterator[None]:
+    """Fail the test if it leaves a thread, file descriptor, child process or shared memory that was not there before."""
+    gc.collect()
+    before = _held()
+    yield
+    until = time.monotonic() + _GRACE
+    pause = threading.Event()
+    while (left := _held() - before) and time.monotonic() < until:
+        gc.collect()
+        pause.wait(0.02)
+    if left:
+        pytest.fail("left behind:\n  " + "\n  ".join(sorted(left)), pytrace=False)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    strays = _children(os.getpid())
+    for pid in strays:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    session.config.stash[_strays] = [f"{pid}: {command}" for pid, command in strays.items()]
+    if strays and session.exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for line in config.stash.get(_strays, []):
+        terminalreporter.write_line(f"stray process killed, so this run fails: {line}", red=True)

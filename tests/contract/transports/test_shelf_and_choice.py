@@ -1,0 +1,123 @@
+"""The shelf's lock and limits; strangers at an owner's socket; finding and choosing schemes."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import mmap
+import socket
+import time
+
+import pytest
+
+from weightsync.deadline import Deadline
+from weightsync.errors import ConfigurationError, SharedMemoryTooSmall, StaleSource, TransportUnavailable, VersionError
+from weightsync.messages import Host, Offer
+from weightsync.tensors.tiles import Tiles
+from weightsync.transports import memory
+from weightsync.transports.choice import choose
+from weightsync.transports.contract_suite import nothing_left
+from weightsync.transports.host import this_host
+from weightsync.transports.registry import known, scheme
+from weightsync.transports.shelf import EMPTY, Shelf
+from weightsync.transports.tcp import Tcp
+
+__all__ = ["nothing_left"]
+
+KEY = b"0123456789abcdef"
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+def test_placing_hides_the_version_until_it_succeeded() -> None:
+    with Shelf(100, "d") as shelf:
+        assert shelf.version == EMPTY
+        with shelf.placing(3):
+            assert shelf.version == EMPTY
+        assert shelf.version == 3
+        stamp = shelf.header.require(3)
+        with pytest.raises(ZeroDivisionError), shelf.placing(4):
+            raise ZeroDivisionError
+        assert shelf.version == EMPTY
+        with shelf.placing(3):
+            pass
+        with pytest.raises(StaleSource):
+            shelf.header.require_unchanged(stamp)
+        with pytest.raises(VersionError), shelf.placing(-1):
+            pass
+
+
+def test_views_outlive_the_shelf() -> None:
+    shelf = Shelf(1 << 16, "d")
+    view = shelf.payload
+    view[:] = 7
+    shelf.close()
+    shelf.close()
+    assert int(view.sum()) == 7 << 16
+    del view
+    gc.collect()
+
+
+def test_nobody_can_write_or_shrink_a_shelf_through_its_descriptor() -> None:
+    with Shelf(1 << 16, "d") as shelf:
+        assert shelf.fd is not None
+        assert fcntl.fcntl(shelf.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        with pytest.raises(PermissionError):
+            mmap.mmap(shelf.fd, 4096)
+
+
+def test_too_little_memory_is_an_error_that_says_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SharedMemoryTooSmall, match="1,125,899,906,84"):
+        Shelf(1 << 50, "d")
+    monkeypatch.setattr(memory, "available_bytes", lambda: None)
+    with pytest.raises(SharedMemoryTooSmall):
+        Shelf(1 << 60, "d")
+
+
+def test_garbage_and_silence_at_the_socket_harm_nobody() -> None:
+    here = this_host()
+    with Shelf(64, "d") as shelf:
+        owner = Tcp().serve(shelf, KEY, here)
+        port = int(owner.offer.address.rpartition("/")[0].rpartition(":")[2])
+        strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(60)]
+        try:
+            strangers[0].sendall(b"GET / HTTP/1.1\r\nHost: x\r\nAccept: everything that there is\r\n\r\n")
+            with shelf.placing(1):
+                pass
+            source = Tcp().connect(owner.offer, KEY, Deadline(5))
+            source.prepare([Tiles.empty()], "d", Deadline(5))
+            source.begin(1, Deadline(5))
+            source.end(Deadline(5))
+            source.close()
+        finally:
+            started = time.monotonic()
+            owner.close()
+            assert time.monotonic() - started < 2
+            for stranger in strangers:
+                stranger.close()
+
+
+def test_a_wildcard_bind_needs_an_address_to_tell() -> None:
+    with Shelf(64, "d") as shelf:
+        with pytest.raises(ConfigurationError, match="advertise"):
+            Tcp(bind="0.0.0.0").serve(shelf, KEY, this_host())
+        with pytest.raises(ConfigurationError, match="run key"):
+            Tcp().serve(shelf, b"short", this_host())
+
+
+def test_unknown_schemes_are_named_with_the_known() -> None:
+    assert known()[:3] == ("inproc", "shared_memory", "tcp")
+    with pytest.raises(ConfigurationError, match="inproc, shared_memory, tcp"):
+        scheme("pigeon")
+
+
+def test_the_fastest_way_that_reaches_is_chosen() -> None:
+    here = this_host()
+    far = Host(name="far", memory="far")
+    shared = Offer("shared_memory", "weightsync-" + "0" * 32, here)
+    near_tcp = Offer("tcp", "127.0.0.1:80/" + "0" * 32, here)
+    far_tcp = Offer("tcp", "10.0.0.1:80/" + "0" * 32, far)
+    assert choose([near_tcp, shared], None, here) == [shared, near_tcp]
+    assert choose([near_tcp, shared], ["tcp"], here) == [near_tcp]
+    assert choose([far_tcp, Offer("shared_memory", shared.address, far)], None, here) == [far_tcp]
+    with pytest.raises(TransportUnavailable, match="pigeon"):
+        choose([Offer("pigeon", "", far), Offer("tcp", "127.0.0.1:80/" + "0" * 32, far)], None, here)

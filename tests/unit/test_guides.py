@@ -1,0 +1,201 @@
+"""Holds the guides to what they say: their code is taken from the pages, run, and must do its job."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import weightsync
+from weightsync.errors import DeadlineExceeded
+from weightsync.model import Version
+from weightsync.service import app, settings
+from weightsync.transports import registry
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+KEY = b"k" * 32
+NBYTES = 4096
+
+
+def _run(page: str) -> dict[str, Any]:
+    """Execute the ``python`` blocks of a page in order, in one namespace; those marked ``notest`` are left out."""
+    text = (DOCS / page).read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert blocks, f"{page} has no code"
+    # Annotations as text in every block, as in a file: one block's future import would not reach the next.
+    source = "from __future__ import annotations\n" + "\n".join(
+        block.replace("from __future__ import annotations\n", "") for block in blocks
+    )
+    namespace: dict[str, Any] = {"__name__": f"guide_{Path(page).stem.replace('-', '_')}"}
+    exec(compile(source, page, "exec", dont_inherit=True), namespace)
+    return namespace
+
+
+def _checkpoint(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"{part}_proj.weight": torch.randn(8, 8, generator=generator) for part in "qkvo"}
+
+
+def _version(number: int) -> Version:
+    return Version(run="guide", number=number, manifest="0" * 32, digest="0" * 16)
+
+
+def _reference(checkpoint: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    q, k, v, o = (checkpoint[f"{part}_proj.weight"] for part in "qkvo")
+    return o @ (torch.softmax((q @ x) * (k @ x), 0) * (v @ x))
+
+
+@pytest.fixture(scope="module")
+def adapter_guide() -> dict[str, Any]:
+    return _run("guides/write-an-engine-adapter.md")
+
+
+@pytest.mark.parametrize("delivery", ["streamed", "direct"])
+def test_adapter_guide_engine_computes_with_the_new_weights_after_each_round(adapter_guide: dict[str, Any], delivery: str) -> None:
+    engine = adapter_guide["TinyEngine"]()
+    adapter = adapter_guide["TinyAdapter" if delivery == "streamed" else "DirectTinyAdapter"](engine)
+    assert [spec.name for spec in adapter.manifest()] == sorted(_checkpoint(0))
+    x = torch.arange(8.0) / 8
+    for number in (1, 2):
+        checkpoint = _checkpoint(number)
+        engine.prefix_cache[number] = torch.ones(1)
+        adapter.pause("abort", 1.0)
+        assert not engine.version
+        if delivery == "streamed":
+            assert adapter.shards() is None
+            for item in checkpoint.items():  # one bucket each
+                adapter.load(iter([item]))
+        else:
+            for shard in adapter.shards():
+                shard.tensor.copy_(checkpoint[shard.name])
+        adapter.finish(_version(number))
+        assert adapter.flush() is True
+        assert not engine.prefix_cache
+        adapter.resume()
+        assert engine.version == f"guide@{number}"
+        torch.testing.assert_close(engine.step(x), _reference(checkpoint, x))
+
+
+def test_adapter_guide_pause_waits_for_the_step_and_may_be_repeated(adapter_guide: dict[str, Any]) -> None:
+    engine = adapter_guide["TinyEngine"]()
+    adapter = adapter_guide["TinyAdapter"](engine)
+    with engine.step_lock, pytest.raises(DeadlineExceeded):
+        adapter.pause("wait", 0.05)
+    adapter.pause("wait", 1.0)
+    adapter.pause("wait", 1.0)
+    assert not engine.step_lock.acquire(blocking=False)
+    adapter.resume()
+    assert engine.step_lock.acquire(blocking=False)
+
+
+def test_adapter_guide_unknown_name_raises(adapter_guide: dict[str, Any]) -> None:
+    adapter = adapter_guide["TinyAdapter"](adapter_guide["TinyEngine"]())
+    with pytest.raises(KeyError):
+        adapter.load(iter([("nonsense", torch.ones(1))]))
+
+
+@pytest.mark.parametrize("delivery", ["streamed", "direct"])
+def test_adapter_guide_engine_takes_part_in_real_rounds(adapter_guide: dict[str, Any], delivery: str, no_leaks: None) -> None:
+    tiny = adapter_guide["TinyEngine"]()
+    adapter = adapter_guide["TinyAdapter" if delivery == "streamed" else "DirectTinyAdapter"](tiny)
+    state = {name: torch.empty_like(tensor) for name, tensor in _checkpoint(0).items()}
+    x = torch.arange(8.0) / 8
+    with weightsync.Trainer(state, transports=["inproc"]) as trainer:
+        environment = trainer.environment
+        where, token = environment["WEIGHTSYNC_COORDINATOR"], environment["WEIGHTSYNC_TOKEN"]
+        with weightsync.Engine(adapter, replica="tiny-0", coordinator=where, token=token) as engine:
+            for number in (1, 2):
+                for name, tensor in _checkpoint(number).items():
+                    state[name].copy_(tensor)
+                result = trainer.publish(number, timeout=30)
+                assert [(one.name, one.state, one.version, one.delivery) for one in result.replicas] == [
+                    ("tiny-0", "loaded", number, delivery)
+                ]
+                assert engine.serving == result.version
+                assert tiny.version == str(result.version)
+                torch.testing.assert_close(tiny.step(x), _reference(_checkpoint(number), x))
+
+
+@pytest.fixture(scope="module")
+def transport_guide() -> Iterator[dict[str, Any]]:
+    before = dict(registry._made)
+    yield _run("guides/write-a-transport.md")
+    registry._made.clear()
+    registry._made.update(before)
+
+
+def test_transport_guide_carries_real_rounds(transport_guide: dict[str, Any], no_leaks: None) -> None:
+    source, target = torch.nn.Linear(64, 32), torch.nn.Linear(64, 32)
+    adapter = weightsync.ModuleAdapter(target)
+    with weightsync.Trainer(source, transports=["unix"]) as trainer:
+        environment = trainer.environment
+        where, token = environment["WEIGHTSYNC_COORDINATOR"], environment["WEIGHTSYNC_TOKEN"]
+        with weightsync.Engine(adapter, replica="module-0", coordinator=where, token=token, transports=["unix"]):
+            for number in (1, 2):
+                with torch.no_grad():
+                    source.weight.add_(1)
+                result = trainer.publish(number, timeout=30)
+                assert [(one.state, one.transports) for one in result.replicas] == [("loaded", ("unix",))]
+                with adapter.in_use() as version:
+                    assert version == result.version
+                    assert torch.equal(target.weight, source.weight)
+                    assert torch.equal(target.bias, source.bias)
+
+
+def test_coordinator_guide_names_settings_that_exist() -> None:
+    named = set(re.findall(r"WEIGHTSYNC_([A-Z_]+)", (DOCS / "guides/coordinator.md").read_text()))
+    kinds = (settings.ServerSettings, settings.ClientSettings)
+    known = {field.name.upper() for kind in kinds for field in msgspec.structs.fields(kind)} | {"TOKEN_FILE"}
+    assert named
+    assert named <= known
+
+
+def test_coordinator_guide_lists_every_route() -> None:
+    listed = set(re.findall(r"^\| `(GET|POST) (/\S*)`", (DOCS / "guides/coordinator.md").read_text(), re.MULTILINE))
+    assert listed == {(operation.method.upper(), operation.path) for operation in app.OPERATIONS}
+
+
+def _pages() -> list[Path]:
+    root = DOCS.parent
+    return [*sorted(DOCS.rglob("*.md")), *sorted(root.glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", _pages(), ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\((?!https?:)([^)#]*)(?:#[^)]*)?\)", text):
+        assert not target or (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", _pages(), ids=lambda page: page.name)
+def test_code_is_python(page: Path) -> None:
+    for block in re.findall(r"^```python.*?\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        compile(block, page.name, "exec", dont_inherit=True)
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", _pages(), ids=lambda page: page.name)
+def test_anchors_exist(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text()):
+        headings = re.findall(r"^#+ (.*)$", ((page.parent / target) if target else page).read_text(), re.MULTILINE)
+        assert anchor in map(_anchor, headings), f"{page.name} links to {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", _pages(), ids=lambda page: page.name)
+def test_every_test_that_a_page_names_exists(page: Path) -> None:
+    for named in re.findall(r"`(?:tests/[\w/]*/)?(test_\w+\.py)`", page.read_text()):
+        assert list((DOCS.parent / "tests").rglob(named)), f"{page.name} names {named}"
+
+
+@pytest.mark.parametrize("page", _pages(), ids=lambda page: page.name)
+def test_every_public_name_on_a_page_exists(page: Path) -> None:
+    named = set(re.findall(r"\bweightsync\.([A-Z]\w+|manifest_of|shards?_of|shard)\b", page.read_text()))
+    assert named <= set(weightsync.__all__), named - set(weightsync.__all__)

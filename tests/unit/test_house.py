@@ -1,0 +1,292 @@
+"""Holds the house rules: public names, what an import may cost, constructs that never appear, documented errors, small files."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import weightsync
+from weightsync import errors
+from weightsync.service import problems
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src" / "weightsync"
+FILES = sorted(SOURCE.rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+SHIPPED_TESTS = sorted(SOURCE.rglob("contract_*.py"))  # a third party inherits these; they assert, as tests do
+MAX_LINES = 450
+MAX_TEST_LINES = 600
+
+PUBLIC = [
+    "Aborted",
+    "AuthenticationError",
+    "Box",
+    "ConfigurationError",
+    "CoordinatorUnreachable",
+    "DeadlineExceeded",
+    "Engine",
+    "EngineAdapter",
+    "Layout",
+    "LayoutError",
+    "LoadError",
+    "Manifest",
+    "ManifestMismatch",
+    "MembershipError",
+    "ModuleAdapter",
+    "PeerLost",
+    "PlanMismatch",
+    "ProtocolError",
+    "RoundFailed",
+    "Shard",
+    "SharedMemoryTooSmall",
+    "StaleSource",
+    "TensorSpec",
+    "Trainer",
+    "TransportError",
+    "TransportUnavailable",
+    "VerificationError",
+    "Version",
+    "VersionError",
+    "WeightSyncError",
+    "__version__",
+    "manifest_of",
+    "shard",
+    "shards_of",
+]
+
+FORBIDDEN_IMPORTS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+OPTIONAL = {"triton", "vllm"}  # where a module may need more than weightsync declares
+FORBIDDEN_CALLS = {
+    "eval": "executes what it reads",
+    "exec": "executes what it reads",
+    "torch.load": "unpickles",
+    "time.sleep": "waits without looking; wait for an event with a deadline",
+    "os.system": "runs a shell",
+    "all_gather_object": "pickles",
+    "broadcast_object_list": "pickles",
+    "gather_object": "pickles",
+    "scatter_object_list": "pickles",
+    "send_object_list": "pickles",
+    "recv_object_list": "pickles",
+}
+
+
+def _where(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _name(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{_name(node.value)}.{node.attr}"
+    return "?"
+
+
+def _is_program(tree: ast.Module) -> bool:
+    return any(isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'" for node in tree.body)
+
+
+def _forbidden(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and complaint for each construct that the house forbids."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] in FORBIDDEN_IMPORTS:
+                    yield node.lineno, f"import {alias.name}"
+        elif isinstance(node, ast.ImportFrom):
+            if (node.module or "").split(".")[0] in FORBIDDEN_IMPORTS:
+                yield node.lineno, f"from {node.module} import ..."
+            if node.module == "time" and any(alias.name == "sleep" for alias in node.names):
+                yield node.lineno, "from time import sleep"
+        elif isinstance(node, ast.Call):
+            name = _name(node.func)
+            for call, why in FORBIDDEN_CALLS.items():
+                if name == call or ("_object" in call and name.endswith(f".{call}")):
+                    yield node.lineno, f"{name}(): {why}"
+            if any(k.arg == "allow_pickle" or (k.arg == "shell" and ast.unparse(k.value) == "True") for k in node.keywords):
+                yield node.lineno, f"{name}() with allow_pickle or shell"
+            if isinstance(node.func, ast.Attribute) and node.func.attr == "join" and not node.args and not node.keywords:
+                yield node.lineno, f"{name}() without a timeout"
+        elif isinstance(node, ast.ExceptHandler) and node.type is None:
+            yield node.lineno, "bare except"
+        elif isinstance(node, ast.Assert):
+            yield node.lineno, "assert: it vanishes under -O; raise an error that says what is wrong"
+
+
+def test_public_names_are_exactly_these() -> None:
+    assert weightsync.__all__ == PUBLIC
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_resolves_and_says_what_it_is(name: str) -> None:
+    found = getattr(weightsync, name)
+    if name != "__version__":
+        assert inspect.getdoc(found), f"{name} has no docstring"
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
+        _ = weightsync.Nonsense  # type: ignore[attr-defined]
+
+
+def test_all_errors_are_public() -> None:
+    assert {name for name in errors.__all__ if name not in ("from_wire", "to_wire")} <= set(weightsync.__all__)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import weightsync",
+        "import weightsync; weightsync.Version; weightsync.Layout; weightsync.PeerLost",
+        "import weightsync.control, weightsync.service, weightsync.planning",
+        "from weightsync.cli.main import app; app(['--help'], standalone_mode=False)",
+        "from weightsync.cli.main import app; app(['serve', '--help'], standalone_mode=False)",
+        "from weightsync.cli.main import app; app(['status', '--help'], standalone_mode=False)",
+        "from weightsync.cli.main import app; app(['demo', '--help'], standalone_mode=False)",
+    ],
+)
+def test_needs_no_tensor_library(code: str) -> None:
+    check = (
+        "import sys; heavy = {'torch', 'numba', 'transformers'} & set(sys.modules); sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", f"{code}\n{check}"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", FILES, ids=_where)
+def test_no_forbidden_construct(path: Path) -> None:
+    found = [
+        f"{_where(path)}:{line}: {what}"
+        for line, what in _forbidden(ast.parse(path.read_text()))
+        if not (path in SHIPPED_TESTS and (what.startswith("assert") or what == "timer.join() without a timeout"))
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import os, dill.detect",
+        "eval('1')",
+        "torch.load('x')",
+        "torch.distributed.all_gather_object(a, b)",
+        "import time\ntime.sleep(1)",
+        "from time import sleep",
+        "try:\n    f()\nexcept:\n    raise",
+        "assert x",
+        "np.load(f, allow_pickle=True)",
+        "subprocess.run('ls', shell=True)",
+        "thread.join()",
+    ],
+)
+def test_the_search_for_forbidden_constructs_finds_them(code: str) -> None:
+    assert list(_forbidden(ast.parse(code)))
+
+
+@pytest.mark.parametrize("path", FILES, ids=_where)
+def test_module_says_what_it_is_and_what_it_offers(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree), f"{_where(path)} has no docstring"
+    nothing_to_offer = len(tree.body) == 1 or _is_program(tree)
+    targets = [_name(t) for node in tree.body if isinstance(node, ast.Assign) for t in node.targets]
+    targets += [_name(node.target) for node in tree.body if isinstance(node, ast.AnnAssign)]
+    assert nothing_to_offer or path.name == "__main__.py" or "__all__" in targets, f"{_where(path)} has no __all__"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.name != "__main__.py"], ids=_where)
+def test_all_names_what_exists(path: Path) -> None:
+    try:
+        module = importlib.import_module(".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"))
+    except ModuleNotFoundError as error:
+        if error.name in OPTIONAL:
+            pytest.skip(f"needs {error.name}, which is not installed here")
+        raise
+    missing = [name for name in getattr(module, "__all__", []) if not hasattr(module, name)]
+    assert not missing
+
+
+@pytest.mark.parametrize("path", [*FILES, *TESTS], ids=_where)
+def test_file_is_short_enough_to_read_in_a_sitting(path: Path) -> None:
+    lines = len(path.read_text().splitlines())
+    most = MAX_TEST_LINES if path in TESTS or path in SHIPPED_TESTS else MAX_LINES
+    assert lines <= most, f"{_where(path)} has {lines} lines; split it by idea"
+
+
+def _error_classes() -> list[type[errors.WeightSyncError]]:
+    found = [c for c in vars(errors).values() if inspect.isclass(c) and issubclass(c, errors.WeightSyncError)]
+    assert len(found) > 10
+    return found
+
+
+@pytest.mark.parametrize("error", _error_classes(), ids=lambda e: e.__name__)
+def test_error_is_in_the_tree_of_the_docstring_under_its_parent(error: type[errors.WeightSyncError]) -> None:
+    lines = (errors.__doc__ or "").splitlines()
+    depth = {m[2]: len(m[1]) for line in lines if (m := re.match(r"    ([│├└─ ]*)([A-Z]\w+)\b", line))}
+    order = list(depth)
+    assert error.__name__ in depth, f"{error.__name__} is missing from the tree in errors.py"
+    if error is errors.WeightSyncError:
+        return
+    above = order[: order.index(error.__name__)]
+    parent = next(name for name in reversed(above) if depth[name] < depth[error.__name__])
+    assert parent == error.__bases__[0].__name__
+
+
+@pytest.mark.parametrize("error", _error_classes(), ids=lambda e: e.__name__)
+def test_error_crosses_a_process_as_its_name_and_message(error: type[errors.WeightSyncError]) -> None:
+    back = errors.from_wire(*errors.to_wire(error("what happened")))
+    assert type(back) is error
+    assert str(back) == "what happened"
+
+
+@pytest.mark.parametrize("error", _error_classes(), ids=lambda e: e.__name__)
+def test_error_has_a_status_code_of_its_own_choice(error: type[errors.WeightSyncError]) -> None:
+    assert error in problems.STATUS, f"{error.__name__} is missing from weightsync.service.problems.STATUS"
+
+
+def _tracked() -> list[Path]:
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(
+        ["git", "-c", f"safe.directory={ROOT}", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    return [path for line in listed.stdout.splitlines() if (path := ROOT / line).is_file() and path != Path(__file__).resolve()]
+
+
+def test_no_file_names_the_machine_it_was_written_on() -> None:
+    folders = re.compile(r"(?<![\w.])/(root|home|work|Users)/[A-Za-z.]|(?<![\w.])/tmp/[A-Za-z]")  # tempfile knows where
+    hosts = re.compile(r"\b(10|192\.168|172\.(1[6-9]|2\d|3[01]))(\.\d{1,3}){2,3}\b|\b[\w-]+\.(internal|corp)\b(?!\()")
+    found = []
+    for path in _tracked():
+        try:
+            lines = path.read_text().splitlines()
+        except UnicodeDecodeError:
+            continue
+        searches = [folders] if "tests" in path.parts else [folders, hosts]  # a test may need an address that is not loopback
+        found += [
+            f"{_where(path)}:{n}: {m[0]}" for n, line in enumerate(lines, 1) for search in searches if (m := search.search(line))
+        ]
+    assert not found, "\n".join(found)
+
+
+def test_constraints_pin_everything_exactly() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    assert lines
+    loose = [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", line)]
+    assert not loose

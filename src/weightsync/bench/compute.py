@@ -32,10 +32,10 @@ class Case(msgspec.Struct, frozen=True):
     floor_seconds: float
     ratio: float
     goal: float | None = None
-    pause_seconds: float | None = None
-    """From the first pause to the last resume: the part of the round in which the engine did not serve."""
-    pause_ratio: float | None = None
-    """``pause_seconds`` over that part of the floor which no design could do outside the pause."""
+    publish_seconds: float | None = None
+    """All of ``publish``: what happens before the pause, too (agree, place)."""
+    publish_ratio: float | None = None
+    """``publish_seconds`` over its own floor (for shared memory, the copy to the shelf is part of that)."""
     phases: dict[str, float] = {}
     rounds: int = 1
 

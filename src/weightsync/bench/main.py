@@ -34,15 +34,15 @@ def select(options: BenchOptions) -> list[str]:
 
 
 def _table(cases: Sequence[Case]) -> Table:
-    table = Table(title="whole rounds and their floors (ratio = seconds / floor)")
-    for heading in ("case", "GB", "ms", "floor ms", "ratio", "goal", "pause ms", "GB/s"):
+    table = Table(title="pause to resume, beside the floor of the same run (ratio = ms / floor ms)")
+    for heading in ("case", "GB", "ms", "floor ms", "ratio", "goal", "GB/s", "publish ms"):
         table.add_column(heading, justify="left" if heading == "case" else "right")
     for case in cases:
-        pause = "" if case.pause_seconds is None else f"{case.pause_seconds * 1000:.0f}"
+        publish = "" if case.publish_seconds is None else f"{case.publish_seconds * 1000:.0f} ({case.publish_ratio:.2f})"
         goal = "" if case.goal is None else f"{case.goal:.2f}"
         style = "" if case.goal is None or case.ratio <= case.goal else "yellow"
         numbers = (f"{case.bytes / 1e9:.2f}", f"{case.seconds * 1000:.0f}", f"{case.floor_seconds * 1000:.0f}", f"{case.ratio:.2f}")
-        table.add_row(case.name, *numbers, goal, pause, f"{case.bytes / case.seconds / 1e9:.2f}", style=style)
+        table.add_row(case.name, *numbers, goal, f"{case.bytes / case.seconds / 1e9:.2f}", publish, style=style)
     return table
 
 

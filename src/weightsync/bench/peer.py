@@ -90,5 +90,5 @@ class Peer:
 def tensor_shapes(size: int, tensors: int) -> list[tuple[str, tuple[int, int]]]:
     """Names and shapes of ``tensors`` equal bfloat16 matrices that hold about ``size`` bytes together."""
     columns = 1024 if size // tensors >= 1 << 20 else 256
-    rows = max(2, size // (tensors * 2 * columns))
+    rows = max(1, size // (tensors * 2 * columns) // 4) * 4  # equal halves on both sides, so that the floors move the same bytes
     return [(f"layers.{index}.weight", (rows, columns)) for index in range(tensors)]

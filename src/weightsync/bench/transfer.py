@@ -1,10 +1,11 @@
 """Whole rounds between real processes, each beside the floor that was measured in the same run.
 
 A case is ``transport/delivery/tensors``. Trainer ranks hold FSDP shards (DTensors), engine ranks tensor-parallel halves; all
-bits change before every round. What is timed is ``Trainer.publish`` on the slowest rank: agree, place, pause, move, verify,
-commit, resume. The floor is what plain code would have to do with the same tensors and as many processes at the same time:
+bits change before every round. What is timed is the round from pause to resume (pause, move, verify, commit), while the engine
+does not serve; and apart from it all of ``Trainer.publish`` on the slowest rank. The floor is what plain code would have to do
+with the same tensors and as many processes at the same time:
 
-* shared memory, direct: copy every shard once (trainer to shelf), and once more (shelf to parameter);
+* shared memory, direct: copy every shard once (shelf to parameter); for ``publish``, once more (trainer to shelf);
 * shared memory, streamed: the same with every engine rank taking the whole model, and a last copy by its loader;
 * TCP: the same tensors through one bare loopback socket for each pair, from where they are to memory of the same size.
 """
@@ -101,11 +102,10 @@ def run_transfer_case(name: str, size: int, rounds: int, note: Callable[[str], N
         note(f"{name}: starting {2 * _RANKS} processes")
         trainers, engines = _peers(config, owned)
         measured = list(_rounds(trainers, engines, rounds, streamed, mapped, lambda text: note(f"{name}: {text}")))
-    seconds = statistics.median(taken for taken, _, _ in measured)
-    floor_seconds = statistics.median(floor for _, (floor, _), _ in measured)
-    floor_paused = statistics.median(paused for _, (_, paused), _ in measured)
     results = [result for _, _, result in measured]
-    pause_seconds = statistics.median(result["replicas"][0]["paused_seconds"] for result in results)
+    seconds = statistics.median(result["replicas"][0]["paused_seconds"] for result in results)
+    floor_seconds = statistics.median(paused for _, (_, paused), _ in measured)
+    publish_seconds = statistics.median(taken for taken, _, _ in measured)
     phases = {phase: statistics.median(row[phase] for row in map(_phases, results)) for phase in _phases(results[0])}
     return Case(
         name=name,
@@ -115,8 +115,8 @@ def run_transfer_case(name: str, size: int, rounds: int, note: Callable[[str], N
         floor_seconds=floor_seconds,
         ratio=seconds / floor_seconds,
         goal=None if streamed else 1.6 if int(tensors) > 300 else 1.3 if mapped else 1.5,
-        pause_seconds=pause_seconds,
-        pause_ratio=pause_seconds / floor_paused,
+        publish_seconds=publish_seconds,
+        publish_ratio=publish_seconds / statistics.median(whole for _, (whole, _), _ in measured),
         phases=phases,
         rounds=rounds,
     )
@@ -139,7 +139,9 @@ def _rounds(
                 f"a benchmark round failed: {result['error']}; {[replica['error'] for replica in result['replicas']]}"
             )
         seconds = max(answer["seconds"] for answer in answers)
+        paused = result["replicas"][0]["paused_seconds"]
         label = "set-up" if number == 0 else f"round {number}"
-        note(f"{label}: {seconds * 1000:.0f} ms, floor {floor[0] * 1000:.0f} ms, {result['nbytes'] / seconds / 1e9:.2f} GB/s")
+        floors = f"floors {floor[1] * 1000:.0f} and {floor[0] * 1000:.0f} ms"
+        note(f"{label}: paused {paused * 1000:.0f} ms, publish {seconds * 1000:.0f} ms, {floors}")
         if number:
             yield seconds, floor, result

@@ -199,6 +199,16 @@ def _ask(source, start, count, size, dense):
 
 
 @_inlined
+def _ask_runs(source, stride, size, row, rows):
+    # Short runs with gaps between them: the hardware does not guess where the next ones are.
+    if size <= _AHEAD and stride != size:
+        ahead = row + (_AHEAD + size - 1) // size
+        if ahead < rows:
+            for line in range(0, size, _LINE):
+                _prefetch(source + ahead * stride + line)
+
+
+@_inlined
 def _copy_run(target, source, size, dense):
     for start in range(0, size, _STEP):
         count = min(_STEP, size - start)
@@ -239,6 +249,7 @@ def _copy_runs(target, target_stride, source, source_stride, rows, size):
             _store64(target + row * target_stride, 0, _load64(source + row * source_stride, 0))
     else:
         for row in range(rows):
+            _ask_runs(source, source_stride, size, row, rows)
             _copy_run(target + row * target_stride, source + row * source_stride, size, source_stride == size)
 
 
@@ -252,6 +263,7 @@ def _digest_runs(row, begin, rows, target, target_stride, source, source_stride,
         key = (lead + (begin + run) * lead_step) * blocks
         first = byte + (begin + run) * byte_step
         to = target + run * target_stride
+        _ask_runs(source, source_stride, size, run, rows)
         total += _copy_digest(to, source + run * source_stride, to, first, size, key, columns, source_stride == size)
     return total
 

@@ -17,8 +17,12 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded, PeerLost, ProtocolError
+from weightsync.transports.vectors import advanced, receive_vectors, send_vectors
 
 __all__ = ["CONTROL", "DATA", "END", "HEADER", "Channel", "FrameHeader"]
 
@@ -50,6 +54,9 @@ class FrameHeader(NamedTuple):
         if magic != _MAGIC or fields[0] not in (CONTROL, DATA, END):
             raise ProtocolError("the peer sent bytes that are not a weightsync frame")
         return cls(*fields)
+
+
+_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 
 
 def _timeval(seconds: float) -> bytes:
@@ -110,14 +117,15 @@ class Channel:
             self.receive_into([memoryview(data)], deadline)
         return data
 
-    def send(self, buffers: Sequence[memoryview | bytes], deadline: Deadline) -> None:
-        """Send the buffers, one after the other. Raises as :meth:`receive_into` does."""
+    def send(self, buffers: Sequence[memoryview | bytes], deadline: Deadline, more: bool = False) -> None:
+        """Send the buffers, one after the other; ``more`` follows at once. Raises as :meth:`receive_into` does."""
+        flags = socket.MSG_MORE if more else 0
         for start in range(0, len(buffers), _IOV_MAX):
             batch = [memoryview(part) for part in buffers[start : start + _IOV_MAX]]
             while batch:
                 self._bound(socket.SO_SNDTIMEO, deadline, "sending to")
                 try:
-                    count = self.socket.sendmsg(batch)
+                    count = self.socket.sendmsg(batch, (), flags)
                 except BlockingIOError:
                     if self.aborted:
                         raise self._lost() from None
@@ -125,6 +133,37 @@ class Channel:
                 except OSError as error:
                     raise self._lost(error) from error
                 batch = _after(batch, count)
+
+    def send_runs(self, header: bytes, table: npt.NDArray[np.int64], deadline: Deadline) -> None:
+        """Send ``header``, then the memory of ``table`` (:func:`~weightsync.transports.vectors.vectors`). As :meth:`send`."""
+        self.send([header], deadline, more=True)
+        while len(table):
+            self._bound(socket.SO_SNDTIMEO, deadline, "sending to")
+            try:
+                count = send_vectors(self.socket.fileno(), table, _NO_SIGNAL)
+            except BlockingIOError:
+                if self.aborted:
+                    raise self._lost() from None
+                continue
+            except OSError as error:
+                raise self._lost(error) from error
+            table = advanced(table, count)
+
+    def receive_runs(self, table: npt.NDArray[np.int64], deadline: Deadline) -> None:
+        """Fill the memory of ``table``. As :meth:`receive_into`."""
+        while len(table):
+            self._bound(socket.SO_RCVTIMEO, deadline, "receiving from")
+            try:
+                count = receive_vectors(self.socket.fileno(), table, socket.MSG_WAITALL)
+            except BlockingIOError:
+                if self.aborted:
+                    raise self._lost() from None
+                continue
+            except OSError as error:
+                raise self._lost(error) from error
+            if not count:
+                raise self._lost()
+            table = advanced(table, count)
 
     def send_descriptor(self, data: bytes, fd: int, deadline: Deadline) -> None:
         """Send a few bytes with a file descriptor (Unix sockets)."""

@@ -27,6 +27,7 @@ __all__ = ["Backend", "Group", "Rendezvous", "init_custom_process_group", "reach
 
 Backend = Literal["gloo", "nccl"]
 
+_c10d: Any = dist  # its stub leaves out the stores
 _FIRST_DEVICE = {"gloo": "cpu", "nccl": "cuda"}
 """The device under whose prefix torch keeps a backend's keys, where one backend serves all devices of a group."""
 _ROOT = 0
@@ -38,7 +39,7 @@ class Rendezvous:
     def __init__(self, address: str, world_size: int, deadline: Deadline, port: int = 0) -> None:
         self.address = address
         try:
-            self.store = dist.TCPStore(
+            self.store = _c10d.TCPStore(
                 address,
                 port,
                 world_size,
@@ -158,10 +159,10 @@ def init_custom_process_group(
         if rendezvous is not None:
             store: Any = rendezvous.store
         else:
-            store = dist.TCPStore(address, port, world_size, is_master=False, timeout=_patience(deadline, what))
+            store = _c10d.TCPStore(address, port, world_size, is_master=False, timeout=_patience(deadline, what))
         store.set_timeout(_patience(deadline, what))
         # Three prefixes: the engines' own, then torch's for the group, then torch's for the device.
-        inner = dist.PrefixStore(f"{_FIRST_DEVICE[backend]}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+        inner = _c10d.PrefixStore(f"{_FIRST_DEVICE[backend]}/", _c10d.PrefixStore(f"{name}/", _c10d.PrefixStore(name, store)))
         made = _backend(backend, inner, rank, world_size, _patience(deadline, what), device)
     except (RuntimeError, ValueError) as error:
         text = _first_line(error)

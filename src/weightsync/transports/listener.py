@@ -23,6 +23,8 @@ _MAX_STRANGERS = 32
 _BACKLOG = 128
 _RETRY_SECONDS = 0.2
 _log = logging.getLogger("weightsync.transports")
+
+_JOIN_SECONDS = 10.0
 _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
 
 
@@ -115,9 +117,10 @@ class Listener:
             for channel in running:
                 channel.abort()
         self._waker.send(b"\0")
-        self._thread.join()
-        for thread in running.values():
-            thread.join()
+        for thread in (self._thread, *running.values()):
+            thread.join(_JOIN_SECONDS)  # their sockets are shut down, so this takes a moment
+            if thread.is_alive():
+                _log.warning("%s: thread %s did not end within %g s", self._name, thread.name, _JOIN_SECONDS)
         for sock in (self._socket, self._woken, self._waker):
             sock.close()
 

@@ -14,7 +14,7 @@ from weightsync.tensors.copies import digest_tiles, scatter_and_digest, scatter_
 from weightsync.tensors.tiles import Tiles
 from weightsync.transports.frames import CONTROL, DATA, END, HEADER, Channel, FrameHeader
 from weightsync.transports.requests import ANSWER_BYTES, MAX_GROUPS, Fail, Ready, Start, Want, ask, decode_control, next_control
-from weightsync.transports.runs import MAX_FRAME_BYTES, MAX_TILES, Window, cut_tiles
+from weightsync.transports.runs import MAX_FRAME_BYTES, MAX_TILES, cut_tiles, scattered
 
 __all__ = ["CarriedSource"]
 
@@ -29,7 +29,7 @@ class _Stream:
 
 
 class CarriedSource:
-    """A :class:`~weightsync.transports.base.Source` to which the owner sends. Holds at most one bucket of 2 MiB.
+    """A :class:`~weightsync.transports.base.Source` to which the owner sends. Holds at most one bucket of 8 MiB.
 
     ``dial`` opens an authenticated channel and gives it to its argument as soon as it has a socket, so that a connection that is
     being made can be aborted, too. A transfer that ended early leaves unread bytes on its connection, so the connection is closed
@@ -46,8 +46,7 @@ class CarriedSource:
         self._groups: list[Tiles] = []
         self._ends: list[npt.NDArray[np.int64]] = []
         self._want: Want | None = None
-        self._window = Window(0, memoryview(b""))
-        self._views: dict[tuple[int, int, int], list[memoryview] | None] = {}
+        self._runs: dict[tuple[int, int, int], npt.NDArray[np.int64] | None] = {}
         self._bucket = np.empty(0, np.uint8)
         self._header = bytearray(HEADER.size)
         self._connect(deadline)
@@ -110,7 +109,7 @@ class CarriedSource:
     def prepare(self, groups: Sequence[Tiles], layout_digest: str, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Source.prepare`."""
         self._idle()
-        self._want, self._groups, self._views = None, [], {}
+        self._want, self._groups, self._runs = None, [], {}
         cut = [cut_tiles(tiles) for tiles in groups]
         if len(cut) > MAX_GROUPS or sum(map(len, cut)) > MAX_TILES:
             raise ProtocolError(f"more than {MAX_GROUPS} groups or {MAX_TILES} tiles for one source: split the plan")
@@ -123,7 +122,6 @@ class CarriedSource:
         self._send_want(self._connected(deadline), want, deadline)
         self._want, self._groups = want, cut
         self._ends = [np.cumsum(tiles.rows * tiles.row_bytes) for tiles in cut]
-        self._window = Window.around(cut)
 
     def begin(self, version: int, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Source.begin`."""
@@ -192,15 +190,14 @@ class CarriedSource:
         """Take in the frame whose header was read, and with the same system call the header that follows (an end at least)."""
         _, _, _, group, first, last, nbytes = stream.header
         tiles, key = self._groups[group], (group, first, last)
-        if key not in self._views:
+        if key not in self._runs:
             part = slice(first, last)
-            self._views[key] = self._window.views(
-                tiles.target[part], tiles.target_stride[part], tiles.rows[part], tiles.row_bytes[part]
-            )
-        views = self._views[key]
+            self._runs[key] = scattered(tiles.target[part], tiles.target_stride[part], tiles.rows[part], tiles.row_bytes[part])
+        runs = self._runs[key]
         following = memoryview(self._header)
-        if views is not None:
-            channel.receive_into([*views, following], deadline)
+        if runs is not None:
+            channel.receive_runs(runs, deadline)
+            channel.receive_into([following], deadline)
             if digests is not None:
                 digest_tiles(tiles, first, last, digests)
         else:
@@ -241,7 +238,7 @@ class CarriedSource:
         """See :meth:`weightsync.transports.base.Source.close`."""
         self._closed = True
         self._drop()
-        self._groups, self._views, self._want = [], {}, None
+        self._groups, self._runs, self._want = [], {}, None
 
 
 _TOLD = "told by the owner"

@@ -1,25 +1,25 @@
-"""Tiles as a carrying transport needs them: cut to frames, and as buffers that the kernel can send from or receive into."""
+"""Tiles as a carrying transport needs them: cut to frames, and as runs that the kernel can send from or receive into."""
 
 from __future__ import annotations
 
-import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import ProtocolError
 from weightsync.tensors.tiles import Tiles
+from weightsync.transports.vectors import vectors
 
-__all__ = ["FRAME_BYTES", "MAX_FRAME_BYTES", "MAX_TILES", "Window", "cut_tiles"]
+__all__ = ["FRAME_BYTES", "MAX_FRAME_BYTES", "MAX_TILES", "cut_tiles", "scattered"]
 
 MAX_TILES = 1 << 22
 """Most tiles that one reader may want of one owner."""
 
-FRAME_BYTES = 1 << 20
+FRAME_BYTES = 4 << 20
 """A frame ends with the tile that fills it; no tile is larger than this, so no frame is twice as large."""
 MAX_FRAME_BYTES = 2 * FRAME_BYTES
-_LONG_RUN = 8 << 10  # runs of this many bytes on average are worth an entry in a scatter list; shorter ones go through a bucket
+_LONG_RUN = 512  # runs of this many bytes on average are worth an entry in the kernel's list; shorter ones go through a bucket
 
 Int64 = npt.NDArray[np.int64]
 
@@ -68,35 +68,9 @@ def _repeat(counts: Int64) -> tuple[Int64, Int64]:
     return index, np.arange(len(index), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-@dataclass(frozen=True)
-class Window:
-    """Memory from ``base`` on, of which tiles address parts. Nothing outside those tiles is ever touched."""
-
-    base: int
-    bytes: memoryview
-
-    @classmethod
-    def around(cls, tiles: list[Tiles]) -> Window:
-        """One window over all targets of ``tiles``, whatever lies between them."""
-        filled = [one for one in tiles if len(one)]
-        if not filled:
-            return cls(0, memoryview(b""))
-        low = min(int(one.target.min()) for one in filled)
-        high = max(int((one.target + (one.rows - 1) * one.target_stride + one.row_bytes).max()) for one in filled)
-        array = (ctypes.c_ubyte * (high - low)).from_address(low)
-        return cls(low, memoryview(array).cast("B"))
-
-    def views(self, start: Int64, stride: Int64, rows: Int64, row_bytes: Int64) -> list[memoryview] | None:
-        """The runs as views, in order, neighbours joined; ``None`` if they are so short that copying them is cheaper."""
-        total, count = int((rows * row_bytes).sum()), int(rows.sum())
-        if count > len(rows) and total < _LONG_RUN * count and not np.any(stride == row_bytes):
-            return None  # not worth looking closer: strided short runs do not join
-        index, nth = _repeat(rows)
-        starts = start[index] + nth * stride[index] - self.base
-        stops = starts + row_bytes[index]
-        breaks = np.flatnonzero(starts[1:] != stops[:-1])
-        if total < _LONG_RUN * (len(breaks) + 1):
-            return None
-        firsts = starts[np.concatenate(([0], breaks + 1))].tolist()
-        lasts = stops[np.concatenate((breaks, [len(stops) - 1]))].tolist()
-        return [self.bytes[first:last] for first, last in zip(firsts, lasts, strict=True)]
+def scattered(address: Int64, stride: Int64, rows: Int64, row_bytes: Int64) -> Int64 | None:
+    """The runs of tiles as :func:`~weightsync.transports.vectors.vectors`; ``None`` if so short that packing them is cheaper."""
+    if int((rows * row_bytes).sum()) < _LONG_RUN * int(rows.sum()) and not np.any(stride == row_bytes):
+        return None  # not worth looking closer: strided short runs do not join
+    table = vectors(address, stride, rows, row_bytes)
+    return None if int(table[:, 1].sum()) < _LONG_RUN * len(table) else table

@@ -4,15 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 
 import torch
 
 from weightsync.tensors.cuda.copy_table import TILE_BYTES, CopyTable
 from weightsync.tensors.tiles import Tiles
 
-__all__ = ["TileCopy"]
+__all__ = ["LANES", "WARPS", "TileCopy"]
+
+LANES = 1024
+"""16-byte lanes of a program's step. Measured: docs/benchmarks/gpu-kernels.md."""
+
+WARPS = 16
+"""Warps of a program."""
 
 _NOTHING = nullcontext()
+
+
+@lru_cache(maxsize=64)
+def _warm(device: torch.device, lanes: int, warps: int) -> None:
+    """Compile and load the kernel now, by copying 16 bytes, so that the first transfer does not have to."""
+    from weightsync.tensors.cuda.kernels import copy_kernel
+
+    scratch = torch.zeros(32, dtype=torch.uint8, device=device)
+    address = scratch.data_ptr()
+    table = torch.tensor([[address], [address + 16], [0], [1 << 32 | 16]], dtype=torch.int64, device=device)
+    with torch.cuda.device(device) if device.type == "cuda" else _NOTHING:
+        copy_kernel[(1,)](table, 1, 0, LANES=lanes, num_warps=warps)
 
 
 class TileCopy:
@@ -28,12 +47,11 @@ class TileCopy:
         groups: Sequence[Sequence[tuple[Tiles, Sequence[int]]]],
         device: torch.device,
         *,
-        shuffle: int | None = None,
-        lanes: int = 512,
-        warps: int = 16,
+        lanes: int = LANES,
+        warps: int = WARPS,
         tile_bytes: int = TILE_BYTES,
     ) -> None:
-        table = CopyTable.build(groups, shuffle=shuffle, tile_bytes=tile_bytes)
+        table = CopyTable.build(groups, tile_bytes=tile_bytes)
         self.device = device
         self.nbytes = table.nbytes
         """Bytes that all groups move."""
@@ -41,6 +59,7 @@ class TileCopy:
         self._tiles = len(table)
         self._lanes, self._warps = lanes, warps
         self._table = torch.from_numpy(table.columns).to(device)
+        _warm(device, lanes, warps)
 
     @property
     def table_bytes(self) -> int:

@@ -18,6 +18,8 @@ Int64 = npt.NDArray[np.int64]
 TILE_BYTES = 1 << 16
 """Most bytes of one tile, so of one program."""
 
+_MOST_STRIDE = 1 << 31
+
 
 def _spread(counts: Int64) -> tuple[Int64, Int64]:
     """For ``counts[i]`` parts of each row ``i``: the row of every part and its number within the row."""
@@ -28,11 +30,11 @@ def _spread(counts: Int64) -> tuple[Int64, Int64]:
 
 @dataclass(frozen=True, eq=False)
 class CopyTable:
-    """Device tiles, ``int64[5, tiles]`` as :mod:`weightsync.tensors.cuda.kernels` describes them; ``nbytes`` is what they move.
+    """Device tiles, ``int64[4, tiles]`` as :mod:`weightsync.tensors.cuda.kernels` describes them; ``nbytes`` is what they move.
 
-    Every owner's tiles are in the order of their targets, and the owners are interleaved so that at any time each of them has
-    delivered the same fraction of its bytes: all links are busy to the end, no owner is read by all at once, and both ends see
-    ascending addresses. With several groups, group ``i`` is the tiles from ``first[i]`` to ``first[i + 1]``.
+    The tiles of one owner go in the order of their targets, which both memories like best. With several owners the order is
+    random, the same every time: so every link is busy to the end, no owner is read by all readers at once, and tiles that wait
+    for a link mix with tiles that do not. With several groups, group ``i`` is the tiles from ``first[i]`` to ``first[i + 1]``.
     """
 
     columns: Int64
@@ -43,33 +45,25 @@ class CopyTable:
         return int(self.columns.shape[1])
 
     @classmethod
-    def build(
-        cls, groups: Sequence[Sequence[tuple[Tiles, Sequence[int]]]], *, shuffle: int | None = None, tile_bytes: int = TILE_BYTES
-    ) -> CopyTable:
-        """The table of ``groups``: of each, any number of tiles together with the device address of each region they name.
+    def build(cls, groups: Sequence[Sequence[tuple[Tiles, Sequence[int]]]], *, tile_bytes: int = TILE_BYTES) -> CopyTable:
+        """The table of ``groups``: of each, the tiles by owner, with the device address of each region they name.
 
-        ``shuffle`` seeds a random order instead, to compare with.
         Raises :class:`~weightsync.errors.ProtocolError` where a tile names a region that has no address.
         """
-        parts = [_interleaved([_cut(tiles, bases, tile_bytes) for tiles, bases in group]) for group in groups]
-        if shuffle is not None:
-            random = np.random.default_rng(shuffle)
-            parts = [part[:, random.permutation(part.shape[1])] for part in parts]
+        parts = [_ordered([_cut(tiles, bases, tile_bytes) for tiles, bases in group if len(tiles)]) for group in groups]
         first = np.cumsum([0, *(part.shape[1] for part in parts)]).astype(np.int64)
-        columns = np.ascontiguousarray(np.concatenate(parts, axis=1)) if parts else np.empty((5, 0), np.int64)
+        columns = np.ascontiguousarray(np.concatenate(parts, axis=1)) if parts else np.empty((4, 0), np.int64)
         return cls(columns, first, sum(tiles.nbytes for group in groups for tiles, _ in group))
 
 
-def _interleaved(owners: Sequence[Int64]) -> Int64:
-    """The tiles of all owners in one table, by the fraction of their owner's bytes that comes before each."""
+def _ordered(owners: Sequence[Int64]) -> Int64:
+    """The tiles of all owners in one table."""
     if not owners:
-        return np.empty((5, 0), np.int64)
-    order = []
-    for columns in owners:
-        columns[:] = columns[:, np.argsort(columns[1], kind="stable")]
-        ends = np.cumsum((columns[4] >> 32) * (columns[4] & 0xFFFFFFFF)).astype(np.float64)
-        order.append(ends / ends[-1] if len(ends) else ends)
-    return np.concatenate(owners, axis=1)[:, np.argsort(np.concatenate(order), kind="stable")]
+        return np.empty((4, 0), np.int64)
+    if len(owners) == 1:
+        return owners[0][:, np.argsort(owners[0][1], kind="stable")]
+    together = np.concatenate(owners, axis=1)
+    return together[:, np.random.default_rng(together.shape[1]).permutation(together.shape[1])]
 
 
 def _cut(tiles: Tiles, bases: Sequence[int], tile_bytes: int) -> Int64:
@@ -89,11 +83,13 @@ def _cut(tiles: Tiles, bases: Sequence[int], tile_bytes: int) -> Int64:
     source, target, runs = source[tile] + before, target[tile] + before, runs[tile]
     source_stride, target_stride = source_stride[tile], target_stride[tile]
     size = np.minimum(size[tile] - before, tile_bytes)
-    most = tile_bytes // size
+    # A stride that its column cannot hold is never used: such runs are tiles of their own.
+    most = np.where(np.maximum(source_stride, target_stride) < _MOST_STRIDE, tile_bytes // size, 1)
     tile, part = _spread(-(-runs // most))
     before = part * most[tile]
     source_stride, target_stride, size = source_stride[tile], target_stride[tile], size[tile]
     source, target = source[tile] + before * source_stride, target[tile] + before * target_stride
     runs = np.minimum(most[tile], runs[tile] - before)
     single = runs == 1  # its strides say nothing, and must not spoil the test for alignment
-    return np.stack([source, target, np.where(single, 0, source_stride), np.where(single, 0, target_stride), runs << 32 | size])
+    source_stride, target_stride = np.where(single, 0, source_stride), np.where(single, 0, target_stride)
+    return np.stack([source, target, source_stride << 32 | target_stride, runs << 32 | size])

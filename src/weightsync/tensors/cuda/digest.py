@@ -25,6 +25,17 @@ def _weights(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(COLUMNS.view(np.int32).copy()).to(device)
 
 
+@lru_cache(maxsize=64)
+def _warm(device: torch.device, quads: int, warps: int) -> None:
+    """Compile and load the kernel now, by digesting 16 bytes, so that the first version does not have to."""
+    from weightsync.tensors.cuda.kernels import digest_kernel
+
+    scratch = torch.zeros(2, dtype=torch.int64, device=device)
+    table = torch.tensor([[scratch.data_ptr()], [16], [1], [0], [0], [1], [16], [0]], dtype=torch.int64, device=device)
+    with torch.cuda.device(device) if device.type == "cuda" else _NOTHING:
+        digest_kernel[(1,)](table, 1, 0, _weights(device), scratch, QUADS=quads, num_warps=warps)
+
+
 class LayoutDigest:
     """Digests one layout's rows where they lie, as often as wanted. The table is built and sent to the device once.
 
@@ -52,6 +63,7 @@ class LayoutDigest:
         self._quads, self._warps = quads, warps
         self._table = torch.from_numpy(table.columns).to(device)
         self._out = torch.zeros(len(layout), dtype=torch.int64, device=device)
+        _warm(device, quads, warps)
 
     @property
     def table_bytes(self) -> int:

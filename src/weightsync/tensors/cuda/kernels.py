@@ -15,8 +15,9 @@ DIGEST_COLUMNS = 8
 elements, position key of the first run, key step, output row << 32 | runs, first byte << 32 | end byte (both within the window),
 first C index << 8 | log2(itemsize) << 4 | path (0: whole 16-byte quads, 1: words, 2: bytes)."""
 
-COPY_COLUMNS = 5
-"""Rows of the copy's table, ``int64[5, tiles]``: source, target, source stride, target stride, runs << 32 | bytes of a run."""
+COPY_COLUMNS = 4
+"""Rows of the copy's table, ``int64[4, tiles]``: source, target, source stride << 32 | target stride, runs << 32 | bytes of a run.
+A tile has at most 2^16 bytes; strides are below 2^31."""
 
 
 @triton.jit
@@ -104,7 +105,7 @@ def _digest_words(
     tl.atomic_add(out, tl.sum(sums, axis=0).to(tl.int64), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["items", "first"])  # one compilation for every table
 def digest_kernel(table, items, first, weights, out, QUADS: tl.constexpr):
     """Add one item's digest to ``out[row]``. An item is a window of at most ``QUADS`` 16-byte quads of some runs."""
     item = table + first + tl.program_id(0)
@@ -164,15 +165,16 @@ def _copy_runs(source, target, source_stride, target_stride, runs, run_bytes, UN
             tl.store(writes.to(tl.pointer_type(kind)), tl.load(reads.to(tl.pointer_type(kind)), mask=wanted), mask=wanted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "first"])
 def copy_kernel(table, tiles, first, LANES: tl.constexpr):
     """Copy one tile, by the widest unit that its addresses, strides and run length allow."""
     tile = table + first + tl.program_id(0)
     source = tl.load(tile)
     target = tl.load(tile + tiles)
-    source_stride = tl.load(tile + 2 * tiles)
-    target_stride = tl.load(tile + 3 * tiles)
-    packed = tl.load(tile + 4 * tiles)
+    strides = tl.load(tile + 2 * tiles)
+    packed = tl.load(tile + 3 * tiles)
+    source_stride = strides >> 32
+    target_stride = strides & 0xFFFFFFFF
     runs = (packed >> 32).to(tl.int32)
     run_bytes = (packed & 0xFFFFFFFF).to(tl.int32)
     odd = source | target | source_stride | target_stride | run_bytes.to(tl.int64)

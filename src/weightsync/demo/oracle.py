@@ -1,0 +1,72 @@
+"""Checkpoints that owe nothing to weightsync: gathered by torch, saved by safetensors, named by version."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import PreTrainedModel
+
+from weightsync.errors import ConfigurationError
+
+__all__ = ["Oracle", "save_checkpoint"]
+
+_HEAD = "lm_head.weight"
+
+
+def _path(directory: Path, version: int) -> Path:
+    return directory / f"version-{version:05d}.safetensors"
+
+
+def save_checkpoint(model: PreTrainedModel, directory: Path, version: int) -> None:
+    """Gather the whole model on rank 0 with torch's checkpoint API and save it there. Every rank calls this."""
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.is_initialized() and dist.get_rank():
+        return
+    if model.config.tie_word_embeddings:
+        state.pop(_HEAD, None)  # safetensors stores no tensor twice
+    unfinished = directory / f".version-{version:05d}"
+    tensors = {name: tensor.contiguous() for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+    save_file(tensors, unfinished)
+    os.replace(unfinished, _path(directory, version))  # a reader finds all of it or nothing
+
+
+class Oracle:
+    """The checkpoints in a directory, each as a model of its own, read when first asked for."""
+
+    def __init__(self, directory: Path, blank: PreTrainedModel) -> None:
+        self._directory = directory
+        self._blank = blank
+        self._blank.train(False)
+        self._models: dict[int, PreTrainedModel] = {}
+
+    def versions(self) -> list[int]:
+        """Numbers of the versions that are there, ascending."""
+        return sorted(int(path.stem.removeprefix("version-")) for path in self._directory.glob("version-*.safetensors"))
+
+    def state(self, version: int) -> dict[str, torch.Tensor]:
+        """The tensors of one version. Raises :class:`~weightsync.errors.ConfigurationError` if it has no checkpoint."""
+        path = _path(self._directory, version)
+        if not path.is_file():
+            raise ConfigurationError(f"version {version} has no checkpoint at {path}")
+        return load_file(path)
+
+    def model(self, version: int) -> PreTrainedModel:
+        """The model with the weights of one version, and no others. Raises as :meth:`state`, and for tensors that do not fit."""
+        found = self._models.get(version)
+        if found is None:
+            state = self.state(version)
+            model = copy.deepcopy(self._blank)
+            missing, unexpected = model.load_state_dict(state, strict=False)
+            allowed = {_HEAD} if model.config.tie_word_embeddings else set()
+            if unexpected or set(missing) - allowed:
+                raise ConfigurationError(
+                    f"the checkpoint of version {version} does not fit the model: missing {missing}, unexpected {unexpected}"
+                )
+            found = self._models[version] = model
+        return found

@@ -1,0 +1,48 @@
+"""A replica's process: scrambled weights, a completion server, and one ``weightsync.Engine``."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import msgspec
+
+from weightsync.demo.reports import Parent, Ready, die_with_parent
+from weightsync.demo.settings import ReplicaSettings
+
+__all__ = ["main"]
+
+
+def main(argument: str) -> int:
+    """Serve until a signal ends the process. ``argument`` is :class:`~weightsync.demo.settings.ReplicaSettings` as JSON."""
+    mine = msgspec.json.decode(argument, type=ReplicaSettings)
+    die_with_parent(mine.parent)
+    parent = Parent()
+    listener = socket.socket(fileno=mine.listen_fd)
+
+    # Imported here so that the process is tied to its parent before the seconds that these take.
+    import torch
+    import uvicorn
+
+    from weightsync.adapters.completions import CompletionsAdapter
+    from weightsync.agents.engine import Engine
+    from weightsync.demo.completions import completions_app
+    from weightsync.demo.generation import Generator
+    from weightsync.demo.models import build_model, scramble
+    from weightsync.demo.tokenizer import build_tokenizer
+
+    torch.set_num_threads(1)
+    wish = mine.settings
+    model = build_model(wish.model, tied=wish.tied, seed=wish.seed)
+    scramble(model, seed=sum(mine.name.encode()))
+    generator = Generator(model)
+    app = completions_app(mine.name, generator, build_tokenizer(wish.seed))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2))
+    with Engine(CompletionsAdapter(generator), mine.name, mine.coordinator, delivery=wish.delivery, transports=wish.transports):
+        parent.tell(Ready(mine.name))
+        server.run(sockets=[listener])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

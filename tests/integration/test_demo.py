@@ -1,0 +1,121 @@
+"""The demo as users run it, in its smallest form: it is right, and whatever ends it, nothing stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SMALLEST = ["--trainer-ranks", "1", "--replicas", "1", "--versions", "2", "--steps", "2", "--json"]
+
+
+class Run:
+    """A demo in a process of its own. Its temporary files go to ``directory``, by which its processes are also recognised."""
+
+    def __init__(self, directory: Path, *more: str) -> None:
+        self.directory = directory
+        self.shared_memory = set(os.listdir("/dev/shm"))
+        environment = {**os.environ, "TMPDIR": str(directory)}
+        command = [sys.executable, "-m", "weightsync", "demo", *SMALLEST, *more]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        self.log = ""
+
+    def read_until(self, text: str) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log += line
+            if text in line:
+                return
+        raise AssertionError(f"{text!r} never came:\n{self.log}")
+
+    def processes(self) -> list[int]:
+        mark = f"TMPDIR={self.directory}".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    if mark in (entry / "environ").read_bytes().split(b"\0"):
+                        found.append(int(entry.name))
+                except OSError:
+                    continue
+        return found
+
+    def check_nothing_is_left(self) -> None:
+        until = time.monotonic() + 10  # a killed parent's children end a moment later
+        while self.processes() and time.monotonic() < until:
+            os.sched_yield()
+        assert self.processes() == [], self.log
+        # torch makes an empty folder for its compiler when Transformers is imported; everything else would be ours
+        assert [path for path in self.directory.iterdir() if not path.name.startswith("torchinductor_")] == []
+        assert set(os.listdir("/dev/shm")) <= self.shared_memory
+
+    def close(self) -> None:
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait(10)
+        streams: tuple[IO[str] | None, ...] = (self.process.stdout, self.process.stderr)
+        for stream in streams:
+            if stream is not None:
+                stream.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Run]:
+    def begin(*more: str) -> Run:
+        found = Run(tmp_path, *more)
+        request.addfinalizer(found.close)
+        return found
+
+    return begin
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("more", [[], ["--transport", "shared_memory", "--delivery", "streamed", "--model", "qwen2", "--untied"]])
+def test_the_smallest_demo_is_right(start: Callable[..., Run], more: list[str]) -> None:
+    run = start(*more)
+    out, errors = run.process.communicate(timeout=170)
+    assert run.process.returncode == 0, errors
+    assert len(out.splitlines()) == 1  # everything for people went to standard error
+    found = json.loads(out)
+    assert found["ok"] is True
+    assert found["versions"] == 2
+    assert found["trainer_ranks"] == 1
+    assert found["engine"] == "transformers"
+    assert found["delivery"] == ("streamed" if more else "direct")
+    assert found["tokens_match"] is True
+    assert (found["torn_responses"], found["mislabelled_responses"]) == (0, 0)
+    assert found["responses_checked"] > 6  # more than the probes alone
+    assert found["requests_served"] >= found["responses_checked"]
+    assert found["bytes_per_version"] > 2_000_000
+    assert found["replicas"] == [{"name": "replica-0", "state": "loaded", "version": 2, "digest": found["trainer_digest"]}]
+    assert "every token came from the version on its label" in errors
+    run.check_nothing_is_left()
+
+
+@pytest.mark.timeout(150)
+def test_an_interrupt_in_the_middle_leaves_nothing(start: Callable[..., Run]) -> None:
+    run = start("--versions", "100")
+    run.read_until("round 1")
+    assert len(run.processes()) >= 5  # itself, the janitor, the coordinator, a trainer, a replica
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(20) == 130
+    run.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_an_early_end_leaves_nothing(start: Callable[..., Run], number: signal.Signals) -> None:
+    run = start()
+    run.read_until("coordinator at")
+    run.process.send_signal(number)
+    assert run.process.wait(20) == (-number if number == signal.SIGKILL else 130)
+    run.check_nothing_is_left()

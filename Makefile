@@ -27,6 +27,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV) >&2 || { echo "no virtual environment can be made; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@$(PIP) install -c constraints.txt $(TORCH) hatchling editables >&2
 	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[demo,test,dev]' >&2
+	@echo "compiling the copy and digest kernels (once)" >&2
+	@$(BIN)/python -c 'import weightsync.tensors.kernels'
 	@touch $@
 
 demo: $(VENV)/.installed ## train, serve and update on this machine; ARGS="--json" ends with one JSON line

@@ -294,9 +294,7 @@ class Done(_Struct, frozen=True):
     """A call succeeded and has nothing to say."""
 
 
-Body = (
-    Place | Placed | Prepare | Prepared | Pause | Move | Moved | Commit | Resume | Quarantine | Publish | Published | Done
-)
+Body = Place | Placed | Prepare | Prepared | Pause | Move | Moved | Commit | Resume | Quarantine | Publish | Published | Done
 
 
 class Call(_Struct, frozen=True):

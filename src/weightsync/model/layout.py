@@ -64,9 +64,10 @@ class Layout:
         regions: tuple[int, ...],
     ) -> None:
         rows, dims = len(tensor), manifest.dims
-        shapes_ok = (
-            starts.shape == stops.shape == strides.shape == (rows, dims) and region.shape == offset.shape == tensor.shape == (rows,)
-        )
+        shapes_ok = starts.shape == stops.shape == strides.shape == (
+            rows,
+            dims,
+        ) and region.shape == offset.shape == tensor.shape == (rows,)
         if not shapes_ok:
             raise LayoutError(f"layout columns do not have {rows} rows of {dims} dimensions")
         self.tensor, self.starts, self.stops = tensor, starts, stops

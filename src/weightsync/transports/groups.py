@@ -39,7 +39,7 @@ class Rendezvous:
     def __init__(self, address: str, world_size: int, deadline: Deadline, port: int = 0) -> None:
         self.address = address
         try:
-            self.store = _c10d.TCPStore(
+            self._store: Any = _c10d.TCPStore(
                 address,
                 port,
                 world_size,
@@ -50,15 +50,19 @@ class Rendezvous:
             )
         except RuntimeError as error:
             raise TransportUnavailable(f"cannot listen for a process group at {address}:{port}: {_first_line(error)}") from error
-        self.port = int(self.store.port)
+        self.port = int(self._store.port)
+
+    def close(self) -> None:
+        """Stop listening. Whoever still waits for the others to arrive, rank 0 included, gets an error at once. Safe twice."""
+        self._store = None
 
 
 class Group:
     """A joined group. Rank 0 sends, the others receive; one caller at a time. After an error it is closed and of no more use."""
 
-    def __init__(self, name: str, backend: Backend, rank: int, world_size: int, process_group: Any, store: Any) -> None:  # noqa: ANN401
+    def __init__(self, name: str, backend: Backend, rank: int, world_size: int, process_group: Any, store: object) -> None:  # noqa: ANN401
         self.name, self.backend, self.rank, self.world_size = name, backend, rank, world_size
-        self._process_group, self._store = process_group, store
+        self._process_group, self._store = process_group, store  # NCCL meets there only when it is first used
         self._turn = threading.Lock()
         self._closed = False
 
@@ -156,10 +160,9 @@ def init_custom_process_group(
         raise TransportUnavailable("this torch was built without gloo")
     what = f"joining group {name!r} as rank {rank} of {world_size}"
     try:
-        if rendezvous is not None:
-            store: Any = rendezvous.store
-        else:
-            store = _c10d.TCPStore(address, port, world_size, is_master=False, timeout=_patience(deadline, what))
+        if rendezvous is not None:  # as a client of its own store, so that closing that ends this wait too
+            address, port = rendezvous.address, rendezvous.port
+        store = _c10d.TCPStore(address, port, world_size, is_master=False, timeout=_patience(deadline, what))
         store.set_timeout(_patience(deadline, what))
         # Three prefixes: the engines' own, then torch's for the group, then torch's for the device.
         inner = _c10d.PrefixStore(f"{_FIRST_DEVICE[backend]}/", _c10d.PrefixStore(f"{name}/", _c10d.PrefixStore(name, store)))
@@ -168,8 +171,8 @@ def init_custom_process_group(
         text = _first_line(error)
         slow = isinstance(error, dist.DistNetworkError) or "time" in text.lower()  # "timed out", "Timeout", "wait timeout after"
         kind = DeadlineExceeded if slow else PeerLost
-        raise kind(f"{what} at {address or 'this process'}:{port or getattr(rendezvous, 'port', 0)} failed: {text}") from error
-    return Group(name, backend, rank, world_size, made, store)
+        raise kind(f"{what} at {address}:{port} failed: {text}") from error
+    return Group(name, backend, rank, world_size, made, (store, rendezvous))
 
 
 def _backend(  # the objects' types are private to torch

@@ -1,0 +1,76 @@
+"""A trainer rank in a process of its own, told what to do line by line: ``python -m tests.gpu.owner_process DEVICE SEED``.
+
+Answers every line with one line of JSON. Its regions are random bytes that the seed and the version determine.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.errors import WeightSyncError
+from weightsync.messages import Host
+from weightsync.transports.cuda_ipc import CudaIpcOwner
+from weightsync.transports.device_shelf import DeviceShelf
+
+KEY = b"a run key of the gpu tests"
+LAYOUT = "0123456789abcdef0123456789abcdef"
+SIZES = (1 << 20, (3 << 20) + 5, 77)
+HERE = Host("this machine", "this memory")
+
+
+def contents(seed: int, version: int) -> list[npt.NDArray[np.uint8]]:
+    """What each region holds in ``version``."""
+    random = np.random.default_rng([seed, version])
+    return [random.integers(0, 256, size, np.uint8) for size in SIZES]
+
+
+def say(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def main() -> None:
+    device, seed = int(sys.argv[1]), int(sys.argv[2])
+    torch.cuda.set_device(device)
+    remembered: list[int] = []
+    held = [torch.zeros(size, dtype=torch.uint8, device="cuda") for size in SIZES]
+    try:
+        shelf = DeviceShelf(SIZES, LAYOUT, lambda: [one.data_ptr() for one in held] if held else remembered, device)
+    except WeightSyncError as error:
+        say(error=type(error).__name__, message=str(error))
+        return
+    owner = CudaIpcOwner(shelf, KEY, HERE)
+    say(address=owner.offer.address)
+    for line in sys.stdin:
+        command, _, argument = line.strip().partition(" ")
+        try:
+            if command == "place":
+                with shelf.placing(int(argument)):
+                    for one, data in zip(held, contents(seed, int(argument)), strict=True):
+                        one.copy_(torch.from_numpy(data))
+            elif command == "move":
+                old = held
+                held = [torch.zeros(size + 4096, dtype=torch.uint8, device="cuda")[4096:] for size in SIZES]
+                del old
+            elif command == "free":
+                torch.cuda.synchronize()
+                remembered[:] = [one.data_ptr() for one in held]
+                held.clear()
+                torch.cuda.empty_cache()
+            elif command == "withdraw":
+                shelf.withdraw()
+            elif command == "close":
+                owner.close()
+                shelf.close()
+            say(done=command, count=shelf.exported.count)
+        except WeightSyncError as error:
+            say(error=type(error).__name__, message=str(error))
+
+
+if __name__ == "__main__":
+    main()

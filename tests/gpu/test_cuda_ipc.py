@@ -1,0 +1,286 @@
+"""Device memory read across processes: exact, never stale, and no death of either side hurts the other.
+
+With two GPUs or more the reader has another device than the owner, with one the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.gpu.owner_process import HERE, KEY, LAYOUT, SIZES, contents
+from tests.gpu.reader_process import whole
+
+from weightsync.deadline import Deadline
+from weightsync.errors import (
+    Aborted,
+    AuthenticationError,
+    LayoutError,
+    PeerLost,
+    ProtocolError,
+    StaleSource,
+    TransportUnavailable,
+    VersionError,
+)
+from weightsync.messages import Offer
+from weightsync.transports.cuda_ipc import CombinedRead, CudaIpc, CudaIpcSource
+from weightsync.transports.device_shelf import DeviceShelf
+from weightsync.transports.shelf import EMPTY, Shelf
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default::DeprecationWarning")]
+pytest.importorskip("triton", reason="needs Triton")
+
+
+class OwnerProcess:
+    """The other process, and a way to talk to it."""
+
+    def __init__(self, seed: int, **environment: str) -> None:
+        self.seed = seed
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.gpu.owner_process", "0", str(seed)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        self.hello = self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return answer
+
+    def tell(self, line: str) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    @property
+    def offer(self) -> Offer:
+        return Offer("cuda_ipc", self.hello["address"], HERE)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
+
+
+class Reader:
+    """This process's side: a source and the memory that it fills."""
+
+    def __init__(self, owner: OwnerProcess) -> None:
+        self.device = torch.cuda.device_count() - 1
+        self.owner = owner
+        self.source: CudaIpcSource = CudaIpc(self.device).connect(owner.offer, KEY, Deadline(20))
+        self.target = torch.zeros(sum(SIZES) + 64, dtype=torch.uint8, device=torch.device("cuda", self.device))
+        self.source.prepare([whole(self.target.data_ptr())], LAYOUT, Deadline(20))
+
+    def read(self, version: int) -> None:
+        self.target.fill_(255)
+        self.source.begin(version, Deadline(20))
+        self.source.read(0, Deadline(20))
+        self.source.end(Deadline(20))
+
+    def check(self, version: int) -> None:
+        got, place = self.target.cpu().numpy(), 0
+        for data in contents(self.owner.seed, version):
+            assert np.array_equal(got[place : place + len(data)], data)
+            place += -(-len(data) // 16) * 16
+
+
+@pytest.fixture
+def owner(seed: int) -> Iterator[OwnerProcess]:
+    # Without torch's cache, freed memory really goes back to the driver.
+    process = OwnerProcess(seed % 1000, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    yield process
+    process.end()
+
+
+@pytest.fixture
+def reader(owner: OwnerProcess) -> Iterator[Reader]:
+    one = Reader(owner)
+    yield one
+    one.source.close()
+
+
+def test_owner_dies(reader: Reader) -> None:
+    reader.owner.tell("place 1")
+    reader.source.begin(1, Deadline(20))
+    reader.owner.process.kill()
+    reader.owner.process.wait(10)
+    with pytest.raises(PeerLost):
+        reader.source.read(0, Deadline(20))
+    with pytest.raises(PeerLost):
+        reader.source.begin(1, Deadline(20))
+    reader.source.close()
+    assert int(torch.ones(1000, device=reader.target.device).sum()) == 1000  # this process's context is unharmed
+
+
+def test_reader_dies(owner: OwnerProcess) -> None:
+    owner.tell("place 1")
+    command = [sys.executable, "-W", "ignore", "-m", "tests.gpu.reader_process", str(torch.cuda.device_count() - 1)]
+    victim = subprocess.Popen([*command, owner.offer.address, "1"], stdout=subprocess.PIPE, text=True)
+    assert victim.stdout is not None
+    assert victim.stdout.readline() == "read\n"
+    victim.kill()
+    victim.wait(10)
+    victim.stdout.close()
+    assert "done" in owner.tell("place 2")
+    survivor = Reader(owner)
+    survivor.read(2)
+    survivor.check(2)
+    survivor.source.close()
+    started = time.monotonic()
+    assert "done" in owner.tell("close")
+    assert time.monotonic() - started < 5
+
+
+def test_owner_gone_before_connecting(owner: OwnerProcess) -> None:
+    offer = owner.offer
+    owner.end()
+    with pytest.raises(PeerLost):
+        CudaIpc().connect(offer, KEY, Deadline(5))
+
+
+def test_versions_arrive_exactly_round_after_round(reader: Reader) -> None:
+    for version in (1, 2, 5):
+        reader.owner.tell(f"place {version}")
+        reader.read(version)
+        reader.check(version)
+
+
+def test_another_version_is_refused(reader: Reader) -> None:
+    with pytest.raises(StaleSource):
+        reader.source.begin(1, Deadline(20))
+    reader.owner.tell("place 1")
+    with pytest.raises(StaleSource, match="version 2"):
+        reader.source.begin(2, Deadline(20))
+
+
+@pytest.mark.parametrize("change", ["withdraw", "place 2"])
+def test_change_during_a_transfer_is_noticed(reader: Reader, change: str) -> None:
+    reader.owner.tell("place 1")
+    reader.source.begin(1, Deadline(20))
+    reader.source.read(0, Deadline(20))
+    reader.owner.tell(change)
+    with pytest.raises(StaleSource):
+        reader.source.end(Deadline(20))
+
+
+def test_moved_memory_is_exported_anew(reader: Reader) -> None:
+    before = reader.owner.tell("place 1")["count"]
+    reader.read(1)
+    reader.owner.tell("move")
+    assert reader.owner.tell("place 2")["count"] == before + 1
+    reader.read(2)
+    reader.check(2)
+    assert reader.owner.tell("place 3")["count"] == before + 1
+    reader.read(3)
+    reader.check(3)
+
+
+def test_freed_memory_is_noticed_by_its_owner(reader: Reader) -> None:
+    reader.owner.tell("place 1")
+    reader.owner.tell("free")
+    assert reader.owner.tell("place 2")["error"] == "StaleSource"
+    with pytest.raises(StaleSource):
+        reader.source.begin(2, Deadline(20))
+    with pytest.raises(StaleSource):
+        reader.source.begin(1, Deadline(20))
+
+
+def test_memory_that_cannot_be_exported_is_refused(seed: int) -> None:
+    process = OwnerProcess(seed % 1000, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+    try:
+        assert process.hello["error"] == "TransportUnavailable"
+        assert "expandable_segments" in process.hello["message"]
+    finally:
+        process.end()
+
+
+def test_wrong_key_and_wrong_layout(reader: Reader) -> None:
+    with pytest.raises(AuthenticationError):
+        CudaIpc().connect(reader.owner.offer, b"another key of the right size", Deadline(20))
+    with pytest.raises(StaleSource, match="layout"):
+        reader.source.prepare([], "f" * 32, Deadline(20))
+    beyond = whole(reader.target.data_ptr())
+    beyond.row_bytes[1] += 1
+    with pytest.raises(ProtocolError):
+        reader.source.prepare([beyond], LAYOUT, Deadline(20))
+
+
+def test_abort_and_again(reader: Reader) -> None:
+    reader.owner.tell("place 1")
+    reader.source.begin(1, Deadline(20))
+    reader.source.abort()
+    with pytest.raises(Aborted):
+        reader.source.read(0, Deadline(20))
+    reader.read(1)
+    reader.check(1)
+
+
+def test_two_owners_are_read_in_one_launch(reader: Reader) -> None:
+    other = OwnerProcess(reader.owner.seed + 1, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    second = Reader(other)
+    together = CombinedRead([reader.source, second.source])
+    for version in (1, 2):
+        for one in (reader, second):
+            one.owner.tell("move")
+            one.owner.tell(f"place {version}")
+            one.target.fill_(255)
+            one.source.begin(version, Deadline(20))
+        together.read(0, Deadline(20))
+        for one in (reader, second):
+            one.source.end(Deadline(20))
+            one.check(version)
+    reader.source.begin(2, Deadline(20))
+    second.source.begin(2, Deadline(20))
+    other.end()
+    with pytest.raises(PeerLost):
+        together.read(0, Deadline(20))
+    second.source.close()
+
+
+def test_owner_and_reader_in_one_process() -> None:
+    memory = torch.randint(0, 256, (sum(SIZES),), dtype=torch.uint8, device="cuda:0")
+    starts = np.cumsum([0, *SIZES[:-1]]).tolist()
+    shelf = DeviceShelf(SIZES, LAYOUT, lambda: [memory.data_ptr() + start for start in starts], 0)
+    owner = CudaIpc().serve(shelf, KEY, HERE)
+    device = torch.cuda.device_count() - 1
+    source = CudaIpc(device).connect(owner.offer, KEY, Deadline(20))
+    target = torch.zeros(sum(SIZES) + 64, dtype=torch.uint8, device=torch.device("cuda", device))
+    source.prepare([whole(target.data_ptr())], LAYOUT, Deadline(20))
+    with shelf.placing(1):
+        assert shelf.version == EMPTY
+    source.begin(1, Deadline(20))
+    source.read(0, Deadline(20))
+    source.end(Deadline(20))
+    assert torch.equal(target[: SIZES[0]].cpu(), memory[: SIZES[0]].cpu())
+    with pytest.raises(VersionError), shelf.placing(-1):
+        pass
+    source.close()
+    owner.close()
+    shelf.close()
+
+
+def test_what_cannot_be_served_is_refused() -> None:
+    shelf = Shelf(16, LAYOUT)
+    with pytest.raises(TransportUnavailable, match="host memory"):
+        CudaIpc().serve(shelf, KEY, HERE)
+    shelf.close()
+    memory = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
+    with pytest.raises(LayoutError, match="past its allocation"):
+        DeviceShelf([1 << 40], LAYOUT, lambda: [memory.data_ptr()], 0)
+    with pytest.raises(LayoutError, match="addresses"):
+        DeviceShelf([1, 2], LAYOUT, lambda: [memory.data_ptr()], 0)

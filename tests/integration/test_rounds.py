@@ -327,6 +327,12 @@ def test_auto_streams_to_an_engine_without_a_layout_and_direct_is_refused(joined
     assert (result.replicas[0].delivery, result.replicas[0].verified) == ("streamed", "received")
 
 
+def test_an_engine_that_is_no_adapter_is_refused(joined: Joined) -> None:
+    for engine in ("vllm", Net(), None):
+        with pytest.raises(ConfigurationError, match=r"not an engine adapter.*ModuleAdapter"):
+            joined.engine(engine)  # type: ignore[arg-type]
+
+
 def test_a_transport_that_is_unknown_is_refused(joined: Joined) -> None:
     with pytest.raises((ConfigurationError, TransportUnavailable), match="pigeon"):
         joined.trainer(Net(), transports=["pigeon"])

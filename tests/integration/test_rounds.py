@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,16 +20,19 @@ from weightsync.errors import (
     AuthenticationError,
     ConfigurationError,
     DeadlineExceeded,
+    LayoutError,
     ManifestMismatch,
     MembershipError,
+    PeerLost,
     RoundFailed,
     TransportUnavailable,
     VersionError,
 )
-from weightsync.model import Manifest, Version
+from weightsync.model import Manifest, TensorSpec, Version
 from weightsync.roles.adapter import EngineAdapter
 from weightsync.service.server import BackgroundServer
 from weightsync.service.settings import ServerSettings
+from weightsync.tensors.shards import FollowedShards, shard
 
 TRANSPORTS = ("inproc", "shared_memory", "tcp")
 
@@ -176,6 +183,75 @@ def test_after_publish_returns_the_trainers_memory_is_not_read(joined: Joined) -
     assert all(torch.equal(expected[name], tensor) for name, tensor in target.state_dict().items())
 
 
+@pytest.mark.parametrize("delivery", ["direct", "streamed"])
+def test_memory_that_a_framework_replaced_is_followed_on_both_sides(joined: Joined, delivery: str) -> None:
+    source, target = Net(tied=False), Net(tied=False)
+    trainer = joined.trainer(source)
+    adapter = ModuleAdapter(target)
+    joined.engine(adapter, delivery=delivery)
+    trainer.publish(1, timeout=20)
+    for number, moved in ((2, source), (3, target), (4, source)):
+        fresh = {name: tensor.clone() for name, tensor in moved.state_dict().items()}
+        moved.load_state_dict(fresh, assign=True)  # as sleep and wake, .to() or a reload do
+        change(source, number)
+        trainer.publish(number, timeout=20)
+        assert same(source, target)
+
+
+def test_a_number_that_is_published_again_means_the_weights_of_now_on_every_rank(
+    joined: Joined, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halves = [{"weight": torch.zeros(4, 3)}, {"weight": torch.zeros(4, 3)}]
+    target = torch.nn.Linear(3, 8, bias=False)
+    rows = [shard("weight", half["weight"], (8, 3), (4 * rank, 0)) for rank, half in enumerate(halves)]
+    manifest = Manifest([TensorSpec("weight", (8, 3), "float32")])
+    monkeypatch.setattr(FollowedShards, "_look", lambda self: ())
+    trainers = []
+    for rank in range(2):
+        with monkeypatch.context() as patched:
+            patched.setattr("weightsync.tensors.shards.shards_of", lambda *_, rank=rank, **__: (manifest, [rows[rank]]))
+            trainers.append(joined.trainer(halves[rank], rank=rank, world_size=2))
+    joined.engine(ModuleAdapter(target))
+
+    def publish(number: int, value: float) -> list[BaseException | None]:
+        for half in halves:
+            half["weight"].fill_(value)
+        with ThreadPoolExecutor(2) as pool:
+            return [one.exception(30) for one in [pool.submit(trainer.publish, number, timeout=10) for trainer in trainers]]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trainers[1]._role._placer, "place", Mock(side_effect=LayoutError("injected")))
+        assert all(publish(5, 5.0))
+    assert publish(5, 6.0) == [None, None]
+    assert torch.equal(target.weight, torch.full((8, 3), 6.0))
+
+
+@pytest.mark.parametrize("number", ["32", 33.5, True, -5, 1 << 70, None])
+def test_a_version_that_is_no_number_is_refused_at_once(joined: Joined, number: int) -> None:
+    trainer = joined.trainer(Net())
+    with pytest.raises(VersionError, match="integer"):
+        trainer.publish(number, timeout=20)
+
+
+def test_numpys_integers_are_numbers(joined: Joined) -> None:
+    source, target = Net(), Net()
+    trainer = joined.trainer(source)
+    joined.engine(ModuleAdapter(target))
+    int_like: Any = np.int64(3)
+    assert trainer.publish(int_like, timeout=20).version.number == 3
+
+
+def test_a_dead_trainer_rank_ends_the_others_publication_at_once(joined: Joined) -> None:
+    ranks = [joined.trainer(Net(), rank=rank, world_size=3) for rank in range(2)]  # the third never comes
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(one.publish, 1, timeout=30) for one in ranks]
+        threading.Event().wait(0.5)  # the coordinator has heard both
+        ranks[1].close()
+        with pytest.raises(PeerLost, match="trainer/1 is gone"):
+            asked[0].result(5)
+        assert asked[1].exception(5) is not None
+
+
 class Faulty(ModuleAdapter):
     """Raises where it is told to."""
 
@@ -315,6 +391,22 @@ class Opaque(EngineAdapter):
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._inner.load(tensors)
+
+
+class Lazy(Opaque):
+    """A loader with a ``yield`` left inside: it never runs."""
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:  # type: ignore[override]
+        for name, tensor in tensors:
+            self._inner.load([(name, tensor)])
+            yield
+
+
+def test_a_loader_that_takes_nothing_is_an_error(joined: Joined) -> None:
+    trainer = joined.trainer(Net())
+    joined.engine(Lazy(Net()))
+    with pytest.raises(RoundFailed, match="took 0 of the 7 tensors"):
+        trainer.publish(1, timeout=20)
 
 
 def test_auto_streams_to_an_engine_without_a_layout_and_direct_is_refused(joined: Joined) -> None:

@@ -11,7 +11,7 @@ from weightsync.errors import LoadError
 from weightsync.messages import PauseMode
 from weightsync.model import Manifest, Version
 from weightsync.roles.adapter import EngineAdapter
-from weightsync.tensors.shards import Shard, shards_of
+from weightsync.tensors.shards import FollowedShards, Shard
 
 __all__ = ["CompletionsAdapter", "Served"]
 
@@ -48,14 +48,15 @@ class CompletionsAdapter(EngineAdapter):
 
     def __init__(self, server: Served) -> None:
         self._server = server
+        self._followed = FollowedShards(server.model)
 
     def manifest(self) -> Manifest:
         """The module's parameters under their checkpoint names."""
-        return shards_of(self._server.model)[0]
+        return self._followed.now()[0]
 
     def shards(self) -> Sequence[Shard]:
         """The parameters where they lie: direct delivery."""
-        return shards_of(self._server.model)[1]
+        return self._followed.now()[1]
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """Close the gate."""

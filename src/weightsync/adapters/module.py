@@ -12,7 +12,7 @@ from weightsync.errors import DeadlineExceeded, LoadError
 from weightsync.messages import PauseMode
 from weightsync.model import Manifest, Version
 from weightsync.roles.adapter import EngineAdapter
-from weightsync.tensors.shards import Shard, shards_of
+from weightsync.tensors.shards import FollowedShards, Shard
 
 __all__ = ["ModuleAdapter"]
 
@@ -28,39 +28,44 @@ class ModuleAdapter(EngineAdapter):
     def __init__(self, module: torch.nn.Module, *, buffers: bool = False) -> None:
         self.module = module
         self.version: Version | None = None
-        self._buffers = buffers
-        self._weights = threading.Lock()
+        self._followed = FollowedShards(module, buffers=buffers)
+        self._changed = threading.Condition()
         self._paused = False
+        self._users = 0
 
     @contextmanager
     def in_use(self, timeout: float = 60.0) -> Iterator[Version | None]:
         """Keep rounds away from the module, and say which version it holds (``None`` before the first).
 
-        Raises :class:`~weightsync.errors.DeadlineExceeded` if the module stays paused or used for ``timeout`` seconds.
+        One user at a time. Raises :class:`~weightsync.errors.DeadlineExceeded` if the module stays paused or used for ``timeout``
+        seconds.
         """
-        if not self._weights.acquire(timeout=timeout):
-            raise DeadlineExceeded(f"the module was paused for an update, or in use, for more than {timeout:g} s")
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._paused and not self._users, timeout):
+                raise DeadlineExceeded(f"the module was paused for an update, or in use, for more than {timeout:g} s")
+            self._users += 1
         try:
             yield self.version
         finally:
-            self._weights.release()
+            with self._changed:
+                self._users -= 1
+                self._changed.notify_all()
 
     def manifest(self) -> Manifest:
         """The module's own parameters (and persistent buffers, if asked for)."""
-        return shards_of(self.module, buffers=self._buffers)[0]
+        return self._followed.now()[0]
 
     def shards(self) -> Sequence[Shard]:
         """The parameters themselves: direct delivery."""
-        return shards_of(self.module, buffers=self._buffers)[1]
+        return self._followed.now()[1]
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
-        """Wait until nobody uses the module; all modes mean the same here."""
-        if self._paused:
-            return
-        if not self._weights.acquire(timeout=timeout):
-            raise DeadlineExceeded(f"the module was in use for more than {timeout:g} s (in_use() never ended)")
-        self._paused = True
-        self.version = None
+        """Let nobody in until ``resume``, and wait until nobody is inside; all modes mean the same here."""
+        with self._changed:
+            self._paused = True
+            if not self._changed.wait_for(lambda: not self._users, timeout):
+                raise DeadlineExceeded(f"the module was in use for more than {timeout:g} s (in_use() never ended)")
+            self.version = None
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy whole tensors into the parameters of the same names."""
@@ -80,6 +85,6 @@ class ModuleAdapter(EngineAdapter):
 
     def resume(self) -> None:
         """Let the module be used again."""
-        if self._paused:
+        with self._changed:
             self._paused = False
-            self._weights.release()
+            self._changed.notify_all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import ssl
 from http import HTTPStatus
 
@@ -27,6 +28,8 @@ from weightsync.service.settings import ClientSettings
 __all__ = ["dial"]
 
 _CLOSE_SECONDS = 1.0
+_wire_log = logging.getLogger("weightsync.websocket")
+_wire_log.setLevel(logging.INFO)  # at DEBUG the library would log the bearer token and the keys in frames
 _MESSAGE_CHARS = 500
 
 
@@ -60,6 +63,7 @@ async def _connect(settings: ClientSettings, timeout: float) -> ClientConnection
             ssl=tls_context(settings),
             proxy=None,
             compression=None,
+            logger=_wire_log,
             max_size=settings.frame_bytes,
             open_timeout=timeout,
             close_timeout=_CLOSE_SECONDS,

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Self
+from typing import Self, get_args
 
 from weightsync.agents.link import Link
 from weightsync.agents.trainer import schemes_for
@@ -61,6 +61,8 @@ class Engine:
             )
         if not 0 <= rank < world_size:
             raise ConfigurationError(f"rank {rank} is not one of the {world_size} ranks of replica {replica!r}")
+        if delivery not in get_args(Delivery):
+            raise ConfigurationError(f"delivery {delivery!r} is none of {', '.join(get_args(Delivery))}")
         if bucket_bytes <= 0:
             raise ConfigurationError(f"bucket_bytes must be positive, not {bucket_bytes}")
         self.replica, self.rank, self.world_size = replica, rank, world_size

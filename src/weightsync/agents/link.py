@@ -39,7 +39,7 @@ from weightsync.messages import Body, Frame, Hello, Progress, Quarantine, Welcom
 from weightsync.service.endpoint import unreachable
 from weightsync.service.settings import ClientSettings
 
-__all__ = ["Link"]
+__all__ = ["Link", "LinkLost"]
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +48,10 @@ _STEADY_SECONDS = 5.0
 _PROGRESS_SECONDS = 0.1
 _GRACE = 1.0
 """Seconds that a caller's thread waits longer than the call itself, so that the call's own error arrives first."""
+
+
+class LinkLost(PeerLost):
+    """This rank's own connection broke; another rank's death, which the coordinator reports, is a plain ``PeerLost``."""
 
 
 class Link:
@@ -248,7 +252,7 @@ class Link:
             try:
                 await socket.send(encode(frame))
             except ConnectionClosed as error:
-                raise PeerLost(f"the coordinator at {self._settings.coordinator} is gone: {error}") from None
+                raise LinkLost(f"the coordinator at {self._settings.coordinator} is gone: {error}") from None
 
         calls = Calls(send, self._dispatch)
         reason = "the link was closed"
@@ -264,7 +268,7 @@ class Link:
             self._connected.clear()
             self._calls = self._send = None
             lost = f"the connection to the coordinator at {self._settings.coordinator} ended: {reason}"
-            calls.close(PeerLost(lost))
+            calls.close(LinkLost(lost))
             await socket.close(1000, "the agent left")
         self._note(lost)
         if self._on_lost is not None:
@@ -296,7 +300,7 @@ class Link:
         except TimeoutError:
             raise DeadlineExceeded(f"{what} was not sent within {deadline.seconds:g} s: {self._trouble}") from None
         if self._calls is None:
-            raise PeerLost(f"{what} was not sent: {self._trouble}")
+            raise LinkLost(f"{what} was not sent: {self._trouble}")
         return await self._calls.call(body, deadline.remaining(what))
 
     def _schedule_progress(self) -> None:

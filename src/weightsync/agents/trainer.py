@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import secrets
 import threading
@@ -15,9 +16,18 @@ from typing import Literal, Self, overload
 import torch
 import torch.distributed as dist
 
-from weightsync.agents.link import Link
+from weightsync.agents.link import Link, LinkLost
 from weightsync.deadline import Deadline
-from weightsync.errors import ConfigurationError, PeerLost, ProtocolError, RoundFailed, TransportUnavailable
+from weightsync.errors import (
+    ConfigurationError,
+    CoordinatorUnreachable,
+    DeadlineExceeded,
+    ProtocolError,
+    RoundFailed,
+    TransportUnavailable,
+    VersionError,
+    WeightSyncError,
+)
 from weightsync.messages import PROTOCOL, Hello, Publish, Published, RoundResult
 from weightsync.roles.trainer import TrainerRole
 from weightsync.service.server import BackgroundServer
@@ -36,6 +46,8 @@ def schemes_for(names: Sequence[str] | None) -> list[Scheme]:
 
     Raises :class:`~weightsync.errors.TransportUnavailable` if one that was named cannot work here, with what would help.
     """
+    if isinstance(names, str):
+        raise ConfigurationError(f"transports is a list of names, best first: give [{names!r}], not {names!r}")
     if names is None:
         return [found for found in map(scheme, BUILT_IN) if found.unavailable() is None]
     if not names:
@@ -56,8 +68,8 @@ class Trainer:
     (or ``WEIGHTSYNC_COORDINATOR``); without one, rank 0 starts a coordinator in this process and tells the others, and
     :attr:`coordinator` says where. ``dtype`` converts while publishing (float32 master weights to bfloat16, say); without it
     nothing is converted. Holds one copy of this rank's shards in host memory; but if they are all on one CUDA device, nothing is
-    converted and ``transports`` allow ``cuda_ipc`` (all are allowed by default), they are read where they are, by engine ranks whose
-    parameters are on GPUs of the same host and by no others. Close it, or use it in a ``with``.
+    converted and ``transports`` allow ``cuda_ipc`` (by default all are allowed), they are read where they are, by engine ranks
+    whose parameters are on GPUs of the same host and by no others. Close it, or use it in a ``with``.
 
     Raises :class:`~weightsync.errors.CoordinatorUnreachable`, :class:`~weightsync.errors.AuthenticationError`,
     :class:`~weightsync.errors.MembershipError` (another trainer has this run),
@@ -114,10 +126,16 @@ class Trainer:
                 "several trainer ranks without torch.distributed need a coordinator: give its URL or set WEIGHTSYNC_COORDINATOR"
             )
         mine = ""
+        failure: WeightSyncError | None = None
         if self.rank == 0:
-            server = owned.enter_context(BackgroundServer())
-            mine = f"{server.url} {server.token}"
+            try:
+                server = owned.enter_context(BackgroundServer())
+                mine = f"{server.url} {server.token}"
+            except WeightSyncError as error:
+                failure = error  # the other ranks wait to hear of it
         where, _, known = (_from_rank_zero(mine) if self.world_size > 1 else mine).partition(" ")
+        if not where:
+            raise failure or CoordinatorUnreachable("rank 0 could not start a coordinator in its process: its own error says why")
         return ClientSettings.load(coordinator=where, token=Secret(known))
 
     def _hello(self) -> Hello:
@@ -151,6 +169,7 @@ class Trainer:
         :class:`~weightsync.errors.RoundFailed` when fewer replicas than the coordinator's policy requires took the version;
         the future raises the same. Replicas that failed never serve in between: see the result's ``replicas``.
         """
+        number = _version_number(number)
         deadline = Deadline(timeout)
         if snapshot and self._role.live:
             raise ConfigurationError(
@@ -164,7 +183,10 @@ class Trainer:
                     return self._ask(number, deadline)
                 asked = self._background.submit(self._ask, number, deadline)
                 asked.add_done_callback(lambda _: placed.set())
-                placed.wait(deadline.remaining(f"placing version {number}"))
+                if not placed.wait(deadline.remaining(f"placing version {number}")):
+                    raise DeadlineExceeded(
+                        f"version {number} was not placed within {timeout:g} s: its rank may not publish it later"
+                    )
                 if asked.done():
                     asked.result(0)
                 return asked
@@ -172,13 +194,21 @@ class Trainer:
                 self._role.disarm()
 
     def _ask(self, number: int, deadline: Deadline) -> RoundResult:
+        lost = False
         while True:
             timeout = deadline.remaining(f"publishing version {number}")
             try:
                 answer = self._link.call(Publish(number), timeout)
                 break
-            except PeerLost:
-                continue  # the link is coming back; asking again for the same number is safe, whatever the coordinator did with it
+            except LinkLost:
+                lost = True  # it comes back, and the coordinator that is there then answers, or runs the round again
+            except VersionError as error:
+                if not lost:
+                    raise
+                raise RoundFailed(
+                    f"the coordinator was lost during the round of version {number}, and with it the result: some replicas may "
+                    f"serve it, the others wait for the next number ({error})"
+                ) from error
         if not isinstance(answer, Published):
             raise ProtocolError(f"the coordinator answered a publication with {type(answer).__name__}")
         self._published = number
@@ -195,6 +225,16 @@ class Trainer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _version_number(number: int) -> int:
+    try:
+        plain = -1 if isinstance(number, bool) else operator.index(number)  # NumPy's and torch's integers, too
+    except TypeError:
+        plain = -1
+    if not 0 <= plain < 1 << 63:
+        raise VersionError(f"a version is an integer from 0 to 2^63 - 1, not {number!r}")
+    return plain
 
 
 def _place_in_world(rank: int | None, world_size: int | None) -> tuple[int, int]:

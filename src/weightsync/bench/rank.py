@@ -28,7 +28,7 @@ __all__ = ["main"]
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B")
+    return memoryview(tensor.contiguous().view(torch.uint8).numpy().data).cast("B")
 
 
 class _Floor:

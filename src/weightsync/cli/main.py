@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weightsync.cli.errors import Group
+from weightsync.cli.push import push
 
 if TYPE_CHECKING:
     from weightsync.service.settings import ClientSettings, Secret
@@ -262,7 +263,8 @@ def demo(
     delivery: Annotated[
         DeliveryChoice, typer.Option(help="Straight into parameters, or through the engine's own loader.")
     ] = DeliveryChoice.auto,
-    engine: Annotated[str, typer.Option(help="Which engine serves.")] = "transformers",
+    engine: Annotated[str, typer.Option(help="Which engine serves: transformers or vllm.")] = "transformers",
+    engine_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of each replica; vllm only.")] = 1,
     model: Annotated[Architecture, typer.Option(help="Shape of the model.")] = Architecture.llama,
     tied: Annotated[bool, typer.Option("--tied/--untied", help="Whether the output head is tied to the embeddings.")] = True,
     pause_mode: Annotated[Pausing, typer.Option(help="What happens to running requests around an update.")] = Pausing.keep,
@@ -297,9 +299,9 @@ def demo(
     with _needs("pip install 'weightsync[demo]'"):
         settings = importlib.import_module("weightsync.demo.settings").Settings(
             trainer_ranks=trainer_ranks, replicas=replicas, versions=versions, steps=steps, transport=transport.value,
-            delivery=delivery.value, engine=engine, model=model.value, tied=tied, pause_mode=pause_mode.value, seed=seed,
-            timeout=timeout, json=json, coordinator=coordinator, role=role.value, directory=directory, host=host,
-            replica_prefix=replica_prefix, replica_urls=tuple(replica_url or ()),
+            delivery=delivery.value, engine=engine, engine_tp=engine_tp, model=model.value, tied=tied,
+            pause_mode=pause_mode.value, seed=seed, timeout=timeout, json=json, coordinator=coordinator, role=role.value,
+            directory=directory, host=host, replica_prefix=replica_prefix, replica_urls=tuple(replica_url or ()),
         )  # fmt: skip
         run = importlib.import_module("weightsync.demo.main").run
     raise typer.Exit(int(run(settings) or 0))
@@ -326,6 +328,9 @@ def bench(
         )
         run = importlib.import_module("weightsync.bench.main").run
     raise typer.Exit(int(run(options) or 0))
+
+
+app.command()(push)
 
 
 _UNITS = {

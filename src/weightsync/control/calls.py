@@ -157,6 +157,8 @@ class Calls:
             await self._send(frame)
         except WeightSyncError:
             raise
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ProtocolError(f"cannot encode {type(frame).__name__}: {error}") from error
         except Exception as error:  # whatever the wire raises when it is gone
             raise PeerLost(f"cannot send {type(frame).__name__}: {error}") from error
 

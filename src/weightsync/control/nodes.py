@@ -5,7 +5,7 @@ Each method ends within ``timeout`` seconds, with an error at the latest; the ca
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -29,7 +29,7 @@ class TrainerRank:
     manifest: Manifest
     layout: Layout
     offers: tuple[Offer, ...]
-    key: bytes = b""
+    key: bytes = field(default=b"", repr=False)
     """The secret that readers of this rank's shelf must know; passed on in each plan's ``SourceAddress``."""
     published: int = -1
 

@@ -151,6 +151,13 @@ class Checker:
 
 
 def checker_for(settings: Settings, directory: Path, stopped: Callable[[], bool]) -> Checker:
-    """A checker against the checkpoints in ``directory``, computing as the replicas do: one thread, the same model class."""
+    """A checker against the checkpoints in ``directory``, computing as the replicas do: one thread, the same model class.
+
+    vLLM sums in another order than Transformers. It serves the checkpoint in float32, where that hardly ever changes which token
+    is the likeliest; so this computes in float32 too.
+    """
     torch.set_num_threads(1)
-    return Checker(Oracle(directory, build_model(settings.model, tied=settings.tied, seed=settings.seed)), stopped)
+    blank = build_model(settings.model, tied=settings.tied, seed=settings.seed)
+    if settings.engine == "vllm":
+        torch.nn.Module.to(blank, dtype=torch.float32)  # in place
+    return Checker(Oracle(directory, blank), stopped)

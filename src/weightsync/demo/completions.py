@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import msgspec
 from starlette.applications import Starlette
@@ -18,13 +18,13 @@ from starlette.routing import Route
 from transformers import PreTrainedTokenizerFast
 
 from weightsync.deadline import Deadline
-from weightsync.demo.gate import NotSeeded
-from weightsync.demo.generation import Generator
+from weightsync.demo.gate import Gate, NotSeeded
+from weightsync.demo.generation import Completion
 from weightsync.demo.models import CONTEXT
 from weightsync.demo.tokenizer import encode
 from weightsync.errors import Aborted, DeadlineExceeded, WeightSyncError
 
-__all__ = ["SLOTS", "completions_app"]
+__all__ = ["SLOTS", "Answering", "completions_app"]
 
 SLOTS = 2
 """Requests that generate at one time."""
@@ -44,6 +44,19 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     temperature: float = 0.0
     n: int = 1
     stream: bool = False
+
+
+class Answering(Protocol):
+    """What the server asks of its engine."""
+
+    @property
+    def gate(self) -> Gate:
+        """What the engine serves now."""
+        ...
+
+    def complete(self, prompt: Sequence[int], budget: int, deadline: Deadline) -> Completion:
+        """See :meth:`weightsync.demo.generation.Generator.complete`."""
+        ...
 
 
 class _Refused(Exception):
@@ -71,7 +84,7 @@ async def _body(request: Request) -> bytes:
 
 
 class _Server:
-    def __init__(self, replica: str, generator: Generator, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, replica: str, generator: Answering, tokenizer: PreTrainedTokenizerFast) -> None:
         self.replica = replica
         self.generator = generator
         self.tokenizer = tokenizer
@@ -162,7 +175,7 @@ class _Server:
         self.slots.shutdown(wait=True, cancel_futures=True)
 
 
-def completions_app(replica: str, generator: Generator, tokenizer: PreTrainedTokenizerFast) -> Starlette:
+def completions_app(replica: str, generator: Answering, tokenizer: PreTrainedTokenizerFast) -> Starlette:
     """The ASGI application of one replica. Every answer says which version made each of its tokens.
 
     ``weightsync`` in an answer holds ``tokens``, ``token_versions`` (one a token), ``prompt_tokens``, and ``prefills``: the

@@ -57,11 +57,11 @@ class Family:
 
     Three things see to it that nothing stays behind: this object's exit (SIGTERM, a bounded wait, SIGKILL), the kernel, which
     kills each child when this process is gone (Linux), and a janitor process, which does what this one no longer can.
-    Use it from the main thread: a child's life hangs on the thread that started it.
+    ``polite_seconds`` is that bounded wait. Use it from the main thread: a child's life hangs on the thread that started it.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = dict(environment)
+    def __init__(self, environment: Mapping[str, str], polite_seconds: float = 5.0) -> None:
+        self._environment, self._polite = dict(environment), polite_seconds
         self._group = 0
         self._ending = False
         self.children: dict[str, Child] = {}
@@ -146,7 +146,7 @@ class Family:
         self._signal(signal.SIGTERM)
         waits = [asyncio.create_task(child.process.wait()) for child in alive]
         if waits:
-            await asyncio.wait(waits, timeout=_POLITE_SECONDS)
+            await asyncio.wait(waits, timeout=self._polite)
         self._signal(signal.SIGKILL)  # also what a child started and left in the group
         if waits:
             await asyncio.wait(waits, timeout=_POLITE_SECONDS)

@@ -15,7 +15,7 @@ from weightsync.errors import Aborted, DeadlineExceeded
 from weightsync.messages import PauseMode
 from weightsync.model import Version
 
-__all__ = ["Completion", "Generator", "greedy"]
+__all__ = ["Completion", "FinishReason", "Generator", "greedy"]
 
 FinishReason = Literal["stop", "length", "abort"]
 

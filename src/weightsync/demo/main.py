@@ -31,6 +31,7 @@ from weightsync.demo.settings import ReplicaSettings, Settings, TrainerSettings
 from weightsync.demo.tasks import probes, prompts
 from weightsync.demo.traffic import Traffic, replica_names
 from weightsync.demo.view import View, rounds_table
+from weightsync.demo.vllm_prompts import with_examples
 from weightsync.errors import ConfigurationError, WeightSyncError
 from weightsync.messages import RoundResult
 from weightsync.service.auth import generate
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 _PROMPTS = 10
+_POLITE_SECONDS = {"transformers": 5.0, "vllm": 20.0}  # vLLM's processes free shared memory as they end
+_REPLICAS = {"transformers": "weightsync.demo.replica", "vllm": "weightsync.demo.vllm_replica"}
 _LOG_WIDTH = 120  # where output is not a terminal, tables need not be narrow
 _QUIET = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
@@ -119,7 +122,10 @@ class _Demo:
         if settings.role in ("all", "replica"):
             await self._start_replicas(url)
         if settings.role in ("all", "client"):
-            self._traffic = Traffic(self.replicas, prompts(settings.seed, _PROMPTS), probes(settings.seed))
+            asked, probed = prompts(settings.seed, _PROMPTS), probes(settings.seed)
+            if settings.engine == "vllm":
+                asked, probed = with_examples(asked, settings.seed), with_examples(probed, settings.seed)
+            self._traffic = Traffic(self.replicas, asked, probed)
         if settings.role in ("all", "trainer"):
             await self._start_trainers(url, directory)
         await asyncio.gather(*(self._ready[name].wait() for name in self.family.children if name != "coordinator"))
@@ -197,9 +203,9 @@ class _Demo:
             with _listen(self.settings.host) as listener:
                 wish = ReplicaSettings(
                     parent=os.getpid(), name=name, listen_fd=listener.fileno(), coordinator=url,
-                    settings=self.settings.for_children(),
+                    directory=str(self.family.directory), settings=self.settings.for_children(),
                 )  # fmt: skip
-                await self.family.start(name, "weightsync.demo.replica", wish, self.heard_report, [listener.fileno()])
+                await self.family.start(name, _REPLICAS[self.settings.engine], wish, self.heard_report, [listener.fileno()])
                 host, port = listener.getsockname()[:2]
             self.replicas[name] = Address("http", host, port).url
 
@@ -284,7 +290,7 @@ async def _perform(settings: Settings, console: Console) -> Outcome | None:
     environment = {name: value for name, value in os.environ.items() if token is None or not name.startswith("WEIGHTSYNC_")}
     if token is not None:
         environment["WEIGHTSYNC_TOKEN"] = token.reveal()
-    async with Family({**environment, **_QUIET}) as family:
+    async with Family({**environment, **_QUIET}, _POLITE_SECONDS[settings.engine]) as family:
         demo = _Demo(settings, console, family, token)
         try:
             async with asyncio.timeout(settings.timeout):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -14,8 +15,9 @@ __all__ = ["ReplicaSettings", "Role", "Settings", "TrainerSettings"]
 
 Role = Literal["all", "trainer", "replica", "client"]
 Architecture = Literal["llama", "qwen2"]
+EngineName = Literal["transformers", "vllm"]
 
-_MOST = {"trainer_ranks": 16, "replicas": 16, "versions": 1000, "steps": 10_000}
+_MOST = {"trainer_ranks": 16, "replicas": 16, "versions": 1000, "steps": 10_000, "engine_tp": 8}
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +33,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Optimizer steps before each version."""
     transport: str = "auto"
     delivery: Delivery = "auto"
-    engine: Literal["transformers"] = "transformers"
+    engine: EngineName = "transformers"
+    engine_tp: int = 1
+    """Tensor-parallel ranks of each replica; vLLM only."""
     model: Architecture = "llama"
     tied: bool = True
     pause_mode: PauseMode = "keep"
@@ -55,12 +59,23 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         for name, most in _MOST.items():
             if not 1 <= getattr(self, name) <= most:
                 raise ConfigurationError(f"--{name.replace('_', '-')} must be from 1 to {most}, not {getattr(self, name)}")
-        for name, kind in (("model", Architecture), ("delivery", Delivery), ("pause_mode", PauseMode), ("role", Role)):
+        for name, kind in (
+            ("model", Architecture),
+            ("delivery", Delivery),
+            ("engine", EngineName),
+            ("pause_mode", PauseMode),
+            ("role", Role),
+        ):
             if getattr(self, name) not in get_args(kind):
                 flag, known = name.replace("_", "-"), ", ".join(get_args(kind))
                 raise ConfigurationError(f"--{flag} is one of {known}, not {getattr(self, name)!r}")
-        if self.engine != "transformers":
-            raise ConfigurationError(f"the demo's engine is transformers, not {self.engine!r}")
+        if self.engine == "vllm":
+            if find_spec("vllm") is None:
+                raise ConfigurationError("--engine vllm needs vLLM, which is not installed here: see docs/guides/vllm.md")
+            if self.delivery == "direct":
+                raise ConfigurationError("vLLM repacks weights as it loads them: use --delivery auto or streamed")
+        elif self.engine_tp != 1:
+            raise ConfigurationError("--engine-tp needs --engine vllm: the transformers engine has one rank")
         if self.timeout <= 0:
             raise ConfigurationError(f"--timeout must be positive, not {self.timeout}")
         if self.role != "all" and self.coordinator is None:
@@ -102,5 +117,7 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     listen_fd: int
     """The socket for completions, bound already."""
+    directory: str
+    """For files of the replica's own; removed when the demo ends."""
     coordinator: str
     settings: Settings

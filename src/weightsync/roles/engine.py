@@ -11,16 +11,20 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded, LayoutError, LoadError, PlanMismatch, ProtocolError, WeightSyncError
 from weightsync.messages import Body, Commit, Done, Host, Move, Moved, Pause, Prepare, Prepared, Quarantine, Resume
 from weightsync.model import Box, Layout, Manifest, Version
 from weightsync.roles.adapter import EngineAdapter
+from weightsync.roles.device_memory import DeviceDigest, device_of, wait_for_devices
 from weightsync.roles.route import Route
 from weightsync.tensors.digest import digest_rows
 from weightsync.tensors.memory import layout_in_place
+from weightsync.tensors.shards import Shard
 from weightsync.tensors.staging import Staging
+from weightsync.transports.cuda_ipc import CudaIpc
 
 __all__ = ["EngineRole"]
 
@@ -56,18 +60,27 @@ class EngineRole:
         self.here = here
         self._progress = progress
         self.manifest: Manifest = adapter.manifest()
+        self._device: torch.device | None = None  # the CUDA device that holds the parameters, where they are written directly
+        self._pointers: list[int] = []
         self.layout, self._addresses = self._look()
         self.serving: Version | None = None
-        self._state: Literal["serving", "paused", "moved", "committed"] = "serving"
+        self._state: Literal["serving", "pausing", "paused", "moved", "committed"] = "serving"
         self._route: Route | None = None
         self._quarantined = threading.Event()
+        self._kept_paused = False
         self._turn = threading.Lock()
 
     def _look(self) -> tuple[Layout | None, tuple[int, ...]]:
-        """The engine's parameters as they lie in memory now; ``None`` if it can only be streamed to."""
+        """The engine's parameters as they lie in memory now; ``None`` if it can only be streamed to.
+
+        That is so too for parameters on a CUDA device without ``cuda_ipc`` among the transports, and for those on several devices.
+        """
         shards = self.adapter.shards()
-        if shards is None:
+        device = None if shards is None else device_of(shards)
+        if shards is None or device is None or (device.type != "cpu" and CudaIpc.name not in self.transports):
             return None, ()
+        self._device = device if device.type == "cuda" else None
+        self._pointers = [one.tensor.data_ptr() for one in shards]
         layout, addresses = layout_in_place(self.manifest, shards)
         return layout, addresses
 
@@ -89,7 +102,7 @@ class EngineRole:
                 case Commit():
                     self._commit(body.version)
                 case Resume():
-                    self._resume()
+                    self._resume(timeout)
                 case _:
                     raise ProtocolError(f"an engine rank does not understand {type(body).__name__}")
             return Done()
@@ -101,7 +114,7 @@ class EngineRole:
         self._addresses = addresses
         if self._route is None or not self._route.fits(body.plan, addresses):
             self._drop_route()
-            self._route = Route(self.manifest, body.plan, layout, addresses, self.transports, self.here, deadline)
+            self._route = Route(self.manifest, body.plan, layout, addresses, self.transports, self.here, deadline, self._device)
         return Prepared(digest=self._route.digest, transports=tuple(dict.fromkeys(self._route.schemes)))
 
     def _drop_route(self) -> None:
@@ -111,6 +124,8 @@ class EngineRole:
 
     def _pause(self, body: Pause, timeout: float) -> None:
         self._quarantined.clear()
+        self._kept_paused = False
+        self._state = "pausing"  # from here on nothing is attested: whoever connects meanwhile must not count on this rank
         self.adapter.pause(body.mode, timeout)
         self._state = "paused"
 
@@ -122,6 +137,8 @@ class EngineRole:
         self._state = "paused"
         clock = _Clock()
         try:
+            if route.plan.delivery == "direct":
+                route = self._where_it_is(route, deadline)
             for source in route.sources:
                 source.begin(number, deadline)
             digests, verified = self._fill(route, clock, deadline)
@@ -141,10 +158,23 @@ class EngineRole:
             verified=verified,
         )
 
+    def _where_it_is(self, route: Route, deadline: Deadline) -> Route:
+        """The route to the parameters' memory of now: an engine that slept may have given them another since it prepared."""
+        if [one.tensor.data_ptr() for one in self.adapter.shards() or ()] == self._pointers:
+            return route
+        layout, addresses = self._look()
+        if self._device != route.device or layout is None or layout.digest != route.layout.digest:
+            raise PlanMismatch("the engine rebuilt its parameters since it prepared: restart this rank's weightsync.Engine")
+        self._drop_route()
+        self._route = Route(self.manifest, route.plan, layout, addresses, self.transports, self.here, deadline, self._device)
+        return self._route
+
     def _fill(
         self, route: Route, clock: _Clock, deadline: Deadline
     ) -> tuple[npt.NDArray[np.uint64], Literal["installed", "received"]]:
         digests = np.zeros(len(route.layout), np.uint64)
+        if route.device is not None:
+            return self._fill_device(route, digests, clock, deadline), "installed"
         if route.staging is not None:
             self._stream(route, route.staging, digests, clock, deadline)
             return self._installed(route, digests, clock)
@@ -154,6 +184,23 @@ class EngineRole:
             done += nbytes
             self._progress(done)
         return digests, "installed"
+
+    def _fill_device(
+        self, route: Route, digests: npt.NDArray[np.uint64], clock: _Clock, deadline: Deadline
+    ) -> npt.NDArray[np.uint64]:
+        """All sources in one launch, then all rows' digests in another; both complete on return."""
+        started = time.perf_counter()
+        self._check_abort()
+        with torch.cuda.device(route.device):
+            if route.combined is not None:
+                route.combined.read(0, deadline)
+            received = time.perf_counter()
+            if route.digest_of is not None:
+                digests = route.digest_of.take(route.addresses)
+        clock.receive += received - started
+        clock.digest += time.perf_counter() - received
+        self._progress(route.nbytes)
+        return digests
 
     def _receive(self, route: Route, group: int, digests: npt.NDArray[np.uint64], clock: _Clock, deadline: Deadline) -> None:
         started = time.perf_counter()
@@ -187,8 +234,9 @@ class EngineRole:
         started = time.perf_counter()
         self._check_abort()
         tensors = staging.tensors(bucket)
+        left = iter(tensors)
         try:
-            self.adapter.load(iter(tensors))
+            self.adapter.load(left)
         except WeightSyncError:
             raise
         except Exception as error:
@@ -196,6 +244,11 @@ class EngineRole:
             raise LoadError(
                 f"the {self.adapter.name} loader raised on a bucket of {len(tensors)} tensors ({names}, ...): {error!r}"
             ) from error
+        missed = sum(1 for _ in left)
+        if missed:
+            raise LoadError(
+                f"the {self.adapter.name} loader took {len(tensors) - missed} of the {len(tensors)} tensors of a bucket"
+            )
         clock.load += time.perf_counter() - started
 
     def _installed(
@@ -212,10 +265,23 @@ class EngineRole:
         if not np.array_equal(layout.tensor, route.layout.tensor):
             return received, "received"
         started = time.perf_counter()
-        digests = np.zeros(len(layout), np.uint64)
-        digest_rows(self.manifest, layout, addresses, 0, len(layout), digests)
+        digests = self._digest(layout, addresses, shards)
+        if digests is None:
+            return received, "received"
         clock.digest += time.perf_counter() - started
         return digests, "installed"
+
+    def _digest(self, layout: Layout, addresses: tuple[int, ...], shards: Sequence[Shard]) -> npt.NDArray[np.uint64] | None:
+        """Digests of parameters where they are; ``None`` where nothing here can read them."""
+        device = device_of(shards)
+        if device is None or device.type not in ("cpu", "cuda"):
+            return None
+        if device.type == "cuda":
+            wait_for_devices(shards)
+            return DeviceDigest(self.manifest, layout, device).take(addresses)
+        digests = np.zeros(len(layout), np.uint64)
+        digest_rows(self.manifest, layout, addresses, 0, len(layout), digests)
+        return digests
 
     def _check_abort(self) -> None:
         if self._quarantined.is_set():
@@ -231,13 +297,18 @@ class EngineRole:
         self.serving = version
         self._state = "committed"
 
-    def _resume(self) -> None:
+    def _resume(self, timeout: float) -> None:
         if self._state != "committed":
             raise ProtocolError("this engine rank holds bytes that were not committed: it is not resumed")
         self.adapter.resume()
+        if self._kept_paused:  # a quarantine came meanwhile, and gave up waiting
+            self._state, self.serving = "paused", None
+            self.adapter.pause("abort", timeout)
+            raise Aborted("the round was aborted while this engine rank resumed; it is paused again")
         self._state = "serving"
 
     def _quarantine(self, timeout: float) -> Done:
+        self._kept_paused = True
         self.abort()
         if not self._turn.acquire(timeout=timeout):  # what runs looks at the flag at every group; a stuck loader does not
             raise DeadlineExceeded(
@@ -245,7 +316,7 @@ class EngineRole:
             )
         try:
             self.serving = None
-            if self._state == "serving":
+            if self._state in ("serving", "pausing"):
                 self._state = "paused"  # whatever pausing does: without a commit this rank is not resumed
                 self.adapter.pause("abort", timeout)
             self._state = "paused"

@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 import numpy as np
+import torch
 
 from weightsync.deadline import Deadline
 from weightsync.errors import PlanMismatch, TransportError, TransportUnavailable
 from weightsync.messages import Host, PlanSlice, SourceAddress
 from weightsync.model import Layout, Manifest
 from weightsync.planning.pieces import Pieces
+from weightsync.roles.device_memory import DeviceDigest
 from weightsync.tensors.staging import Staging
 from weightsync.tensors.tiles import tiles_of
 from weightsync.transports.base import Source
 from weightsync.transports.choice import choose
+from weightsync.transports.cuda_ipc import CombinedRead, CudaIpc, CudaIpcSource
 from weightsync.transports.registry import scheme
 
 __all__ = ["Route", "row_groups"]
@@ -33,21 +36,49 @@ def row_groups(manifest: Manifest, layout: Layout, group_bytes: int = _GROUP_BYT
     return [(edges[i], edges[i + 1]) for i in range(len(edges) - 1)]
 
 
-def _connect(address: SourceAddress, allowed: Sequence[str], here: Host, deadline: Deadline) -> tuple[str, Source]:
+def _connect(
+    address: SourceAddress, allowed: Sequence[str], device: torch.device | None, here: Host, deadline: Deadline
+) -> tuple[str, Source]:
+    """A source of this trainer rank's bytes that can write where they belong: on CUDA ``device``, or (``None``) in host memory."""
     failures: list[str] = []
-    for offer in choose(address.offers, allowed, here):
+    fitting = [name for name in allowed if (name == CudaIpc.name) == (device is not None)]
+    try:
+        offers = choose(address.offers, fitting, here)
+    except TransportUnavailable as error:
+        advice = _advice([offer.scheme for offer in address.offers], allowed, device)
+        raise TransportUnavailable(f"{error}{advice}") from None
+    for offer in offers:
         try:
-            return offer.scheme, scheme(offer.scheme).connect(offer, address.key, deadline)
+            if device is None:
+                return offer.scheme, scheme(offer.scheme).connect(offer, address.key, deadline)
+            with torch.cuda.device(device):
+                return offer.scheme, scheme(offer.scheme).connect(offer, address.key, deadline)
         except TransportError as error:
             failures.append(f"{offer.scheme}: {error}")
     raise TransportUnavailable(f"no way to trainer rank {address.member} works: {'; '.join(failures)}")
+
+
+def _advice(offered: Sequence[str], allowed: Sequence[str], device: torch.device | None) -> str:
+    """What to change where one side is in GPU memory and the other is not."""
+    if device is not None and CudaIpc.name not in offered:
+        return (
+            f".\nThis engine rank's parameters are on {device}, where only cuda_ipc writes. Give the trainer transports with "
+            "cuda_ipc, all its shards on one CUDA device and no dtype to convert to; or give this engine delivery='streamed'"
+        )
+    if device is None and CudaIpc.name in offered and set(allowed) - {CudaIpc.name}:
+        return (
+            ".\nThe trainer's GPU memory is read in place, by engine ranks whose parameters are on a CUDA device of the same host "
+            "and are written directly; this one receives in host memory. Give the trainer transports=['shared_memory', 'tcp']"
+        )
+    return ""
 
 
 class Route:
     """One engine rank's way through one plan. Raises :class:`~weightsync.errors.PlanMismatch` if the plan does not fit.
 
     ``addresses`` are those of the engine's own regions (direct delivery); for streamed delivery the route owns the staging, whose
-    size it states in :attr:`staging_bytes`.
+    size it states in :attr:`staging_bytes`. ``device`` is the CUDA device that holds the regions, ``None`` for host memory: then
+    everything is one group, read from all sources in one launch (:attr:`combined`), and digested in another (:attr:`digest_of`).
     """
 
     def __init__(
@@ -59,8 +90,12 @@ class Route:
         allowed: Sequence[str],
         here: Host,
         deadline: Deadline,
+        device: torch.device | None = None,
     ) -> None:
         self.plan = plan
+        self.device = device if plan.delivery == "direct" else None
+        self.combined: CombinedRead | None = None
+        self.digest_of: DeviceDigest | None = None
         self.layout = Layout.from_columns(manifest, plan.layout)
         self.staging: Staging | None = None
         self.addresses = addresses
@@ -69,7 +104,7 @@ class Route:
                 raise PlanMismatch(
                     "the plan was made for another layout than this engine rank's: its parameters were rebuilt; register again"
                 )
-            self.groups = row_groups(manifest, self.layout)
+            self.groups = row_groups(manifest, self.layout) if self.device is None else [(0, len(self.layout))]
         else:
             self.groups = [_rows_of(self.layout, region) for region in range(len(self.layout.regions))]
         pieces = Pieces.from_columns(manifest, self.layout, len(plan.sources), plan.pieces)
@@ -87,12 +122,26 @@ class Route:
             self.sources: list[Source] = []
             self.schemes: list[str] = []
             for address, groups in zip(plan.sources, tiles, strict=True):
-                name, source = _connect(address, allowed, here, deadline)
+                name, source = _connect(address, allowed, self.device, here, deadline)
                 owned.callback(source.close)
                 source.prepare(groups, address.layout_digest, deadline)
                 self.sources.append(source)
                 self.schemes.append(name)
+            if self.device is not None:
+                self._combine(manifest, self.device)
             self._owned = owned.pop_all()
+
+    def _combine(self, manifest: Manifest, device: torch.device) -> None:
+        """Build both tables of a route whose targets are on a CUDA device, so that the first round does not have to."""
+        on_device = [source for source in self.sources if isinstance(source, CudaIpcSource)]
+        if len(on_device) != len(self.sources):
+            raise TransportUnavailable(f"a transport registered as {CudaIpc.name} does not write to {device}")
+        if on_device and len(self.layout):
+            with torch.cuda.device(device):
+                self.combined = CombinedRead(on_device)
+                self.combined.build()
+        self.digest_of = DeviceDigest(manifest, self.layout, device)
+        self.digest_of.build(self.addresses)
 
     @property
     def staging_bytes(self) -> int:

@@ -1,4 +1,8 @@
-"""A trainer rank's part of a round: place the shards on a shelf that engine ranks can reach."""
+"""A trainer rank's part of a round: place the shards where engine ranks can reach them.
+
+That is a shelf in host memory, which takes a copy, or, on a CUDA device, the shards themselves, which takes none: see
+:mod:`weightsync.roles.device_publication`.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +14,35 @@ from contextlib import ExitStack
 import numpy as np
 import torch
 
-from weightsync.errors import Aborted
+from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, TransportUnavailable
 from weightsync.messages import Body, Done, Host, Offer, Place, Placed
 from weightsync.model import Layout, Manifest
+from weightsync.roles.device_memory import wait_for_devices
+from weightsync.roles.device_publication import LivePlacer, obstacle_to_live
 from weightsync.tensors.memory import packed_layout
 from weightsync.tensors.placing import Placer
-from weightsync.tensors.shards import shards_of
+from weightsync.tensors.shards import FollowedShards, Shard
 from weightsync.transports.base import Owner, Scheme
+from weightsync.transports.cuda_ipc import CudaIpc, CudaIpcOwner
+from weightsync.transports.device_shelf import DeviceShelf
 from weightsync.transports.shelf import Shelf
 
 __all__ = ["TrainerRole"]
+
+_PLACING_SECONDS = 60.0
 
 
 class TrainerRole:
     """Holds the shelf of one trainer rank and serves it by every scheme given.
 
-    ``state`` is a module or a state dict whose tensors are plain (held whole) or DTensors. Costs one copy of this rank's shards
-    in host memory, in the published dtype, for as long as the role lives. Raises what
-    :func:`~weightsync.tensors.shards.shards_of` and :class:`~weightsync.transports.shelf.Shelf` raise.
+    ``state`` is a module or a state dict whose tensors are plain (held whole) or DTensors.
+
+    Where ``cuda_ipc`` is among the schemes, all shards are on one CUDA device, in memory that CUDA IPC can share, and nothing is
+    converted, that memory itself is served (:attr:`live`), by ``cuda_ipc`` alone, and costs nothing more. Else the shards are
+    copied to a shelf, served by every other scheme, which costs one copy of this rank's shards in host memory, in the published
+    dtype, for as long as the role lives. Raises what :func:`~weightsync.tensors.shards.shards_of` and
+    :class:`~weightsync.transports.shelf.Shelf` raise, and :class:`~weightsync.errors.TransportUnavailable` if ``cuda_ipc`` is the
+    only scheme and cannot be used.
     """
 
     def __init__(
@@ -41,24 +56,49 @@ class TrainerRole:
         buffers: bool = False,
     ) -> None:
         self.manifest: Manifest
-        self.manifest, self._shards = shards_of(state, dtype=dtype, buffers=buffers)
-        self.layout: Layout = packed_layout(self.manifest, self._shards)
+        followed = FollowedShards(state, dtype=dtype, buffers=buffers)
+        self.manifest, shards = followed.now()
+        if not self.manifest.nbytes:
+            raise ConfigurationError("this trainer rank's state holds no bytes: give the module, or a state dict with tensors")
         self.key = key
         self._stop = np.zeros(1, np.int8)
         self._busy = threading.Lock()
         self._armed: int | None = None
         self._last: Placed | None = None
         self._placed = threading.Event()
+        self._shards: list[Shard] = []
+        self._live = _in_place(self.manifest, state, shards, schemes)
+        # Memory that is read in place is looked for at every placing, and must not be kept here: a trainer may offload it.
+        self._followed = None if self._live is not None else followed
+        self.shelf: Shelf | DeviceShelf
+        self._placer: Placer | LivePlacer
         with ExitStack() as owned:
-            self.shelf = Shelf(self.layout.regions[0] if self.layout.regions else 0, self.layout.digest)
-            owned.callback(self.shelf.close)
-            self._placer = Placer(self.manifest, self._shards, self.layout, self.shelf.address)
             self._owners: list[Owner] = []
-            for scheme in schemes:
-                owner = scheme.serve(self.shelf, key, here)
-                owned.callback(owner.close)
-                self._owners.append(owner)
+            if self._live is not None:
+                self.layout: Layout = self._live.layout
+                self.shelf, self._placer = self._live.shelf, self._live
+                owned.callback(self.shelf.close)
+                self._serve(CudaIpcOwner(self._live.shelf, key, here), owned)
+            else:
+                self._shards = shards
+                self.layout = packed_layout(self.manifest, shards)
+                shelf = Shelf(self.layout.regions[0] if self.layout.regions else 0, self.layout.digest)
+                owned.callback(shelf.close)
+                self._shelf_address = shelf.address
+                self.shelf, self._placer = shelf, Placer(self.manifest, shards, self.layout, shelf.address)
+                for scheme in schemes:
+                    if scheme.name != CudaIpc.name:
+                        self._serve(scheme.serve(shelf, key, here), owned)
             self._owned = owned.pop_all()
+
+    def _serve(self, owner: Owner, owned: ExitStack) -> None:
+        owned.callback(owner.close)
+        self._owners.append(owner)
+
+    @property
+    def live(self) -> bool:
+        """Whether the trainer's own memory is read: then only between :meth:`arm` and :meth:`disarm`, and never later."""
+        return self._live is not None
 
     @property
     def offers(self) -> tuple[Offer, ...]:
@@ -70,17 +110,45 @@ class TrainerRole:
 
         The event is set when the copy is complete, so that the trainer may change its memory again.
         """
+        self._follow()
         self._stop[0] = 0
+        self._last = None  # of an earlier attempt at this number, perhaps: a publication means the weights of now
         self._placed = threading.Event()
         self._armed = number
         return self._placed
 
+    def _follow(self) -> None:
+        """Take up the shards where they are now: a framework may have given parameters other memory since the last time."""
+        if self._followed is None:
+            return
+        manifest, shards = self._followed.now()
+        if shards is self._shards:
+            return
+        layout = packed_layout(manifest, shards)
+        if manifest.fingerprint != self.manifest.fingerprint or layout.digest != self.layout.digest:
+            raise ConfigurationError(
+                "this trainer rank holds other tensors or shards than when it was made: make a new weightsync.Trainer"
+            )
+        self._shards = shards
+        self._placer = Placer(manifest, shards, layout, self._shelf_address)
+
     def disarm(self) -> None:
-        """Stop a placing that runs, and refuse any that comes later. On return nothing reads the trainer's memory any more."""
+        """Stop a placing that runs, and refuse any that comes later. On return nothing reads the trainer's memory any more.
+
+        Where it is :attr:`live`, a reader whose launch is still running then (its rank did not even answer to quarantine within
+        the grace) is told so when it looks, and discards what it has.
+        """
         self._armed = None
         self._stop[0] = 1
-        with self._busy:  # a placing looks at the flag every few hundred KiB, so this is held for a moment at most
-            pass
+        if not self._busy.acquire(timeout=_PLACING_SECONDS):  # a placing looks at the flag every few hundred KiB
+            raise DeadlineExceeded(
+                f"a placing did not stop within {_PLACING_SECONDS:g} s (a hung device?): this rank's weights may still be read"
+            )
+        try:
+            if self._live is not None:
+                self._live.withdraw()
+        finally:
+            self._busy.release()
 
     def handle(self, body: Body, timeout: float) -> Body:
         """Answer a call of the coordinator. Raises :class:`~weightsync.errors.Aborted` when nobody is publishing that number."""
@@ -95,6 +163,7 @@ class TrainerRole:
             if self._armed != number:
                 raise Aborted(f"this trainer rank is not publishing version {number} (any more)")
             started = time.perf_counter()
+            wait_for_devices(self._shards)  # for what the trainer queued before it called publish, in whatever stream
             with self.shelf.placing(number):
                 digests = self._placer.place(self._stop)
                 if self._stop[0]:
@@ -108,3 +177,20 @@ class TrainerRole:
         """Stop serving and free the shelf. Safe twice."""
         self.disarm()
         self._owned.close()
+
+
+def _in_place(
+    manifest: Manifest, state: Mapping[str, torch.Tensor] | torch.nn.Module, shards: Sequence[Shard], schemes: Sequence[Scheme]
+) -> LivePlacer | None:
+    """A placer for the shards where they are, or ``None``. Raises if ``schemes`` leave no other way."""
+    reason = obstacle_to_live(manifest, shards, schemes)
+    if reason is None:
+        try:
+            return LivePlacer(manifest, state, shards)
+        except TransportUnavailable as error:
+            reason = str(error)
+    if schemes and all(scheme.name == CudaIpc.name for scheme in schemes):
+        raise TransportUnavailable(
+            f"cuda_ipc, the only transport allowed, cannot be used: {reason}. Allow shared_memory or tcp too, which read a copy"
+        )
+    return None

@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from weightsync.errors import LayoutError, ProtocolError
 from weightsync.tensors.digest import columns_address
-from weightsync.tensors.kernels import copy_table, digest_tile_table
+from weightsync.tensors.kernels import copy_table
 from weightsync.tensors.tiles import Tiles
 
-__all__ = ["check_tiles", "copy_and_digest", "copy_tiles", "digest_tiles", "gather_tiles", "scatter_and_digest", "scatter_tiles"]
+__all__ = ["check_keys", "check_tiles", "copy_and_digest", "copy_tiles", "gather_tiles", "scatter_and_digest", "scatter_tiles"]
 
 Stop = npt.NDArray[np.int8]
 UInt64 = npt.NDArray[np.uint64]
@@ -70,7 +70,7 @@ def copy_and_digest(tiles: Tiles, source_addresses: Sequence[int], out: UInt64, 
     """
     bases = _bases(source_addresses)
     flag = _NEVER if stop is None else stop
-    _check_keys(tiles, out)
+    check_keys(tiles, out)
     return int(
         copy_table(tiles.table_address, 0, len(tiles), bases.ctypes.data, 0, 0, out.ctypes.data, columns_address, flag.ctypes.data)
     )
@@ -79,24 +79,15 @@ def copy_and_digest(tiles: Tiles, source_addresses: Sequence[int], out: UInt64, 
 def scatter_and_digest(tiles: Tiles, bucket_address: int, first: int, last: int, out: UInt64, stop: Stop | None = None) -> int:
     """:func:`scatter_tiles`, with digests as :func:`copy_and_digest` takes them."""
     flag = _NEVER if stop is None else stop
-    _check_keys(tiles, out)
+    check_keys(tiles, out)
     first, last = _range(tiles, first, last)
     return int(
         copy_table(tiles.table_address, first, last, 0, bucket_address, 0, out.ctypes.data, columns_address, flag.ctypes.data)
     )
 
 
-def digest_tiles(tiles: Tiles, first: int, last: int, out: UInt64) -> int:
-    """The digests alone, for tiles ``first <= i < last`` whose bytes somebody else put into their targets (a socket, say).
-
-    As :func:`copy_and_digest` otherwise; returns the bytes read.
-    """
-    _check_keys(tiles, out)
-    first, last = _range(tiles, first, last)
-    return int(digest_tile_table(tiles.table_address, first, last, out.ctypes.data, columns_address))
-
-
-def _check_keys(tiles: Tiles, out: UInt64) -> None:
+def check_keys(tiles: Tiles, out: UInt64) -> None:
+    """Raise :class:`~weightsync.errors.LayoutError` unless digests of ``tiles`` can be added to ``out``."""
     if out.dtype != np.uint64 or out.ndim != 1 or not (out.flags.c_contiguous and out.flags.writeable):
         raise LayoutError(f"digests go to a contiguous uint64 array, not to {out.dtype}{list(out.shape)}")
     if tiles.rows_named > len(out) or tiles.rows_named < 0:

@@ -11,7 +11,7 @@ from torch import nn
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.model import ITEMSIZE, Box, Manifest, TensorSpec
 
-__all__ = ["DTypes", "Shard", "dtype_name", "manifest_of", "ordered", "shard", "shards_of", "torch_dtype"]
+__all__ = ["DTypes", "FollowedShards", "Shard", "dtype_name", "manifest_of", "ordered", "shard", "shards_of", "torch_dtype"]
 
 DTypes = torch.dtype | Mapping[str, torch.dtype] | None
 """What to publish as: one dtype for all floating-point tensors of 16 bits and more, or one a name; ``None``: as they are."""
@@ -202,3 +202,37 @@ def _published(dtype: DTypes, held: Mapping[str, torch.dtype], aliases: Mapping[
             raise ConfigurationError(f"{other} and {name} are the same tensor, but are to be published as {both}")
         wanted[owner[name]] = kind
     return wanted
+
+
+class FollowedShards:
+    """The manifest and shards of ``state``, taken anew whenever the framework gave one of its tensors other memory.
+
+    Looking costs some microseconds a tensor, taking them anew tens. For a mapping, its tensors themselves must be the live ones:
+    what a module's ``state_dict()`` returned does not see that a parameter was replaced.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, torch.Tensor] | torch.nn.Module,
+        *,
+        dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+        buffers: bool = False,
+    ) -> None:
+        self._state, self._dtype, self._buffers = state, dtype, buffers
+        self._where = self._look()
+        self._found = shards_of(state, dtype=dtype, buffers=buffers)
+
+    @torch.no_grad()
+    def _look(self) -> tuple[int, ...]:
+        from torch.distributed.tensor import DTensor
+
+        state = self._state
+        tensors = state.values() if isinstance(state, Mapping) else (*state.parameters(), *state.buffers())
+        return tuple((one.to_local() if isinstance(one, DTensor) else one).data_ptr() for one in tensors)
+
+    def now(self) -> tuple[Manifest, list[Shard]]:
+        """As :func:`shards_of`, of the memory that the state has now: the very same objects if nothing moved."""
+        where = self._look()
+        if where != self._where:
+            self._where, self._found = where, shards_of(self._state, dtype=self._dtype, buffers=self._buffers)
+        return self._found

@@ -1,7 +1,8 @@
 """How opaque bytes cross from a trainer rank's shelf to an engine rank's memory. Transports know no model.
 
 The trainer side of a transport is an :class:`Owner`: it lets authenticated readers reach one
-:class:`~weightsync.transports.shelf.Shelf`.
+:class:`~weightsync.transports.shelf.Shelf` (``cuda_ipc``: one :class:`~weightsync.transports.device_shelf.DeviceShelf`, the memory
+of a GPU in place; its sources write to a GPU, all others to host memory).
 The engine side is a :class:`Source`: one reader's connection to one owner. The reader dictates the geometry: which bytes of
 which region go where, as :class:`~weightsync.tensors.tiles.Tiles`, given once by :meth:`Source.prepare` and used every round.
 

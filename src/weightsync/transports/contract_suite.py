@@ -27,16 +27,26 @@ from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from weightsync.deadline import Deadline
-from weightsync.errors import Aborted, AuthenticationError, DeadlineExceeded, PeerLost, ProtocolError, StaleSource, WeightSyncError
+from weightsync.errors import (
+    Aborted,
+    AuthenticationError,
+    DeadlineExceeded,
+    LayoutError,
+    PeerLost,
+    ProtocolError,
+    StaleSource,
+    WeightSyncError,
+)
 from weightsync.messages import Offer
 from weightsync.tensors.tiles import Tiles
 from weightsync.transports.base import Scheme, Source
 from weightsync.transports.contract_owner import OwnerHere, OwnerProcess, Process, contents, end_nursery, make_scheme, start_nursery
 from weightsync.transports.host import this_host
-from weightsync.transports.wanted import Wanted, big, odd_shapes, tiles_from
+from weightsync.transports.wanted import Wanted, big, keyed, odd_shapes, tiles_from
 
 __all__ = ["TransportContract", "nothing_left"]
 
@@ -125,12 +135,12 @@ class TransportContract:
             source.prepare(wanted.groups, DIGEST, Deadline(10))
             yield source
 
-    def transfer(self, source: Source, wanted: Wanted, version: int) -> None:
+    def transfer(self, source: Source, wanted: Wanted, version: int, digests: npt.NDArray[np.uint64] | None = None) -> None:
         """A whole transfer, which must be right to the byte and touch nothing else."""
         wanted.target[:] = 0xA5
         source.begin(version, Deadline(20))
         for group in range(len(wanted.groups)):
-            source.read(group, Deadline(20))
+            source.read(group, Deadline(20), digests)
         source.end(Deadline(20))
         different = np.flatnonzero(wanted.target != wanted.expected(contents(wanted.nbytes, version)))
         assert not len(different), f"{len(different)} bytes differ, the first at {different[0]}"
@@ -144,6 +154,27 @@ class TransportContract:
             owner.place(1)
             with self.prepared(owner, wanted) as source:
                 self.transfer(source, wanted, 1)
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_digests_are_those_of_the_bytes_in_place(self, seed: int) -> None:
+        wanted = keyed(odd_shapes(SMALL << 4, seed + 100) if seed else big(3 << 19, groups=1), seed)
+        digests = np.zeros(sum(map(len, wanted.groups)) + 1, np.uint64)
+        with self.owner(wanted.nbytes) as owner:
+            owner.place(1)
+            with self.prepared(owner, wanted) as source:
+                self.transfer(source, wanted, 1, digests)
+                expected = wanted.digests()
+                assert np.array_equal(digests[:-1], expected)
+                self.transfer(source, wanted, 1, digests)  # they are added to what is there
+        assert np.array_equal(digests[:-1], expected + expected)
+        assert digests[-1] == 0
+
+    def test_digests_need_keys(self) -> None:
+        wanted = odd_shapes(SMALL, 12)
+        with self.owner() as owner:
+            owner.place(1)
+            with self.prepared(owner, wanted) as source, pytest.raises(LayoutError):
+                self.transfer(source, wanted, 1, np.zeros(100, np.uint64))
 
     def test_twenty_thousand_tiles_in_a_thousand_groups(self) -> None:
         wanted = odd_shapes(1 << 24, 7, tiles=20_000, groups=1_000)

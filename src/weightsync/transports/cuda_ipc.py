@@ -15,6 +15,8 @@ import threading
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from weightsync.deadline import Deadline
@@ -183,8 +185,10 @@ class CudaIpcSource:
         torch.cuda.synchronize(self.device)  # whoever reads the targets must be done before they change
         self._stamp = stamp
 
-    def read(self, group: int, deadline: Deadline) -> None:
-        """See :meth:`weightsync.transports.base.Source.read`."""
+    def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
+        """See :meth:`weightsync.transports.base.Source.read`. Without ``digests``: a GPU takes them in a launch of its own."""
+        if digests is not None:
+            raise ProtocolError("cuda_ipc takes no digests while it reads: use weightsync.tensors.cuda.digest.LayoutDigest")
         if not 0 <= group < len(self.groups):
             raise ProtocolError(f"group {group} was not prepared: there are {len(self.groups)}")
         if self._alone is None:

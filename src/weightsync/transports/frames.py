@@ -17,12 +17,8 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded, PeerLost, ProtocolError
-from weightsync.transports.vectors import advanced, receive_vectors, send_vectors
 
 __all__ = ["CONTROL", "DATA", "END", "HEADER", "Channel", "FrameHeader"]
 
@@ -56,9 +52,6 @@ class FrameHeader(NamedTuple):
         return cls(*fields)
 
 
-_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
-
-
 def _timeval(seconds: float) -> bytes:
     microseconds = max(int(seconds * 1e6), 1000)  # zero would mean: for ever
     return struct.pack("@ll", microseconds // 1_000_000, microseconds % 1_000_000)
@@ -77,10 +70,12 @@ class Channel:
         self.aborted = False
         sock.setblocking(True)
 
-    def _bound(self, option: int, deadline: Deadline, what: str) -> None:
+    def bound(self, option: int, deadline: Deadline, what: str) -> None:
+        """Let the kernel end the next calls in time (``SO_RCVTIMEO`` or ``SO_SNDTIMEO``)."""
         self.socket.setsockopt(socket.SOL_SOCKET, option, _timeval(deadline.remaining(f"{what} {self.peer}")))
 
-    def _lost(self, error: OSError | None = None) -> Aborted | PeerLost:
+    def lost(self, error: OSError | None = None) -> Aborted | PeerLost:
+        """What to raise when the connection broke."""
         if self.aborted:
             return Aborted(f"the transfer with {self.peer} was aborted")
         return PeerLost(f"{self.peer} went away" + (f": {error}" if error else ""))
@@ -94,7 +89,7 @@ class Channel:
         for start in range(0, len(buffers), _IOV_MAX):
             batch = list(buffers[start : start + _IOV_MAX])
             while batch:
-                self._bound(socket.SO_RCVTIMEO, deadline, "receiving from")
+                self.bound(socket.SO_RCVTIMEO, deadline, "receiving from")
                 try:
                     if len(batch) == 1:
                         count = self.socket.recv_into(batch[0], 0, socket.MSG_WAITALL)
@@ -102,12 +97,12 @@ class Channel:
                         count = self.socket.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0]
                 except BlockingIOError:
                     if self.aborted:
-                        raise self._lost() from None
+                        raise self.lost() from None
                     continue
                 except OSError as error:
-                    raise self._lost(error) from error
+                    raise self.lost(error) from error
                 if not count:
-                    raise self._lost()
+                    raise self.lost()
                 batch = _after(batch, count)
 
     def receive(self, nbytes: int, deadline: Deadline) -> bytearray:
@@ -123,68 +118,37 @@ class Channel:
         for start in range(0, len(buffers), _IOV_MAX):
             batch = [memoryview(part) for part in buffers[start : start + _IOV_MAX]]
             while batch:
-                self._bound(socket.SO_SNDTIMEO, deadline, "sending to")
+                self.bound(socket.SO_SNDTIMEO, deadline, "sending to")
                 try:
                     count = self.socket.sendmsg(batch, (), flags)
                 except BlockingIOError:
                     if self.aborted:
-                        raise self._lost() from None
+                        raise self.lost() from None
                     continue
                 except OSError as error:
-                    raise self._lost(error) from error
+                    raise self.lost(error) from error
                 batch = _after(batch, count)
-
-    def send_runs(self, header: bytes, table: npt.NDArray[np.int64], deadline: Deadline) -> None:
-        """Send ``header``, then the memory of ``table`` (:func:`~weightsync.transports.vectors.vectors`). As :meth:`send`."""
-        self.send([header], deadline, more=True)
-        while len(table):
-            self._bound(socket.SO_SNDTIMEO, deadline, "sending to")
-            try:
-                count = send_vectors(self.socket.fileno(), table, _NO_SIGNAL)
-            except BlockingIOError:
-                if self.aborted:
-                    raise self._lost() from None
-                continue
-            except OSError as error:
-                raise self._lost(error) from error
-            table = advanced(table, count)
-
-    def receive_runs(self, table: npt.NDArray[np.int64], deadline: Deadline) -> None:
-        """Fill the memory of ``table``. As :meth:`receive_into`."""
-        while len(table):
-            self._bound(socket.SO_RCVTIMEO, deadline, "receiving from")
-            try:
-                count = receive_vectors(self.socket.fileno(), table, socket.MSG_WAITALL)
-            except BlockingIOError:
-                if self.aborted:
-                    raise self._lost() from None
-                continue
-            except OSError as error:
-                raise self._lost(error) from error
-            if not count:
-                raise self._lost()
-            table = advanced(table, count)
 
     def send_descriptor(self, data: bytes, fd: int, deadline: Deadline) -> None:
         """Send a few bytes with a file descriptor (Unix sockets)."""
-        self._bound(socket.SO_SNDTIMEO, deadline, "sending to")
+        self.bound(socket.SO_SNDTIMEO, deadline, "sending to")
         try:
             socket.send_fds(self.socket, [data], [fd])
         except OSError as error:
-            raise self._lost(error) from error
+            raise self.lost(error) from error
 
     def receive_descriptor(self, most: int, deadline: Deadline) -> tuple[bytes, int]:
         """At most ``most`` bytes and the one file descriptor that came with them, which the caller then owns."""
-        self._bound(socket.SO_RCVTIMEO, deadline, "receiving from")
+        self.bound(socket.SO_RCVTIMEO, deadline, "receiving from")
         try:
             data, fds, _, _ = socket.recv_fds(self.socket, most, 1)
         except BlockingIOError:
             deadline.remaining(f"receiving from {self.peer}")
             raise DeadlineExceeded(f"receiving from {self.peer} took too long") from None
         except OSError as error:
-            raise self._lost(error) from error
+            raise self.lost(error) from error
         if not data:
-            raise self._lost()
+            raise self.lost()
         if len(fds) != 1:
             raise ProtocolError(f"{self.peer} sent no descriptor of its shelf")
         return data, fds[0]

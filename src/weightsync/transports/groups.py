@@ -11,6 +11,7 @@ NCCL aborts a collective that runs. Gloo cannot: one that runs ends when a peer 
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Sequence
@@ -31,6 +32,10 @@ _c10d: Any = dist  # its stub leaves out the stores
 _FIRST_DEVICE = {"gloo": "cpu", "nccl": "cuda"}
 """The device under whose prefix torch keeps a backend's keys, where one backend serves all devices of a group."""
 _ROOT = 0
+_FOREVER = timedelta(days=1)
+_ABORT_SECONDS = 5.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
+_log = logging.getLogger(__name__)
 
 
 class Rendezvous:
@@ -48,9 +53,11 @@ class Rendezvous:
                 wait_for_workers=False,
                 multi_tenant=port != 0,
             )
+            self.port = int(self._store.port)
+            self.client = _c10d.TCPStore(address, self.port, world_size, timeout=_patience(deadline, "opening a rendezvous"))
+            """How rank 0 itself meets the others: as a client, so that closing the store ends its waits too."""
         except RuntimeError as error:
             raise TransportUnavailable(f"cannot listen for a process group at {address}:{port}: {_first_line(error)}") from error
-        self.port = int(self._store.port)
 
     def close(self) -> None:
         """Stop listening. Whoever still waits for the others to arrive, rank 0 included, gets an error at once. Safe twice."""
@@ -78,22 +85,15 @@ class Group:
             process_group = self._process_group
             if process_group is None or self._closed:
                 raise PeerLost(f"group {self.name!r} was destroyed")
-            works: list[Any] = []
             try:
-                for tensor in tensors:
-                    options = dist.BroadcastOptions()
-                    options.rootRank, options.rootTensor = _ROOT, 0
-                    options.timeout = _patience(deadline, what)
-                    works.append(process_group.broadcast([_as_bytes(tensor)], options))
-                while works:
-                    works[0].wait(_patience(deadline, what))
-                    del works[0]
+                if self.backend == "nccl":
+                    _through_nccl(process_group, tensors, deadline, what)
+                else:
+                    _through_gloo(process_group, tensors, deadline, what)
             except (RuntimeError, WeightSyncError) as error:
                 self._closed = True
-                self._process_group = None
                 raise self._failure(error, deadline) from error
             finally:
-                works.clear()  # a work that is kept would keep connections open
                 del process_group
         finally:
             self._turn.release()
@@ -160,9 +160,11 @@ def init_custom_process_group(
         raise TransportUnavailable("this torch was built without gloo")
     what = f"joining group {name!r} as rank {rank} of {world_size}"
     try:
-        if rendezvous is not None:  # as a client of its own store, so that closing that ends this wait too
-            address, port = rendezvous.address, rendezvous.port
-        store = _c10d.TCPStore(address, port, world_size, is_master=False, timeout=_patience(deadline, what))
+        if rendezvous is not None:
+            store, address, port = rendezvous.client, rendezvous.address, rendezvous.port
+        else:
+            _await_listener(address, port, deadline, what)
+            store = _c10d.TCPStore(address, port, world_size, is_master=False, timeout=_patience(deadline, what))
         store.set_timeout(_patience(deadline, what))
         # Three prefixes: the engines' own, then torch's for the group, then torch's for the device.
         inner = _c10d.PrefixStore(f"{_FIRST_DEVICE[backend]}/", _c10d.PrefixStore(f"{name}/", _c10d.PrefixStore(name, store)))
@@ -173,6 +175,58 @@ def init_custom_process_group(
         kind = DeadlineExceeded if slow else PeerLost
         raise kind(f"{what} at {address}:{port} failed: {text}") from error
     return Group(name, backend, rank, world_size, made, (store, rendezvous))
+
+
+def _broadcast(process_group: Any, tensor: torch.Tensor, patience: timedelta) -> Any:  # noqa: ANN401 - private to torch
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = _ROOT, 0
+    options.timeout = patience
+    return process_group.broadcast([_as_bytes(tensor)], options)
+
+
+def _through_gloo(process_group: Any, tensors: Sequence[torch.Tensor], deadline: Deadline, what: str) -> None:  # noqa: ANN401
+    works: list[Any] = []
+    try:
+        for tensor in tensors:
+            works.append(_broadcast(process_group, tensor, _patience(deadline, what)))
+        while works:
+            works[0].wait(_patience(deadline, what))
+            del works[0]
+    finally:
+        works.clear()  # a work that is kept would keep connections open
+
+
+def _through_nccl(process_group: Any, tensors: Sequence[torch.Tensor], deadline: Deadline, what: str) -> None:  # noqa: ANN401
+    """Wait for the GPU on another thread, and abort when the deadline comes.
+
+    Torch's own timeout is not used: its watchdog answers one by dumping its records and ending the process, at the peers too.
+    """
+    if not tensors:
+        return
+    device = tensors[0].device
+    torch.cuda.current_stream(device).synchronize()  # what fills or last used this memory
+    own: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    errors: list[RuntimeError] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            with torch.cuda.device(device), torch.cuda.stream(own):
+                for tensor in tensors:
+                    _broadcast(process_group, tensor, _FOREVER).wait()
+                torch.cuda.current_stream(device).synchronize()
+        except RuntimeError as error:
+            errors.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=run, name="weightsync-nccl", daemon=True).start()
+    if not done.wait(deadline.remaining(what)):
+        process_group.abort()
+        done.wait(_ABORT_SECONDS)
+        raise DeadlineExceeded(f"{what} did not finish within {deadline.seconds:g} s")
+    if errors:
+        raise errors[0]
 
 
 def _backend(  # the objects' types are private to torch
@@ -187,7 +241,7 @@ def _backend(  # the objects' types are private to torch
         return dist.ProcessGroupGloo(store, rank, world_size, patience)
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = False
-    options._timeout = patience
+    options._timeout = _FOREVER  # deadlines are kept here: see _through_nccl
     with torch.cuda.device(device):
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
@@ -201,6 +255,19 @@ def reachable_address(host: str, port: int) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise TransportUnavailable(f"no way to {host}: {error}") from error
+
+
+def _await_listener(address: str, port: int, deadline: Deadline, what: str) -> None:
+    """Return when somebody listens there. A store's own client would go on trying after its timeout."""
+    pause = _FIRST_PAUSE
+    while True:
+        try:
+            with socket.create_connection((address, port), timeout=deadline.remaining(what)):
+                return
+        except OSError as error:  # the trainer asked first, and opens its rendezvous in a moment
+            _log.debug("nobody listens at %s:%d yet: %s", address, port, error)
+            threading.Event().wait(min(pause, deadline.remaining(what)))
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,26 +10,30 @@ import numpy.typing as npt
 
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, PeerLost, ProtocolError, WeightSyncError, from_wire
-from weightsync.tensors.copies import digest_tiles, scatter_and_digest, scatter_tiles
+from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.tiles import Tiles
 from weightsync.transports.frames import CONTROL, DATA, END, HEADER, Channel, FrameHeader
 from weightsync.transports.requests import ANSWER_BYTES, MAX_GROUPS, Fail, Ready, Start, Want, ask, decode_control, next_control
-from weightsync.transports.runs import MAX_FRAME_BYTES, MAX_TILES, cut_tiles, scattered
+from weightsync.transports.runs import MAX_FRAME_BYTES, MAX_TILES, cut_tiles
+from weightsync.transports.tile_stream import TileStream
 
 __all__ = ["CarriedSource"]
+
+_LARGEST = 1 << 62
 
 
 class _Stream:
     """Where a running transfer is."""
 
-    def __init__(self, version: int, header: FrameHeader) -> None:
+    def __init__(self, version: int, header: FrameHeader, tiles: TileStream) -> None:
         self.version = version
         self.header = header  # of the frame that comes next
+        self.tiles = tiles
         self.sequence = 0
 
 
 class CarriedSource:
-    """A :class:`~weightsync.transports.base.Source` to which the owner sends. Holds at most one bucket of 8 MiB.
+    """A :class:`~weightsync.transports.base.Source` to which the owner sends. Holds a bucket of 256 KiB.
 
     ``dial`` opens an authenticated channel and gives it to its argument as soon as it has a socket, so that a connection that is
     being made can be aborted, too. A transfer that ended early leaves unread bytes on its connection, so the connection is closed
@@ -46,8 +50,6 @@ class CarriedSource:
         self._groups: list[Tiles] = []
         self._ends: list[npt.NDArray[np.int64]] = []
         self._want: Want | None = None
-        self._runs: dict[tuple[int, int, int], npt.NDArray[np.int64] | None] = {}
-        self._bucket = np.empty(0, np.uint8)
         self._header = bytearray(HEADER.size)
         self._connect(deadline)
 
@@ -109,7 +111,9 @@ class CarriedSource:
     def prepare(self, groups: Sequence[Tiles], layout_digest: str, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Source.prepare`."""
         self._idle()
-        self._want, self._groups, self._runs = None, [], {}
+        self._want, self._groups = None, []
+        for tiles in groups:
+            check_tiles(tiles, (_LARGEST,))  # before any work; how large the shelf is only the owner knows
         cut = [cut_tiles(tiles) for tiles in groups]
         if len(cut) > MAX_GROUPS or sum(map(len, cut)) > MAX_TILES:
             raise ProtocolError(f"more than {MAX_GROUPS} groups or {MAX_TILES} tiles for one source: split the plan")
@@ -136,7 +140,7 @@ class CarriedSource:
             if not _in_step(error):
                 self._drop()
             raise
-        self._stream = _Stream(version, header)
+        self._stream = _Stream(version, header, TileStream(channel))
 
     def _raise_failure(self, channel: Channel, header: FrameHeader, deadline: Deadline) -> None:
         answer = decode_control(channel, header, ANSWER_BYTES, deadline)
@@ -187,27 +191,10 @@ class CarriedSource:
             raise ProtocolError(f"{channel.peer} sent a frame of {header.nbytes} bytes for tiles of {nbytes}")
 
     def _receive(self, channel: Channel, stream: _Stream, deadline: Deadline, digests: npt.NDArray[np.uint64] | None) -> None:
-        """Take in the frame whose header was read, and with the same system call the header that follows (an end at least)."""
+        """Take in the frame whose header was read, and the header that follows (an end at least)."""
         _, _, _, group, first, last, nbytes = stream.header
-        tiles, key = self._groups[group], (group, first, last)
-        if key not in self._runs:
-            part = slice(first, last)
-            self._runs[key] = scattered(tiles.target[part], tiles.target_stride[part], tiles.rows[part], tiles.row_bytes[part])
-        runs = self._runs[key]
-        following = memoryview(self._header)
-        if runs is not None:
-            channel.receive_runs(runs, deadline)
-            channel.receive_into([following], deadline)
-            if digests is not None:
-                digest_tiles(tiles, first, last, digests)
-        else:
-            if not len(self._bucket):
-                self._bucket = np.empty(MAX_FRAME_BYTES, np.uint8)
-            channel.receive_into([memoryview(self._bucket.data)[:nbytes], following], deadline)
-            if digests is None:
-                scatter_tiles(tiles, int(self._bucket.ctypes.data), first, last)
-            else:
-                scatter_and_digest(tiles, int(self._bucket.ctypes.data), first, last, digests)
+        stream.tiles.receive(self._groups[group], first, last, nbytes, deadline, digests)
+        channel.receive_into([memoryview(self._header)], deadline)
         stream.header = FrameHeader.unpack(self._header)
         stream.sequence += 1
 
@@ -238,7 +225,7 @@ class CarriedSource:
         """See :meth:`weightsync.transports.base.Source.close`."""
         self._closed = True
         self._drop()
-        self._groups, self._runs, self._want = [], {}, None
+        self._groups, self._want = [], None
 
 
 _TOLD = "told by the owner"

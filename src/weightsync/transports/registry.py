@@ -20,6 +20,7 @@ __all__ = ["BUILT_IN", "known", "register", "scheme"]
 
 BUILT_IN: dict[str, tuple[str, str]] = {
     "inproc": ("weightsync.transports.inproc:InProcess", ""),
+    "cuda_ipc": ("weightsync.transports.cuda_ipc:CudaIpc", ""),
     "shared_memory": ("weightsync.transports.shared_memory:SharedMemory", ""),
     "tcp": ("weightsync.transports.tcp:Tcp", ""),
 }

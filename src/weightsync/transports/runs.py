@@ -1,4 +1,4 @@
-"""Tiles as a carrying transport needs them: cut to frames, and as runs that the kernel can send from or receive into."""
+"""Tiles as a carrying transport needs them: cut so that they fit in frames."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ import numpy.typing as npt
 
 from weightsync.errors import ProtocolError
 from weightsync.tensors.tiles import Tiles
-from weightsync.transports.vectors import vectors
 
-__all__ = ["FRAME_BYTES", "MAX_FRAME_BYTES", "MAX_TILES", "cut_tiles", "scattered"]
+__all__ = ["FRAME_BYTES", "MAX_FRAME_BYTES", "MAX_TILES", "cut_tiles"]
 
 MAX_TILES = 1 << 22
 """Most tiles that one reader may want of one owner."""
 
-FRAME_BYTES = 4 << 20
+FRAME_BYTES = 16 << 20
 """A frame ends with the tile that fills it; no tile is larger than this, so no frame is twice as large."""
 MAX_FRAME_BYTES = 2 * FRAME_BYTES
-_LONG_RUN = 512  # runs of this many bytes on average are worth an entry in the kernel's list; shorter ones go through a bucket
 
 Int64 = npt.NDArray[np.int64]
 
@@ -66,11 +64,3 @@ def _repeat(counts: Int64) -> tuple[Int64, Int64]:
     """For each row repeated ``counts`` times: its index, and which of its copies it is."""
     index = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     return index, np.arange(len(index), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
-def scattered(address: Int64, stride: Int64, rows: Int64, row_bytes: Int64) -> Int64 | None:
-    """The runs of tiles as :func:`~weightsync.transports.vectors.vectors`; ``None`` if so short that packing them is cheaper."""
-    if int((rows * row_bytes).sum()) < _LONG_RUN * int(rows.sum()) and not np.any(stride == row_bytes):
-        return None  # not worth looking closer: strided short runs do not join
-    table = vectors(address, stride, rows, row_bytes)
-    return None if int(table[:, 1].sum()) < _LONG_RUN * len(table) else table

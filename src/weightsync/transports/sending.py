@@ -6,13 +6,14 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.deadline import Deadline
-from weightsync.errors import ProtocolError, StaleSource, TransportError, to_wire
-from weightsync.tensors.copies import check_tiles, gather_tiles
+from weightsync.errors import ProtocolError, StaleSource, to_wire
+from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.tiles import Tiles
 from weightsync.transports.frames import DATA, END, Channel, FrameHeader
 from weightsync.transports.requests import MAX_GROUPS, REQUEST_BYTES, Fail, Ready, Start, Want, ask, next_control
-from weightsync.transports.runs import FRAME_BYTES, MAX_FRAME_BYTES, MAX_TILES, scattered
+from weightsync.transports.runs import FRAME_BYTES, MAX_TILES
 from weightsync.transports.shelf import Shelf
+from weightsync.transports.tile_stream import TileStream
 
 __all__ = ["Sender"]
 
@@ -22,18 +23,17 @@ _ANSWER_SECONDS = 10.0
 
 
 class Sender:
-    """Serves one authenticated reader of ``shelf`` until it goes away. Holds at most one bucket of 8 MiB."""
+    """Serves one authenticated reader of ``shelf`` until it goes away. Holds a bucket of 256 KiB."""
 
     def __init__(self, shelf: Shelf, channel: Channel) -> None:
         self._channel = channel
         self._layout_digest = shelf.layout_digest
         self._header = shelf.header  # with the payload, keeps the memory mapped whatever happens to the shelf
         self._payload = shelf.payload
-        self._addresses = (shelf.address,)
+        self._addresses = np.array([shelf.address], np.int64)
         self._tiles = Tiles.empty()
         self._frames: npt.NDArray[np.int64] = np.empty((0, 5), np.int64)
-        self._runs: dict[int, npt.NDArray[np.int64] | None] = {}
-        self._bucket: npt.NDArray[np.uint8] | None = None
+        self._stream_of_tiles = TileStream(channel)
 
     def run(self) -> None:
         """Answer requests. Raises what ends the connection."""
@@ -53,7 +53,7 @@ class Sender:
             ask(self._channel, answer, Deadline(_ANSWER_SECONDS))
 
     def _remember(self, want: Want) -> None:
-        self._frames, self._runs = np.empty((0, 5), np.int64), {}
+        self._frames = np.empty((0, 5), np.int64)
         if want.layout_digest != self._layout_digest:
             raise StaleSource(f"this trainer rank has layout {self._layout_digest}, but the plan was made for {want.layout_digest}")
         if len(want.counts) % 8 or len(want.tiles) % 40 or len(want.tiles) // 40 > MAX_TILES or len(want.counts) // 8 > MAX_GROUPS:
@@ -79,28 +79,11 @@ class Sender:
         for sequence, (group, offset, first, last, nbytes) in enumerate(self._frames.tolist()):
             self._header.require_unchanged(stamp)
             header = FrameHeader(DATA, sequence, version, group, first - offset, last - offset, nbytes).pack()
-            runs = self._runs_of(sequence, first, last)
-            if runs is None:
-                channel.send([header, self._gathered(first, last, nbytes)], deadline)
-            else:
-                channel.send_runs(header, runs, deadline)
+            channel.send([header], deadline, more=True)
+            self._stream_of_tiles.send(self._tiles, self._addresses, first, last, nbytes, deadline)
         # Whatever was overwritten since it was sent is caught here at the latest: a reader believes nothing before the end.
         self._header.require_unchanged(stamp)
         channel.send([FrameHeader(END, len(self._frames), version).pack()], deadline)
-
-    def _runs_of(self, sequence: int, first: int, last: int) -> npt.NDArray[np.int64] | None:
-        if sequence not in self._runs:
-            tiles, part = self._tiles, slice(first, last)
-            address = tiles.source[part] + self._addresses[0]
-            self._runs[sequence] = scattered(address, tiles.source_stride[part], tiles.rows[part], tiles.row_bytes[part])
-        return self._runs[sequence]
-
-    def _gathered(self, first: int, last: int, nbytes: int) -> memoryview:
-        if self._bucket is None:
-            self._bucket = np.empty(MAX_FRAME_BYTES, np.uint8)
-        if gather_tiles(self._tiles, self._addresses, int(self._bucket.ctypes.data), first, last) != nbytes:
-            raise TransportError("tiles were packed to another size than they have")
-        return memoryview(self._bucket.data)[:nbytes]
 
 
 def _frames_of(counts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

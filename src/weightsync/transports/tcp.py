@@ -9,7 +9,9 @@ from __future__ import annotations
 import ipaddress
 import secrets
 import socket
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, PeerLost, ProtocolError
@@ -23,6 +25,7 @@ from weightsync.transports.shelf import Shelf
 
 __all__ = ["Tcp", "TcpOwner"]
 
+_Address = tuple[int, tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]]  # a family, and what connect() takes
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a host that vanished is noticed within a minute
 
 
@@ -134,14 +137,33 @@ class Tcp:
         return CarriedSource(dial, deadline)
 
 
-def _open(host: str, port: int, adopt: Callable[[Channel], None], deadline: Deadline) -> Channel:
+def _look_up(host: str, port: int, deadline: Deadline) -> list[_Address]:
+    """Addresses of ``host``. The C library keeps no time in this, so a thread waits for it, and is left alone if it is late."""
+    found: Future[list[_Address]] = Future()
+
+    def look() -> None:
+        try:
+            found.set_result([(info[0], info[4]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)])
+        except (OSError, UnicodeError) as error:
+            found.set_exception(error)
+
+    what = f"looking up the trainer rank's host {host}"
+    thread = threading.Thread(target=look, name="weightsync-tcp-look-up", daemon=True)
+    thread.start()
+    thread.join(deadline.remaining(what))
+    if not found.done():
+        deadline.remaining(what)
+        raise DeadlineExceeded(f"{what} did not finish within {deadline.seconds:g} s")
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
+        return found.result(0)
+    except (OSError, UnicodeError) as error:
         raise PeerLost(f"the trainer rank's host {host} cannot be found: {error}") from error
+
+
+def _open(host: str, port: int, adopt: Callable[[Channel], None], deadline: Deadline) -> Channel:
     reasons = []
-    for family, kind, _, _, where in found:
-        channel = Channel(socket.socket(family, kind), f"the trainer rank at {host} port {port}")
+    for family, where in _look_up(host, port, deadline):
+        channel = Channel(socket.socket(family, socket.SOCK_STREAM), f"the trainer rank at {host} port {port}")
         try:
             adopt(channel)
             _tune(channel.socket)

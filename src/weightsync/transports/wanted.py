@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from weightsync.tensors.digest import digest_box
+from weightsync.tensors.kernels import BLOCK
 from weightsync.tensors.tiles import Tiles
 
-__all__ = ["Wanted", "big", "odd_shapes", "tiles_from"]
+__all__ = ["Wanted", "big", "keyed", "odd_shapes", "tiles_from"]
 
 _GAP = 0xA5
 _MOST_BYTES = 4 << 20  # of one run of each tile, so that plain slices can check them all
@@ -42,6 +45,35 @@ class Wanted:
                     first = target - self.address + row * target_stride
                     result[first : first + size] = source[start + row * stride :][:size]
         return result
+
+    def digests(self) -> npt.NDArray[np.uint64]:
+        """What reading tiles with keys (:func:`keyed`) adds up to, from the target as it is now each run as a box."""
+        total = [0] * sum(map(len, self.groups))
+        for tiles in self.groups:
+            for target, stride, rows, size, row, lead, lead_step, byte, byte_step, blocks in tiles.table[:, 3:].tolist():
+                for run in range(rows):
+                    first = target - self.address + run * stride
+                    values = torch.from_numpy(self.target[first : first + size].reshape(1, size))
+                    shape, starts = (1 << 40, 4 * BLOCK * blocks), (lead + run * lead_step, byte + run * byte_step)
+                    total[row] += digest_box(values, shape, starts)
+        return np.array([value % 2**64 for value in total], np.uint64)
+
+
+def keyed(wanted: Wanted, seed: int) -> Wanted:
+    """The same tiles with keys: each lies anywhere in a tensor of its own, its runs one below the other or side by side."""
+    random = np.random.default_rng(seed)
+    groups, before = [], 0
+    for tiles in wanted.groups:
+        count = len(tiles)
+        beside = random.random(count) < 0.5
+        step = np.where(beside, tiles.row_bytes + random.integers(0, 9, count), 0)
+        byte = random.integers(0, 3 * BLOCK, count)
+        blocks = (byte + tiles.rows * step + tiles.row_bytes) // (4 * BLOCK) + 1
+        lead, lead_step = random.integers(0, 1 << 20, count), np.where(beside, 0, random.integers(1, 5, count))
+        keys = np.stack([before + np.arange(count), lead, lead_step, byte, step, blocks], axis=1)
+        groups.append(replace(tiles, keys=keys.astype(np.int64)))
+        before += count
+    return replace(wanted, groups=groups)
 
 
 def odd_shapes(nbytes: int, seed: int, tiles: int = 60, groups: int = 9) -> Wanted:

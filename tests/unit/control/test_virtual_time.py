@@ -6,8 +6,9 @@ import asyncio
 import time
 
 import pytest
-from tests import virtual_time
 from tests.virtual_time import run
+
+from weightsync.simulation import clock
 
 
 def test_hours_pass_at_once_and_in_order() -> None:
@@ -41,7 +42,7 @@ def test_a_wait_without_a_deadline_is_an_error() -> None:
 
 
 def test_real_blocking_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(virtual_time, "_BLOCKING_SECONDS", 0.5)
+    monkeypatch.setattr(clock, "_BLOCKING_SECONDS", 0.5)
 
     async def blocked() -> None:
         end = time.monotonic() + 1.0

@@ -1,0 +1,263 @@
+"""Safetensors checkpoints, read bucket by bucket: headers and paths are somebody else's, and are believed only after a look.
+
+The format is that of https://huggingface.co/docs/safetensors: eight bytes of length, a JSON header, then the tensors without gaps.
+A sharded checkpoint has an index, ``model.safetensors.index.json``, that says which file holds which tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.errors import ConfigurationError
+from weightsync.model import Manifest, TensorSpec
+
+__all__ = ["Checkpoint", "buckets_of"]
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I16": "int16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "F32": "float32",
+    "I64": "int64",
+    "F64": "float64",
+}
+_MAX_HEADER = 100_000_000
+"""Bytes of a header: the format's own limit."""
+_MAX_INDEX = 256 << 20
+_MAX_FILES = 4096
+_MAX_NAME = 1024
+_READ = 16 << 20
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,240}\.safetensors")
+
+
+class _Place(NamedTuple):
+    descriptor: int
+    path: Path
+    offset: int
+
+
+class Checkpoint:
+    """The tensors of a checkpoint ``directory`` (or one ``.safetensors`` file), open for reading. Close it, or use a ``with``.
+
+    Reads headers only; :meth:`read` reads a tensor. Links in the directory are followed, as Hugging Face's cache consists of them;
+    a name in the index that leads anywhere else is refused. Raises :class:`~weightsync.errors.ConfigurationError` for a directory
+    without a checkpoint, and for every header or index that is not what the format says.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._places: dict[str, _Place] = {}
+        specs: list[TensorSpec] = []
+        with ExitStack() as opened:
+            mapped = None if directory.is_file() else _find(directory)
+            if mapped is not None:
+                files = [directory / name for name in sorted(set(mapped.values()))]
+            else:
+                files = [directory if directory.is_file() else _only(directory)]
+            for path in files:
+                specs += self._open(path, mapped, opened)
+            if mapped is not None and len(mapped) != len(specs):
+                missing = sorted(set(mapped) - {spec.name for spec in specs})
+                raise ConfigurationError(f"{directory / INDEX} names tensors that its files lack: {', '.join(missing[:5])}")
+            if not specs:
+                raise ConfigurationError(f"{directory} holds no tensors")
+            self.manifest = Manifest(specs)
+            self._opened = opened.pop_all()
+
+    def _open(self, path: Path, mapped: dict[str, str] | None, opened: ExitStack) -> Iterator[TensorSpec]:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigurationError(f"cannot open {path}: {error.strerror}") from error
+        opened.callback(os.close, descriptor)
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigurationError(f"{path} is not a regular file")
+        for spec, offset in _read_header(path, descriptor, found.st_size):
+            if spec.name in self._places:
+                raise ConfigurationError(f"{path}: tensor {spec.name!r} is in {self._places[spec.name].path.name} already")
+            if mapped is not None and mapped.get(spec.name) != path.name:
+                raise ConfigurationError(f"{path}: the index does not say that tensor {spec.name!r} is here")
+            self._places[spec.name] = _Place(descriptor, path, offset)
+            yield spec
+
+    def read(self, specs: Sequence[TensorSpec], memory: npt.NDArray[np.uint8]) -> None:
+        """Read whole tensors into ``memory``, one after the other without padding.
+
+        Raises :class:`~weightsync.errors.ConfigurationError` for a file that has become shorter, or memory that is too small.
+        """
+        if sum(spec.nbytes for spec in specs) > len(memory):
+            raise ConfigurationError(f"{len(memory):,} bytes are not enough for {len(specs)} tensors")
+        done = 0
+        for spec in specs:
+            place, end = self._places[spec.name], done + spec.nbytes
+            at = place.offset
+            while done < end:
+                count = os.preadv(place.descriptor, [memory[done : min(end, done + _READ)].data], at)
+                if count == 0:
+                    raise ConfigurationError(f"{place.path} ended in the middle of {spec.name}: somebody made it shorter")
+                done, at = done + count, at + count
+
+    def close(self) -> None:
+        """Close all files. Safe twice."""
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def buckets_of(manifest: Manifest, bucket_bytes: int) -> list[list[TensorSpec]]:
+    """All tensors in buckets of one dtype and at most ``bucket_bytes``; a tensor that is larger has a bucket of its own.
+
+    One bucket is open for each dtype, so a checkpoint that alternates between weights and scales does not fall into small ones. In
+    the order in which they are filled, which depends on nothing but the arguments.
+    """
+    if bucket_bytes < 1:
+        raise ConfigurationError(f"a bucket has a positive number of bytes, not {bucket_bytes}")
+    done: list[list[TensorSpec]] = []
+    filling: dict[str, tuple[list[TensorSpec], int]] = {}
+    for spec in manifest:
+        bucket, size = filling.get(spec.dtype, ([], 0))
+        if bucket and size + spec.nbytes > bucket_bytes:
+            done.append(bucket)
+            bucket, size = [], 0
+        bucket.append(spec)
+        filling[spec.dtype] = (bucket, size + spec.nbytes)
+    return done + [bucket for bucket, _ in filling.values()]
+
+
+def _only(directory: Path) -> Path:
+    """The one file of a checkpoint without an index."""
+    if (directory / SINGLE).exists():
+        return directory / SINGLE
+    try:
+        found = sorted(path for path in directory.iterdir() if path.name.endswith(".safetensors"))
+    except OSError as error:
+        raise ConfigurationError(f"{directory} is not a checkpoint: {error.strerror}") from error
+    if len(found) != 1:
+        raise ConfigurationError(f"{directory} has neither {INDEX} nor {SINGLE}, and {len(found)} other .safetensors files")
+    return found[0]
+
+
+def _find(directory: Path) -> dict[str, str] | None:
+    """Which file holds which tensor; ``None`` without an index."""
+    path = directory / INDEX
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_INDEX + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
+    if len(data) > _MAX_INDEX:
+        raise ConfigurationError(f"{path} has more than {_MAX_INDEX:,} bytes")
+    mapped = _object(path, data).get("weight_map")
+    if not isinstance(mapped, dict) or not mapped:
+        raise ConfigurationError(f"{path} has no weight_map")
+    for name, file_name in mapped.items():
+        if not isinstance(file_name, str) or _FILE.fullmatch(file_name) is None:
+            raise ConfigurationError(f"{path}: tensor {name[:200]!r} is in {file_name!r}, which is not a file of this directory")
+    if len(set(mapped.values())) > _MAX_FILES:
+        raise ConfigurationError(f"{path} names more than {_MAX_FILES} files")
+    return mapped
+
+
+def _object(path: Path, data: bytes) -> dict[str, Any]:
+    """A JSON object in which no name occurs twice, at any depth."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in found if names.count(name) > 1)
+            raise ConfigurationError(f"{path}: {twice[:200]!r} occurs twice")
+        return found
+
+    try:
+        found = json.loads(data, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(f"{path} does not begin with JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{path} holds JSON, but no object")
+    return found
+
+
+def _read_header(path: Path, descriptor: int, size: int) -> list[tuple[TensorSpec, int]]:
+    """Each tensor and where its bytes begin, checked against the size of the file."""
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little") if size >= 8 else 0
+    if not 2 <= length <= min(_MAX_HEADER, size - 8):
+        raise ConfigurationError(f"{path} is not a safetensors file: {size:,} bytes, with a header of {length:,}")
+    header = _object(path, _exactly(path, descriptor, length, 8))
+    header.pop("__metadata__", None)
+    base, end = 8 + length, 0
+    found = []
+    for name, entry in header.items():
+        spec, first, last = _entry(path, name, entry)
+        if last > size - base:
+            raise ConfigurationError(f"{path}: tensor {name!r} ends {last - (size - base):,} bytes after the file")
+        found.append((spec, first, last))
+    for spec, first, last in sorted(found, key=lambda one: one[1:]):
+        if first != end:
+            what = "overlaps another" if first < end else "comes after a gap"
+            raise ConfigurationError(f"{path}: tensor {spec.name!r} {what} (bytes {first:,} to {last:,}, after {end:,})")
+        end = last
+    if end != size - base:
+        raise ConfigurationError(f"{path}: {size - base - end:,} bytes at the end belong to no tensor")
+    return [(spec, base + first) for spec, first, _ in found]
+
+
+def _exactly(path: Path, descriptor: int, length: int, offset: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        part = os.pread(descriptor, length - len(data), offset + len(data))
+        if not part:
+            raise ConfigurationError(f"{path} ended in the middle of its header")
+        data += part
+    return data
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+def _entry(path: Path, name: str, entry: object) -> tuple[TensorSpec, int, int]:
+    """One tensor of a header, and its first and last byte."""
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"} or not 0 < len(name) <= _MAX_NAME:
+        raise ConfigurationError(f"{path}: {name[:200]!r} is not a tensor")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise ConfigurationError(f"{path}: tensor {name!r} has dtype {str(dtype)[:50]!r}; known: {', '.join(_DTYPES)}")
+    good = isinstance(shape, list) and len(shape) <= 16 and all(map(_whole, shape))
+    if not good or not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_whole, offsets)):
+        raise ConfigurationError(
+            f"{path}: tensor {name!r} has an impossible shape or place: {str(shape)[:80]}, {str(offsets)[:80]}"
+        )
+    spec = TensorSpec(name, tuple(shape), _DTYPES[dtype])
+    first, last = offsets
+    if last - first != spec.nbytes:
+        raise ConfigurationError(f"{path}: tensor {name!r} of {spec.nbytes:,} bytes has {last - first:,}")
+    return spec, first, last

@@ -1,0 +1,282 @@
+"""One engine rank of a disaggregated update: its groups, its adapters, and the digests of what it received."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.adapters.disaggregated.checks import Incoming, Packing, join_manifests
+from weightsync.adapters.disaggregated.orders import (
+    Answer,
+    Describe,
+    Described,
+    Digested,
+    Done,
+    Failed,
+    Finish,
+    Join,
+    Leave,
+    Order,
+    Pause,
+    Receive,
+    Resume,
+    Verify,
+    decode_order,
+    encode,
+)
+from weightsync.deadline import Deadline
+from weightsync.errors import LayoutError, LoadError, MembershipError, ProtocolError, WeightSyncError, to_wire
+from weightsync.model import Box, Manifest, Version
+from weightsync.roles.adapter import EngineAdapter
+from weightsync.tensors.digest import digest_rows
+from weightsync.tensors.memory import layout_in_place
+from weightsync.tensors.shards import Shard, torch_dtype
+from weightsync.transports.groups import Group, init_custom_process_group
+
+__all__ = ["DisaggregatedRank"]
+
+_log = logging.getLogger(__name__)
+_ALIGNMENT = 512
+
+
+class DisaggregatedRank:
+    """Obeys the orders of the server's front on behalf of one engine rank.
+
+    Whoever carries orders to this process hands them to :meth:`handle`, several at once from several threads if they like: calls
+    of an adapter come one at a time, as its contract says, while several groups may receive side by side. ``draft`` takes the
+    tensors whose names begin with ``draft_prefix``. ``reset_graphs`` is called when an update is finalized, before caches are
+    dropped: what was captured with the old weights (CUDA graphs, compiled code) goes there. ``device`` is where NCCL receives.
+    """
+
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        draft: EngineAdapter | None = None,
+        *,
+        rank: int = 0,
+        draft_prefix: str = "mtp.",
+        packing: Packing = "elements",
+        device: torch.device | str = "cpu",
+        reset_graphs: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.rank = rank
+        self._main, self._draft, self._prefix = adapter, draft, draft_prefix
+        self._packing = packing
+        self._device = torch.device(device)
+        self._reset_graphs = reset_graphs
+        self.manifest: Manifest = join_manifests(adapter.manifest(), None if draft is None else draft.manifest(), draft_prefix)
+        self._groups: dict[str, Group] = {}
+        self._joining: set[str] = set()
+        self._table = threading.Lock()
+        self._engine = threading.Lock()
+        self._state: Literal["serving", "paused", "finished"] = "serving"
+        self._received = np.zeros(len(self.manifest), np.uint64)
+        self._known = np.zeros(len(self.manifest), np.bool_)
+
+    @property
+    def _adapters(self) -> tuple[EngineAdapter, ...]:
+        return (self._main,) if self._draft is None else (self._main, self._draft)
+
+    def handle(self, message: bytes) -> bytes:
+        """Obey one encoded order; never raises: what went wrong is in the answer."""
+        try:
+            return encode(self._obey(decode_order(message)))
+        except WeightSyncError as error:
+            return encode(Failed(*to_wire(error)))
+        except Exception as error:  # noqa: BLE001 - it crosses to the front, and is logged here
+            _log.exception("rank %d of a disaggregated update failed", self.rank)
+            return encode(Failed(*to_wire(error)))
+
+    def close(self) -> None:
+        """Leave all groups. The engine stays as it is."""
+        with self._table:
+            groups, self._groups = list(self._groups.values()), {}
+        for group in groups:
+            group.close()
+
+    def _obey(self, order: Order) -> Answer:
+        match order:
+            case Describe():
+                nccl = self._device.type == "cuda" and torch.distributed.is_nccl_available()
+                return Described(self.manifest.tensors, ("gloo", "nccl") if nccl else ("gloo",))
+            case Join():
+                self._join(order)
+            case Leave():
+                with self._table:
+                    group = self._groups.pop(order.name, None)
+                if group is not None:
+                    group.close()
+            case Receive():
+                return Done(self._receive(order))
+            case Pause():
+                self._pause(order)
+            case Verify():
+                return self._verify()
+            case Finish():
+                self._finish(order.version)
+            case Resume():
+                self._resume()
+        return Done()
+
+    def _join(self, order: Join) -> None:
+        with self._table:
+            if order.name in self._groups or order.name in self._joining:
+                raise MembershipError(f"group {order.name!r} is already initialized")
+            self._joining.add(order.name)
+        try:
+            group = init_custom_process_group(
+                cast(Any, order.backend),
+                order.rank_offset + self.rank,
+                order.world_size,
+                order.name,
+                Deadline(order.timeout),
+                address=order.address,
+                port=order.port,
+                device=self._device if order.backend == "nccl" else None,
+            )
+            with self._table:
+                self._groups[order.name] = group
+        finally:
+            with self._table:
+                self._joining.discard(order.name)
+
+    def _pause(self, order: Pause) -> None:
+        with self._engine:
+            for adapter in self._adapters:
+                adapter.pause(order.mode, order.timeout)
+            self._state = "paused"
+            self._known[:] = False
+
+    def _receive(self, order: Receive) -> int:
+        with self._table:
+            group = self._groups.get(order.group)
+        if group is None or group.closed:
+            raise MembershipError(f"group {order.group!r} is not initialized, or broke")
+        if self._state != "paused":
+            raise ProtocolError("a bucket came while the engine was not paused for an update")
+        deadline = Deadline(order.timeout)
+        device = self._device if group.backend == "nccl" else torch.device("cpu")
+        memory, tensors = _stage(order, device, self._packing)
+        group.broadcast(memory, deadline)
+        if order.flattened:
+            tensors = _unflatten(memory[0], order.tensors) if memory else []
+        digests = self._digests([Shard(self.manifest[one.index].name, t.shape, Box.whole(tuple(t.shape)), t)
+                                 for one, t in zip(order.tensors, tensors, strict=True)])  # fmt: skip
+        with self._engine:
+            if self._state != "paused":
+                raise ProtocolError("the update ended while a bucket of it arrived")
+            self._load([(one.name, tensor) for one, tensor in zip(order.tensors, tensors, strict=True)])
+            for one in order.tensors:
+                self._received[one.index] = digests[one.index]
+                self._known[one.index] = True
+        return sum(one.nbytes for one in order.tensors)
+
+    def _load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        own = [item for item in tensors if self._draft is None or not item[0].startswith(self._prefix)]
+        rest = [item for item in tensors if self._draft is not None and item[0].startswith(self._prefix)]
+        for adapter, share in zip(self._adapters, (own, rest), strict=False):
+            if not share:
+                continue
+            try:
+                adapter.load(iter(share))
+            except WeightSyncError:
+                raise
+            except Exception as error:
+                names = ", ".join(name for name, _ in share[:3])
+                raise LoadError(
+                    f"the {adapter.name} loader raised on a bucket of {len(share)} tensors ({names}, ...): {error!r}"
+                ) from error
+
+    def _digests(self, shards: Sequence[Shard]) -> npt.NDArray[np.uint64]:
+        """Of whole tensors in memory, ``uint64[tensors of the manifest]``; zero for those that are not there, or empty."""
+        found = np.zeros(len(self.manifest), np.uint64)
+        layout, addresses = layout_in_place(self.manifest, shards, block_bytes=None)
+        if not len(layout):
+            return found
+        device = shards[0].tensor.device
+        if device.type == "cuda":
+            from weightsync.tensors.cuda.digest import LayoutDigest
+
+            found[layout.tensor] = LayoutDigest(self.manifest, layout, addresses, device).digests()
+            return found
+        digests = np.zeros(len(layout), np.uint64)
+        digest_rows(self.manifest, layout, addresses, 0, len(layout), digests)
+        found[layout.tensor] = digests
+        return found
+
+    def _verify(self) -> Digested:
+        """Digest the parameters themselves where they are whole, plain copies; else what the loader was given must do."""
+        with self._engine:
+            if self._state != "paused":
+                raise ProtocolError("there is no update to verify")
+            digests, installed = np.where(self._known, self._received, 0).astype("<u8"), False
+            shards: list[Shard] = []
+            for adapter in self._adapters:
+                shards += adapter.shards() or ()
+            names = [shard.name for shard in shards]
+            whole = all(shard.box == Box.whole(shard.shape) for shard in shards)
+            if shards and whole and len({shard.tensor.device for shard in shards}) == 1 and len(set(names)) == len(names):
+                wanted = {spec.name for spec, known in zip(self.manifest, self._known, strict=True) if known and spec.size}
+                mine = [shard for shard in shards if shard.name in wanted]
+                if len(mine) == len(wanted):
+                    try:
+                        digests, installed = self._digests(mine).astype("<u8"), True
+                    except LayoutError:  # not memory that can be digested in place
+                        installed = False
+            return Digested(digests.tobytes(), installed)
+
+    def _finish(self, version: Version) -> None:
+        with self._engine:
+            if self._state != "paused":
+                raise ProtocolError("there is no update to finish")
+            for adapter in self._adapters:
+                adapter.finish(version)
+            self._reset_graphs()
+            for adapter in self._adapters:
+                if not adapter.flush():
+                    raise LoadError(f"the {adapter.name} engine refused to drop caches made with the old weights")
+            self._state = "finished"
+
+    def _resume(self) -> None:
+        with self._engine:
+            if self._state != "finished":
+                raise ProtocolError("this engine rank holds bytes that were not committed: it is not resumed")
+            for adapter in self._adapters:
+                adapter.resume()
+            self._state = "serving"
+
+
+def _stage(order: Receive, device: torch.device, packing: Packing) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Memory for the collectives, in their order, and the tensors in it, where each has a collective of its own."""
+    if order.flattened:
+        total = sum(one.nbytes for one in order.tensors)
+        return ([torch.empty(total, dtype=torch.uint8, device=device)] if order.tensors else []), []
+    places, end = [], 0
+    for one in order.tensors:
+        places.append(end)
+        end += -(-one.nbytes // _ALIGNMENT) * _ALIGNMENT
+    memory = torch.empty(end, dtype=torch.uint8, device=device)
+    tensors = [
+        memory[place : place + one.nbytes].view(torch_dtype(one.dtype)).view(one.shape)
+        for one, place in zip(order.tensors, places, strict=True)
+    ]
+    return tensors, tensors
+
+
+def _unflatten(flat: torch.Tensor, tensors: Sequence[Incoming]) -> list[torch.Tensor]:
+    """Views of a flattened bucket; a copy where mixed dtypes left a tensor at an odd address."""
+    found, place = [], 0
+    for one in tensors:
+        dtype = torch_dtype(one.dtype)
+        part = flat[place : place + one.nbytes]
+        if place % dtype.itemsize:
+            part = part.clone()
+        found.append(part.view(dtype).view(one.shape))
+        place += one.nbytes
+    return found

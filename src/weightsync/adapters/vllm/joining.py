@@ -1,0 +1,261 @@
+"""Joining a running vLLM to a coordinator: a ``vllm.LLM``, an ``AsyncLLM``, or an HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+
+from weightsync.adapters.vllm.adapter import UNLABELLED
+from weightsync.adapters.vllm.engines import AsyncEngine, OfflineLLM
+from weightsync.adapters.vllm.front import Front
+from weightsync.errors import DeadlineExceeded, PeerLost, WeightSyncError
+from weightsync.messages import PauseMode
+
+__all__ = ["Attached", "attach", "attach_async", "attach_server"]
+
+_INIT = "init_weight_transfer_engine"
+_SHUTDOWN = "shutdown_weight_transfer_engine"
+_PATIENCE = 120.0  # seconds until every worker has joined
+
+T = TypeVar("T")
+
+
+class _Gate:
+    """Owns a ``vllm.LLM``, which is not made for two threads: either its user generates, or a round has it."""
+
+    def __init__(self, llm: OfflineLLM) -> None:
+        self._llm = llm
+        self._changed = threading.Condition()
+        self._calls = threading.Lock()
+        self._busy = False
+        self._paused = False
+        self.version: str | None = None
+
+    @contextmanager
+    def used(self, timeout: float, *, even_paused: bool = False) -> Iterator[str | None]:
+        """Nobody else uses the engine meanwhile, and no round begins; ``even_paused``: to join and to leave."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._busy and (even_paused or not self._paused), timeout):
+                raise DeadlineExceeded(f"vLLM was paused for an update, or in use, for more than {timeout:g} s")
+            self._busy = True
+        try:
+            yield self.version
+        finally:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def _take(self) -> None:
+        with self._changed:
+            self._paused, self.version = True, None  # whoever comes now waits
+            if not self._changed.wait_for(lambda: not self._busy, _PATIENCE):
+                raise DeadlineExceeded(f"vLLM was in use for more than {_PATIENCE:g} s (in_use() never ended)")
+
+    def _give(self) -> None:
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    def _call(self, work: Callable[[], T]) -> T:
+        with self._calls:
+            return work()
+
+    async def pause(self, mode: PauseMode) -> None:
+        await asyncio.to_thread(self._take)
+
+    async def start(self) -> None:
+        await asyncio.to_thread(self._call, self._llm.start_weight_update)
+
+    async def update(self) -> None:
+        await asyncio.to_thread(self._call, lambda: self._llm.update_weights({"update_info": {}}))
+
+    async def finish(self) -> None:
+        await asyncio.to_thread(self._call, self._llm.finish_weight_update)
+
+    async def reset_prefix_cache(self) -> bool:
+        return bool(await asyncio.to_thread(self._call, lambda: self._llm.reset_prefix_cache(True, True)))
+
+    async def label(self, version: str) -> None:
+        await asyncio.to_thread(self._call, lambda: self._llm.update_weight_version(version))
+        self.version = None if version == UNLABELLED else version
+
+    async def resume(self) -> None:
+        await asyncio.to_thread(self._give)
+
+
+class _AsyncOwner:
+    """Owns an ``AsyncLLM``, whose calls belong to its own event loop."""
+
+    def __init__(self, engine: AsyncEngine, loop: asyncio.AbstractEventLoop, on_label: Callable[[str], None]) -> None:
+        self._engine, self._loop, self._on_label = engine, loop, on_label
+
+    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._there(self._engine.pause_generation(mode=mode, clear_cache=False))
+
+    async def start(self) -> None:
+        await self._there(self._engine.start_weight_update())
+
+    async def update(self) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._there(self._engine.update_weights(WeightTransferUpdateRequest(update_info={})))
+
+    async def finish(self) -> None:
+        await self._there(self._engine.finish_weight_update())
+
+    async def reset_prefix_cache(self) -> bool:
+        return bool(await self._there(self._engine.reset_prefix_cache(True, True)))
+
+    async def label(self, version: str) -> None:
+        await self._there(self._engine.update_weight_version(version))
+        await asyncio.to_thread(self._on_label, version)
+
+    async def resume(self) -> None:
+        await self._there(self._engine.resume_generation())
+
+
+class Attached:
+    """A ``vllm.LLM`` that takes part in rounds, between two uses of it. Close it before the LLM, or use it in a ``with``.
+
+    ``vllm.LLM`` is not made for two threads: whoever generates does so ``with attached.in_use() as version:``. A round waits for
+    that and holds it off meanwhile; all pause modes mean the same.
+    """
+
+    def __init__(self, gate: _Gate, owned: ExitStack) -> None:
+        self._gate, self._owned = gate, owned
+
+    @contextmanager
+    def in_use(self, timeout: float = 300.0) -> Iterator[str | None]:
+        """Keep rounds away, and say which version (``run@number``) vLLM holds; ``None`` before the first.
+
+        Raises :class:`~weightsync.errors.DeadlineExceeded` if an update, or another use, lasts longer than ``timeout`` seconds.
+        """
+        with self._gate.used(timeout) as version:
+            yield version
+
+    def close(self) -> None:
+        """Leave the coordinator; vLLM keeps the weights that it has. Safe twice."""
+        self._owned.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _init_info(
+    control: str, control_token: str, replica: str | None, coordinator: str | None, token: str | None, run: str,
+    bucket_bytes: int, transports: Sequence[str] | None,
+) -> dict[str, object]:  # fmt: skip
+    return {
+        "control": control, "control_token": control_token, "replica": replica, "coordinator": coordinator, "token": token,
+        "run": run, "bucket_bytes": bucket_bytes, "transports": None if transports is None else list(transports),
+    }  # fmt: skip
+
+
+def attach(
+    llm: OfflineLLM,
+    replica: str | None = None,
+    coordinator: str | None = None,
+    *,
+    token: str | None = None,
+    run: str = "",
+    bucket_bytes: int = 64 << 20,
+    transports: Sequence[str] | None = None,
+) -> Attached:
+    """Join a ``vllm.LLM`` made with ``weight_transfer_config=WeightTransferConfig(backend="weightsync")``.
+
+    Every worker becomes a rank of ``replica`` (or ``WEIGHTSYNC_REPLICA``) at ``coordinator`` (or ``WEIGHTSYNC_COORDINATOR``); the
+    other arguments are those of :class:`weightsync.Engine`. Raises what a worker raised while joining.
+    """
+    gate = _Gate(llm)
+    with ExitStack() as owned:
+        front = owned.enter_context(Front(gate))
+        info = _init_info(front.url, front.token, replica, coordinator, token, run, bucket_bytes, transports)
+
+        def leave() -> None:
+            with gate.used(_PATIENCE, even_paused=True):
+                llm.collective_rpc(_SHUTDOWN)
+
+        owned.callback(leave)
+        with gate.used(_PATIENCE, even_paused=True):
+            llm.collective_rpc(_INIT, timeout=_PATIENCE, kwargs={"init_info": info})
+        return Attached(gate, owned.pop_all())
+
+
+async def attach_async(
+    engine: AsyncEngine,
+    replica: str | None = None,
+    coordinator: str | None = None,
+    *,
+    token: str | None = None,
+    run: str = "",
+    bucket_bytes: int = 64 << 20,
+    transports: Sequence[str] | None = None,
+    on_label: Callable[[str], None] = lambda label: None,
+) -> Callable[[], Coroutine[Any, Any, None]]:
+    """Join an ``AsyncLLM`` from its own event loop, and return the coroutine function that leaves again.
+
+    All pause modes work; running requests that are held (``keep``) go on with the new weights, their keys and values computed
+    anew. ``on_label`` is told of every new name of the weights, on another thread, while the engine is paused. Other arguments and
+    errors as for :func:`attach`.
+    """
+    front = await asyncio.to_thread(Front, _AsyncOwner(engine, asyncio.get_running_loop(), on_label))
+    info = _init_info(front.url, front.token, replica, coordinator, token, run, bucket_bytes, transports)
+
+    async def leave() -> None:
+        try:
+            await engine.collective_rpc(_SHUTDOWN)
+        finally:
+            await asyncio.to_thread(front.close)
+
+    try:
+        await engine.collective_rpc(_INIT, timeout=_PATIENCE, kwargs={"init_info": info})
+    except BaseException:
+        await asyncio.to_thread(front.close)
+        raise
+    return leave
+
+
+def attach_server(
+    url: str,
+    replica: str | None = None,
+    coordinator: str | None = None,
+    *,
+    run: str = "",
+    bucket_bytes: int = 64 << 20,
+    transports: Sequence[str] | None = None,
+    timeout: float = _PATIENCE,
+) -> None:
+    """Join the vLLM server at ``url``, started with ``VLLM_SERVER_DEV_MODE=1`` and the flag of this package's docstring.
+
+    Its rank 0 drives the server at that ``url``, so it must be right from there. The coordinator's token is looked for in the
+    server's environment: it is not sent over these routes, which vLLM does not protect. Leave by posting to
+    ``/shutdown_weight_transfer_engine``, or by ending the server.
+
+    Raises :class:`~weightsync.errors.PeerLost` if nobody answers, :class:`~weightsync.errors.DeadlineExceeded`, and
+    :class:`~weightsync.errors.WeightSyncError` with what the server said.
+    """
+    info = _init_info(url, "", replica, coordinator, None, run, bucket_bytes, transports)
+    route = f"{url.rstrip('/')}/{_INIT}"
+    try:
+        with httpx.Client(trust_env=False, timeout=timeout) as client:
+            answer = client.post(route, json={"init_info": info})
+    except httpx.TimeoutException:
+        raise DeadlineExceeded(f"vLLM at {url} did not join within {timeout:g} s") from None
+    except httpx.HTTPError as error:
+        raise PeerLost(f"vLLM does not answer at {url}: {error}") from None
+    if answer.status_code == httpx.codes.NOT_FOUND:
+        raise WeightSyncError(f"vLLM at {url} has no route /{_INIT}: start it with VLLM_SERVER_DEV_MODE=1")
+    if answer.status_code != httpx.codes.OK:
+        raise WeightSyncError(f"vLLM at {url} did not join: HTTP {answer.status_code}: {answer.text[:500]}")

@@ -1,0 +1,157 @@
+"""``weightsync push``: update running servers from a checkpoint."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from contextlib import ExitStack
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from weightsync.adapters.clients import UpdateClient
+
+__all__ = ["push"]
+
+
+class EngineKind(StrEnum):
+    """Which routes the servers speak."""
+
+    weightsync = "weightsync"
+    sglang = "sglang"
+    lmdeploy = "lmdeploy"
+
+
+class GroupBackend(StrEnum):
+    """How bytes cross."""
+
+    nccl = "nccl"
+    gloo = "gloo"
+
+
+class PushPausing(StrEnum):
+    """What a pause does to running requests."""
+
+    abort = "abort"
+    wait = "wait"
+    keep = "keep"
+
+
+def push(
+    checkpoint: Annotated[Path, typer.Argument(help="Directory with a safetensors checkpoint (sharded ones too), or one file.")],
+    to: Annotated[list[str], typer.Option("--to", metavar="URL", help="A server to update; may be repeated.")],
+    engine: Annotated[EngineKind, typer.Option(help="Whose routes the servers have; `weightsync` verifies every tensor.")],
+    label: Annotated[str | None, typer.Option("--label", help="The version's label: a number, or RUN@NUMBER.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Engine ranks behind each URL (tensor times pipeline parallel).")] = 1,
+    backend: Annotated[GroupBackend, typer.Option(help="`nccl` needs a GPU here.")] = GroupBackend.nccl,
+    group: Annotated[str, typer.Option(help="Name of the process group.")] = "weightsync",
+    address: Annotated[
+        str | None, typer.Option(help="This machine's address as the servers see it [default: of the way to each].")
+    ] = None,
+    pause_mode: Annotated[PushPausing, typer.Option(help="What happens to running requests.")] = PushPausing.abort,
+    bucket: Annotated[str, typer.Option(help="Bytes of one bucket; two are held in memory.")] = "256MiB",
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which it gives up.")] = 3600.0,
+    step_timeout: Annotated[float, typer.Option(min=1, help="Seconds after which one bucket or request is given up.")] = 300.0,
+    token_file: Annotated[Path | None, typer.Option(help="File with the servers' API key.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Update running servers from a checkpoint on disk, without a trainer.
+
+    Reads a bucket at a time, sends it to all servers at once, and says what each made of it. A server that fails is not resumed:
+    push again. Exits with 0 only if all are updated.
+
+    ```
+    weightsync push ./step-400 --to http://head:30000 --engine sglang --label 400 --ranks 8
+    weightsync push ./step-400 --to http://a:8000 --to http://b:8000 --engine weightsync --backend gloo --json
+    ```
+    """
+    import torch
+
+    from weightsync.adapters.checkpoints import Checkpoint
+    from weightsync.adapters.pushing import push as push_all
+    from weightsync.cli.main import parse_size
+    from weightsync.errors import ConfigurationError
+    from weightsync.service.settings import read_token
+
+    if len(set(to)) != len(to):
+        raise ConfigurationError("a server is named twice by --to")
+    if engine is EngineKind.sglang and label is None:
+        raise ConfigurationError("SGLang labels what it serves: give --label")
+    if backend is GroupBackend.nccl and not torch.cuda.is_available():
+        raise ConfigurationError("there is no GPU here for --backend nccl; use --backend gloo if the servers can")
+    token = None if token_file is None else read_token(str(token_file), "--token-file ")
+    nbytes = parse_size(bucket)
+    device = torch.device("cuda") if backend is GroupBackend.nccl else None
+    with ExitStack() as opened:
+        source = opened.enter_context(Checkpoint(checkpoint))
+        clients = [
+            opened.enter_context(
+                _client(engine)(
+                    url, token=token, group=group, backend=backend.value, ranks=ranks, address=address, device=device
+                )
+            )
+            for url in to
+        ]  # fmt: skip
+        progress = opened.enter_context(_Bar(source.manifest.nbytes, hidden=json))
+        results = push_all(
+            source, clients, label, mode=pause_mode.value, bucket_bytes=nbytes, timeout=timeout, step_timeout=step_timeout,
+            progress=progress.advance,
+        )  # fmt: skip
+    ok = all(result.ok for result in results)
+    if json:
+        import msgspec
+
+        found = {
+            "ok": ok,
+            "nbytes": source.manifest.nbytes,
+            "tensors": len(source.manifest),
+            "servers": msgspec.to_builtins(results),
+        }
+        typer.echo(jsonlib.dumps(found))
+    else:
+        for result in results:
+            typer.secho(f"{result.url}: {result.said}", fg="green" if result.ok else "red", err=not result.ok)
+            if result.touched and not result.ok:
+                typer.secho("  it was not resumed: push again, or restart it", fg="red", err=True)
+    if not ok:
+        raise typer.Exit(1)
+
+
+def _client(engine: EngineKind) -> Callable[..., UpdateClient]:
+    if engine is EngineKind.sglang:
+        from weightsync.adapters.sglang import SGLangClient
+
+        return SGLangClient
+    if engine is EngineKind.lmdeploy:
+        from weightsync.adapters.lmdeploy import LMDeployClient
+
+        return LMDeployClient
+    from weightsync.adapters.disaggregated.client import WeightUpdateClient
+
+    return WeightUpdateClient
+
+
+class _Bar:
+    """Bytes that all servers have, on standard error."""
+
+    def __init__(self, total: int, *, hidden: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=Console(stderr=True), disable=hidden)
+        self._task = self._progress.add_task("push", total=total)
+
+    def advance(self, nbytes: int) -> None:
+        self._progress.advance(self._task, nbytes)
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:  # noqa: ANN401 - what a with statement gives
+        self._progress.stop()

@@ -1,0 +1,118 @@
+"""A replica's process with vLLM as its engine: noise for weights, a completion server, one weightsync rank in each worker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+
+from weightsync.demo.reports import Parent, Ready, die_with_parent
+from weightsync.demo.settings import ReplicaSettings
+
+__all__ = ["main"]
+
+_LEAVE_SECONDS = 5.0
+_BLOCK = 32  # tokens of a cached block; the CPU's attention takes multiples of this
+
+
+def _environment(mine: ReplicaSettings) -> None:
+    """What vLLM's CPU build reads, before it is imported: a small cache, and one core for each rank."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    ranks, (_, _, index) = mine.settings.engine_tp, mine.name.rpartition("-")
+    first = int(index) * ranks if index.isdigit() else 0
+    bound = "|".join(str(cores[(first + rank) % len(cores)]) for rank in range(ranks))
+    os.environ.update(
+        VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND=bound, VLLM_NO_USAGE_STATS="1", VLLM_PLUGINS="weightsync",
+        VLLM_LOGGING_LEVEL="WARNING",
+    )  # fmt: skip
+
+
+def _shared_memory() -> set[str]:
+    """Shared memory that the demo's processes have mapped and that nobody frees when a signal ends vLLM's processes all at once."""
+    found: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getpgid(int(process.name)) == os.getpgid(0):
+                maps = (process / "maps").read_text().split()
+                found |= {path for path in maps if path.startswith(("/dev/shm/psm_", "/dev/shm/vllm_dist_"))}
+        except OSError:  # it ended meanwhile, or is somebody else's
+            continue
+    return found
+
+
+def _free(paths: set[str]) -> None:
+    for path in paths:
+        Path(path).unlink(missing_ok=True)
+
+
+async def _serve(mine: ReplicaSettings, folder: Path, listener: socket.socket, parent: Parent) -> None:
+    import uvicorn
+    from vllm import AsyncEngineArgs
+    from vllm.config import WeightTransferConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from weightsync.adapters.vllm import attach_async
+    from weightsync.demo.completions import completions_app
+    from weightsync.demo.models import CONTEXT
+    from weightsync.demo.tokenizer import END, build_tokenizer, encode
+    from weightsync.demo.vllm_generation import VllmGenerator
+
+    wish = mine.settings
+    tokenizer = build_tokenizer(wish.seed)
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, tensor_parallel_size=wish.engine_tp,
+            max_model_len=CONTEXT, block_size=_BLOCK, max_num_seqs=8, enable_prefix_caching=True, disable_log_stats=True,
+            weight_transfer_config=WeightTransferConfig(backend="weightsync"),
+        )
+    )  # fmt: skip
+    left: set[str] = set()
+    try:
+        generator = VllmGenerator(engine, asyncio.get_running_loop(), encode(tokenizer, END)[0])
+        app = completions_app(mine.name, generator, tokenizer)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2))
+        leave = await attach_async(engine, mine.name, mine.coordinator, transports=wish.transports, on_label=generator.labelled)
+        left = _shared_memory()
+        try:
+            parent.tell(Ready(mine.name))
+            await server.serve(sockets=[listener])
+        finally:
+            try:
+                async with asyncio.timeout(_LEAVE_SECONDS):
+                    await leave()
+            except Exception as error:  # noqa: BLE001 - the signal that ended this process has ended vLLM's other ones too
+                print(f"leaving the coordinator: {error!r}", file=sys.stderr)
+    finally:
+        engine.shutdown()
+        _free(left)
+
+
+def main(argument: str) -> int:
+    """Serve until a signal ends the process. ``argument`` is :class:`~weightsync.demo.settings.ReplicaSettings` as JSON."""
+    mine = msgspec.json.decode(argument, type=ReplicaSettings)
+    die_with_parent(mine.parent)
+    parent = Parent()
+    listener = socket.socket(fileno=mine.listen_fd)
+    _environment(mine)
+
+    import torch
+
+    from weightsync.demo.models import build_model, scramble
+
+    torch.set_num_threads(1)
+    wish = mine.settings
+    folder = Path(mine.directory) / mine.name
+    model = build_model(wish.model, tied=wish.tied, seed=wish.seed)
+    scramble(model, seed=sum(mine.name.encode()))
+    model.save_pretrained(folder)
+    del model
+    asyncio.run(_serve(mine, folder, listener, parent))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,154 @@
+"""The coordinator's simulated process: the real coordinator, and the service's real end of the agents' sockets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from weightsync.control import Coordinator, Settings
+from weightsync.control.events import Event, ReplicaEnded, ReplicaPhase, RoundEnded, RoundStarted
+from weightsync.control.link import Limit
+from weightsync.control.nodes import EngineNode
+from weightsync.control.replicas import Replica
+from weightsync.service.agents import AgentSockets
+from weightsync.service.settings import ServerSettings
+from weightsync.simulation.network import Wire
+from weightsync.simulation.ranks import EngineProcess, Process
+
+if TYPE_CHECKING:
+    from weightsync.simulation.world import World
+
+__all__ = ["GRACE", "CoordinatorProcess"]
+
+GRACE = 4.0
+_MARGIN = 6.0  # seconds that trouble may still be felt after it is over
+_MOMENT = 0.2  # for frames that are under way
+_LONGEST = 120.0
+_ROOMY = 10.0  # a round of so many seconds has time for everybody who is well
+_SERVER = ServerSettings()
+
+
+class CoordinatorProcess(Process):
+    """One life of the coordinator."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world, "coordinator")
+        self.coordinator = Coordinator(Settings(run="simulated", grace=GRACE, timeout=_LONGEST))
+        self.sockets = AgentSockets(self.coordinator, _SERVER)
+        self.started = world.loop.time()
+        self._round = (0.0, 0.0, False)
+        self._limit = self._until = 0.0
+        emit = self.coordinator._feed.emit
+
+        def spy(event: Event) -> None:
+            self._saw(event)
+            emit(event)
+
+        self.coordinator._feed.emit = spy  # type: ignore[method-assign]
+        self._known: set[str] = set()
+        self._count_what_events_do_not_tell()
+
+    def _count_what_events_do_not_tell(self) -> None:
+        coordinator, seen = self.coordinator, self.world.seen
+        join, distrust, interrupted = coordinator.join_engine, coordinator._distrust, coordinator._rendezvous._interrupted
+
+        def joining(node: EngineNode) -> None:
+            member = node.rank.member
+            if node.rank.serving is not None:
+                lost = member in self._known
+                seen[f"rank attests a version to a {'coordinator that had lost it' if lost else 'new coordinator'}"] += 1
+            self._known.add(member)
+            join(node)
+
+        def distrusting(replica: Replica, why: str) -> None:
+            seen["quarantine outside of a round"] += 1
+            distrust(replica, why)
+
+        def asking(member: str, number: int) -> Any:  # noqa: ANN401
+            found = interrupted(member, number)
+            seen["publication asked for again"] += found is not None
+            return found
+
+        publish = coordinator._publish
+
+        def publishing(number: int, limit: Limit) -> Any:  # noqa: ANN401
+            self._until = limit.at
+            return publish(number, limit)
+
+        coordinator._publish = publishing  # type: ignore[method-assign]
+        coordinator.join_engine = joining  # type: ignore[method-assign]
+        coordinator._distrust = distrusting  # type: ignore[method-assign]
+        coordinator._rendezvous._interrupted = asking  # type: ignore[method-assign]
+
+    def accept(self, wire: Wire) -> None:
+        """A connection comes in."""
+        self.wires.append(wire)
+        self.spawn(self.sockets.endpoint(cast("Any", wire.socket)))
+
+    def crash(self) -> None:
+        """Without a word to anybody."""
+        self.alive = False
+        self.world.coordinator = None
+        for wire in self.wires:
+            wire.lose(self.world.notice(), 0.0)
+        self.world.loop.create_task(self.coordinator.aclose())  # speaks to nobody any more
+
+    def shut_down(self) -> None:
+        """In good order, as the service does it."""
+        self.world.coordinator = None
+        self.world.trouble(self, 0.0)
+
+        async def close() -> None:
+            await self.coordinator.aclose()
+            await self.sockets.aclose("the coordinator shuts down")
+            self.alive = False
+
+        self.world.loop.create_task(close())
+
+    def _saw(self, event: Event) -> None:
+        world, seen = self.world, self.world.seen
+        if world.coordinator is not self:
+            return
+        match event:
+            case ReplicaPhase(phase=phase):
+                seen[f"phase {phase}"] += 1
+            case RoundStarted(seeding=seeding):
+                self._round = (world.loop.time(), world.jumped, seeding)
+                self._limit = _LONGEST if seeding else self._until - world.loop.time()
+            case ReplicaEnded(result=result) if result.error is None:
+                seen[f"delivery {result.delivery}"] += 1
+                seen[f"verified {result.verified}"] += 1
+            case RoundEnded(result=None, error=error):
+                self._ended()
+                self._excused(None, str(error))
+                cancelled = "Cancelled" in (error or "")
+                seen["seeding round cancelled" if self._round[2] and cancelled else "round without a version"] += 1
+            case RoundEnded(result=result) if result is not None:
+                self._ended()
+                seen["round ok" if result.ok else "round not ok"] += 1
+                seen["seeding round ok"] += self._round[2] and result.ok
+                failed = [one for one in result.replicas if one.error is not None]
+                seen["replica failed alone"] += 0 < len(failed) < len(result.replicas)
+                for one in failed:
+                    self._excused(one.name, str(one.error))
+
+    def _ended(self) -> None:
+        """A round ends by its deadline, or by the end of the quarantine that follows."""
+        started, jumped, _ = self._round
+        late = self.world.loop.time() - started - (self.world.jumped - jumped) - self._limit - GRACE - _MOMENT
+        if late > 0:
+            self.world.violated("hang", f"a round of {self._limit:g} s ended {late:.3f} s late")
+
+    def _excused(self, name: str | None, error: str) -> None:
+        """Only a replica with a trouble of its own, or of a trainer's, may fail; and a whole round only with a trainer's."""
+        world = self.world
+        started, jumped, seeding = self._round
+        if world.jumped != jumped or self._limit < _ROOMY or (seeding and name is None):
+            return
+        ranks: list[Process] = [engine for engine in world.engines.values() if engine.name == name]
+        if any(isinstance(rank, EngineProcess) and rank.ranks != len(ranks) for rank in ranks):
+            return
+        if any(one.troubled_until + _MARGIN > started for one in (*ranks, *world.trainers.values(), self)):
+            return
+        if "is not complete" in error or "went away" in error:
+            return
+        world.violated("infected", f"{'the round' if name is None else f'replica {name}'} had no trouble, and failed: {error}")

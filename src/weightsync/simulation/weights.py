@@ -1,0 +1,83 @@
+"""The simulated model: a few small tensors, what each version of them holds, and how ranks share them."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.model import Box, Manifest, TensorSpec
+from weightsync.tensors.shards import Shard, torch_dtype
+
+__all__ = ["MANIFEST", "Memory", "Sharing", "version_bytes"]
+
+Sharing = str
+"""``rows``: matrices are cut by rows, the rest is copied. ``copies``: every rank holds everything."""
+
+MANIFEST = Manifest(
+    (
+        TensorSpec("embed.weight", (6, 4), "float32"),
+        TensorSpec("layers.0.up", (4, 5), "bfloat16"),
+        TensorSpec("layers.0.norm", (5,), "float32"),
+        TensorSpec("layers.1.up", (3, 2, 3), "uint8"),
+        TensorSpec("scale", (), "float32"),
+    )
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def version_bytes(number: int, salt: int) -> tuple[npt.NDArray[np.uint8], ...]:
+    """What every tensor of a version holds, ``uint8[elements * itemsize]`` each; negative numbers are no version at all."""
+    draw = random.Random(number * 1_000_003 + salt)
+    return tuple(np.frombuffer(draw.randbytes(spec.nbytes), np.uint8) for spec in MANIFEST)
+
+
+def _box(spec: TensorSpec, rank: int, ranks: int, sharing: Sharing) -> Box:
+    if sharing == "copies" or len(spec.shape) < 2:
+        return Box.whole(spec.shape)
+    first, last = spec.shape[0] * rank // ranks, spec.shape[0] * (rank + 1) // ranks
+    return Box((first, *(0 for _ in spec.shape[1:])), (last, *spec.shape[1:]))
+
+
+class Memory:
+    """One rank's parameters: views of one stretch of bytes."""
+
+    def __init__(self, rank: int, ranks: int, sharing: Sharing) -> None:
+        self.shards: list[Shard] = []
+        self._slices: list[tuple[int, int, int, int]] = []
+        boxes = [_box(spec, rank, ranks, sharing) for spec in MANIFEST]
+        sizes = [box.size * spec.nbytes // max(spec.size, 1) for box, spec in zip(boxes, MANIFEST, strict=True)]
+        offsets = np.concatenate([[0], np.cumsum([-(-size // 16) * 16 for size in sizes])])
+        self.storage = torch.zeros(int(offsets[-1]) or 16, dtype=torch.uint8)
+        self.bytes: npt.NDArray[np.uint8] = self.storage.numpy()
+        for index, (spec, box) in enumerate(zip(MANIFEST, boxes, strict=True)):
+            first, size = int(offsets[index]), sizes[index]
+            memory = self.storage[first : first + size].view(torch_dtype(spec.dtype)).view(box.shape)
+            self.shards.append(Shard(spec.name, spec.shape, box, memory))
+            row = spec.nbytes // spec.shape[0] if spec.shape else spec.nbytes
+            begin = box.starts[0] * row if spec.shape else 0
+            self._slices.append((index, first, begin, size))
+
+    def expected(self, number: int, salt: int) -> bytes:
+        """These bytes, were they all of version ``number``."""
+        out = np.zeros_like(self.bytes)
+        self._fill(out, number, salt)
+        return out.tobytes()
+
+    def fill(self, number: int, salt: int) -> None:
+        """Make them all of version ``number``."""
+        self._fill(self.bytes, number, salt)
+
+    def _fill(self, out: npt.NDArray[np.uint8], number: int, salt: int) -> None:
+        values = version_bytes(number, salt)
+        for index, first, begin, size in self._slices:
+            out[first : first + size] = values[index][begin : begin + size]
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy this rank's part of a whole tensor, as an engine's loader does."""
+        shard = next(shard for shard in self.shards if shard.name == name)
+        index = tuple(slice(a, b) for a, b in zip(shard.box.starts, shard.box.stops, strict=True))
+        shard.tensor.copy_(tensor[index])

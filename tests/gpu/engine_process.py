@@ -1,0 +1,78 @@
+"""An engine rank in a process of its own: ``python -m tests.gpu.engine_process REPLICA DEVICE [STOP]``.
+
+The environment says where the coordinator is. Prints ``joined``, then answers every line with the SHA-256 of its parameters. With
+``STOP`` (``pause`` or ``finish``), it says so when a round gets there, and stands still, to be killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+
+import torch
+
+from weightsync.adapters.module import ModuleAdapter
+from weightsync.agents.engine import Engine
+from weightsync.messages import PauseMode
+from weightsync.model import Version
+
+__all__ = ["Model", "fingerprint"]
+
+
+class Model(torch.nn.Module):
+    """Odd shapes and dtypes, a tied head, and one parameter larger than the allocator's shared segments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(37, 24, dtype=torch.bfloat16)
+        self.up = torch.nn.Linear(24, 51, dtype=torch.bfloat16)
+        self.norm = torch.nn.LayerNorm(51)
+        self.scale = torch.nn.Parameter(torch.tensor(0.5))
+        self.nothing = torch.nn.Parameter(torch.zeros(0, 7))
+        self.turned = torch.nn.Parameter(torch.zeros(33, 65).t())
+        self.large = torch.nn.Parameter(torch.zeros(6001, 2048, dtype=torch.bfloat16))
+        self.head = torch.nn.Linear(24, 37, bias=False, dtype=torch.bfloat16)
+        self.head.weight = self.embed.weight
+
+
+def fingerprint(module: torch.nn.Module) -> str:
+    """SHA-256 of all parameters, in the order of their names."""
+    found = hashlib.sha256()
+    for _, tensor in sorted(module.state_dict().items()):
+        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+class Stopping(ModuleAdapter):
+    """Stands still where it is told to."""
+
+    def __init__(self, module: torch.nn.Module, stop: str) -> None:
+        super().__init__(module)
+        self._stop = stop
+
+    def _maybe(self, where: str) -> None:
+        if self._stop == where:
+            print(where, flush=True)
+            threading.Event().wait(60)
+
+    def pause(self, mode: PauseMode, timeout: float) -> None:
+        self._maybe("pause")
+        super().pause(mode, timeout)
+
+    def finish(self, version: Version) -> None:
+        self._maybe("finish")
+        super().finish(version)
+
+
+def main() -> None:
+    replica, device, stop = (*sys.argv[1:], "")[:3]
+    model = Model().to(f"cuda:{device}")
+    with Engine(Stopping(model, stop), replica):
+        print("joined", flush=True)
+        for _ in sys.stdin:
+            print(fingerprint(model), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""Whole rounds between Trainer and Engine objects whose parameters are on GPUs, over a real coordinator, in place and by copies.
+
+With two GPUs or more the engine has another device than the trainer, with one the same.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+from tests.gpu.engine_process import Model, fingerprint
+
+from weightsync.adapters.module import ModuleAdapter
+from weightsync.agents.engine import Engine
+from weightsync.agents.trainer import Trainer
+from weightsync.errors import ConfigurationError, LayoutError, RoundFailed, TransportUnavailable
+from weightsync.roles.adapter import EngineAdapter
+from weightsync.service.server import BackgroundServer
+from weightsync.service.settings import ServerSettings
+from weightsync.transports.shelf import EMPTY
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default::DeprecationWarning")]
+pytest.importorskip("triton", reason="needs Triton")
+
+
+def far() -> str:
+    """The engine's device."""
+    return f"cuda:{torch.cuda.device_count() - 1}"
+
+
+def change(module: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator(device="cuda:0").manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cuda:0"))
+
+
+class Joined:
+    """Trainer and engine ranks of this process, and engine processes, at one coordinator."""
+
+    def __init__(self, server: BackgroundServer, owned: ExitStack) -> None:
+        self.server, self._owned = server, owned
+
+    def trainer(self, state: torch.nn.Module, **options: object) -> Trainer:
+        return self._owned.enter_context(Trainer(state, self.server.url, token=self.server.token, **options))  # type: ignore[arg-type]
+
+    def engine(self, adapter: EngineAdapter, replica: str = "here", **options: object) -> Engine:
+        made = Engine(adapter, replica, self.server.url, token=self.server.token, **options)  # type: ignore[arg-type]
+        return self._owned.enter_context(made)
+
+    def process(self, replica: str, stop: str = "") -> subprocess.Popen[str]:
+        """An engine in another process, joined when this returns."""
+        command = [sys.executable, "-W", "ignore", "-m", "tests.gpu.engine_process", replica, far()[5:], stop]
+        environment = {**os.environ, "WEIGHTSYNC_COORDINATOR": self.server.url, "WEIGHTSYNC_TOKEN": self.server.token}
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self._owned.callback(_end, process)
+        assert _line(process) == "joined"
+        return process
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def _fingerprint(process: subprocess.Popen[str]) -> str:
+    assert process.stdin is not None
+    process.stdin.write("?\n")
+    process.stdin.flush()
+    return _line(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait(10)
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
+
+
+@pytest.fixture
+def joined() -> Iterator[Joined]:
+    with BackgroundServer(ServerSettings.load({}, port=0)) as server, ExitStack() as owned:
+        yield Joined(server, owned)
+
+
+@pytest.fixture
+def source() -> Model:
+    model = Model().to("cuda:0")
+    change(model, 0)
+    return model
+
+
+@pytest.fixture
+def target() -> Model:
+    return Model().to(far())
+
+
+def test_reader_killed_in_the_middle_holds_up_neither_the_trainer_nor_the_others(
+    joined: Joined, source: Model, target: Model
+) -> None:
+    trainer = joined.trainer(source)
+    joined.engine(ModuleAdapter(target), "good")
+    for number, stop in enumerate(("pause", "finish"), 1):
+        victim = joined.process(f"victim-{stop}", stop)
+        change(source, number)
+        with ExitStack() as killing:
+
+            def kill(victim: subprocess.Popen[str] = victim, stop: str = stop) -> None:
+                if _line(victim) == stop:
+                    victim.kill()
+
+            killer = threading.Thread(target=kill)
+            killer.start()
+            killing.callback(killer.join, 20)
+            result = trainer.publish(number, timeout=30)
+        outcome = {replica.name: replica for replica in result.replicas}
+        assert outcome["good"].version == number
+        assert outcome[f"victim-{stop}"].version is None
+        assert fingerprint(target) == fingerprint(source)
+    change(source, 9)
+    assert trainer.publish(9, timeout=30).ok
+    assert fingerprint(target) == fingerprint(source)
+
+
+def test_three_changed_versions_in_one_process(joined: Joined, source: Model, target: Model) -> None:
+    trainer = joined.trainer(source)
+    adapter = ModuleAdapter(target)
+    engine = joined.engine(adapter)
+    for number in (1, 2, 5):
+        change(source, number)
+        with torch.no_grad():
+            for parameter in target.parameters():
+                parameter.fill_(7)  # what was right before must not help
+        result = trainer.publish(number, timeout=30)
+        (replica,) = result.replicas
+        assert (replica.version, replica.delivery, replica.transports, replica.verified) == (
+            number,
+            "direct",
+            ("cuda_ipc",),
+            "installed",
+        )
+        assert replica.digest == result.version.digest
+        assert fingerprint(target) == fingerprint(source)
+        with adapter.in_use() as version:
+            assert version == result.version == engine.serving
+
+
+def test_three_changed_versions_in_two_processes(joined: Joined, source: Model) -> None:
+    trainer = joined.trainer(source)
+    other = joined.process("other")
+    for number in (1, 2, 5):
+        change(source, number)
+        (replica,) = trainer.publish(number, timeout=30).replicas
+        assert (replica.version, replica.transports, replica.verified) == (number, ("cuda_ipc",), "installed")
+        assert _fingerprint(other) == fingerprint(source)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_shards_that_were_given_other_memory_are_exported_anew(joined: Joined, source: Model, elsewhere: bool) -> None:
+    trainer = joined.trainer(source)
+    other = joined.process("other")
+    assert trainer.publish(1, timeout=30).ok
+    for number in (2, 3):
+        with torch.no_grad():
+            for parameter in (source.large, source.up.weight):
+                old = parameter.data
+                parameter.data = torch.randn_like(old)
+                del old
+        if elsewhere:
+            torch.cuda.empty_cache()  # so that the old memory is really unmapped
+        change(source, number)
+        assert trainer.publish(number, timeout=30).ok
+        assert _fingerprint(other) == fingerprint(source)
+
+
+def test_parameters_that_were_given_other_memory_are_written_where_they_are(joined: Joined, source: Model, target: Model) -> None:
+    trainer = joined.trainer(source)
+    joined.engine(ModuleAdapter(target))
+    assert trainer.publish(1, timeout=30).ok
+    target.large.data = torch.zeros_like(target.large.data)
+    change(source, 2)
+    assert trainer.publish(2, timeout=30).ok
+    assert fingerprint(target) == fingerprint(source)
+
+
+def test_a_shard_of_another_form_is_refused(joined: Joined, source: Model, target: Model) -> None:
+    trainer = joined.trainer(source)
+    joined.engine(ModuleAdapter(target))
+    before = fingerprint(target)
+    source.turned.data = source.turned.data.contiguous()
+    with pytest.raises(LayoutError, match=r"turned.*make a new weightsync\.Trainer"):
+        trainer.publish(1, timeout=30)
+    source.turned.data = source.turned.data.cpu()
+    with pytest.raises(LayoutError, match="turned"):
+        trainer.publish(2, timeout=30)
+    assert fingerprint(target) == before  # nothing was paused or written
+
+
+def test_nothing_is_read_after_publish_returned(joined: Joined, source: Model, target: Model) -> None:
+    trainer = joined.trainer(source)
+    joined.engine(ModuleAdapter(target), "early")
+    change(source, 1)
+    expected = fingerprint(source)
+    assert trainer.publish(1, timeout=30).ok
+    change(source, 2)  # the next optimizer step
+    assert fingerprint(target) == expected
+    assert trainer._role.shelf.version == EMPTY
+    late = joined.process("late")  # a joiner is not seeded from memory that is being trained
+    assert _fingerprint(late) not in (expected, fingerprint(source))
+    change(source, 3)
+    result = trainer.publish(3, timeout=30)
+    assert {replica.name: replica.version for replica in result.replicas} == {"early": 3, "late": 3}
+    assert _fingerprint(late) == fingerprint(target) == fingerprint(source)
+
+
+def test_work_that_is_still_queued_on_another_stream_is_waited_for(joined: Joined, source: Model, target: Model) -> None:
+    trainer = joined.trainer(source)
+    joined.engine(ModuleAdapter(target))
+    stream = torch.cuda.Stream("cuda:0")  # type: ignore[no-untyped-call]
+    for number in (1, 2):
+        new = torch.randn_like(source.large)
+        stream.wait_stream(torch.cuda.current_stream(0))
+        with torch.cuda.stream(stream), torch.no_grad():
+            torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]  # about half a second
+            source.large.copy_(new)
+        assert trainer.publish(number, timeout=30).ok
+        assert torch.equal(target.large.cpu(), new.cpu())
+
+
+def test_a_snapshot_needs_a_copy(joined: Joined, source: Model, target: Model) -> None:
+    with joined.trainer(source) as trainer, pytest.raises(ConfigurationError, match="shared_memory"):
+        trainer.publish(1, snapshot=True)
+    trainer = joined.trainer(source, transports=["shared_memory"])
+    joined.engine(ModuleAdapter(target), delivery="streamed", bucket_bytes=1 << 20)
+    expected = fingerprint(source)
+    future = trainer.publish(1, timeout=30, snapshot=True)
+    change(source, 2)
+    (replica,) = future.result(30).replicas
+    assert (replica.delivery, replica.transports, replica.verified) == ("streamed", ("shared_memory",), "installed")
+    assert fingerprint(target) == expected
+
+
+def test_what_is_converted_goes_through_the_host(joined: Joined) -> None:
+    source, target = torch.nn.Linear(40, 30, device="cuda:0"), torch.nn.Linear(40, 30, dtype=torch.bfloat16, device=far())
+    trainer = joined.trainer(source, dtype=torch.bfloat16)
+    joined.engine(ModuleAdapter(target), delivery="streamed")
+    assert trainer.publish(1, timeout=30).ok
+    assert torch.equal(target.weight.cpu(), source.weight.to(torch.bfloat16).cpu())
+    with pytest.raises(TransportUnavailable, match="takes a copy"):
+        joined.trainer(source, dtype=torch.bfloat16, transports=["cuda_ipc"], run="another")
+
+
+def test_an_engine_in_host_memory_reads_the_copy_of_a_trainer_on_a_gpu(joined: Joined, source: Model) -> None:
+    target = Model()
+    trainer = joined.trainer(source, transports=["shared_memory", "tcp"])
+    joined.engine(ModuleAdapter(target))
+    for number in (1, 2):
+        change(source, number)
+        (replica,) = trainer.publish(number, timeout=30).replicas
+        assert (replica.delivery, replica.transports) == ("direct", ("shared_memory",))
+        assert fingerprint(target) == fingerprint(source)
+
+
+def test_who_cannot_reach_the_other_is_told_what_to_change(joined: Joined, source: Model, target: Model) -> None:
+    refused = pytest.raises(RoundFailed, match=r"transports=\['shared_memory', 'tcp'\]")
+    with joined.trainer(source) as trainer, joined.engine(ModuleAdapter(Model()), "in host memory"), refused:
+        trainer.publish(1, timeout=30)
+    trainer = joined.trainer(source, transports=["shared_memory"])
+    joined.engine(ModuleAdapter(target), "on a GPU")
+    with pytest.raises(RoundFailed, match=r"delivery='streamed'"):
+        trainer.publish(2, timeout=30)

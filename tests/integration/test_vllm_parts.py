@@ -1,0 +1,206 @@
+"""The vLLM adapter's parts that need no vLLM: checkpoints, staging, and the control routes, over real sockets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from weightsync.adapters.vllm.adapter import UNLABELLED, VllmWorkerAdapter
+from weightsync.adapters.vllm.checkpoint import Checkpoint, checkpoint_of
+from weightsync.adapters.vllm.controls import HttpControls
+from weightsync.adapters.vllm.front import Front
+from weightsync.adapters.vllm.releases import check_release
+from weightsync.errors import ConfigurationError, DeadlineExceeded, LoadError, PeerLost, WeightSyncError
+from weightsync.messages import PauseMode
+from weightsync.model import Manifest, TensorSpec, Version
+from weightsync.tensors.shards import manifest_of
+
+VERSION = Version("run", 7, "0" * 32, "0" * 16)
+
+
+def model(tied: bool) -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=11, num_attention_heads=4, num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    made = LlamaForCausalLM(config)
+    torch.nn.Module.to(made, dtype=torch.bfloat16)
+    return made
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("largest", ["1GB", "20KB"])
+def test_a_checkpoint_says_what_a_trainers_model_says(tmp_path: Path, tied: bool, largest: str) -> None:
+    made = model(tied)
+    made.save_pretrained(tmp_path, max_shard_size=largest)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (largest == "20KB")
+    found = checkpoint_of(str(tmp_path), None, made.config)
+    assert found.manifest == manifest_of(made)
+    assert ("lm_head.weight" in found.names) is not tied
+
+
+def test_without_files_the_configuration_says_it(tmp_path: Path) -> None:
+    made = model(True)
+    made.config.dtype = torch.bfloat16
+    assert checkpoint_of(str(tmp_path), None, made.config).manifest == manifest_of(made)
+    with pytest.raises(ConfigurationError, match="which tensors"):
+        checkpoint_of(str(tmp_path), None, object())
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 8 + b"{}", (2).to_bytes(8, "little") + b"[]", (9).to_bytes(8, "little") + b'{"a": {} }']
+)
+def test_a_file_that_is_no_safetensors_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigurationError, match=r"model\.safetensors"):
+        checkpoint_of(str(tmp_path), None, object())
+
+
+def test_a_foreign_model_is_known_by_its_files(tmp_path: Path) -> None:
+    save_file({"odd.weight": torch.zeros(3, 5, dtype=torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    found = checkpoint_of(str(tmp_path), None, object())
+    assert found.manifest == Manifest([TensorSpec("odd.weight", (3, 5), "float8_e4m3fn")])
+
+
+@pytest.mark.parametrize("release", ["0.31.2", "0.33.0", "1.32.0", "dev", "0.32rc1"])
+def test_another_release_is_refused_and_says_which_are_supported(release: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"0\.32\.\*.*{release}"):
+        check_release(release)
+    check_release("0.32.0+cpu")
+
+
+class Fake:
+    """Keeps vLLM's rules: a session is opened once, and an update needs one."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.session = False
+        self.fail: str | None = None
+        self.flushed = True
+        self.hold = threading.Event()
+        self.hold.set()
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        if self.fail == call:
+            self.fail = None
+            raise RuntimeError(f"injected into {call}")
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._note(f"pause {mode}")
+        self.hold.wait(5)
+
+    async def start(self) -> None:
+        self._note("start")
+        if self.session:
+            raise RuntimeError("already active")
+        self.session = True
+
+    async def update(self) -> None:
+        self._note("update")
+        if not self.session:
+            raise RuntimeError("start comes first")
+
+    async def finish(self) -> None:
+        self._note("finish")
+        if not self.session:
+            raise RuntimeError("not active")
+        self.session = False
+
+    async def reset_prefix_cache(self) -> bool:
+        self._note("flush")
+        return self.flushed
+
+    async def label(self, version: str) -> None:
+        self._note(f"label {version}")
+
+    async def resume(self) -> None:
+        self._note("resume")
+
+
+@pytest.fixture
+def fake() -> Fake:
+    return Fake()
+
+
+@pytest.fixture
+def controls(fake: Fake, no_leaks: None) -> Iterator[HttpControls]:
+    with Front(fake) as front, HttpControls(front.url, front.token) as made:
+        yield made
+
+
+def test_controls_reach_their_owner(fake: Fake, controls: HttpControls) -> None:
+    for mode in ("abort", "wait", "keep"):
+        controls.pause(mode, 5)
+    controls.install(5)
+    assert controls.flush(5) is True
+    fake.flushed = False
+    assert controls.flush(5) is False
+    controls.label("run@7", 5)
+    controls.resume(5)
+    assert fake.calls == [
+        "pause abort", "pause wait", "pause keep", "start", "update", "finish", "flush", "flush", "label run@7", "resume",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["update", "finish"])
+def test_a_load_that_failed_can_be_tried_again(fake: Fake, controls: HttpControls, where: str) -> None:
+    fake.fail = where
+    with pytest.raises(WeightSyncError, match=f"injected into {where}"):
+        controls.install(5)
+    controls.install(5)
+    assert fake.calls[-3:] == ["start", "update", "finish"]
+    assert not fake.session
+
+
+def test_a_session_left_open_is_closed_first(fake: Fake, controls: HttpControls) -> None:
+    fake.session = True
+    controls.install(5)
+    assert fake.calls == ["start", "finish", "start", "update", "finish"]
+
+
+def test_strangers_slow_engines_and_nobody(fake: Fake, no_leaks: None) -> None:
+    with Front(fake) as front:
+        with HttpControls(front.url, "guess") as stranger, pytest.raises(WeightSyncError, match="401"):
+            stranger.resume(5)
+        fake.hold.clear()
+        with HttpControls(front.url, front.token) as waiting, pytest.raises(DeadlineExceeded, match="/pause"):
+            waiting.pause("abort", 0.2)
+        fake.hold.set()
+    assert "resume" not in fake.calls
+    with HttpControls(front.url, front.token) as late, pytest.raises(PeerLost, match="/resume"):
+        late.resume(5)
+
+
+def test_a_rank_stages_lends_nothing_and_resumes_only_what_it_loaded(fake: Fake, controls: HttpControls) -> None:
+    specs = [TensorSpec("a", (4,), "float32", ("tied",)), TensorSpec("b", (2, 2), "bfloat16")]
+    adapter = VllmWorkerAdapter(Checkpoint(Manifest(specs), ("b", "a", "tied")), controls)
+    adapter.pause("keep", 5)
+    lent = torch.arange(4.0)
+    adapter.load(iter([("a", lent)]))
+    lent.zero_()
+    with pytest.raises(LoadError, match="1 tensors were not received: b"):
+        adapter.finish(VERSION)
+    adapter.load(iter([("b", torch.ones(2, 2, dtype=torch.bfloat16))]))
+    adapter.finish(VERSION)
+    with pytest.raises(LoadError, match="never loaded"):
+        adapter.resume()
+    staged = dict(adapter.staged())
+    assert list(staged) == ["b", "a", "tied"]
+    assert staged["tied"] is staged["a"]
+    assert torch.equal(staged["a"], torch.arange(4.0))
+    adapter.loaded()
+    assert adapter.flush() is True
+    adapter.resume()
+    assert fake.calls == [
+        "pause keep", f"label {UNLABELLED}", "start", "update", "finish", "flush", "label run@7", "resume",
+    ]  # fmt: skip
+    adapter.pause("abort", 5)
+    with pytest.raises(LoadError, match="2 tensors"):  # what was staged before does not count
+        adapter.finish(VERSION)

@@ -1,0 +1,219 @@
+"""A program: rounds of a real trainer into a real vLLM on this CPU; prints what was seen as one line of JSON.
+
+``python vllm_rounds.py offline|server RANKS DIRECTORY``. A process of its own, because vLLM starts processes and threads that it
+does not end, and warns while it is imported. vLLM's workers import this file again, and must not find numba loaded (vLLM's CPU
+build fails then): what needs it is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+import weightsync
+from weightsync.errors import RoundFailed
+from weightsync.service.server import BackgroundServer
+from weightsync.service.settings import ServerSettings
+
+VOCABULARY, TOKENS, BLOCK = 256, 12, 32
+PROMPTS = [[(7 * row + 5 * column * (row + 1)) % (VOCABULARY - 1) + 1 for column in range(2 * BLOCK + 6)] for row in range(3)]
+START_SECONDS = 240
+
+
+class Served(Protocol):
+    """A vLLM under test."""
+
+    def generate(self) -> tuple[list[list[int]], int]:
+        """Greedy answers to the prompts, and how many prompt tokens came out of the prefix cache."""
+        ...
+
+    def label(self) -> str | None: ...
+
+    def fail_next_load(self) -> None: ...
+
+
+def change(model: PreTrainedModel, seed: int) -> None:
+    """New weights, lively enough that the answer depends on every token of the prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(
+                1 + noise * 0.1 if parameter.dim() == 1 and "norm" in name else noise * (1.0 if "embed" in name else 0.15)
+            )
+
+
+def expected(model: PreTrainedModel) -> list[list[int]]:
+    """Transformers' greedy answers with the published weights, in float32 as vLLM computes here: no ties to break."""
+    judge = type(model)(model.config)
+    torch.nn.Module.to(judge, dtype=torch.float32)  # in place
+    judge.load_state_dict(model.state_dict())
+    judge.train(False)
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            for _ in range(TOKENS):
+                ids = torch.cat([ids, judge(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], 1)
+        found.append(ids[0, len(prompt) :].tolist())
+    return found
+
+
+class Offline:
+    def __init__(self, directory: str, ranks: int) -> None:
+        from vllm import LLM, SamplingParams
+        from vllm.config import WeightTransferConfig
+
+        self.llm = LLM(
+            model=directory, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, tensor_parallel_size=ranks,
+            max_model_len=256, block_size=BLOCK, max_num_seqs=8, weight_transfer_config=WeightTransferConfig(backend="weightsync"),
+            worker_extension_cls="vllm_faults.Faults",
+        )  # fmt: skip
+        self.sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+        self.attached: Any = None
+
+    def generate(self) -> tuple[list[list[int]], int]:
+        with self.attached.in_use(30):
+            answers = self.llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], self.sampling, use_tqdm=False)
+        return [list(answer.outputs[0].token_ids) for answer in answers], sum(answer.num_cached_tokens or 0 for answer in answers)
+
+    def label(self) -> str | None:
+        with self.attached.in_use(30) as version:
+            return str(version)
+
+    def fail_next_load(self) -> None:
+        with self.attached.in_use(30):
+            self.llm.collective_rpc("fail_next_load")
+
+
+class Server:
+    def __init__(self, url: str) -> None:
+        self.http = httpx.Client(base_url=url, timeout=60, trust_env=False)
+
+    def generate(self) -> tuple[list[list[int]], int]:
+        tokens, cached = [], 0
+        for prompt in PROMPTS:
+            wish = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+            answer = self.http.post("/v1/completions", json=wish | {"return_token_ids": True}).raise_for_status().json()
+            tokens.append(answer["choices"][0]["token_ids"])
+            cached += (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return tokens, cached
+
+    def label(self) -> str | None:
+        return str(self.http.get("/weight_info").json()["weight_version"])
+
+    def fail_next_load(self) -> None:
+        self.http.post("/collective_rpc", json={"method": "fail_next_load"}).raise_for_status()
+
+
+@contextmanager
+def offline(directory: str, ranks: int, coordinator: BackgroundServer) -> Iterator[Served]:
+    from weightsync.adapters.vllm import attach
+
+    found = Offline(directory, ranks)
+    found.attached = attach(found.llm, "vllm-0", coordinator.url, token=coordinator.token, bucket_bytes=200_000)
+    try:
+        yield found
+    finally:
+        found.attached.close()
+        found.llm.llm_engine.engine_core.shutdown()
+
+
+@contextmanager
+def server(directory: str, ranks: int, coordinator: BackgroundServer) -> Iterator[Served]:
+    from weightsync.adapters.vllm import attach_server
+
+    port = 20_000 + os.getpid() % 20_000
+    url = f"http://127.0.0.1:{port}"
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", directory, "--served-model-name", "tiny",
+        "--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager", "--tensor-parallel-size", str(ranks),
+        "--max-model-len", "256", "--block-size", str(BLOCK), "--max-num-seqs", "8", "--host", "127.0.0.1", "--port", str(port),
+        "--weight-transfer-config", '{"backend": "weightsync"}', "--worker-extension-cls", "vllm_faults.Faults",
+        "--enable-prompt-tokens-details",
+    ]  # fmt: skip
+    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "WEIGHTSYNC_TOKEN": coordinator.token}
+    with subprocess.Popen(command, env=environment, stdout=sys.stderr) as process:
+        try:
+            until, tick = time.monotonic() + START_SECONDS, threading.Event()
+            while time.monotonic() < until and process.poll() is None:
+                try:
+                    if httpx.get(f"{url}/health", trust_env=False).status_code == httpx.codes.OK:
+                        break
+                except httpx.HTTPError:
+                    tick.wait(0.5)
+            attach_server(url, "vllm-0", coordinator.url, bucket_bytes=200_000)
+            yield Server(url)
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def play(kind: str, ranks: int, directory: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": None,
+        "pad_token_id": 0,
+    }  # fmt: skip
+    model: PreTrainedModel  # tied and with biases, or untied and without
+    if ranks == 1:
+        model = Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=True, **shape))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=False, **shape))
+    torch.nn.Module.to(model, dtype=torch.bfloat16)  # in place
+    change(model, 100)
+    model.save_pretrained(directory)
+    seen: dict[str, Any] = {"versions": [], "engine_start": time.time()}
+    coordinator = BackgroundServer(ServerSettings.load({}, port=0))
+    with coordinator, {"offline": offline, "server": server}[kind](directory, ranks, coordinator) as vllm:
+        seen["engine_start"] = time.time() - seen["engine_start"]
+        with weightsync.Trainer(model, coordinator.url, token=coordinator.token) as trainer:
+            seen["before"] = vllm.generate()[0] == expected(model)
+            for number in (1, 2, 3, 40):
+                warm = vllm.generate()[1]  # the prompts are now cached, under the version before
+                change(model, number)
+                entry: dict[str, Any] = {"number": number, "cached_before": warm}
+                if number == 3:
+                    vllm.fail_next_load()
+                    try:
+                        trainer.publish(number, timeout=60)
+                    except RoundFailed as error:
+                        entry["failed"] = str(error)
+                        entry["label"] = None if kind == "offline" else vllm.label()
+                    number = 33
+                    change(model, number)
+                result = trainer.publish(number, timeout=60)
+                (replica,) = result.replicas
+                answers, cached = vllm.generate()
+                entry |= {
+                    "state": replica.state, "delivery": replica.delivery, "digest": replica.digest == result.version.digest,
+                    "verified": replica.verified, "label_after": vllm.label(), "version": str(result.version), "answers": answers,
+                    "equal": answers == expected(model), "cached_after": cached, "phases": replica.phases, "parts": replica.parts,
+                    "nbytes": replica.nbytes, "model": trainer._role.manifest.nbytes,
+                }  # fmt: skip
+                seen["versions"].append(entry)
+    return seen
+
+
+def main() -> int:
+    kind, ranks, directory = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    print("RESULT " + json.dumps(play(kind, ranks, directory)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # for what vLLM starts
+    sys.exit(main())

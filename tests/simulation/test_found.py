@@ -1,0 +1,103 @@
+"""Holds what the simulation found: bugs of the real code, each in the smallest form that shows it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from weightsync.errors import Aborted, DeadlineExceeded
+from weightsync.messages import Host, Pause, PauseMode, Quarantine, Resume
+from weightsync.model import Manifest, Version
+from weightsync.roles.adapter import EngineAdapter
+from weightsync.roles.engine import EngineRole
+from weightsync.tensors.shards import Shard, manifest_of, shards_of
+
+VERSION = Version("run", 1, "", "")
+
+
+class Stubborn(EngineAdapter):
+    """Takes as long to pause and to resume as the test wants."""
+
+    def __init__(self) -> None:
+        self.state = {"w": torch.zeros(4)}
+        self.generating = True
+        self.entered = threading.Event()
+        self.may_end = threading.Event()
+        self.may_end.set()
+
+    def manifest(self) -> Manifest:
+        return manifest_of(self.state)
+
+    def shards(self) -> Sequence[Shard] | None:
+        return shards_of(self.state)[1]
+
+    def pause(self, mode: PauseMode, timeout: float) -> None:
+        self.entered.set()
+        assert self.may_end.wait(10)
+        self.generating = False
+
+    def resume(self) -> None:
+        self.entered.set()
+        assert self.may_end.wait(10)
+        self.generating = True
+
+
+@pytest.fixture
+def adapter() -> Stubborn:
+    return Stubborn()
+
+
+@pytest.fixture
+def role(adapter: Stubborn) -> EngineRole:
+    role = EngineRole(adapter, ["inproc"], Host("here", "memory"))
+    role.serving = VERSION
+    return role
+
+
+def test_an_engine_that_resumed_after_its_quarantine_gave_up_is_paused_again(adapter: Stubborn, role: EngineRole) -> None:
+    role._state, adapter.generating = "committed", False
+    adapter.may_end.clear()
+    with ThreadPoolExecutor(1) as thread:
+        resuming = thread.submit(role.handle, Resume(), 5.0)
+        assert adapter.entered.wait(10)
+        with pytest.raises(DeadlineExceeded, match="never resumed"):
+            role.handle(Quarantine("too slow"), 0.05)
+        adapter.may_end.set()
+        with pytest.raises(Aborted, match="paused again"):
+            resuming.result(10)
+    assert not adapter.generating
+    assert role.attests is None
+    assert role.serving is None
+
+
+def test_an_engine_that_is_being_paused_attests_no_version(adapter: Stubborn, role: EngineRole) -> None:
+    """A coordinator that it connects to meanwhile would route requests to it, and it would never answer them."""
+    before = role.attests
+    assert before == VERSION
+    adapter.may_end.clear()
+    with ThreadPoolExecutor(1) as thread:
+        pausing = thread.submit(role.handle, Pause("abort"), 5.0)
+        assert adapter.entered.wait(10)
+        during = role.attests
+        adapter.may_end.set()
+        pausing.result(10)
+    assert during is None
+    after = role.attests
+    assert after is None
+
+
+def test_a_pause_that_failed_is_made_up_for_by_the_quarantine(adapter: Stubborn, role: EngineRole) -> None:
+    def fail(mode: PauseMode, timeout: float) -> None:
+        raise RuntimeError("not now")
+
+    adapter.pause, works = fail, adapter.pause  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="not now"):
+        role.handle(Pause("abort"), 5.0)
+    adapter.pause = works  # type: ignore[method-assign]
+    assert adapter.generating
+    role.handle(Quarantine("it did not pause"), 5.0)
+    assert not adapter.generating

@@ -1,0 +1,72 @@
+"""Holds that a few hundred random schedules with faults at every step keep the design's invariants, and can be repeated.
+
+The whole campaign is ``make simulate``. A schedule that fails here is repeated by the command that the failure prints.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from weightsync.simulation.faults import ALL_FAULTS, ALL_STATES
+from weightsync.simulation.main import census, main, run_all, run_many
+from weightsync.simulation.schedule import Outcome
+
+SCHEDULES = 200
+RARE = 30
+"""How many of all names a few hundred schedules may miss."""
+
+
+@pytest.fixture(scope="module")
+def outcome() -> Outcome:
+    return run_all(range(SCHEDULES), 2)
+
+
+@pytest.mark.timeout(180)
+def test_no_invariant_is_violated(outcome: Outcome) -> None:
+    lines = [
+        f"python -m weightsync.simulation --seed {seed}\n  " + "\n  ".join(line.rstrip() for line in found[:5])
+        for seed, found in outcome.failed
+    ]
+    assert not lines, "\n".join(lines)
+    assert outcome.schedules == SCHEDULES
+
+
+def test_most_of_what_can_happen_did(outcome: Outcome) -> None:
+    missing = census(outcome)
+    assert len(missing) <= RARE, missing
+    assert not [name for name in missing if name in ALL_STATES and name.startswith(("replica", "phase", "verified", "delivery"))]
+    assert outcome.kills > SCHEDULES / 4
+    assert outcome.corruptions > SCHEDULES / 10
+    assert len(set(ALL_FAULTS)) == len(ALL_FAULTS)
+
+
+def test_a_seed_means_one_schedule() -> None:
+    first, second = (run_many(range(7, 12)) for _ in range(2))
+    assert (first.steps, first.seen, first.injected) == (second.steps, second.seen, second.injected)
+    assert first.steps
+
+
+@pytest.mark.timeout(180)
+def test_the_program_ends_with_one_line_for_programs() -> None:
+    command = [sys.executable, "-m", "weightsync.simulation", "--seeds", "4", "--no-mutants", "--processes", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert list(summary) == [
+        "schedules", "faults_injected", "kills", "corruptions", "torn_responses", "mislabelled_responses", "hangs", "leaks",
+        "uncaught_corruptions", "mutants", "mutants_caught",
+    ]  # fmt: skip
+    assert summary["schedules"] == 4
+    assert not any(summary[name] for name in ("torn_responses", "mislabelled_responses", "hangs", "leaks", "uncaught_corruptions"))
+
+
+def test_one_seed_is_repeated_and_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.simulation.main._prepare", lambda core: None)
+    with pytest.raises(SystemExit) as ended:
+        main(["--seed", "3"])
+    assert ended.value.code == 0
+    assert "schedule 3: ok" in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -78,6 +79,8 @@ async def _serve(mine: ReplicaSettings, folder: Path, listener: socket.socket, p
         leave = await attach_async(engine, mine.name, mine.coordinator, transports=wish.transports, on_label=generator.labelled)
         left = _shared_memory()
         try:
+            # Uvicorn raises the signal that ended it once more, for whoever had it before: else nothing below would be done.
+            signal.signal(signal.SIGTERM, lambda number, frame: None)
             parent.tell(Ready(mine.name))
             await server.serve(sockets=[listener])
         finally:

@@ -77,7 +77,8 @@ def installed(world: World) -> Iterator[None]:
     locks = SimpleNamespace(
         Lock=simulated.Lock, Event=simulated.Event, Thread=simulated.Thread, current_thread=threading.current_thread
     )
-    prepared: Callable[..., Any] = lambda state, **_: state  # noqa: E731 - trainers hand over manifest and shards
+    # Trainers hand over manifest and shards, which stay where they are.
+    followed: Callable[..., Any] = lambda state, **_: SimpleNamespace(now=lambda: state)  # noqa: E731
     become, make = Replica.become, Replica.__init__
 
     def becoming(replica: Replica, state: State, *rest: Any, **named: Any) -> None:  # noqa: ANN401
@@ -101,7 +102,7 @@ def installed(world: World) -> Iterator[None]:
             (weightsync.roles.engine, "ThreadPoolExecutor", simulated.Executor),
             (weightsync.roles.trainer, "time", clock),
             (weightsync.roles.trainer, "threading", locks),
-            (weightsync.roles.trainer, "shards_of", prepared),
+            (weightsync.roles.trainer, "FollowedShards", followed),
             (weightsync.roles.route, "row_groups", functools.partial(weightsync.roles.route.row_groups, group_bytes=_GROUP_BYTES)),
             (weightsync.agents.workers, "threading", locks),
             (weightsync.agents.workers, "queue", SimpleNamespace(SimpleQueue=simulated.SimpleQueue)),

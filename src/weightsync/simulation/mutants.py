@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from weightsync.control import round as protocol
 from weightsync.control.coordinator import Coordinator
@@ -173,13 +174,16 @@ def _quarantine_skipped() -> AbstractContextManager[None]:
 def _stale_shelf() -> AbstractContextManager[None]:
     real = TrainerRole._place
 
+    earlier: WeakKeyDictionary[TrainerRole, Any] = WeakKeyDictionary()
+
     def broken(role: TrainerRole, number: int) -> Any:  # noqa: ANN401
-        if role._last is None or role._armed != number:
-            return real(role, number)
+        if role not in earlier or role._armed != number:
+            earlier[role] = real(role, number)
+            return earlier[role]
         with role.shelf.placing(number):
             role._armed = None
         role._placed.set()
-        return role._last
+        return earlier[role]
 
     return replaced((TrainerRole, "_place", broken))
 

@@ -36,6 +36,7 @@ _MOST = 1 << 20  # bytes of one send
 _LINE = 64  # bytes of a cache line
 _STEP = 256  # bytes copied, then digested from the cache, at a time
 _AHEAD = 2048  # bytes that the source is asked for in advance; docs/benchmarks/cpu-copies.md says why
+_AHEAD_APART = 6144  # the same for short runs with gaps between them, where the hardware's own prefetching is of no help
 _CHECK = 256 << 10  # bytes between two looks at the stop flag
 _MASK = BLOCK - 1
 
@@ -104,7 +105,7 @@ def _ask(source, start, count, size, dense):
 def _ask_runs(source, stride, size, row, rows):
     # Short runs with gaps between them: the hardware does not guess where the next ones are.
     if size <= _AHEAD and stride != size:
-        ahead = row + (_AHEAD + size - 1) // size
+        ahead = row + (_AHEAD_APART + size - 1) // size
         if ahead < rows:
             for line in range(0, size, _LINE):
                 raw.prefetch(source + ahead * stride + line)

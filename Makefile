@@ -70,8 +70,10 @@ lint: $(VENV)/.installed ## style, formatting, layers
 types: $(VENV)/.installed ## mypy --strict over src and tests
 	@$(BIN)/mypy
 
+# A file of tests stays in one process; a failure is easier to follow with WORKERS=0.
+WORKERS ?= 2
 test: lint types ## every check and every test, with coverage; ARGS="-k name" narrows the tests
-	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-ci}" $(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
+	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-ci}" $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov --cov-report=term $(ARGS)
 
 format: $(VENV)/.installed ## rewrite the code in the house's format
 	@$(BIN)/ruff check --fix .

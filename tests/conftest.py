@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -24,6 +25,7 @@ _PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
 hypothesis.settings.load_profile(_PROFILE)
 
 _SEED = int(os.environ.get("WEIGHTSYNC_TEST_SEED") or secrets.randbelow(1 << 32))
+os.environ["WEIGHTSYNC_TEST_SEED"] = str(_SEED)  # pytest-xdist's workers take the same
 _GRACE = 5.0
 # Direct children that live as long as this process on purpose, and end with it. What they start is looked at all the same.
 _LASTING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "weightsync.transports.contract_owner")
@@ -114,15 +116,28 @@ def no_leaks() -> Iterator[None]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    strays = _children(os.getpid())
-    for pid in strays:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    session.config.stash[_strays] = [f"{pid}: {command}" for pid, command in strays.items()]
-    if strays and session.exitstatus == 0:
+    config = session.config
+    if config.getoption("numprocesses", default=None) and not hasattr(config, "workerinput"):
+        lines = config.stash.get(_strays, [])  # this process's own children are pytest-xdist's workers, which look at their own
+    else:
+        strays = _children(os.getpid())
+        for pid in strays:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        lines = [f"{pid}: {command}" for pid, command in strays.items()]
+        config.stash[_strays] = lines
+        if hasattr(config, "workeroutput"):
+            config.workeroutput["strays"] = lines
+    if lines and session.exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of pytest-xdist ended: what it had to kill fails the whole run, as it does without workers."""
+    node.config.stash.setdefault(_strays, []).extend(getattr(node, "workeroutput", {}).get("strays", []))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

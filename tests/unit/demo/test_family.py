@@ -117,9 +117,10 @@ def test_the_janitor_outlives_the_signals_of_a_terminal(tmp_path: Path) -> None:
     janitor.stdin.write(f"directory {tmp_path / 'a'}\n")
     janitor.stdin.flush()
     until = time.monotonic() + 20
-    while not ignores(janitor.pid, signal.SIGHUP) and time.monotonic() < until:  # the last of the three
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    while not all(ignores(janitor.pid, number) for number in signals) and time.monotonic() < until:
         os.sched_yield()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in signals:
         janitor.send_signal(number)
     janitor.stdin.write(f"directory {tmp_path / 'b'}\n")
     janitor.stdin.close()

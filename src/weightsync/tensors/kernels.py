@@ -33,6 +33,7 @@ SLICE = 256 << 10
 
 _LONG = 32 << 10  # bytes that are worth a system call of their own
 _MOST = 1 << 20  # bytes of one send
+_NO_LIMIT = np.int64(1) << 62
 _LINE = 64  # bytes of a cache line
 _STEP = 256  # bytes copied, then digested from the cache, at a time
 _AHEAD = 2048  # bytes that the source is asked for in advance; docs/benchmarks/cpu-copies.md says why
@@ -94,41 +95,43 @@ def _run(address, first, size, key, columns):
 
 
 @raw.inlined
-def _ask(source, start, count, size, dense):
-    # What follows ``dense`` runs is wanted too; after others comes memory that is not.
-    for line in range(start + _AHEAD, start + _AHEAD + count, _LINE):
-        if dense or line < size:
-            raw.prefetch(source + line)
+def _ahead(stride, size):
+    # How far ahead of a run of ``size`` bytes the source is asked for. Short runs with gaps between them: a run further on, since
+    # the hardware does not guess where that is.
+    return _AHEAD if stride == size or size > _AHEAD else (_AHEAD_APART + size - 1) // size * stride
 
 
 @raw.inlined
-def _ask_runs(source, stride, size, row, rows):
-    # Short runs with gaps between them: the hardware does not guess where the next ones are.
-    if size <= _AHEAD and stride != size:
-        ahead = row + (_AHEAD_APART + size - 1) // size
-        if ahead < rows:
-            for line in range(0, size, _LINE):
-                raw.prefetch(source + ahead * stride + line)
+def _limit(stride, size, left):
+    # ... and where asking ends, counted from the run's start, when ``left`` runs are left: what is in a gap is not wanted.
+    if stride == size:
+        return _NO_LIMIT
+    return size if size > _AHEAD else left * stride
 
 
 @raw.inlined
-def _copy_run(target, source, size, dense):
+def _ask(source, start, count, ahead, limit):
+    # A few lines for each few that are copied: all of a run at once would fill the buffers that the copy's own reads need.
+    for line in range(start + ahead, min(start + ahead + count, limit), _LINE):
+        raw.prefetch(source + line)
+
+
+@raw.inlined
+def _copy_run(target, source, size, ahead, limit):
     for start in range(0, size, _STEP):
         count = min(_STEP, size - start)
-        if dense or size > _AHEAD:
-            _ask(source, start, count, size, dense)
+        _ask(source, start, count, ahead, limit)
         raw.copy_bytes(target + start, source + start, count)
 
 
 @raw.inlined
-def _copy_digest(target, source, read, first, size, key, columns, dense):
+def _copy_digest(target, source, read, first, size, key, columns, ahead, limit):
     # Copy a run; its digest from ``read``, which is one of both, a few lines behind the copy and so from the cache.
     total = np.uint64(0)
     start = 0
     while start < size:
         count = min(_STEP - ((first + start) & 3), size - start)
-        if dense or size > _AHEAD:
-            _ask(source, start, count, size, dense)
+        _ask(source, start, count, ahead, limit)
         raw.copy_bytes(target + start, source + start, count)
         total += _run(read + start, first + start, count, key, columns)
         start += count
@@ -151,9 +154,10 @@ def _copy_runs(target, target_stride, source, source_stride, rows, size):
         for row in range(rows):
             raw.store64(target + row * target_stride, 0, raw.load64(source + row * source_stride, 0))
     else:
+        ahead = _ahead(source_stride, size)
         for row in range(rows):
-            _ask_runs(source, source_stride, size, row, rows)
-            _copy_run(target + row * target_stride, source + row * source_stride, size, source_stride == size)
+            limit = _limit(source_stride, size, rows - row)
+            _copy_run(target + row * target_stride, source + row * source_stride, size, ahead, limit)
 
 
 @raw.inlined
@@ -162,12 +166,13 @@ def _digest_runs(row, begin, rows, target, target_stride, source, source_stride,
     lead, lead_step = raw.int64(row, 8), raw.int64(row, 9)
     byte, byte_step, blocks = raw.int64(row, 10), raw.int64(row, 11), raw.int64(row, 12)
     total = np.uint64(0)
+    ahead = _ahead(source_stride, size)
     for run in range(rows):
         key = (lead + (begin + run) * lead_step) * blocks
         first = byte + (begin + run) * byte_step
         to = target + run * target_stride
-        _ask_runs(source, source_stride, size, run, rows)
-        total += _copy_digest(to, source + run * source_stride, to, first, size, key, columns, source_stride == size)
+        limit = _limit(source_stride, size, rows - run)
+        total += _copy_digest(to, source + run * source_stride, to, first, size, key, columns, ahead, limit)
     return total
 
 
@@ -416,10 +421,11 @@ def digest_table(table: int, dims: int, first: int, last: int, targets: int, out
                 rest //= extent
                 address += position * raw.int64(row, LEAD + 3 * dim + 1)
                 lead += position * raw.int64(row, LEAD + 3 * dim + 2)
-            for _ in range(inner):
+            ahead = _ahead(inner_stride, size)
+            for run in range(inner):
                 if dense and target != 0:
-                    close = inner_stride == size
-                    total += _copy_digest(target, address, address, byte, size, lead * blocks, columns, close)
+                    limit = _limit(inner_stride, size, inner - run)
+                    total += _copy_digest(target, address, address, byte, size, lead * blocks, columns, ahead, limit)
                 elif dense:
                     total += _run(address, byte, size, lead * blocks, columns)
                 else:

@@ -7,7 +7,7 @@ An **agent** (one a trainer or engine rank) opens the connection and says :class
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -18,6 +18,7 @@ from weightsync.model.version import Version
 
 __all__ = [
     "PROTOCOL",
+    "UNREADABLE",
     "Answer",
     "Body",
     "Call",
@@ -57,6 +58,15 @@ __all__ = [
 PROTOCOL = 1
 """Version of this file. An agent and a coordinator that differ refuse each other with a message that names both."""
 
+UNREADABLE: tuple[type[Exception], ...] = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not what they should be. Only the first is in its documentation: catch all three."""
+
+_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""Of a version; shelves hold it as an int64."""
+_Few = msgspec.Meta(max_length=64)
+_Many = msgspec.Meta(max_length=1 << 20)
+"""Of what there is one of for each rank or tensor. MessagePack says a count before the items: beyond this it is not read on."""
+
 PauseMode = Literal["abort", "wait", "keep"]
 """``abort`` ends running requests with what they have, ``wait`` lets them finish, ``keep`` holds them and goes on afterwards."""
 
@@ -87,7 +97,7 @@ class SourceAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     member: str
     layout_digest: str
-    offers: tuple[Offer, ...]
+    offers: Annotated[tuple[Offer, ...], _Few]
     key: bytes = b""
     """The owner's secret: who knows it may read. Never logged, never in a status, not in a ``repr``."""
 
@@ -120,7 +130,7 @@ class PlanSlice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     delivery: Literal["direct", "streamed"]
     reason: str
     """Why this delivery was chosen, for people."""
-    sources: tuple[SourceAddress, ...]
+    sources: Annotated[tuple[SourceAddress, ...], _Many]
     layout: LayoutColumns
     pieces: PieceColumns
     nbytes: int
@@ -142,20 +152,20 @@ class Hello(_Struct, frozen=True):
     session: str
     host: Host
     pid: int
-    manifest: tuple[TensorSpec, ...]
+    manifest: Annotated[tuple[TensorSpec, ...], _Many]
     layout: LayoutColumns | None = None
     """Needed from trainers; an engine without one can only be streamed to."""
-    offers: tuple[Offer, ...] = ()
+    offers: Annotated[tuple[Offer, ...], _Few] = ()
     key: bytes = b""
     """A trainer rank's secret for its data sockets, random per process; engines get it with their plan."""
-    transports: tuple[str, ...] = ()
+    transports: Annotated[tuple[str, ...], _Few] = ()
     """Schemes that this engine rank can and may read with, best first."""
     delivery: Delivery = "auto"
     bucket_bytes: int = 0
     adapter: str = ""
     serving: Version | None = None
     """What this engine rank serves already, after a coordinator's restart."""
-    published: int = -1
+    published: Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)] = -1
     """The last version number that this trainer rank published, after a coordinator's restart."""
 
     def __repr__(self) -> str:
@@ -182,7 +192,7 @@ class Refused(_Struct, frozen=True):
 class Place(_Struct, frozen=True):
     """Copy the shards to where readers find them, under this number; answered by :class:`Placed`."""
 
-    number: int
+    number: _Number
 
 
 class Placed(_Struct, frozen=True):
@@ -205,7 +215,7 @@ class Prepared(_Struct, frozen=True):
     """Digest of the plan as the engine rank understood it, and the transport chosen for each source."""
 
     digest: str
-    transports: tuple[str, ...]
+    transports: Annotated[tuple[str, ...], _Many]
 
 
 class Pause(_Struct, frozen=True):
@@ -217,7 +227,7 @@ class Pause(_Struct, frozen=True):
 class Move(_Struct, frozen=True):
     """Fetch this version's bytes into place and compute the digests of what was installed; answered by :class:`Moved`."""
 
-    number: int
+    number: _Number
 
 
 class Moved(_Struct, frozen=True):
@@ -254,7 +264,7 @@ class Quarantine(_Struct, frozen=True):
 class Publish(_Struct, frozen=True):
     """A trainer rank has weights to publish under this number; answered by :class:`Published` when the round is over."""
 
-    number: int
+    number: _Number
 
 
 class ReplicaResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -353,5 +363,5 @@ def decode(data: bytes) -> Frame:
     """The frame in ``data``. Raises :class:`~weightsync.errors.ProtocolError` for anything else than one well-formed frame."""
     try:
         return _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"not a weightsync frame: {error}") from None

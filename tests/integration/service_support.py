@@ -9,8 +9,10 @@ import socket
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
+import pytest
 
 from weightsync.agents.link import Link
 from weightsync.deadline import Deadline
@@ -34,7 +36,8 @@ from weightsync.messages import (
 )
 from weightsync.model import Layout, Manifest, TensorSpec, Version
 from weightsync.service.endpoint import AGENTS_PATH, SUBPROTOCOL
-from weightsync.service.settings import Address, ClientSettings, Secret
+from weightsync.service.server import BackgroundServer
+from weightsync.service.settings import Address, ClientSettings, Limits, Secret, ServerSettings
 
 HERE = Host("host", "memory")
 MANIFEST = Manifest([TensorSpec("w", (2, 2), "float32")])
@@ -51,8 +54,37 @@ LAYOUT = Layout(
 DIGESTS = np.array([7], "<u8").tobytes()
 
 
+SOON = 1.0
+"""Seconds within which a call must fail once the other side is gone."""
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime directory of this test's own, where coordinators leave their tokens."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def server(runtime: None) -> Iterator[BackgroundServer]:
+    """A coordinator that notices things soon and takes three agents."""
+    limits = Limits(agents=3, hello_seconds=0.5, frame_bytes=1 << 20)
+    with BackgroundServer(ServerSettings(port=0, run="run", heartbeat=0.3, limits=limits)) as server:
+        yield server
+
+
+@pytest.fixture
+def settings(server: BackgroundServer) -> ClientSettings:
+    """How its agents find it."""
+    return fast(server.address)
+
+
 def trainer_hello(
-    rank: int = 0, world_size: int = 1, session: str = "trainer-session", run: str = "", published: int = -1
+    rank: int = 0,
+    world_size: int = 1,
+    session: str = "trainer-session",
+    run: str = "",
+    published: int = -1,
+    key: bytes = b"",
 ) -> Hello:
     """A trainer rank that holds the whole tensor."""
     return Hello(
@@ -68,6 +100,7 @@ def trainer_hello(
         manifest=MANIFEST.tensors,
         layout=LAYOUT.to_columns(),
         offers=(Offer("none", "nowhere", HERE),),
+        key=key,
         published=published,
     )
 

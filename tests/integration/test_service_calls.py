@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from tests.integration.service_support import DIGESTS, Agent, engine_hello, fast, joined, obey, trainer_hello
+from tests.integration.service_support import DIGESTS, SOON, Agent, engine_hello, joined, obey, trainer_hello
 
 from weightsync.agents.link import Link
 from weightsync.errors import (
@@ -27,31 +25,9 @@ from weightsync.messages import (
     Quarantine,
 )
 from weightsync.service.client import Client
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import ClientSettings, Limits, ServerSettings
+from weightsync.service.settings import ClientSettings
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
-
-SOON = 1.0
-"""Seconds within which a call must fail once the other side is gone."""
-
-
-@pytest.fixture
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-
-
-@pytest.fixture
-def server() -> Iterator[BackgroundServer]:
-    limits = Limits(agents=3, hello_seconds=0.5, frame_bytes=1 << 20)
-    with BackgroundServer(ServerSettings(port=0, run="run", heartbeat=0.3, limits=limits)) as server:
-        yield server
-
-
-@pytest.fixture
-def settings(server: BackgroundServer) -> ClientSettings:
-    return fast(server.address)
-
 
 # Calls.
 

@@ -12,10 +12,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-from tests.integration.service_support import Agent, RawAgent, engine_hello, fast, free_port, joined, obey, trainer_hello
+from tests.integration.service_support import SOON, Agent, RawAgent, engine_hello, fast, free_port, joined, obey, trainer_hello
 
 from weightsync.control.events import Left
 from weightsync.errors import (
@@ -34,29 +33,9 @@ from weightsync.messages import (
 )
 from weightsync.service.client import Client
 from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import Address, ClientSettings, Limits, Secret, ServerSettings
+from weightsync.service.settings import Address, ClientSettings, Secret, ServerSettings
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
-
-SOON = 1.0
-"""Seconds within which a call must fail once the other side is gone."""
-
-
-@pytest.fixture
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-
-
-@pytest.fixture
-def server() -> Iterator[BackgroundServer]:
-    limits = Limits(agents=3, hello_seconds=0.5, frame_bytes=1 << 20)
-    with BackgroundServer(ServerSettings(port=0, run="run", heartbeat=0.3, limits=limits)) as server:
-        yield server
-
-
-@pytest.fixture
-def settings(server: BackgroundServer) -> ClientSettings:
-    return fast(server.address)
 
 
 @contextmanager

@@ -80,6 +80,40 @@ FORBIDDEN_CALLS = {
 }
 
 
+FORBIDDEN_NAMES = {"eval", "exec", "__import__", "compile"}  # as values, too: they can be called under another name
+FORBIDDEN_FROM = {
+    ("torch", "load"),
+    ("numpy", "load"),
+    ("time", "sleep"),
+    ("os", "system"),
+    ("builtins", "eval"),
+    ("builtins", "exec"),
+}
+PICKLES_LOCALLY = {"faults/stage.py", "simulation/main.py"}  # between a parent and its own children: developers' tools
+IMPORTS_BY_NAME = {
+    "__init__.py": "this package's own public names, from a table",
+    "adapters/vllm/__init__.py": "a constant",
+    "transports/registry.py": "built-in schemes and installed entry points; a name from the wire is only looked up there",
+    "transports/contract_owner.py": "the contract suite's child process, told by its parent",
+}
+
+
+def _by_name(tree: ast.Module) -> Iterator[int]:
+    """Lines where something is imported whose name is not written there, or import machinery is passed on."""
+    called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        machinery = (isinstance(node, ast.Name) and node.id == "import_module") or (
+            isinstance(node, ast.Attribute) and node.attr in ("import_module", "spec_from_file_location", "exec_module", "run_path")
+        )
+        if not machinery:
+            continue
+        call = called.get(id(node))
+        passed = [call for call in called.values() if node in call.args]
+        arguments = call.args if call is not None else passed[0].args[1:] if passed else []
+        if not (arguments and isinstance(arguments[0], ast.Constant)):
+            yield node.lineno  # type: ignore[attr-defined]
+
+
 def _where(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -106,8 +140,11 @@ def _forbidden(tree: ast.Module) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             if (node.module or "").split(".")[0] in FORBIDDEN_IMPORTS:
                 yield node.lineno, f"from {node.module} import ..."
-            if node.module == "time" and any(alias.name == "sleep" for alias in node.names):
-                yield node.lineno, "from time import sleep"
+            for alias in node.names:
+                if (node.module, alias.name) in FORBIDDEN_FROM:
+                    yield node.lineno, f"from {node.module} import {alias.name}"
+        elif isinstance(node, ast.Name) and node.id in FORBIDDEN_NAMES:
+            yield node.lineno, f"{node.id}: executes or imports what it reads"
         elif isinstance(node, ast.Call):
             name = _name(node.func)
             for call, why in FORBIDDEN_CALLS.items():
@@ -115,10 +152,18 @@ def _forbidden(tree: ast.Module) -> Iterator[tuple[int, str]]:
                     yield node.lineno, f"{name}(): {why}"
             if any(k.arg == "allow_pickle" or (k.arg == "shell" and ast.unparse(k.value) == "True") for k in node.keywords):
                 yield node.lineno, f"{name}() with allow_pickle or shell"
+            if any(k.arg == "trust_remote_code" and ast.unparse(k.value) != "False" for k in node.keywords):
+                yield node.lineno, f"{name}() with trust_remote_code: runs a checkpoint's own code"
             if isinstance(node.func, ast.Attribute) and node.func.attr == "join" and not node.args and not node.keywords:
                 yield node.lineno, f"{name}() without a timeout"
         elif isinstance(node, ast.ExceptHandler) and node.type is None:
             yield node.lineno, "bare except"
+        elif (
+            isinstance(node, ast.ExceptHandler)
+            and node.type is not None
+            and re.search("(?<!Unicode)DecodeError", ast.unparse(node.type))
+        ):
+            yield node.lineno, "except msgspec.DecodeError: catch messages.UNREADABLE, msgspec raises two other errors as well"
         elif isinstance(node, ast.Assert):
             yield node.lineno, "assert: it vanishes under -O; raise an error that says what is wrong"
 
@@ -189,10 +234,49 @@ def test_no_forbidden_construct(path: Path) -> None:
         "np.load(f, allow_pickle=True)",
         "subprocess.run('ls', shell=True)",
         "thread.join()",
+        "run = eval",
+        "f(exec)",
+        "__import__(name)",
+        "from torch import load",
+        "from os import system",
+        "AutoModel.from_pretrained(p, trust_remote_code=True)",
+        "AutoModel.from_pretrained(p, trust_remote_code=flag)",
+        "try:\n    f()\nexcept msgspec.DecodeError:\n    raise",
     ],
 )
 def test_the_search_for_forbidden_constructs_finds_them(code: str) -> None:
     assert list(_forbidden(ast.parse(code)))
+
+
+@pytest.mark.parametrize("path", FILES, ids=_where)
+def test_nothing_is_imported_by_a_name_that_could_come_from_outside(path: Path) -> None:
+    inside = path.relative_to(SOURCE).as_posix()
+    lines = list(_by_name(ast.parse(path.read_text())))
+    assert not lines or inside in IMPORTS_BY_NAME, f"{_where(path)}:{lines[0]}: import by a name that is not written there"
+    tree = ast.parse(path.read_text())
+    pickles = [
+        node.lineno
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "multiprocessing")
+        or (isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "multiprocessing" for alias in node.names))
+    ]
+    assert not pickles or inside in PICKLES_LOCALLY, f"{_where(path)}:{pickles[0]}: multiprocessing pickles what it sends"
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("import_module(message.module)", True),
+        ("importlib.import_module(name)", True),
+        ("f = importlib.import_module", True),
+        ("asyncio.to_thread(import_module, name)", True),
+        ("spec.loader.exec_module(module)", True),
+        ("importlib.import_module('weightsync.demo')", False),
+        ("asyncio.to_thread(import_module, 'weightsync.demo')", False),
+    ],
+)
+def test_the_search_for_imports_by_name_finds_them(code: str, found: bool) -> None:
+    assert bool(list(_by_name(ast.parse(code)))) is found
 
 
 @pytest.mark.parametrize("path", FILES, ids=_where)

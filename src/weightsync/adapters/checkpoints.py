@@ -10,6 +10,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -59,16 +60,19 @@ class _Place(NamedTuple):
 class Checkpoint:
     """The tensors of a checkpoint ``directory`` (or one ``.safetensors`` file), open for reading. Close it, or use a ``with``.
 
-    Reads headers only; :meth:`read` reads a tensor. Links in the directory are followed, as Hugging Face's cache consists of them;
-    a name in the index that leads anywhere else is refused. Raises :class:`~weightsync.errors.ConfigurationError` for a directory
-    without a checkpoint, and for every header or index that is not what the format says.
+    Reads headers only; :meth:`read` reads a tensor. A name in the index never leads out of the directory. Links are followed within
+    it, and to the blobs of Hugging Face's cache if it is a snapshot there; with ``follow_links`` to anywhere, which lets whoever
+    made the directory have any safetensors file sent that you may read. Raises :class:`~weightsync.errors.ConfigurationError` for
+    a directory without a checkpoint, and for every header or index that is not what the format says.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, follow_links: bool = False) -> None:
         self._places: dict[str, _Place] = {}
+        # A file that the caller names is what the caller wants, wherever it leads.
+        self._folders = None if follow_links or directory.is_file() else _allowed(directory)
         specs: list[TensorSpec] = []
         with ExitStack() as opened:
-            mapped = None if directory.is_file() else _find(directory)
+            mapped = None if directory.is_file() else _find(directory, self._folders)
             if mapped is not None:
                 files = [directory / name for name in sorted(set(mapped.values()))]
             else:
@@ -85,14 +89,11 @@ class Checkpoint:
 
     def _open(self, path: Path, mapped: dict[str, str] | None, opened: ExitStack) -> Iterator[TensorSpec]:
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as error:
+            descriptor, size = _regular(path, self._folders)
+        except FileNotFoundError as error:
             raise ConfigurationError(f"cannot open {path}: {error.strerror}") from error
         opened.callback(os.close, descriptor)
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise ConfigurationError(f"{path} is not a regular file")
-        for spec, offset in _read_header(path, descriptor, found.st_size):
+        for spec, offset in _read_header(path, descriptor, size):
             if spec.name in self._places:
                 raise ConfigurationError(f"{path}: tensor {spec.name!r} is in {self._places[spec.name].path.name} already")
             if mapped is not None and mapped.get(spec.name) != path.name:
@@ -148,6 +149,44 @@ def buckets_of(manifest: Manifest, bucket_bytes: int) -> list[list[TensorSpec]]:
     return done + [bucket for bucket, _ in filling.values()]
 
 
+def _allowed(directory: Path) -> tuple[Path, ...]:
+    """Where a checkpoint's files may really lie: in it, or among the blobs that a snapshot of Hugging Face's cache links to."""
+    here = Path(os.path.realpath(directory))
+    return (here, here.parent.parent / "blobs") if here.parent.name == "snapshots" else (here,)
+
+
+def _regular(path: Path, folders: tuple[Path, ...] | None) -> tuple[int, int]:
+    """An open descriptor of a regular file that really lies in one of ``folders``, and its size. Never waits for a pipe.
+
+    Raises :class:`FileNotFoundError`, and :class:`~weightsync.errors.ConfigurationError` for anything else that is wrong.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigurationError(f"cannot open {path}: {error.strerror}") from error
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigurationError(f"{path} is not a regular file")
+        if folders is not None:
+            real = Path(os.path.realpath(path))
+            # The file that is open must be the one at that place: a link may be exchanged between two looks.
+            if real.parent not in folders or not os.path.samestat(os.stat(real), found):
+                raise ConfigurationError(
+                    f"{path} is a link that leads out of the checkpoint, to {real}; name that file itself, or say that links are "
+                    "to be followed (follow_links=True, --follow-links)"
+                )
+        return descriptor, found.st_size
+    except OSError as error:
+        os.close(descriptor)
+        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
 def _only(directory: Path) -> Path:
     """The one file of a checkpoint without an index."""
     if (directory / SINGLE).exists():
@@ -161,18 +200,19 @@ def _only(directory: Path) -> Path:
     return found[0]
 
 
-def _find(directory: Path) -> dict[str, str] | None:
+def _find(directory: Path, folders: tuple[Path, ...] | None) -> dict[str, str] | None:
     """Which file holds which tensor; ``None`` without an index."""
     path = directory / INDEX
     try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_INDEX + 1)
+        descriptor, size = _regular(path, folders)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
-    if len(data) > _MAX_INDEX:
-        raise ConfigurationError(f"{path} has more than {_MAX_INDEX:,} bytes")
+    try:
+        if size > _MAX_INDEX:
+            raise ConfigurationError(f"{path} has more than {_MAX_INDEX:,} bytes")
+        data = _exactly(path, descriptor, size, 0)
+    finally:
+        os.close(descriptor)
     mapped = _object(path, data).get("weight_map")
     if not isinstance(mapped, dict) or not mapped:
         raise ConfigurationError(f"{path} has no weight_map")
@@ -190,8 +230,7 @@ def _object(path: Path, data: bytes) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in found if names.count(name) > 1)
+            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
             raise ConfigurationError(f"{path}: {twice[:200]!r} occurs twice")
         return found
 

@@ -11,15 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from weightsync.cli.errors import Group
+from weightsync.cli.options import CaFile, Coordinator, Json, JsonLast, Pausing, TokenFile, client_settings, parse_size, token_in
 from weightsync.cli.push import push
-
-if TYPE_CHECKING:
-    from weightsync.service.settings import ClientSettings, Secret
 
 __all__ = ["app", "main"]
 
@@ -46,37 +44,6 @@ class DeliveryChoice(StrEnum):
     auto = "auto"
     direct = "direct"
     streamed = "streamed"
-
-
-class Pausing(StrEnum):
-    """What a pause does to running requests."""
-
-    abort = "abort"
-    wait = "wait"
-    keep = "keep"
-
-
-Coordinator = Annotated[
-    str | None,
-    typer.Option(
-        "--coordinator",
-        "-c",
-        metavar="URL",
-        help="Where the coordinator answers [env: WEIGHTSYNC_COORDINATOR; default http://127.0.0.1:7400].",
-    ),
-]
-CaFile = Annotated[
-    Path | None, typer.Option("--ca-file", help="Certificates to check an https coordinator against [env: WEIGHTSYNC_CA_FILE].")
-]
-TokenFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--token-file",
-        help="File with the token [env: WEIGHTSYNC_TOKEN_FILE, or the token itself in WEIGHTSYNC_TOKEN]. "
-        "Not needed for a coordinator of your own on this machine.",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 def _version(wanted: bool) -> None:
@@ -124,7 +91,12 @@ def serve(
     ] = None,
     token_file: TokenFile = None,
     tls_certificate: Annotated[
-        Path | None, typer.Option(help="Serve https with this certificate chain (PEM) [env: WEIGHTSYNC_TLS_CERTIFICATE].")
+        Path | None,
+        typer.Option(
+            "--tls-cert",
+            "--tls-certificate",
+            help="Serve https with this certificate chain (PEM) [env: WEIGHTSYNC_TLS_CERTIFICATE].",
+        ),
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(help="The certificate's key (PEM) [env: WEIGHTSYNC_TLS_KEY].")] = None,
     pause_mode: Annotated[
@@ -138,6 +110,12 @@ def serve(
         str | None,
         typer.Option(
             help="Replicas that a round needs to succeed: `all`, `any`, or a number [env: WEIGHTSYNC_REQUIRE; default any]."
+        ),
+    ] = None,
+    max_unavailable: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Replicas that a round takes out of service at a time [env: WEIGHTSYNC_MAX_UNAVAILABLE; default all]."
         ),
     ] = None,
 ) -> None:
@@ -161,9 +139,9 @@ def serve(
     from weightsync.cli.serve import serve_forever
 
     serve_forever(
-        host=host, port=port, run=run, token=_token(token_file), tls_certificate=tls_certificate, tls_key=tls_key,
+        host=host, port=port, run=run, token=token_in(token_file), tls_certificate=tls_certificate, tls_key=tls_key,
         pause_mode=None if pause_mode is None else pause_mode.value, round_deadline=round_deadline,
-        require=require,
+        require=require, max_unavailable=max_unavailable,
     )  # fmt: skip
 
 
@@ -177,13 +155,15 @@ def status(
 ) -> None:
     """Show who serves which version, how stale it is, and how the last rounds went.
 
+    ```
     weightsync status
     weightsync status --watch -c http://head:7400
     weightsync status --json | jq '.replicas[] | select(.state != "loaded")'
+    ```
     """
     from weightsync.cli.status import show
 
-    show(_settings(coordinator, token_file, ca_file), as_json=json, watch=watch)
+    show(client_settings(coordinator, token_file, ca_file), as_json=json, watch=watch)
 
 
 @app.command("round")
@@ -210,7 +190,7 @@ def run_round(
     """
     from weightsync.cli.status import seed
 
-    if not seed(_settings(coordinator, token_file, ca_file), tuple(replica or ()), timeout, as_json=json):
+    if not seed(client_settings(coordinator, token_file, ca_file), tuple(replica or ()), timeout, as_json=json):
         raise typer.Exit(1)
 
 
@@ -218,8 +198,10 @@ def run_round(
 def doctor(json: Json = False) -> None:
     """Say what this machine offers, and what each missing thing costs. Changes nothing.
 
+    ```
     weightsync doctor
     weightsync doctor --json | jq '.checks[] | select(.status != "ok")'
+    ```
     """
     import msgspec
 
@@ -270,7 +252,7 @@ def demo(
     pause_mode: Annotated[Pausing, typer.Option(help="What happens to running requests around an update.")] = Pausing.keep,
     seed: Annotated[int, typer.Option(help="Seed of the data, the model and the requests.")] = 0,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which it gives up.")] = 600.0,
-    json: Annotated[bool, typer.Option("--json", help="End with one JSON object on the last line.")] = False,
+    json: JsonLast = False,
     coordinator: Annotated[
         str | None, typer.Option(metavar="URL", help="Use this coordinator instead of starting one.", rich_help_panel=_PARTS)
     ] = None,
@@ -309,68 +291,42 @@ def demo(
 
 @app.command()
 def bench(
-    suite: Annotated[str, typer.Option(help="`cpu`: everything; `plan`: digest and planning; `transfer`: whole rounds.")] = "cpu",
+    suite: Annotated[
+        str, typer.Option(help="`cpu`: all of these; `plan`: planning; `transfer`: rounds; `gpu`: rounds on GPUs.")
+    ] = "cpu",
     size: Annotated[str, typer.Option(help="Bytes of the model.")] = "1GiB",
     tensors: Annotated[int, typer.Option(min=0, help="Only cases with so many tensors; 0 means all.")] = 0,
     only: Annotated[list[str] | None, typer.Option(help="Only cases whose name contains this; may be repeated.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds to measure, after the one that sets up.")] = 5,
-    json: Annotated[bool, typer.Option("--json", help="End with one JSON object on the last line.")] = False,
+    model: Annotated[str, typer.Option(help="`gpu`: `qwen3-8b`, `qwen3-30b-a3b`, or a path to a config.json.")] = "qwen3-8b",
+    source: Annotated[str, typer.Option(help="`gpu`: trainer ranks, `fsdp=N`.")] = "fsdp=1",
+    target: Annotated[str, typer.Option(help="`gpu`: engine ranks, `tp=N`.")] = "tp=1",
+    placement: Annotated[str, typer.Option(help="`gpu`: `separate` GPUs, or the same: `colocated`.")] = "colocated",
+    delivery: Annotated[str, typer.Option(help="`gpu`: `direct` or `streamed`; both if not given.")] = "",
+    bucket: Annotated[str, typer.Option(help="`gpu`, streamed: one staging buffer; from the free memory if not given.")] = "",
+    buffers: Annotated[int, typer.Option(min=1, max=2, help="`gpu`, streamed: how many.")] = 2,
+    json: JsonLast = False,
 ) -> None:
     """Measure whole rounds against the copies that cannot be avoided, in the same run.
 
+    ```
     weightsync bench
     weightsync bench --only shared_memory/direct --size 256MiB --tensors 300
+    weightsync bench --suite gpu --model qwen3-30b-a3b --source fsdp=4 --target tp=4 --placement colocated
     weightsync bench --json | tail -1 | jq '.cases[] | {name, ratio}'
+    ```
     """
     with _needs("pip install weightsync"):
         options = importlib.import_module("weightsync.bench.options").BenchOptions(
-            suite=suite, size=parse_size(size), tensors=tensors, only=tuple(only or ()), rounds=rounds, json=json
-        )
+            suite=suite, size=parse_size(size), tensors=tensors, only=tuple(only or ()), rounds=rounds, json=json,
+            model=model, source=source, target=target, placement=placement, delivery=delivery,
+            bucket_bytes=parse_size(bucket) if bucket else 0, buffers=buffers,
+        )  # fmt: skip
         run = importlib.import_module("weightsync.bench.main").run
     raise typer.Exit(int(run(options) or 0))
 
 
 app.command()(push)
-
-
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "K": 1 << 10,
-    "KIB": 1 << 10,
-    "KB": 1000,
-    "M": 1 << 20,
-    "MIB": 1 << 20,
-    "MB": 10**6,
-    "G": 1 << 30,
-    "GIB": 1 << 30,
-    "GB": 10**9,
-}
-
-
-def parse_size(text: str) -> int:
-    """Bytes in ``text``: ``1GiB``, ``256MiB``, ``1.5GB``, ``4096``. Raises :class:`typer.BadParameter`."""
-    number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
-    unit = text.strip()[len(number) :].strip().upper()
-    try:
-        nbytes = int(float(number) * _UNITS[unit])
-    except (KeyError, ValueError, OverflowError):
-        raise typer.BadParameter(f"{text!r} is not a size; write it as 256MiB or 1GiB") from None
-    if nbytes < 1:
-        raise typer.BadParameter(f"{text!r} is not a positive size")
-    return nbytes
-
-
-def _token(path: Path | None) -> Secret | None:
-    from weightsync.service.settings import read_token
-
-    return None if path is None else read_token(str(path), "--token-file ")
-
-
-def _settings(coordinator: str | None, token_file: Path | None, ca_file: Path | None) -> ClientSettings:
-    from weightsync.service.settings import ClientSettings
-
-    return ClientSettings.load(coordinator=coordinator, token=_token(token_file), ca_file=ca_file)
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weightsync.cli.options import Json, Pausing, parse_size, token_in
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -33,14 +35,6 @@ class GroupBackend(StrEnum):
     gloo = "gloo"
 
 
-class PushPausing(StrEnum):
-    """What a pause does to running requests."""
-
-    abort = "abort"
-    wait = "wait"
-    keep = "keep"
-
-
 def push(
     checkpoint: Annotated[Path, typer.Argument(help="Directory with a safetensors checkpoint (sharded ones too), or one file.")],
     to: Annotated[list[str], typer.Option("--to", metavar="URL", help="A server to update; may be repeated.")],
@@ -52,12 +46,15 @@ def push(
     address: Annotated[
         str | None, typer.Option(help="This machine's address as the servers see it [default: of the way to each].")
     ] = None,
-    pause_mode: Annotated[PushPausing, typer.Option(help="What happens to running requests.")] = PushPausing.abort,
+    pause_mode: Annotated[Pausing, typer.Option(help="What happens to running requests.")] = Pausing.abort,
     bucket: Annotated[str, typer.Option(help="Bytes of one bucket; two are held in memory.")] = "256MiB",
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which it gives up.")] = 3600.0,
     step_timeout: Annotated[float, typer.Option(min=1, help="Seconds after which one bucket or request is given up.")] = 300.0,
+    follow_links: Annotated[
+        bool, typer.Option("--follow-links", help="Also read files that links in the checkpoint lead to, wherever they are.")
+    ] = False,
     token_file: Annotated[Path | None, typer.Option(help="File with the servers' API key.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    json: Json = False,
 ) -> None:
     """Update running servers from a checkpoint on disk, without a trainer.
 
@@ -73,9 +70,7 @@ def push(
 
     from weightsync.adapters.checkpoints import Checkpoint
     from weightsync.adapters.pushing import push as push_all
-    from weightsync.cli.main import parse_size
     from weightsync.errors import ConfigurationError
-    from weightsync.service.settings import read_token
 
     if len(set(to)) != len(to):
         raise ConfigurationError("a server is named twice by --to")
@@ -83,11 +78,11 @@ def push(
         raise ConfigurationError("SGLang labels what it serves: give --label")
     if backend is GroupBackend.nccl and not torch.cuda.is_available():
         raise ConfigurationError("there is no GPU here for --backend nccl; use --backend gloo if the servers can")
-    token = None if token_file is None else read_token(str(token_file), "--token-file ")
+    token = token_in(token_file)
     nbytes = parse_size(bucket)
     device = torch.device("cuda") if backend is GroupBackend.nccl else None
     with ExitStack() as opened:
-        source = opened.enter_context(Checkpoint(checkpoint))
+        source = opened.enter_context(Checkpoint(checkpoint, follow_links=follow_links))
         clients = [
             opened.enter_context(
                 _client(engine)(

@@ -32,6 +32,8 @@ def serve_forever(**given: object) -> None:
             typer.echo(
                 "this user's processes on this machine find its token by themselves; others need WEIGHTSYNC_TOKEN here and there"
             )
+        if not is_loopback(settings.host) and address.scheme == "http":
+            typer.echo("not encrypted: where the network is not trusted, give --tls-cert and --tls-key")
         if is_loopback(settings.host):
             typer.echo("only this machine can reach it; for others: a token, and --host 0.0.0.0")
         if not settings.run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import cached_property
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from weightsync.errors import LayoutError
 from weightsync.model.box import Box
-from weightsync.model.manifest import Manifest
+from weightsync.model.manifest import MAX_BYTES, Manifest
 
 __all__ = ["Layout", "LayoutColumns"]
 
@@ -30,7 +31,7 @@ class LayoutColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     region: bytes
     offset: bytes
     strides: bytes
-    regions: tuple[int, ...]
+    regions: Annotated[tuple[int, ...], msgspec.Meta(max_length=1 << 20)]
 
 
 class Layout:
@@ -143,7 +144,7 @@ class Layout:
     def from_columns(cls, manifest: Manifest, columns: LayoutColumns) -> Layout:
         """The layout in a message. Raises :class:`~weightsync.errors.LayoutError` for anything that does not fit ``manifest``."""
         rows, dims = columns.rows, columns.dims
-        if rows < 0 or dims != manifest.dims or any(size < 0 for size in columns.regions):
+        if rows < 0 or dims != manifest.dims or any(not 0 <= size <= MAX_BYTES for size in columns.regions):
             raise LayoutError(f"a layout message of {rows} rows and {dims} dimensions does not fit the manifest")
         wanted = {"tensor": 4, "starts": 8 * dims, "stops": 8 * dims, "region": 4, "offset": 8, "strides": 8 * dims}
         for name, width in wanted.items():

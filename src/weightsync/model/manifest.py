@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from math import prod
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -15,10 +16,12 @@ import numpy.typing as npt
 from weightsync.errors import ConfigurationError, ManifestMismatch
 from weightsync.model.dtypes import itemsize
 
-__all__ = ["Manifest", "TensorSpec"]
+__all__ = ["MAX_BYTES", "Manifest", "TensorSpec"]
 
-_MAX_BYTES = 1 << 60  # no real tensor comes near; a forged one must not overflow the arithmetic below
+MAX_BYTES = 1 << 60
+"""Most bytes of a whole model, a tensor, or a region. No real one comes near; a forged one must not overflow the arithmetic."""
 _MAX_RANK = 16
+_MAX_NAME = 1024
 _SHOWN = 10
 
 
@@ -26,9 +29,9 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One checkpoint tensor: Hugging Face name, global shape in elements, dtype by torch's name, and the names tied to it."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=_MAX_RANK)]
     dtype: str
-    aliases: tuple[str, ...] = ()
+    aliases: Annotated[tuple[str, ...], msgspec.Meta(max_length=1024)] = ()
 
     @property
     def size(self) -> int:
@@ -43,7 +46,7 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
     """Sort key that puts ``layers.2`` before ``layers.10``: layer order, whatever order a state dict had."""
-    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"([0-9]+)", name) if part)
+    return tuple((0, int(part)) if "0" <= part[0] <= "9" else (1, part) for part in re.split(r"([0-9]+)", name) if part)
 
 
 class Manifest:
@@ -51,20 +54,25 @@ class Manifest:
 
     The order is natural by name (``layers.2`` before ``layers.10``), so trainer and engine agree on it without asking, and a
     tensor's index means the same everywhere. Immutable. Raises :class:`~weightsync.errors.ConfigurationError` for duplicate
-    names (aliases included), a negative extent, an unknown dtype, more than 16 dimensions or an absurd size.
+    names (aliases included) or unprintable ones, a negative extent, an unknown dtype, more than 16 dimensions or an absurd size.
     """
 
     def __init__(self, tensors: Iterable[TensorSpec]) -> None:
         ordered = [msgspec.structs.replace(spec, aliases=tuple(sorted(spec.aliases))) for spec in tensors]
-        ordered.sort(key=lambda spec: (_natural(spec.name), spec.name))
         seen: set[str] = set()
+        total = 0
         for spec in ordered:
-            if len(spec.shape) > _MAX_RANK or any(extent < 0 for extent in spec.shape) or spec.nbytes > _MAX_BYTES:
-                raise ConfigurationError(f"tensor {spec.name!r} has an impossible shape {spec.shape}")
+            possible = len(spec.shape) <= _MAX_RANK and all(0 <= extent <= MAX_BYTES for extent in spec.shape)
+            total += spec.nbytes if possible else 0
+            if not possible or total > MAX_BYTES:
+                raise ConfigurationError(f"tensor {spec.name[:_MAX_NAME]!r} has an impossible shape {spec.shape[:_MAX_RANK]}")
             for name in (spec.name, *spec.aliases):
+                if not 0 < len(name) <= _MAX_NAME or not name.isprintable():
+                    raise ConfigurationError(f"a tensor's name has 1 to {_MAX_NAME} printable characters, unlike {name[:80]!r}")
                 if name in seen:
                     raise ConfigurationError(f"tensor name {name!r} occurs twice in the manifest")
                 seen.add(name)
+        ordered.sort(key=lambda spec: (_natural(spec.name), spec.name))
         self.tensors: tuple[TensorSpec, ...] = tuple(ordered)
 
     def __len__(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -20,7 +21,7 @@ class Version(msgspec.Struct, frozen=True):
     """A published set of weights. Immutable: the same run and number always mean the same bytes."""
 
     run: str
-    number: int
+    number: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
     manifest: str
     """Fingerprint of the manifest."""
     digest: str

@@ -16,19 +16,21 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weightsync.control.coordinator import Coordinator
 from weightsync.control.events import Event, RoundEnded
 from weightsync.control.status import Status
-from weightsync.errors import ConfigurationError, WeightSyncError
+from weightsync.errors import WeightSyncError
 from weightsync.messages import RoundResult
 from weightsync.service import metrics, page
 from weightsync.service.agents import AgentSockets
 from weightsync.service.auth import matches
+from weightsync.service.connections import Connections
 from weightsync.service.endpoint import AGENTS_PATH
-from weightsync.service.openapi import Operation, RoundRequest, document
+from weightsync.service.openapi import Operation, RoundRequest, decode_round, document
 from weightsync.service.problems import problem, problem_of
+from weightsync.service.rollouts import FOLLOWED, RolloutRoutes
 from weightsync.service.settings import Secret, ServerSettings
 
 __all__ = ["OPERATIONS", "Service"]
@@ -58,6 +60,7 @@ OPERATIONS = (
     Operation("get", "/v1/openapi.json", "This description.", answer=dict[str, Any]),
     Operation("get", "/metrics", "The same for Prometheus.", answer=str, media="text/plain"),
 )
+_UNCOUNTED = ("/healthz", "/v1/events", *FOLLOWED)  # the first must always answer, the others have limits of their own
 _PUBLIC = frozenset(operation.path for operation in OPERATIONS if operation.public)
 
 
@@ -67,6 +70,8 @@ class Service:
     def __init__(self, coordinator: Coordinator, settings: ServerSettings, token: Secret) -> None:
         self._coordinator, self._settings = coordinator, settings
         self._agents = AgentSockets(coordinator, settings)
+        self.connections = Connections(settings.limits)
+        self._rollouts = RolloutRoutes(settings.heartbeat)
         self._streams = 0
         self._rounds = self._failed = self._bytes = 0
         self._counter = asyncio.ensure_future(self._count())
@@ -79,16 +84,21 @@ class Service:
             Route("/v1/openapi.json", self._openapi),
             Route("/metrics", self._metrics),
             WebSocketRoute(AGENTS_PATH, self._agents.endpoint),
+            *self._rollouts.routes,
         ]
         self.asgi: ASGIApp = Starlette(
             routes=routes,
-            middleware=[Middleware(_Bearer, token=token)],
+            middleware=[
+                Middleware(_Bearer, token=token, connections=self.connections),
+                Middleware(_Busy, most=settings.limits.requests),
+            ],
             exception_handlers={WeightSyncError: _raised, HTTPException: _http, Exception: _raised},
         )
 
     async def aclose(self, reason: str) -> None:
         """Cancel rounds, end event streams, close every agent's socket with ``reason``. Safe twice."""
-        await self._coordinator.aclose()  # first: a replica in the middle of an update can still be told to stay paused
+        self._rollouts.close()
+        await self._coordinator.aclose()  # before agents go: a replica in the middle of an update can still be told to stay paused
         await self._agents.aclose(reason)
         await asyncio.wait([self._counter], timeout=self._settings.shutdown_seconds)
         self._counter.cancel()
@@ -122,12 +132,7 @@ class Service:
             body += chunk
             if len(body) > self._settings.limits.body_bytes:
                 raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"more than {self._settings.limits.body_bytes} bytes")
-        try:
-            wanted = msgspec.json.decode(bytes(body) or b"{}", type=RoundRequest)
-        except msgspec.DecodeError as error:
-            raise ConfigurationError(f"not a request for a round: {error}") from None
-        if wanted.timeout is not None and wanted.timeout <= 0:
-            raise ConfigurationError(f"timeout must be a positive number of seconds, not {wanted.timeout}")
+        wanted = decode_round(bytes(body))
         return _json(await self._coordinator.seed(wanted.replicas, wanted.timeout))
 
     async def _events(self, request: Request) -> Response:
@@ -161,8 +166,8 @@ class Service:
 class _Bearer:
     """Lets nobody past without the token, but to the public paths; applies to every route, also to those that do not exist."""
 
-    def __init__(self, app: ASGIApp, token: Secret) -> None:
-        self._app, self._token = app, token
+    def __init__(self, app: ASGIApp, token: Secret, connections: Connections) -> None:
+        self._app, self._token, self._connections = app, token, connections
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -170,12 +175,50 @@ class _Bearer:
             return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         public = scope["type"] == "http" and scope["path"] in _PUBLIC
-        if public or (len(given) == 1 and matches(given[0].decode("latin-1"), self._token)):
+        proved = len(given) == 1 and matches(given[0].decode("latin-1"), self._token)
+        if proved:
+            self._connections.proved(scope.get("client"))
             await self._app(scope, receive, send)
+            return
+        if public:
+            await self._app(scope, receive, _last(send))
             return
         why = "the bearer token is wrong" if given else "this needs a bearer token"
         message = f"{why}: set WEIGHTSYNC_TOKEN or WEIGHTSYNC_TOKEN_FILE to the one that the coordinator was started with"
-        await problem(HTTPStatus.UNAUTHORIZED, "AuthenticationError", message)(scope, receive, send)
+        await problem(HTTPStatus.UNAUTHORIZED, "AuthenticationError", message)(scope, receive, _last(send))
+
+
+def _last(send: Send) -> Send:
+    """The answer ends the connection: a stranger who wants more must come in by the door again, where they are counted."""
+
+    async def closing(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+        await send(message)
+
+    return closing
+
+
+class _Busy:
+    """Refuses requests beyond so many under way, so that callers that never wait for answers cannot pile up work."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app, self._most = app, most
+        self._running = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _UNCOUNTED:
+            await self._app(scope, receive, send)
+            return
+        if self._running >= self._most:
+            message = f"{self._running} requests are under way already (WEIGHTSYNC_REQUESTS); try again later"
+            await problem(HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailable", message)(scope, receive, send)
+            return
+        self._running += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._running -= 1
 
 
 def _json(value: object) -> Response:

@@ -14,7 +14,7 @@ import msgspec
 from weightsync.control.events import Event
 from weightsync.control.status import Status
 from weightsync.errors import AuthenticationError, CoordinatorUnreachable, DeadlineExceeded, ProtocolError, from_wire
-from weightsync.messages import RoundResult
+from weightsync.messages import UNREADABLE, RoundResult
 from weightsync.service.auth import bearer, token_for
 from weightsync.service.endpoint import reason, tls_context, unreachable
 from weightsync.service.openapi import RoundRequest
@@ -86,7 +86,7 @@ class Client:
                 if line.startswith("data: "):
                     try:
                         yield _EVENT.decode(line[6:])
-                    except msgspec.DecodeError as error:
+                    except UNREADABLE as error:
                         raise ProtocolError(f"{self._settings.coordinator} sent an event that is none: {error}") from None
 
     def _request(self, method: str, path: str, content: bytes | None = None, patience: float | None = None) -> httpx.Response:
@@ -110,7 +110,7 @@ class Client:
             return
         try:
             said = msgspec.json.decode(answer.content, type=Problem)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             raise ProtocolError(
                 f"what answers at {self._settings.coordinator} is not a weightsync coordinator (HTTP {answer.status_code})"
             ) from None
@@ -121,7 +121,7 @@ class Client:
     def _decode(self, answer: httpx.Response, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(answer.content, type=kind)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise ProtocolError(
                 f"{self._settings.coordinator} answered something else than a {kind.__name__} ({error}): is it the same weightsync?"
             ) from None

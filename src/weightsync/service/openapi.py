@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from weightsync.control.events import Event
 from weightsync.control.status import Status
-from weightsync.messages import RoundResult
+from weightsync.errors import ConfigurationError
+from weightsync.messages import UNREADABLE, RoundResult
 from weightsync.service.problems import Problem
 
-__all__ = ["Operation", "RoundRequest", "document"]
+__all__ = ["Operation", "RoundRequest", "decode_round", "document"]
 
 
 class RoundRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bring replicas to the version that the trainer's shelves hold."""
 
-    replicas: tuple[str, ...] | None = None
+    replicas: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=200)], ...], msgspec.Meta(max_length=1 << 16)] | None = None
     """Names; ``null`` for every replica that does not serve that version."""
-    timeout: float | None = None
+    timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None
     """Seconds for the whole round, at most the coordinator's own limit."""
+
+
+def decode_round(body: bytes) -> RoundRequest:
+    """The request in a body; an empty one asks for everything. Raises :class:`~weightsync.errors.ConfigurationError`."""
+    try:
+        return msgspec.json.decode(body or b"{}", type=RoundRequest)
+    except UNREADABLE as error:
+        raise ConfigurationError(f"not a request for a round: {error}") from None
 
 
 class Operation(NamedTuple):
@@ -68,7 +77,7 @@ def _operation(operation: Operation) -> dict[str, Any]:
         good["content"] = {operation.media: {"schema": _reference(operation.answer)}}
     responses = {"200": good}
     problem = {"application/problem+json": {"schema": _reference(Problem)}}
-    for status in (*(() if operation.public else (401,)), *operation.errors):
+    for status in dict.fromkeys((*(() if operation.public else (401, 503)), *operation.errors)):
         responses[str(status)] = {"description": "See kind and message.", "content": problem}
     described: dict[str, Any] = {"summary": operation.summary, "responses": responses}
     if operation.body is not None:

@@ -17,12 +17,14 @@ from typing import Self
 
 import msgspec
 import uvicorn
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from weightsync.control.coordinator import Coordinator
 from weightsync.errors import ConfigurationError, DeadlineExceeded
 from weightsync.service.app import Service
 from weightsync.service.auth import TokenFile, check_bind, generate
+from weightsync.service.connections import Config, HttpProtocol
+from weightsync.service.door import Door
+from weightsync.service.endpoint import reason
 from weightsync.service.settings import DEFAULT_PORT, Address, Secret, ServerSettings, control_settings, port_is_given
 
 __all__ = ["BackgroundServer", "run_server", "serve"]
@@ -31,15 +33,9 @@ _log = logging.getLogger(__name__)
 
 _START_SECONDS = 15.0
 _STOP_SECONDS = 30.0
+_BACKLOG = 1024  # connections that the kernel keeps until there is time for them
+_HEADER_BYTES = 16 << 10  # of a request, before it is known who makes it
 _STOPPING = "the coordinator is shutting down"
-
-
-class _AgentProtocol(WebSocketsSansIOProtocol):
-    """Drops a peer that missed its pong at once, even if bytes that it does not read are still queued for it."""
-
-    def keepalive_timeout(self) -> None:
-        super().keepalive_timeout()
-        self.transport.abort()
 
 
 class _Uvicorn(uvicorn.Server):
@@ -55,7 +51,7 @@ def _listen(settings: ServerSettings) -> socket.socket:
     try:
         family, _, _, _, where = socket.getaddrinfo(host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         everywhere = family == socket.AF_INET6 and _unspecified(str(where[0])) and socket.has_dualstack_ipv6()
-        return socket.create_server((str(where[0]), settings.port), family=family, backlog=1024, dualstack_ipv6=everywhere)
+        return socket.create_server((str(where[0]), settings.port), family=family, backlog=_BACKLOG, dualstack_ipv6=everywhere)
     except OSError as error:
         raise ConfigurationError(
             f"cannot listen on {host} port {settings.port}: {error.strerror or error}. Is another coordinator running there? "
@@ -89,10 +85,10 @@ def _reachable(settings: ServerSettings, listener: socket.socket) -> Address:
 
 
 def _configure(settings: ServerSettings, service: Service) -> uvicorn.Config:
-    config = uvicorn.Config(
+    config = Config(
         service.asgi,
-        http="h11",
-        ws=_AgentProtocol,
+        service.connections,
+        h11_max_incomplete_event_size=_HEADER_BYTES,
         ws_max_size=settings.limits.frame_bytes,
         ws_ping_interval=settings.heartbeat,
         ws_ping_timeout=settings.heartbeat,
@@ -111,7 +107,8 @@ def _configure(settings: ServerSettings, service: Service) -> uvicorn.Config:
         config.load()
     except (ssl.SSLError, OSError) as error:
         raise ConfigurationError(
-            f"WEIGHTSYNC_TLS_CERTIFICATE={str(settings.tls_certificate)!r}, WEIGHTSYNC_TLS_KEY={str(settings.tls_key)!r}: {error}"
+            f"WEIGHTSYNC_TLS_CERTIFICATE={str(settings.tls_certificate)!r}, WEIGHTSYNC_TLS_KEY={str(settings.tls_key)!r}: "
+            f"{reason(error)}"
         ) from None
     return config
 
@@ -137,7 +134,12 @@ async def run_server(
         server = _Uvicorn(_configure(settings, service))
         if settings.token is None:
             undo.callback(TokenFile(address.port, token).remove)
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        serving = asyncio.create_task(server.serve(sockets=[]))  # without a listener: connections come through our own door
+        config = server.config
+        door = Door(
+            listener, lambda: HttpProtocol(config, server.server_state, {}), config.ssl, service.connections, settings.limits
+        )
+        door.open()
         stopping = asyncio.create_task(stop.wait())
         try:
             if started is not None:
@@ -146,6 +148,7 @@ async def run_server(
         finally:
             stopping.cancel()
             await service.aclose(_STOPPING)
+            door.close()
             server.should_exit = True
             await serving
 

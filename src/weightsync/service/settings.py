@@ -6,7 +6,9 @@ gives it; a wrong value is a :class:`~weightsync.errors.ConfigurationError` that
 
 from __future__ import annotations
 
+import hmac
 import os
+import re
 import secrets
 import tempfile
 from collections.abc import Mapping
@@ -37,6 +39,7 @@ __all__ = [
 DEFAULT_PORT = 7400
 _PREFIX = "WEIGHTSYNC_"
 _MAX_TOKEN = 4096
+_HOST = re.compile(r"[A-Za-z0-9._~:%-]{1,255}")
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
@@ -58,7 +61,7 @@ class Secret:
         return self._value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Secret) and self._value == other._value
+        return isinstance(other, Secret) and hmac.compare_digest(self._value, other._value)
 
     def __hash__(self) -> int:
         return hash(self._value)
@@ -83,7 +86,7 @@ class Address(msgspec.Struct, frozen=True):
             host, port = parts.hostname, parts.port
         except ValueError as error:
             raise ConfigurationError(f"{url!r} is not a coordinator URL: {error}; {example}") from None
-        if parts.scheme not in ("http", "https") or not host:
+        if parts.scheme not in ("http", "https") or not host or _HOST.fullmatch(host) is None:
             raise ConfigurationError(f"{url!r} is not a coordinator URL; {example}")
         if parts.username is not None or parts.path.strip("/") or parts.query or parts.fragment:
             raise ConfigurationError(f"a coordinator URL has no user, path or query: {parts.scheme}://{host}...; {example}")
@@ -115,8 +118,16 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one frame on an agent's socket. The largest is the Hello with the layout."""
     agents: Count = 8192
     """Agents at one time."""
+    connections: Count = 16384
+    """Connections of all kinds at one time."""
+    strangers: Count = 256
+    """Connections that have not shown the token, at one time. A newer one pushes out the oldest of whoever has most of them."""
+    arrivals: Count = 100
+    """Connections a second that are taken in and then show no token, after the first few; more wait in the kernel's queue."""
+    requests: Count = 64
+    """HTTP requests under way at one time, besides readers of events."""
     hello_seconds: Seconds = 10.0
-    """From the opening of an agent's socket to its Hello."""
+    """From the opening of a connection to the token, and from the opening of an agent's socket to its Hello."""
     body_bytes: Count = 64 << 10
     """Bytes of an HTTP request's body."""
     event_streams: Count = 64
@@ -137,6 +148,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     pause_mode: PauseMode = "abort"
     require: Literal["all", "any"] | Annotated[int, msgspec.Meta(ge=0)] = "any"
     """Which replicas a round needs to be a success: all that took part, at least one, or at least so many."""
+    max_unavailable: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Replicas that a round may take out of service at a time; ``None``: all at once."""
     round_deadline: Seconds = 600.0
     """Seconds that a round may take from its start to its result."""
     heartbeat: Seconds = 10.0
@@ -168,6 +181,9 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     token: Secret | None = None
     ca_file: Path | None = None
     """Certificates that an https coordinator is checked against, instead of the system's."""
+    data_host: str | None = None
+    """Address of this host on which a trainer rank serves its shards over TCP. ``None``: loopback with a coordinator on loopback,
+    else the address of the interface by which the coordinator is reached."""
     connect_timeout: Seconds = 30.0
     """Seconds until a first connection must stand."""
     heartbeat: Seconds = 10.0
@@ -188,7 +204,13 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
 def control_settings(settings: ServerSettings) -> control.Settings:
     """What the coordinator itself needs of these settings; a run without an id gets a new one."""
     run = settings.run or f"run-{secrets.token_hex(4)}"
-    return control.Settings(run=run, pause_mode=settings.pause_mode, require=settings.require, timeout=settings.round_deadline)
+    return control.Settings(
+        run=run,
+        pause_mode=settings.pause_mode,
+        require=settings.require,
+        max_unavailable=settings.max_unavailable,
+        timeout=settings.round_deadline,
+    )
 
 
 _Settings = TypeVar("_Settings", bound=msgspec.Struct)
@@ -225,7 +247,11 @@ def _convert(value: object, kind: object, variable: str) -> object:
 
 
 def _readable(path: Path) -> Path:
-    if not path.is_file() or not os.access(path, os.R_OK):
+    try:
+        usable = path.is_file() and os.access(path, os.R_OK)
+    except (OSError, ValueError):  # a name that is too long, say
+        usable = False
+    if not usable:
         raise ConfigurationError("no such file, or not readable")
     return path
 

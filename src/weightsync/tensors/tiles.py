@@ -26,6 +26,7 @@ Int64 = npt.NDArray[np.int64]
 TILE_BYTES = 1 << 20
 """Most bytes of one tile that :func:`tiles_of` makes."""
 
+_MOST_TILES = 1 << 23  # a table of 830 MiB; a forged stride could ask for one copy an element
 _KEYS = 7  # columns of a table before the keys
 
 
@@ -218,6 +219,11 @@ def _expand(size: Int64, strides: Int64, firsts: Int64, fixed: Int64) -> tuple[I
     down = -(-rows // rows_each)
     across = -(-run // TILE_BYTES)
     counts = np.prod(size[:, 2:], axis=1) * down * across
+    if float(counts.sum(dtype=np.float64)) > _MOST_TILES:
+        raise PlanMismatch(
+            f"the plan falls into more than {_MOST_TILES:,} separate copies, because the shards of the two sides interleave too "
+            'finely: use delivery="streamed", or contiguous shards at the trainer'
+        )
     piece = np.repeat(np.arange(len(size)), counts)
     rest = _ranks(counts)
     first_byte = rest % across[piece] * TILE_BYTES

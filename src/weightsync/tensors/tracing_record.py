@@ -252,7 +252,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 args, keywords = tree_map(_without_bytes, (args, keywords))
         try:
             return func(*args, **keywords)
-        except Exception:
+        except Exception:  # any op may raise anything; this only notes which one it was, and raises it again
             self.stuck = (func._schema.name.removeprefix("aten::"), touched)
             raise
 

@@ -1,4 +1,4 @@
-"""Which way to take from a reader's host to an owner, best first."""
+"""Which transports may be used on this machine, and which way to take from a reader's host to an owner, best first."""
 
 from __future__ import annotations
 
@@ -6,9 +6,29 @@ from collections.abc import Sequence
 
 from weightsync.errors import ConfigurationError, TransportUnavailable
 from weightsync.messages import Host, Offer
+from weightsync.transports.base import Scheme
 from weightsync.transports.registry import BUILT_IN, scheme
 
-__all__ = ["choose"]
+__all__ = ["choose", "schemes_for"]
+
+
+def schemes_for(names: Sequence[str] | None) -> list[Scheme]:
+    """The transports to use, in order: those named, or all built-in ones that work here.
+
+    Raises :class:`~weightsync.errors.TransportUnavailable` if one that was named cannot work here, with what would help.
+    """
+    if isinstance(names, str):
+        raise ConfigurationError(f"transports is a list of names, best first: give [{names!r}], not {names!r}")
+    if names is None:
+        return [found for found in map(scheme, BUILT_IN) if found.unavailable() is None]
+    if not names:
+        raise ConfigurationError(f"no transport is allowed; choose from {', '.join(BUILT_IN)}")
+    wanted = [scheme(name) for name in names]
+    for found in wanted:
+        reason = found.unavailable()
+        if reason is not None:
+            raise TransportUnavailable(f"transport {found.name!r} cannot be used on this machine: {reason}")
+    return wanted
 
 
 def choose(offers: Sequence[Offer], allowed: Sequence[str] | None, here: Host) -> list[Offer]:

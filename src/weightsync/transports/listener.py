@@ -7,7 +7,9 @@ import os
 import selectors
 import socket
 import threading
+import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -20,7 +22,8 @@ __all__ = ["Listener"]
 
 _MAX_READERS = 1024
 _MAX_STRANGERS = 32
-_BACKLOG = 128
+_ARRIVALS = 250.0  # connections a second that prove nothing; a flood of them must not slow what is being sent
+_BACKLOG = 1024
 _RETRY_SECONDS = 0.2
 _log = logging.getLogger("weightsync.transports")
 
@@ -33,7 +36,7 @@ class Listener:
 
     ``serve`` runs in the connection's thread with a channel whose peer has proved to know ``key``; when it returns or raises
     a weightsync error, the connection is closed. ``admit`` may refuse a connection before its first byte is read. At most 32
-    connections may be unproven at a time (a newer one pushes out the oldest) and 1,024 open.
+    connections may be unproven at a time (a newer one pushes out the oldest of the host that has most) and 1,024 open.
     """
 
     def __init__(
@@ -49,7 +52,8 @@ class Listener:
         self._serve, self._admit = serve, admit
         self._lock = threading.Lock()
         self._closing = False
-        self._strangers: dict[Channel, None] = {}  # in order of arrival
+        self._turns, self._since = float(_MAX_STRANGERS), time.monotonic()
+        self._strangers: dict[Channel, str] = {}  # in order of arrival, with the host that each comes from
         self._channels: dict[Channel, threading.Thread] = {}
         self._woken, self._waker = socket.socketpair()
         sock.listen(_BACKLOG)
@@ -66,8 +70,15 @@ class Listener:
                 ready = [key.fileobj for key, _ in selector.select()]  # ended by close()
                 if self._woken in ready:
                     return
+                wait = self._turn()
+                if wait > 0:  # the others stay in the backlog
+                    selector.unregister(self._socket)
+                    if selector.select(wait):
+                        return
+                    selector.register(self._socket, selectors.EVENT_READ)
+                    continue
                 try:
-                    sock, _ = self._socket.accept()
+                    sock, peer = self._socket.accept()
                 except (BlockingIOError, ConnectionError):
                     continue
                 except OSError as error:
@@ -78,9 +89,20 @@ class Listener:
                         return
                     selector.register(self._socket, selectors.EVENT_READ)
                     continue
-                self._start(sock)
+                self._start(sock, str(peer[0]) if isinstance(peer, tuple) else "")
 
-    def _start(self, sock: socket.socket) -> None:
+    def _turn(self) -> float:
+        """Take the turn of one more connection, or say in how many seconds there will be one."""
+        with self._lock:
+            now = time.monotonic()
+            self._turns = min(_MAX_STRANGERS, self._turns + (now - self._since) * _ARRIVALS)
+            self._since = now
+            if self._turns < 1:
+                return (1 - self._turns) / _ARRIVALS
+            self._turns -= 1
+            return 0.0
+
+    def _start(self, sock: socket.socket, host: str) -> None:
         channel = Channel(sock, f"the reader at {self._name}")
         thread = threading.Thread(target=self._run, args=(channel,), name=f"weightsync-{self._name}-serve", daemon=True)
         with self._lock:
@@ -88,16 +110,24 @@ class Listener:
                 channel.close()
                 return
             if len(self._strangers) >= _MAX_STRANGERS:
-                next(iter(self._strangers)).abort()
-            self._strangers[channel] = None
+                victim = self._dispensable()
+                del self._strangers[victim]
+                victim.abort()
+            self._strangers[channel] = host
             self._channels[channel] = thread
             thread.start()
+
+    def _dispensable(self) -> Channel:
+        """The oldest unproven connection of the host that has most of them: a flood pushes out itself, not a reader elsewhere."""
+        most, _ = Counter(self._strangers.values()).most_common(1)[0]
+        return next(channel for channel, host in self._strangers.items() if host == most)
 
     def _run(self, channel: Channel) -> None:
         try:
             greet_reader(channel, self._key, self._owner_id, Deadline(HELLO_SECONDS))
             with self._lock:
                 self._strangers.pop(channel, None)
+                self._turns += 1
             self._serve(channel)
         except WeightSyncError as error:
             _log.debug("%s: a connection ended: %s", self._name, error)

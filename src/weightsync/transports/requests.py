@@ -6,6 +6,7 @@ import msgspec
 
 from weightsync.deadline import Deadline
 from weightsync.errors import ProtocolError
+from weightsync.messages import UNREADABLE
 from weightsync.transports.frames import CONTROL, HEADER, Channel, FrameHeader
 from weightsync.transports.runs import MAX_TILES
 
@@ -80,7 +81,7 @@ def decode_control(channel: Channel, header: FrameHeader, most: int, deadline: D
         raise ProtocolError(f"{channel.peer} sent frame kind {header.kind} of {header.nbytes} bytes where a short message was due")
     try:
         return _decoder.decode(channel.receive(header.nbytes, deadline))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"{channel.peer} sent a message that cannot be read: {error}") from None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -44,6 +46,8 @@ class Sender:
                     self._remember(request)
                     answer: Ready | Fail = Ready()
                 elif isinstance(request, Start):
+                    if math.isnan(request.seconds):
+                        raise ProtocolError("a transfer within no number of seconds")
                     self._stream(request.version, Deadline(min(max(request.seconds, 1e-3), _LONGEST_SECONDS)))
                     continue
                 else:

@@ -17,7 +17,7 @@ import msgspec
 
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, DeadlineExceeded, PeerLost, ProtocolError, TransportUnavailable
-from weightsync.messages import Host, Offer
+from weightsync.messages import UNREADABLE, Host, Offer
 from weightsync.transports.frames import Channel
 from weightsync.transports.handshake import HELLO_SECONDS, ID_BYTES, check_key, greet_owner
 from weightsync.transports.listener import Listener
@@ -93,7 +93,7 @@ class SharedMemorySource(MappedSource):
             if facts.nbytes < 0:
                 raise ProtocolError("the owner announced a shelf of negative size")
             memory = map_read_only(fd, HEADER_BYTES + facts.nbytes)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise ProtocolError(f"{channel.peer} described its shelf wrongly: {error}") from None
         finally:
             os.close(fd)

@@ -74,14 +74,16 @@ def test_every_tensor_is_read_bit_for_bit(tmp_path: Path, seed: int, sharded: bo
         }
 
 
-def test_one_file_by_any_name_and_a_linked_one(tmp_path: Path, seed: int) -> None:
+def test_one_file_by_any_name_and_one_of_a_cache(tmp_path: Path, seed: int) -> None:
     save_file(_tensors(seed), tmp_path / "policy.safetensors")
     with Checkpoint(tmp_path) as one, Checkpoint(tmp_path / "policy.safetensors") as other:
         assert one.manifest == other.manifest
-    linked = tmp_path / "cache"
-    linked.mkdir()
-    (linked / "model.safetensors").symlink_to(tmp_path / "policy.safetensors")  # as Hugging Face's cache does
-    with Checkpoint(linked) as checkpoint:
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    save_file(_tensors(seed), blobs / "abcdef")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/abcdef")  # Hugging Face's cache
+    with Checkpoint(snapshot) as checkpoint:
         assert len(checkpoint.manifest) == 8
 
 

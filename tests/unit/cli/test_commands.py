@@ -18,13 +18,14 @@ from typer.testing import CliRunner, Result
 
 from weightsync.cli.doctor import examine
 from weightsync.cli.errors import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_UNREACHABLE, exit_code
-from weightsync.cli.main import app, parse_size
+from weightsync.cli.main import app
+from weightsync.cli.options import parse_size
 from weightsync.errors import AuthenticationError, ConfigurationError, CoordinatorUnreachable, RoundFailed
 from weightsync.messages import Publish
 from weightsync.service.server import BackgroundServer
 from weightsync.service.settings import ClientSettings, ServerSettings
 
-COMMANDS = ["serve", "status", "round", "doctor", "demo", "bench"]
+COMMANDS = ["serve", "status", "round", "doctor", "demo", "bench", "push"]
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +56,18 @@ def test_each_command_shows_an_example(command: str) -> None:
     done = run(command, "--help")
     assert done.exit_code == 0
     assert re.search(rf"^\s*weightsync {command}\b", done.output, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_example_has_a_line_of_its_own(command: str) -> None:
+    shown = run(command, "--help").output
+    assert not re.search(rf"weightsync {command}\b.*weightsync {command}\b", shown), "two examples run together"
+
+
+def test_a_wrong_coordinator_ends_the_demo_before_it_says_anything() -> None:
+    done = run("demo", "--coordinator", "foo")
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (EXIT_CONFIGURATION, "", 1)
+    assert "'foo' is not a coordinator URL" in done.stderr
 
 
 def test_no_command_takes_a_token_as_an_argument() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.tensors.samples import DTYPES, MEMORIES, random_bits, raw, stored
 
 from weightsync.errors import LayoutError, PlanMismatch, ProtocolError
-from weightsync.model import Layout, Manifest
+from weightsync.model import Layout, Manifest, TensorSpec
 from weightsync.planning.pieces import Pieces
 from weightsync.tensors.copies import (
     check_tiles,
@@ -251,3 +251,15 @@ def test_pieces_outside_their_row_are_refused() -> None:
 def test_digests_need_keys() -> None:
     with pytest.raises(LayoutError, match="without keys"):
         copy_and_digest(one_tile(), [0], np.zeros(1, np.uint64))
+
+
+def test_strides_that_ask_for_one_copy_an_element_are_refused_before_there_is_a_table() -> None:
+    shape = (2048, 2048, 2048, 4)
+    manifest = Manifest([TensorSpec("w", shape, "uint8")])
+    none, zeros = np.zeros(1, np.int32), np.zeros(1, np.int64)
+    starts, stops = np.zeros((1, 4), np.int64), np.array([shape], np.int64)
+    strides = np.array([[1 << 24, 1 << 13, 4, 1]], np.int64)
+    layout = Layout(manifest, none, starts, stops, none, zeros, strides, (1 << 35,))
+    forged = Pieces(("t/0",), none, none, zeros, np.array([[3, 5, 7, 11]], np.int64), none, starts, stops)
+    with pytest.raises(PlanMismatch, match="separate copies"):
+        tiles_of(manifest, forged, layout, [1 << 40], [(0, 1)])

@@ -6,7 +6,7 @@ import msgspec
 
 from weightsync.adapters.disaggregated.checks import Incoming
 from weightsync.errors import ProtocolError, WeightSyncError, from_wire
-from weightsync.messages import PauseMode
+from weightsync.messages import UNREADABLE, PauseMode
 from weightsync.model import TensorSpec, Version
 
 __all__ = [
@@ -132,7 +132,7 @@ def decode_order(data: bytes) -> Order:
     """The order in ``data``. Raises :class:`~weightsync.errors.ProtocolError`."""
     try:
         order: Order = _orders.decode(data)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"not an order: {error}") from None
     return order
 
@@ -141,6 +141,6 @@ def decode_answer(data: bytes) -> Answer:
     """The answer in ``data``. Raises :class:`~weightsync.errors.ProtocolError`."""
     try:
         answer: Answer = _answers.decode(data)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"not an answer: {error}") from None
     return answer

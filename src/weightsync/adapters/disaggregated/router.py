@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute, Route
 from weightsync.adapters.disaggregated import requests
 from weightsync.adapters.disaggregated.session import WeightUpdates
 from weightsync.errors import ConfigurationError, WeightSyncError
+from weightsync.messages import UNREADABLE
 from weightsync.service.auth import matches
 from weightsync.service.settings import Secret
 
@@ -89,7 +90,7 @@ async def _body(request: Request, kind: type[T]) -> T:
             raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body has at most {_MAX_BODY} bytes")
     try:
         return msgspec.json.decode(bytes(body) or b"{}", type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ConfigurationError(f"not a {kind.__name__} request: {error}") from None
 
 

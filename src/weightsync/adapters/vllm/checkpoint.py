@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from weightsync.errors import ConfigurationError
+from weightsync.messages import UNREADABLE
 from weightsync.model import Manifest, TensorSpec
 from weightsync.tensors.shards import manifest_of
 
@@ -107,7 +108,9 @@ def _header(path: Path) -> dict[str, TensorSpec]:
             entries.pop("__metadata__", None)
             typed = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in entries.items()}
             return {name: TensorSpec(name, entry.shape, _DTYPES[entry.dtype]) for name, entry in typed.items()}
-    except (OSError, msgspec.DecodeError, KeyError) as error:
+    except (OSError, KeyError) as error:
+        raise ConfigurationError(f"{path} cannot be read as a safetensors file: {error}") from error
+    except UNREADABLE as error:
         raise ConfigurationError(f"{path} cannot be read as a safetensors file: {error}") from error
 
 

@@ -1,0 +1,84 @@
+"""A data socket under a flood: strangers are few, push out themselves, and a reader with the key gets in and is served."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from weightsync.deadline import Deadline
+from weightsync.transports.host import this_host
+from weightsync.transports.shelf import Shelf
+from weightsync.transports.tcp import Tcp, TcpOwner
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+KEY = secrets.token_bytes(32)
+PLACES = 32
+
+
+@pytest.fixture
+def owner() -> Iterator[TcpOwner]:
+    shelf = Shelf(4096, "layout")
+    owner = Tcp().serve(shelf, KEY, this_host())
+    yield owner
+    owner.close()
+    shelf.close()
+
+
+def connect(owner: TcpOwner, host: str) -> socket.socket:
+    port = int(owner.offer.address.partition("/")[0].rpartition(":")[2])
+    return socket.create_connection(("127.0.0.1", port), timeout=5, source_address=(host, 0))
+
+
+def is_open(sock: socket.socket) -> bool:
+    sock.settimeout(0.01)
+    try:
+        return bool(sock.recv(1))
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
+
+
+def test_a_flood_pushes_out_itself(owner: TcpOwner) -> None:
+    with contextlib.ExitStack() as held:
+        lonely = held.enter_context(connect(owner, "127.0.0.2"))
+        flood = [held.enter_context(connect(owner, "127.0.0.3")) for _ in range(2 * PLACES)]
+        ends = time.monotonic() + 3
+        while sum(map(is_open, flood)) > PLACES and time.monotonic() < ends:
+            threading.Event().wait(0.02)
+        assert sum(map(is_open, flood)) < PLACES
+        assert is_open(lonely), "somebody from elsewhere was pushed out"
+        assert is_open(flood[-1])
+
+
+def test_a_reader_gets_in_and_stays_while_strangers_knock(owner: TcpOwner) -> None:
+    stop = threading.Event()
+    made = [0]
+
+    def knock() -> None:
+        while not stop.is_set():
+            with contextlib.suppress(OSError):
+                connect(owner, "127.0.0.3").close()
+                made[0] += 1
+
+    before = Tcp().connect(owner.offer, KEY, Deadline(10))
+    knocking = threading.Thread(target=knock)
+    knocking.start()
+    try:
+        threading.Event().wait(0.3)
+        during = Tcp().connect(owner.offer, KEY, Deadline(10))
+        during.prepare([], "layout", Deadline(10))
+        before.prepare([], "layout", Deadline(10))
+        during.close()
+    finally:
+        stop.set()
+        knocking.join(10)
+        before.close()
+    assert made[0] > 10

@@ -1,0 +1,74 @@
+"""The running service answers every request as its own OpenAPI description says: Schemathesis, well-formed and malformed requests.
+
+``/v1/events`` never ends, so it is asked by its own test (``tests/integration/test_service_http.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.integration.service_support import engine_hello, joined, trainer_hello
+
+from weightsync.messages import Publish
+from weightsync.service.app import OPERATIONS
+from weightsync.service.server import BackgroundServer
+from weightsync.service.settings import ClientSettings, ServerSettings
+
+schemathesis = pytest.importorskip("schemathesis", reason="needs Schemathesis: pip install 'weightsync[test]'")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BackgroundServer]:
+    """A coordinator with a trainer and a replica, so that a round has something to do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        with BackgroundServer(ServerSettings(port=0, run="run")) as server:
+            found = ClientSettings(coordinator=server.address)
+            with joined(found, engine_hello("a")), joined(found, trainer_hello()) as trainer:
+                trainer.link.call(Publish(1), 20)
+                yield server
+
+
+@pytest.fixture(scope="module")
+def api(server: BackgroundServer) -> Any:
+    """The description, as the service gives it."""
+    headers = {"Authorization": f"Bearer {server.token}"}
+    described = httpx.get(f"{server.url}/v1/openapi.json", headers=headers, trust_env=False).json()
+    schema = schemathesis.openapi.from_dict(described)
+    schema.config.update(base_url=server.url)
+    return schema.exclude(path="/v1/events")
+
+
+# The agents' threads in this process use `random` while a strategy draws, which Hypothesis takes for the strategy's doing.
+pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisDeprecationWarning")
+PATHS = [(one.method, one.path) for one in OPERATIONS if one.path != "/v1/events"]
+PUBLIC = ("/", "/healthz")
+several = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "mode"),
+    [(*one, "POSITIVE") for one in PATHS] + [(*one, "NEGATIVE") for one in PATHS if one[1] not in PUBLIC],  # nothing to be wrong
+)
+@several
+@given(data=st.data())
+def test_every_answer_is_as_described(
+    api: Any, server: BackgroundServer, method: str, path: str, mode: str, data: st.DataObject
+) -> None:
+    case = data.draw(api[path][method].as_strategy(generation_mode=schemathesis.GenerationMode[mode]))
+    case.call_and_validate(headers={"Authorization": f"Bearer {server.token}"})
+
+
+@pytest.mark.parametrize(("method", "path"), PATHS)
+@several
+@given(data=st.data())
+def test_nothing_is_answered_without_the_token(api: Any, method: str, path: str, data: st.DataObject) -> None:
+    case = data.draw(api[path][method].as_strategy())
+    case.headers = {name: value for name, value in (case.headers or {}).items() if name.lower() != "authorization"}
+    status = case.call().status_code
+    assert status in ((200, 400, 405) if path in PUBLIC else (400, 401)), case.as_curl_command()

@@ -153,11 +153,11 @@ class Coordinator:
         return await self._rendezvous.publish(member, number, Limit(min(timeout, self.settings.timeout)))
 
     def _start_publication(self, number: int, limit: Limit) -> asyncio.Task[RoundResult]:
-        grace = self.settings.grace
         left = limit.at - asyncio.get_running_loop().time()
-        return self._spawn(self._publish(number, Limit(limit.seconds, at=limit.at - min(1.5 * grace, left / 2))))
+        grace = min(self.settings.grace, left / 3)  # a short publication must not end later for the sake of a long quarantine
+        return self._spawn(self._publish(number, Limit(limit.seconds, at=limit.at - 1.5 * grace), grace))
 
-    async def _publish(self, number: int, limit: Limit) -> RoundResult:
+    async def _publish(self, number: int, limit: Limit, grace: float) -> RoundResult:
         self._publications += 1
         try:
             if self._seeding is not None:
@@ -167,12 +167,15 @@ class Coordinator:
                     raise VersionError(f"version {number} cannot be published: the last one is {self._shelves.last}")
                 replicas = [r for r in self._members.replicas.values() if r.state != "lost" and r.refusal is None]
                 self._wanted.difference_update(replica.name for replica in replicas if replica.complete)
-                return await self._run(number, False, replicas, limit)
+                result = await self._run(number, False, replicas, limit, grace)
+                if self.settings.retry:
+                    self._wanted.update(replica.name for replica in replicas if replica.state == "dirty")
+                return result
         finally:
             self._publications -= 1
             self._seed_wanted()
 
-    async def _run(self, number: int, seeding: bool, replicas: Sequence[Replica], limit: Limit) -> RoundResult:
+    async def _run(self, number: int, seeding: bool, replicas: Sequence[Replica], limit: Limit, grace: float) -> RoundResult:
         self._rounds += 1
         this = self._rounds
         order = Order(
@@ -184,6 +187,7 @@ class Coordinator:
             shelves=self._shelves,
             settings=self.settings,
             limit=limit,
+            grace=grace,
             emit=self._feed.emit,
             agreed=self._agreed,
             covered=self._covered,
@@ -245,7 +249,7 @@ class Coordinator:
             replicas = [replica for replica in found if replica.complete and replica.refusal is None]
             current = self._shelves.current(self._members.trainers)
             number = current.version.number if current is not None else self._shelves.last
-            task: asyncio.Task[RoundResult] = self._spawn(self._run(number, True, replicas, limit))
+            task: asyncio.Task[RoundResult] = self._spawn(self._run(number, True, replicas, limit, self.settings.grace))
             self._seeding = task
             try:
                 return await task

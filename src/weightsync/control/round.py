@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from weightsync import points
 from weightsync.control import agreement as agreements
 from weightsync.control.agreement import Agreement
 from weightsync.control.events import RoundStarted, Watcher
@@ -58,20 +59,30 @@ class Order:
     shelves: Shelves
     settings: Settings
     limit: Limit
+    grace: float
+    """Seconds that a quarantine may take, even after ``limit``; at most the settings' own."""
     emit: Watcher
     agreed: dict[str, Agreement] = field(default_factory=dict)
     """Agreements of earlier rounds by replica: reused where nothing that they depend on has changed."""
     covered: dict[str, Cover] = field(default_factory=dict)
     """The trainer's cover by key, likewise."""
+    serving: asyncio.Semaphore = field(init=False)
+    """One place for each replica that may be out of service at a time."""
+
+    def __post_init__(self) -> None:
+        """As many places as the settings allow; without a limit, as many as there are replicas."""
+        places = self.settings.max_unavailable or max(len(self.replicas), 1)
+        object.__setattr__(self, "serving", asyncio.Semaphore(places))
 
 
 async def run_round(order: Order) -> RoundResult:
     """Bring every replica of ``order`` to the version, each independently; a result for each.
 
-    Ends at most ``settings.grace`` after ``order.limit``. Raises the trainer's error if no version came into being: then no
+    Ends at most ``order.grace`` after ``order.limit``. Raises the trainer's error if no version came into being: then no
     replica was paused. When cancelled, replicas in the middle are quarantined before this ends.
     """
     started = asyncio.get_running_loop().time()
+    points.reached("round.start")
     order.emit(RoundStarted(order.round, order.number, tuple(replica.name for replica in order.replicas), order.seeding))
     reports = [Report(replica, order.round, order.emit) for replica in order.replicas]
     try:
@@ -81,6 +92,7 @@ async def run_round(order: Order) -> RoundResult:
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from failed.exceptions[0].__cause__
     placement, place_seconds = placing.result()
+    points.reached("round.end")
     seconds = asyncio.get_running_loop().time() - started
     results = [task.result() for task in ended]
     return round_result(order.round, placement.version, order.settings.require, results, place_seconds, seconds)
@@ -93,12 +105,17 @@ async def _bring(order: Order, report: Report, placing: asyncio.Task[tuple[Place
     try:
         with report.phase("agree"):
             agreed = report.agreement = await agree(order, replica, engines)
+        points.reached("round.agreed")
         placement, _ = await bounded("placing", limit, asyncio.shield(placing))
-        async with _paused(order, report, engines) as commit_with:
+        points.reached("round.placed")
+        async with _turn(order, report), _paused(order, report, engines) as commit_with:
+            points.reached("round.paused")
             with report.phase("move"):
                 moved = report.moved = await move(engines, placement.version.number, agreed, limit)
+            points.reached("round.moved")
             with report.phase("verify"):
                 await verify(agreed, moved, placement, limit)
+            points.reached("round.verified")
             commit_with(placement.version)
     except WeightSyncError as error:
         report.failed(error)
@@ -106,6 +123,23 @@ async def _bring(order: Order, report: Report, placing: asyncio.Task[tuple[Place
         _log.exception("round %d failed in replica %s by an unexpected error", order.round, replica.name)
         report.failed(error)
     return report.result()
+
+
+@asynccontextmanager
+async def _turn(order: Order, report: Report) -> AsyncIterator[None]:
+    """Wait until fewer than ``max_unavailable`` replicas are out of service. A replica that serves nothing now does not wait."""
+    if report.replica.state != "loaded":
+        yield
+        return
+    if order.serving.locked():
+        with report.phase("wait"):
+            await bounded("waiting for its turn", order.limit, order.serving.acquire())
+    else:
+        await order.serving.acquire()
+    try:
+        yield
+    finally:
+        order.serving.release()
 
 
 async def place(order: Order) -> tuple[Placement, float]:
@@ -197,14 +231,16 @@ async def _paused(order: Order, report: Report, engines: Engines) -> AsyncIterat
             raise WeightSyncError("a pause ended without a verified version")
         with report.phase("commit"):
             await commit(engines, permit.version, order.limit)
+            points.reached("round.committed")
             await resume(engines, order.limit)
+            points.reached("round.resumed")
             replica.succeed(links, permit.version)
         report.resumed()
     except BaseException as error:
         reason = str(error) or type(error).__name__
         replica.fail(links, reason)
         report.enter("quarantine")
-        await quarantine(engines, reason, order.settings.grace)
+        await quarantine(engines, reason, order.grace)
         raise
 
 

@@ -23,10 +23,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The run's id, part of every version."""
     pause_mode: PauseMode = "abort"
     require: Require = "any"
+    max_unavailable: int | None = None
+    """Replicas that may be out of service at a time (a rolling round); ``None``: all at once. One that serves nothing is not counted."""
     timeout: float = 300.0
     """Seconds for a round that nobody gave a timeout, and the most that any round gets."""
     grace: float = 5.0
     """Seconds that a quarantine may take after a failure, even after the round's deadline or while the round is cancelled."""
+    retry: bool = True
+    """Whether replicas that a publication left dirty get one more attempt at once, in the background, from the shelves."""
     history: int = 32
     """Ended rounds that status shows."""
 
@@ -42,5 +46,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigurationError(f"{name} must be a positive number of seconds, not {value!r}")
+        if self.max_unavailable is not None and self.max_unavailable < 1:
+            raise ConfigurationError(f"max_unavailable is at least one replica, or None for all, not {self.max_unavailable!r}")
         if self.history < 1:
             raise ConfigurationError(f"history must be at least one round, not {self.history}")

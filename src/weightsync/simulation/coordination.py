@@ -32,7 +32,9 @@ class CoordinatorProcess(Process):
 
     def __init__(self, world: World) -> None:
         super().__init__(world, "coordinator")
-        self.coordinator = Coordinator(Settings(run="simulated", grace=GRACE, timeout=_LONGEST))
+        self.coordinator = Coordinator(
+            Settings(run="simulated", grace=GRACE, timeout=_LONGEST, max_unavailable=world.max_unavailable)
+        )
         self.sockets = AgentSockets(self.coordinator, _SERVER)
         self.started = world.loop.time()
         self._round = (0.0, 0.0, False)
@@ -70,9 +72,9 @@ class CoordinatorProcess(Process):
 
         publish = coordinator._publish
 
-        def publishing(number: int, limit: Limit) -> Any:  # noqa: ANN401
+        def publishing(number: int, limit: Limit, grace: float) -> Any:  # noqa: ANN401
             self._until = limit.at
-            return publish(number, limit)
+            return publish(number, limit, grace)
 
         coordinator._publish = publishing  # type: ignore[method-assign]
         coordinator.join_engine = joining  # type: ignore[method-assign]

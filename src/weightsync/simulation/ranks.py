@@ -287,6 +287,7 @@ class TrainerProcess(Agent):
         fields = {
             "rank": rank, "world_size": ranks, "_run": "", "_session": self.session, "_published": -1, "_here": self.host,
             "_role": role, "_publishing": Lock(), "_background": Executor(1, "publish"),
+            "_offload": None, "_restore": None,
         }  # fmt: skip
         vars(self.trainer).update(fields)
         self.link = _Link(_SETTINGS, hello=self.trainer._hello, handle=role.handle, name=self.member)

@@ -317,6 +317,8 @@ class Executor:
         def body() -> None:
             if not before.done():
                 threads().wait(lambda wake: before.add_done_callback(lambda _: wake()), None)
+            if not mine.set_running_or_notify_cancel():
+                return
             try:
                 mine.set_result(work(*args))
             except Killed:

@@ -31,6 +31,7 @@ class World:
     def __init__(self, seed: int) -> None:
         self.loop = cast("VirtualTimeLoop", asyncio.get_running_loop())
         self.random = random.Random(seed)
+        self.max_unavailable = 1 if seed % 3 == 0 else None  # a third of the schedules roll through the replicas
         self.salt = self.random.getrandbits(30)
         self.key = self.random.randbytes(32)
         self.threads = Threads(self.loop, _running.get)

@@ -245,3 +245,86 @@ async def test_a_quarantine_that_hangs_is_bounded_by_the_grace() -> None:
     assert GRACE <= asyncio.get_running_loop().time() - started <= GRACE + 1
     assert world.states()["sick"] == ("dirty", None)
     world.check()
+
+
+@pytest.mark.parametrize("places", [1, 2])
+@virtual
+async def test_a_rolling_round_takes_few_replicas_out_of_service_at_a_time(places: int) -> None:
+    world = fleet(Settings(run="run", grace=GRACE, max_unavailable=places))
+    assert (await world.publish(1)).ok  # nobody served: all at once
+    for name in ("sick", "well", "fine"):
+        world.delays[f"{name}/0", "move"] = 5.0
+    asking = asyncio.ensure_future(world.publish(2, timeout=120.0))
+    most = 0
+    while not asking.done():
+        await asyncio.sleep(0.01)
+        out = {member.split("/")[0] for member, process in world.engines.items() if not process.generating}
+        most = max(most, len(out))
+    result = await asking
+    assert result.ok, result.error
+    assert most == places
+    assert world.states() == {"sick": ("loaded", 2), "well": ("loaded", 2), "fine": ("loaded", 2)}
+    waited = [replica.name for replica in result.replicas if "wait" in replica.phases]
+    assert len(waited) == 3 - places
+    assert all(replica.paused_seconds < 6.0 for replica in result.replicas)  # waiting for its turn is not a pause
+    world.check()
+    await world.coordinator.aclose()
+
+
+@virtual
+async def test_a_rolling_round_goes_on_after_a_replica_that_fails() -> None:
+    world = fleet(Settings(run="run", grace=GRACE, max_unavailable=1))
+    await world.publish(1)
+    world.faults["sick/1", "move"] = "fail"
+    result = await world.publish(2, timeout=120.0)
+    assert {replica.name: replica.error is None for replica in result.replicas} == {"sick": False, "well": True, "fine": True}
+    await world.settle()
+    world.check()
+    await world.coordinator.aclose()
+
+
+@virtual
+async def test_a_replica_that_waits_for_its_turn_until_the_deadline_goes_on_serving() -> None:
+    world = fleet(Settings(run="run", grace=GRACE, max_unavailable=1))
+    await world.publish(1)
+    for name in ("sick", "well", "fine"):
+        world.faults[f"{name}/0", "move"] = "hang"
+    result = await world.publish(2, timeout=30.0)
+    hung = [replica for replica in result.replicas if replica.state == "dirty"]
+    kept = [replica for replica in result.replicas if replica.state == "loaded"]
+    assert (len(hung), len(kept)) == (1, 2)
+    assert all(replica.version == 1 and "waiting for its turn" in (replica.error or "") for replica in kept)
+    world.check()
+    await world.coordinator.aclose()
+
+
+@virtual
+async def test_a_dirty_replica_gets_one_more_attempt_at_once() -> None:
+    world = fleet(Settings(run="run", grace=GRACE))
+    await world.publish(1)
+    world.faults["sick/1", "move"] = "fail"
+    result = await world.publish(2)
+    assert [replica.name for replica in result.replicas if replica.error is not None] == ["sick"]
+    await asyncio.sleep(1.0)
+    assert world.states()["sick"] == ("loaded", 2)
+    rounds = len(world.coordinator.status().rounds)
+    world.faults["sick/1", "move"] = "fail"
+    await world.publish(3)
+    world.faults["sick/0", "pause"] = "fail"
+    await world.settle()
+    assert world.states()["sick"] == ("dirty", None)
+    assert len(world.coordinator.status().rounds) == rounds + 2, "one attempt, not a loop"
+    world.check()
+    await world.coordinator.aclose()
+
+
+@virtual
+async def test_a_short_publication_ends_by_its_own_timeout() -> None:
+    world = fleet()
+    await world.publish(1)
+    world.faults["sick/1", "move"] = "stubborn"
+    started = asyncio.get_running_loop().time()
+    await world.publish(2, timeout=3.0)
+    assert asyncio.get_running_loop().time() - started <= 3.0
+    world.check()
+    await world.coordinator.aclose()

@@ -1,0 +1,61 @@
+"""What a process holds, and what a machine does: counted before and after, from the outside."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Held", "grown", "held", "machine"]
+
+_RESIDENT = 48 << 20  # bytes by which a process may grow: allocators keep what they once had
+
+
+@dataclass(frozen=True)
+class Held:
+    """File descriptors by kind, threads, and resident bytes of one process."""
+
+    descriptors: Counter[str]
+    threads: int
+    resident: int
+
+
+def held(pid: int) -> Held:
+    """What process ``pid`` holds now."""
+    root = Path(f"/proc/{pid}")
+    kinds: Counter[str] = Counter()
+    for link in (root / "fd").iterdir():
+        with suppress(OSError):
+            kinds[os.readlink(link).split(":")[0]] += 1
+    pages = int((root / "statm").read_text().split()[1])
+    return Held(kinds, sum(1 for _ in (root / "task").iterdir()), pages * os.sysconf("SC_PAGE_SIZE"))
+
+
+def grown(before: Held, pid: int, settle: float = 5.0) -> list[str]:
+    """What ``pid`` holds more than ``before``, once it had ``settle`` seconds to let go."""
+    pause, left = threading.Event(), settle
+    while True:
+        now = held(pid)
+        more = now.descriptors - before.descriptors
+        found = [f"holds {count} more {kind}" for kind, count in more.items()]
+        if now.threads > before.threads:
+            found.append(f"has {now.threads} threads, not {before.threads}")
+        if now.resident > before.resident + _RESIDENT:
+            found.append(f"has {now.resident >> 20} MiB resident, not {before.resident >> 20}")
+        if not found or left <= 0:
+            return found
+        pause.wait(0.1)
+        left -= 0.1
+
+
+def machine() -> set[str]:
+    """What of ours is left on this machine outside processes: shared memory, abstract sockets, token files."""
+    found = {f"shared memory {path}" for path in Path("/dev/shm").glob("weightsync*")}
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        name = line.split()[-1]
+        if name.startswith("@weightsync"):
+            found.add(f"socket {name}")
+    return found

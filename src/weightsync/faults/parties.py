@@ -1,0 +1,191 @@
+"""What runs in the campaign's processes: a coordinator, trainer ranks, engine ranks. Each obeys lines on a socket of the runner."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardPlacement
+
+from weightsync import points
+from weightsync.agents.engine import Engine
+from weightsync.agents.trainer import Trainer
+from weightsync.errors import WeightSyncError
+from weightsync.faults.network import enter
+from weightsync.faults.weights import NAMES, SHAPE, Weights, fill
+from weightsync.service.server import serve
+from weightsync.service.settings import Secret, ServerSettings
+from weightsync.transports.shelf import Shelf
+
+__all__ = ["Sockets", "coordinator", "engine", "trainer"]
+
+Sockets = tuple[socket.socket, socket.socket, socket.socket]
+"""Commands, points, requests: this process's ends."""
+
+_PATIENCE = 3600.0  # seconds without a word from the runner after which a party ends; if the runner dies it hears so at once
+_ROW = 4 * SHAPE[1]
+
+
+def _lines(sock: socket.socket) -> Iterator[dict[str, Any]]:
+    sock.settimeout(_PATIENCE)
+    with sock.makefile("rb") as stream:
+        try:
+            for line in stream:
+                yield msgspec.json.decode(line)
+        except TimeoutError:
+            return
+
+
+def _say(sock: socket.socket, message: dict[str, Any]) -> None:
+    sock.sendall(msgspec.json.encode(message) + b"\n")
+
+
+class _Gate:
+    """Tells the runner where this process is, and does what it answers: go on, or an order first."""
+
+    def __init__(self, sock: socket.socket, orders: Callable[[dict[str, Any]], None] = lambda order: None) -> None:
+        logging.disable(logging.WARNING)  # lost connections are what this is about
+        sock.settimeout(_PATIENCE)
+        self._sock, self._stream = sock, sock.makefile("rb")
+        self._orders = orders
+        self._turn = threading.Lock()
+
+    def __call__(self, name: str) -> None:
+        with self._turn:
+            try:
+                _say(self._sock, {"point": name})
+                line = self._stream.readline()
+            except OSError:
+                line = b""
+            if not line:
+                os._exit(3)  # the runner is gone
+            order = msgspec.json.decode(line)
+            if order:
+                self._orders(order)
+
+
+def coordinator(sockets: Sockets, config: dict[str, Any]) -> None:
+    """Serve until SIGTERM."""
+    commands, gate, _ = sockets
+    points.install(_Gate(gate))
+    settings = ServerSettings.load(
+        {},
+        host=config["host"],
+        port=config["port"],
+        token=Secret(config["token"]),
+        run="faults",
+        require="all",
+        shutdown_seconds=1.0,
+    )
+    serve(settings, lambda address, token, control: _say(commands, {"ready": True}))
+
+
+def _corrupt(shelf: Shelf, kind: str, seed: int) -> None:
+    """Change bytes that were already digested: what memory, a wire or a wrong copy could do."""
+    random = np.random.default_rng(seed)
+    rows = shelf.payload.reshape(-1, _ROW)
+    first, second, third = (int(row) for row in random.choice(len(rows), 3, replace=False))
+    if kind == "flip":
+        rows[first, random.integers(_ROW)] ^= np.uint8(1 << int(random.integers(8)))
+    elif kind == "swap":
+        rows[[first, second]] = rows[[second, first]]
+    elif kind == "drop":
+        rows[first] = 0
+    elif kind == "repeat":
+        rows[first] = rows[second]
+    elif kind == "reorder":
+        rows[[first, second, third]] = rows[[second, third, first]]
+    else:
+        raise ValueError(f"no corruption is called {kind}")
+
+
+def trainer(sockets: Sockets, config: dict[str, Any]) -> None:
+    """One of two ranks, each with half of the rows of every tensor."""
+    torch.set_num_threads(1)
+    commands, gate, _ = sockets
+    rank, world = config["rank"], config["world"]
+    # DTensors need a mesh, and nothing here communicates: a group that only pretends lets one rank restart without the others.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    rows = SHAPE[0] // world
+    local = [torch.zeros(rows, SHAPE[1], dtype=torch.int32) for _ in NAMES]
+    placements = [ShardPlacement(0)]
+    state = {name: DTensor.from_local(part, mesh, placements, run_check=False) for name, part in zip(NAMES, local, strict=True)}
+    with Trainer(
+        state, config["coordinator"], token=config["token"], rank=rank, world_size=world, transports=[config["transport"]]
+    ) as made:
+
+        def obey(order: dict[str, Any]) -> None:
+            shelf = made._role.shelf
+            if isinstance(shelf, Shelf):
+                _corrupt(shelf, order["corrupt"], order["seed"])
+
+        points.install(_Gate(gate, obey))
+        _say(commands, {"ready": True})
+        for command in _lines(commands):
+            fill(local, rank * rows, command["number"])
+            started = time.monotonic()
+            answer: dict[str, Any] = {"error": None, "digest": None}
+            try:
+                answer["digest"] = made.publish(command["number"], timeout=command["timeout"]).version.digest
+            except WeightSyncError as error:
+                answer["error"] = f"{type(error).__name__}: {error}"
+            _say(commands, {**answer, "seconds": time.monotonic() - started})
+
+
+def engine(sockets: Sockets, config: dict[str, Any]) -> None:
+    """One rank of a replica, which answers requests throughout; ``leave`` and ``join`` on command."""
+    torch.set_num_threads(1)
+    if config["namespace"] is not None:
+        enter(config["namespace"])
+    commands, gate, requests = sockets
+    weights = Weights(config["rank"], config["world"])
+    points.install(_Gate(gate))
+
+    def serve_requests() -> None:
+        try:
+            for _ in _lines(requests):
+                _say(requests, weights.answer())
+        except OSError:
+            return  # the runner closed its end
+
+    threading.Thread(target=serve_requests, name="requests", daemon=True).start()
+
+    def join() -> Engine:
+        return Engine(
+            weights,
+            config["replica"],
+            config["coordinator"],
+            token=config["token"],
+            rank=config["rank"],
+            world_size=config["world"],
+            transports=[config["transport"]],
+            delivery=config["delivery"],
+            bucket_bytes=1 << 18,
+        )
+
+    joined: Engine | None = join()
+    _say(commands, {"ready": True})
+    for command in _lines(commands):
+        if joined is not None and command["do"] == "leave":
+            weights.pause("abort", 10.0)
+            joined.close()
+            joined = None
+        elif joined is None and command["do"] == "join":
+            joined = join()
+        _say(commands, {"done": True})
+    if joined is not None:
+        joined.close()

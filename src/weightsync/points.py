@@ -1,0 +1,51 @@
+"""Named points of a round at which a test may hold a process, to kill or stop it exactly there.
+
+In normal use :func:`reached` is a look at one global. Only :mod:`weightsync.faults` installs a gate, in processes of its own: there
+is no variable, flag or message by which a gate could be put into a process that serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+__all__ = ["COORDINATOR_POINTS", "ENGINE_POINTS", "TRAINER_POINTS", "install", "reached"]
+
+TRAINER_POINTS = ("trainer.publish", "trainer.place", "trainer.placing", "trainer.placed", "trainer.published")
+ENGINE_POINTS = (
+    "engine.prepare",
+    "engine.prepared",
+    "engine.pause",
+    "engine.move",
+    "engine.group",
+    "engine.moved",
+    "engine.finish",
+    "engine.flush",
+    "engine.committed",
+    "engine.resume",
+    "engine.resumed",
+)
+COORDINATOR_POINTS = (
+    "round.start",
+    "round.agreed",
+    "round.placed",
+    "round.paused",
+    "round.moved",
+    "round.verified",
+    "round.committed",
+    "round.resumed",
+    "round.end",
+)
+
+_gate: Callable[[str], None] | None = None
+
+
+def install(gate: Callable[[str], None]) -> None:
+    """Call ``gate`` with the name of every point that this process reaches from now on. It may block, and must not raise."""
+    global _gate
+    _gate = gate
+
+
+def reached(name: str) -> None:
+    """This process is at point ``name``."""
+    if _gate is not None:
+        _gate(name)

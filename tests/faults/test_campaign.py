@@ -1,0 +1,134 @@
+"""Holds that real processes killed, stopped or lied to in the middle of a round leave nothing torn, mislabelled, hanging or behind.
+
+The whole campaign is ``make faults``; here is a part of it, and the proof that its judges see what they are there for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+
+import pytest
+import torch
+
+from weightsync import points
+from weightsync.faults.campaign import cases
+from weightsync.faults.leaks import Held, grown, held
+from weightsync.faults.network import obstacle
+from weightsync.faults.stage import Tally
+from weightsync.faults.weights import MANIFEST, Weights, fill
+from weightsync.model import Version
+
+COUNTED = ["schedules", "faults_injected", "kills", "corruptions"]
+ZEROS = ["torn_responses", "mislabelled_responses", "hangs", "leaks", "uncaught_corruptions", "mutants", "mutants_caught"]
+
+
+def campaign(*arguments: str) -> dict[str, int]:
+    command = [sys.executable, "-m", "weightsync.faults", *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert run.returncode == 0, run.stderr + run.stdout
+    found: dict[str, int] = json.loads(run.stdout.splitlines()[-1])
+    assert list(found) == COUNTED + ZEROS
+    assert {found[key] for key in ZEROS} == {0}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("transport", "chosen"),
+    [
+        (
+            "shared_memory",
+            ["kill/duo-1/engine.group", "kill/coordinator/round.moved", "kill/trainer-1/trainer.placing", "flip/trainer-1"],
+        ),
+        ("network", ["cut/solo-0/engine.group", "cut/solo-0/engine.committed"]),
+        ("tcp", ["kill/solo-0/engine.committed", "stop/duo-1/engine.move", "kill/trainer-0/trainer.placed", "swap/trainer-0"]),
+    ],
+)
+def test_a_part_of_the_campaign(transport: str, chosen: list[str]) -> None:
+    reason = obstacle("cut") if transport == "network" else None
+    if reason is not None:
+        pytest.skip(reason)
+    only = [text for part in chosen for text in ("--only", part)]
+    found = campaign("--transport", transport, "--soak", "0" if transport == "network" else "40", *only)
+    assert found["schedules"] >= len(chosen)
+    assert found["faults_injected"] > len(chosen)
+
+
+def test_every_point_is_visited_by_every_party_that_has_it() -> None:
+    visited = {(case.transport, case.act, case.point) for case in cases()}
+    for transport in ("shared_memory", "tcp"):
+        for act in ("kill", "stop"):
+            for point in (*points.TRAINER_POINTS, *points.ENGINE_POINTS, *points.COORDINATOR_POINTS):
+                assert (transport, act, point) in visited
+    assert len({case.name for case in cases()}) == len(list(cases()))
+
+
+def test_points_cost_nothing_to_speak_of_and_carry_no_gate_here() -> None:
+    assert points._gate is None
+    count = 100_000
+    started = time.perf_counter()
+    for _ in range(count):
+        points.reached("anything")
+    assert (time.perf_counter() - started) / count < 20e-6
+
+
+def labelled(weights: Weights, number: int) -> None:
+    weights.pause("abort", 5.0)
+    fill([shard.tensor for shard in weights.shards()], 0, number)
+    weights.finish(Version("run", number, MANIFEST.fingerprint, "0" * 16))
+    weights.resume()
+
+
+def test_the_judge_sees_torn_and_mislabelled_weights() -> None:
+    weights, tally = Weights(0, 1), Tally()
+    tally.take("r", weights.answer())
+    assert tally.served == 0  # it does not serve yet
+    labelled(weights, 7)
+    tally.take("r", weights.answer())
+    assert (tally.served, tally.torn, tally.mislabelled) == (1, 0, 0)
+    tensors: list[torch.Tensor] = [shard.tensor for shard in weights.shards()]
+    fill(tensors[:3], 0, 8)
+    tally.take("r", weights.answer())
+    assert (tally.torn, tally.mislabelled) == (1, 0)
+    fill(tensors, 0, 8)
+    tally.take("r", weights.answer())
+    assert (tally.torn, tally.mislabelled) == (1, 1)
+    labelled(weights, 9)
+    tensors[5][[3, 4]] = tensors[5][[4, 3]]  # rows of the right version in the wrong places
+    tally.take("r", weights.answer())
+    assert (tally.torn, tally.mislabelled) == (2, 1)
+
+
+def test_a_request_holds_a_round_off() -> None:
+    weights = Weights(0, 1)
+    labelled(weights, 1)
+    stop = threading.Event()
+    tally = Tally()
+
+    def ask() -> None:
+        while not stop.is_set():
+            tally.take("r", weights.answer())
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    for number in range(2, 60):
+        labelled(weights, number)
+    stop.set()
+    asking.join(10)
+    assert tally.served > 0
+    assert (tally.torn, tally.mislabelled) == (0, 0), tally.notes
+
+
+def test_growth_is_noticed() -> None:
+    now = held(os.getpid())
+    fewer = Held(now.descriptors - Counter({next(iter(now.descriptors)): 1}), now.threads - 1, now.resident)
+    found = grown(fewer, os.getpid())
+    assert any("holds 1 more" in line for line in found)
+    assert any("threads" in line for line in found)

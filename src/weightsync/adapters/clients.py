@@ -28,11 +28,12 @@ from weightsync.errors import (
     WeightSyncError,
     from_wire,
 )
-from weightsync.messages import PauseMode
+from weightsync.messages import UNREADABLE, PauseMode
 from weightsync.model import TensorSpec
 from weightsync.service.auth import bearer
 from weightsync.service.settings import Secret
-from weightsync.transports.groups import Backend, Group, Rendezvous, init_custom_process_group, reachable_address
+from weightsync.transports.groups import Backend, Group, Rendezvous, init_custom_process_group
+from weightsync.transports.host import reachable_address
 
 __all__ = ["Bucket", "Call", "GroupWish", "UpdateClient", "bucket_body", "group_body"]
 
@@ -274,7 +275,7 @@ class UpdateClient:
     def _read(self, what: str, status: int, body: bytes) -> Any:  # noqa: ANN401 - JSON
         try:
             found = msgspec.json.decode(body) if body else None
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNREADABLE:
             found = body.decode(errors="replace")[:500]
         message = found
         if isinstance(found, dict):

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, DeadlineExceeded, PeerLost, TransportUnavailable, WeightSyncError
 
-__all__ = ["Backend", "Group", "Rendezvous", "init_custom_process_group", "reachable_address"]
+__all__ = ["Backend", "Group", "Rendezvous", "init_custom_process_group"]
 
 Backend = Literal["gloo", "nccl"]
 
@@ -244,17 +244,6 @@ def _backend(  # the objects' types are private to torch
     options._timeout = _FOREVER  # deadlines are kept here: see _through_nccl
     with torch.cuda.device(device):
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
-
-
-def reachable_address(host: str, port: int) -> str:
-    """This machine's address as ``host`` would see it: that of the interface which leads there. Sends nothing."""
-    try:
-        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise TransportUnavailable(f"no way to {host}: {error}") from error
 
 
 def _await_listener(address: str, port: int, deadline: Deadline, what: str) -> None:

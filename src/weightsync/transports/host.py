@@ -9,9 +9,10 @@ import socket
 import uuid
 from pathlib import Path
 
+from weightsync.errors import TransportUnavailable
 from weightsync.messages import Host
 
-__all__ = ["this_host"]
+__all__ = ["reachable_address", "this_host"]
 
 
 def _text(path: str) -> str:
@@ -43,3 +44,14 @@ def this_host() -> Host:
     network = _link("/proc/self/ns/net")
     user = f"{os.getuid()}-{_link('/proc/self/ns/user')}" if hasattr(os, "getuid") else "single"
     return Host(name=f"{socket.gethostname()}-{_short(machine, network)}", memory=_short(machine, network, user))
+
+
+def reachable_address(host: str, port: int) -> str:
+    """This machine's address as ``host`` would see it: that of the interface which leads there. Sends nothing."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise TransportUnavailable(f"no way to {host}: {error}") from error

@@ -102,12 +102,20 @@ class TcpOwner:
 
 
 class Tcp:
-    """The scheme ``tcp``. ``bind`` is the address to listen on, ``port`` 0 for any, ``advertise`` what readers are told instead."""
+    """The scheme ``tcp``. ``bind`` is the address to listen on, ``port`` 0 for any, ``advertise`` what readers are told instead.
+
+    Without ``bind`` it is loopback, unless whoever serves knows better (:meth:`bound_to`).
+    """
 
     name = "tcp"
 
-    def __init__(self, bind: str = "127.0.0.1", port: int = 0, advertise: str | None = None) -> None:
-        self._bind, self._port, self._advertise = bind, port, advertise
+    def __init__(self, bind: str | None = None, port: int = 0, advertise: str | None = None) -> None:
+        self._chosen = bind is not None
+        self._bind, self._port, self._advertise = bind or "127.0.0.1", port, advertise
+
+    def bound_to(self, host: str) -> Tcp:
+        """The same, listening on ``host``; itself if it was made with an address to listen on."""
+        return self if self._chosen else Tcp(host, self._port, self._advertise)
 
     def unavailable(self) -> str | None:
         """See :class:`weightsync.transports.base.Scheme`."""

@@ -1,4 +1,4 @@
-"""An engine rank in a process of its own: ``python -m tests.gpu.engine_process REPLICA DEVICE [STOP]``.
+"""An engine rank in a process of its own: ``python -m tests.gpu.engine_process REPLICA DEVICE [STOP [DELIVERY]]``.
 
 The environment says where the coordinator is. Prints ``joined``, then answers every line with the SHA-256 of its parameters. With
 ``STOP`` (``pause`` or ``finish``), it says so when a round gets there, and stands still, to be killed.
@@ -66,9 +66,9 @@ class Stopping(ModuleAdapter):
 
 
 def main() -> None:
-    replica, device, stop = (*sys.argv[1:], "")[:3]
+    replica, device, stop, delivery = (*sys.argv[1:], "", "auto")[:4] if len(sys.argv) < 5 else sys.argv[1:5]
     model = Model().to(f"cuda:{device}")
-    with Engine(Stopping(model, stop), replica):
+    with Engine(Stopping(model, stop), replica, delivery="streamed" if delivery == "streamed" else "auto"):
         print("joined", flush=True)
         for _ in sys.stdin:
             print(fingerprint(model), flush=True)

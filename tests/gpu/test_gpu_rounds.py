@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -54,9 +54,9 @@ class Joined:
         made = Engine(adapter, replica, self.server.url, token=self.server.token, **options)  # type: ignore[arg-type]
         return self._owned.enter_context(made)
 
-    def process(self, replica: str, stop: str = "") -> subprocess.Popen[str]:
+    def process(self, replica: str, stop: str = "", delivery: str = "auto") -> subprocess.Popen[str]:
         """An engine in another process, joined when this returns."""
-        command = [sys.executable, "-W", "ignore", "-m", "tests.gpu.engine_process", replica, far()[5:], stop]
+        command = [sys.executable, "-W", "ignore", "-m", "tests.gpu.engine_process", replica, far()[5:], stop, delivery]
         environment = {**os.environ, "WEIGHTSYNC_COORDINATOR": self.server.url, "WEIGHTSYNC_TOKEN": self.server.token}
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         self._owned.callback(_end, process)
@@ -276,3 +276,89 @@ def test_who_cannot_reach_the_other_is_told_what_to_change(joined: Joined, sourc
     joined.engine(ModuleAdapter(target), "on a GPU")
     with pytest.raises(RoundFailed, match=r"delivery='streamed'"):
         trainer.publish(2, timeout=30)
+
+
+class Loading(ModuleAdapter):
+    """An engine with its own loader only, which looks at nothing but what it is handed; ``device`` is where it computes."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module)
+        self.buckets: list[int] = []
+
+    def shards(self) -> None:  # type: ignore[override]
+        return None
+
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        own = dict(self.module.state_dict())
+        held = list(tensors)
+        assert all(tensor.device == self.device() for _, tensor in held)
+        self.buckets.append(len(held))
+        for name, tensor in held:
+            torch.cuda._sleep(100_000)  # type: ignore[no-untyped-call]  # a slow loader: what is lent must stay
+            own[name].copy_(tensor)
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+@pytest.mark.parametrize("own_loader", [False, True])
+def test_streamed_through_gpu_memory(joined: Joined, source: Model, target: Model, buffers: int, own_loader: bool) -> None:
+    trainer = joined.trainer(source)
+    adapter = Loading(target) if own_loader else ModuleAdapter(target)
+    engine = joined.engine(adapter, delivery="streamed", bucket_bytes=2048, buffers=buffers)
+    for number in (1, 2, 5):
+        change(source, number)
+        with torch.no_grad():
+            for parameter in target.parameters():
+                parameter.fill_(7)
+        (replica,) = trainer.publish(number, timeout=30).replicas
+        assert (replica.version, replica.delivery, replica.transports) == (number, "streamed", ("cuda_ipc",))
+        assert replica.verified == ("received" if own_loader else "installed")
+        assert fingerprint(target) == fingerprint(source)
+    route = engine._role._route
+    assert route is not None and route.staging is not None
+    assert route.staging.device == torch.device(far())
+    assert route.staging.nbytes <= buffers * (6001 * 2048 * 2) + 2048
+    if isinstance(adapter, Loading):
+        assert len(adapter.buckets) >= 9  # three rounds of several buckets
+
+
+def test_streamed_loader_that_raises_leaves_the_replica_out_until_it_works(joined: Joined, source: Model, target: Model) -> None:
+    trainer = joined.trainer(source)
+
+    class Refusing(Loading):
+        broken = True
+
+        def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            if self.broken and self.buckets:
+                raise RuntimeError("on purpose")
+            super().load(tensors)
+
+    adapter = Refusing(target)
+    engine = joined.engine(adapter, delivery="streamed", bucket_bytes=2048)
+    with pytest.raises(RoundFailed, match="on purpose"):
+        trainer.publish(1, timeout=30)
+    assert engine.serving is None
+    adapter.broken = False
+    change(source, 2)
+    assert trainer.publish(2, timeout=30).ok
+    assert fingerprint(target) == fingerprint(source)
+
+
+def test_streamed_reader_in_another_process_that_is_killed_hurts_nobody(joined: Joined, source: Model, target: Model) -> None:
+    trainer = joined.trainer(source)
+    joined.engine(Loading(target), delivery="streamed", bucket_bytes=1 << 20)
+    victim = joined.process("victim", "finish", "streamed")
+    change(source, 1)
+    killer = threading.Thread(target=lambda: victim.kill() if _line(victim) == "finish" else None)
+    killer.start()
+    result = trainer.publish(1, timeout=30)
+    killer.join(20)
+    assert {replica.name: replica.version for replica in result.replicas} == {"here": 1, "victim": None}
+    assert fingerprint(target) == fingerprint(source)
+    other = joined.process("other", "", "streamed")
+    change(source, 2)
+    outcome = {replica.name: replica for replica in trainer.publish(2, timeout=30).replicas}
+    assert outcome["other"].transports == ("cuda_ipc",)
+    assert _fingerprint(other) == fingerprint(source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,7 +150,7 @@ def test_transport_guide_carries_real_rounds(transport_guide: dict[str, Any], no
 
 def test_coordinator_guide_names_settings_that_exist() -> None:
     named = set(re.findall(r"WEIGHTSYNC_([A-Z_]+)", (DOCS / "guides/coordinator.md").read_text()))
-    kinds = (settings.ServerSettings, settings.ClientSettings)
+    kinds = (settings.ServerSettings, settings.ClientSettings, settings.Limits)
     known = {field.name.upper() for kind in kinds for field in msgspec.structs.fields(kind)} | {"TOKEN_FILE"}
     assert named
     assert named <= known
@@ -175,7 +176,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", _pages(), ids=lambda page: page.name)
 def test_code_is_python(page: Path) -> None:
     for block in re.findall(r"^```python.*?\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
-        compile(block, page.name, "exec", dont_inherit=True)
+        compile(block, page.name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)  # some belong in a coroutine
 
 
 def _anchor(heading: str) -> str:

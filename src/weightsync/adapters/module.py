@@ -32,6 +32,7 @@ class ModuleAdapter(EngineAdapter):
         self._changed = threading.Condition()
         self._paused = False
         self._users = 0
+        self._own: dict[str, tuple[Shard, torch.Tensor]] | None = None
 
     @contextmanager
     def in_use(self, timeout: float = 60.0) -> Iterator[Version | None]:
@@ -66,18 +67,26 @@ class ModuleAdapter(EngineAdapter):
             if not self._changed.wait_for(lambda: not self._users, timeout):
                 raise DeadlineExceeded(f"the module was in use for more than {timeout:g} s (in_use() never ended)")
             self.version = None
+        self._own = None  # the next load looks where the parameters are, once for all buckets
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy whole tensors into the parameters of the same names."""
-        own = {shard.name: shard for shard in self.shards()}
+        if self._own is None:
+            self._own = {shard.name: (shard, _bits(shard.tensor)) for shard in self.shards()}
+        own, targets, parts = self._own, list[torch.Tensor](), list[torch.Tensor]()
         for name, tensor in tensors:
             if not tensor.numel():
                 continue
             if name not in own:
                 raise LoadError(f"the module has no parameter named {name!r}")
-            shard = own[name]
+            shard, bits = own[name]
+            if tensor.dtype != shard.tensor.dtype:
+                raise LoadError(f"{name} is {shard.tensor.dtype} in the module, and came as {tensor.dtype}")
             region = tuple(slice(a, b) for a, b in zip(shard.box.starts, shard.box.stops, strict=True))
-            shard.tensor.copy_(tensor[region])
+            targets.append(bits)
+            parts.append(_bits(tensor[region] if shard.box.shape != shard.shape else tensor))
+        if targets:
+            torch._foreach_copy_(targets, parts)  # on a GPU a launch for many tensors, not one for each
 
     def finish(self, version: Version) -> None:
         """Take the version's label."""
@@ -88,3 +97,12 @@ class ModuleAdapter(EngineAdapter):
         with self._changed:
             self._paused = False
             self._changed.notify_all()
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: torch copies many tensors at once by way of float32, which would give a NaN other bits."""
+    kind = _INTEGERS.get(tensor.element_size())
+    return tensor if kind is None else tensor.view(kind)

@@ -10,13 +10,13 @@ from types import TracebackType
 from typing import Self, get_args
 
 from weightsync.agents.link import Link
-from weightsync.agents.trainer import schemes_for
 from weightsync.errors import ConfigurationError
 from weightsync.messages import PROTOCOL, Delivery, Hello
 from weightsync.model import Version
 from weightsync.roles.adapter import EngineAdapter
 from weightsync.roles.engine import EngineRole
 from weightsync.service.settings import ClientSettings, Secret
+from weightsync.transports.choice import schemes_for
 from weightsync.transports.host import this_host
 
 __all__ = ["Engine"]
@@ -27,8 +27,9 @@ class Engine:
 
     ``replica`` names the serving engine; its ranks are ``rank`` of ``world_size`` under the same name, and it takes part in rounds
     when all have joined. ``delivery`` is ``"direct"`` (into the adapter's shards), ``"streamed"`` (through its loader) or
-    ``"auto"``. ``bucket_bytes`` is the size of one of the two staging buckets of streamed delivery; a tensor larger than that
-    gets a bucket of its own size. ``transports`` are the schemes allowed, best first. Close it, or use it in a ``with``.
+    ``"auto"``. ``bucket_bytes`` is the size of one of the ``buffers`` (2, or 1) staging buckets of streamed delivery; a tensor
+    larger than that gets a bucket of its own size. Not given: 256 MiB; where the buckets are GPU memory, a 32nd of what is free
+    there, from 64 MiB to 1 GiB. ``transports`` are the schemes allowed, best first. Close it, or use it in a ``with``.
 
     Raises :class:`~weightsync.errors.CoordinatorUnreachable`, :class:`~weightsync.errors.AuthenticationError`,
     :class:`~weightsync.errors.MembershipError` (the name is in use),
@@ -51,7 +52,8 @@ class Engine:
         world_size: int = 1,
         run: str = "",
         delivery: Delivery = "auto",
-        bucket_bytes: int = 256 << 20,
+        bucket_bytes: int | None = None,
+        buffers: int = 2,
         transports: Sequence[str] | None = None,
     ) -> None:
         if not isinstance(adapter, EngineAdapter):
@@ -63,15 +65,17 @@ class Engine:
             raise ConfigurationError(f"rank {rank} is not one of the {world_size} ranks of replica {replica!r}")
         if delivery not in get_args(Delivery):
             raise ConfigurationError(f"delivery {delivery!r} is none of {', '.join(get_args(Delivery))}")
-        if bucket_bytes <= 0:
+        if bucket_bytes is not None and bucket_bytes <= 0:
             raise ConfigurationError(f"bucket_bytes must be positive, not {bucket_bytes}")
+        if buffers not in (1, 2):
+            raise ConfigurationError(f"buffers must be 1 or 2, not {buffers!r}")
         self.replica, self.rank, self.world_size = replica, rank, world_size
-        self._run, self._session, self._delivery, self._bucket_bytes = run, uuid.uuid4().hex, delivery, bucket_bytes
+        self._run, self._session, self._delivery = run, uuid.uuid4().hex, delivery
         self._here = this_host()
         settings = ClientSettings.load(coordinator=coordinator, token=Secret(token) if token else None)
         names = [found.name for found in schemes_for(transports)]
         with ExitStack() as owned:
-            self._role = EngineRole(adapter, names, self._here, progress=self._progress)
+            self._role = EngineRole(adapter, names, self._here, progress=self._progress, bucket_bytes=bucket_bytes, buffers=buffers)
             if delivery == "direct" and self._role.layout is None:
                 raise ConfigurationError(f"the {adapter.name} adapter has no shards(): it can only be streamed to")
             self._link = Link(
@@ -96,7 +100,7 @@ class Engine:
             protocol=PROTOCOL, run=self._run, role="engine", name=self.replica, rank=self.rank, world_size=self.world_size,
             session=self._session, host=self._here, pid=os.getpid(), manifest=role.manifest.tensors,
             layout=role.layout.to_columns() if direct and role.layout is not None else None,
-            transports=role.transports, delivery=self._delivery, bucket_bytes=self._bucket_bytes, adapter=role.adapter.name,
+            transports=role.transports, delivery=self._delivery, bucket_bytes=role.bucket_bytes, adapter=role.adapter.name,
             serving=role.attests,
         )  # fmt: skip
 

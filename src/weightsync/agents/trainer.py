@@ -2,62 +2,47 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import secrets
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Literal, Self, overload
 
 import torch
 import torch.distributed as dist
 
+from weightsync import points
 from weightsync.agents.link import Link, LinkLost
 from weightsync.deadline import Deadline
 from weightsync.errors import (
+    Aborted,
     ConfigurationError,
     CoordinatorUnreachable,
     DeadlineExceeded,
     ProtocolError,
     RoundFailed,
-    TransportUnavailable,
     VersionError,
     WeightSyncError,
 )
 from weightsync.messages import PROTOCOL, Hello, Publish, Published, RoundResult
 from weightsync.roles.trainer import TrainerRole
+from weightsync.service.auth import is_loopback
 from weightsync.service.server import BackgroundServer
 from weightsync.service.settings import ClientSettings, Secret, agent_environment
 from weightsync.transports.base import Scheme
-from weightsync.transports.host import this_host
-from weightsync.transports.registry import BUILT_IN, scheme
+from weightsync.transports.choice import schemes_for
+from weightsync.transports.host import reachable_address, this_host
+from weightsync.transports.tcp import Tcp
 
-__all__ = ["Trainer", "schemes_for"]
+__all__ = ["Trainer"]
 
 _MAX_ADDRESS = 8192
-
-
-def schemes_for(names: Sequence[str] | None) -> list[Scheme]:
-    """The transports to use, in order: those named, or all built-in ones that work here.
-
-    Raises :class:`~weightsync.errors.TransportUnavailable` if one that was named cannot work here, with what would help.
-    """
-    if isinstance(names, str):
-        raise ConfigurationError(f"transports is a list of names, best first: give [{names!r}], not {names!r}")
-    if names is None:
-        return [found for found in map(scheme, BUILT_IN) if found.unavailable() is None]
-    if not names:
-        raise ConfigurationError(f"no transport is allowed; choose from {', '.join(BUILT_IN)}")
-    wanted = [scheme(name) for name in names]
-    for found in wanted:
-        reason = found.unavailable()
-        if reason is not None:
-            raise TransportUnavailable(f"transport {found.name!r} cannot be used on this machine: {reason}")
-    return wanted
 
 
 class Trainer:
@@ -69,7 +54,9 @@ class Trainer:
     :attr:`coordinator` says where. ``dtype`` converts while publishing (float32 master weights to bfloat16, say); without it
     nothing is converted. Holds one copy of this rank's shards in host memory; but if they are all on one CUDA device, nothing is
     converted and ``transports`` allow ``cuda_ipc`` (by default all are allowed), they are read where they are, by engine ranks
-    whose parameters are on GPUs of the same host and by no others. Close it, or use it in a ``with``.
+    of GPUs of the same host and by no others. Where trainer and engine share a GPU, ``offload`` is called at the beginning of every
+    publication, to make room for the engine (optimizer states, say; the weights must stay), and ``restore`` at its end, also if it
+    failed. Close it, or use it in a ``with``.
 
     Raises :class:`~weightsync.errors.CoordinatorUnreachable`, :class:`~weightsync.errors.AuthenticationError`,
     :class:`~weightsync.errors.MembershipError` (another trainer has this run),
@@ -85,6 +72,8 @@ class Trainer:
                 trainer.publish(step)
     """
 
+    _closed = False
+
     def __init__(
         self,
         state: Mapping[str, torch.Tensor] | torch.nn.Module,
@@ -97,7 +86,10 @@ class Trainer:
         dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
         buffers: bool = False,
         transports: Sequence[str] | None = None,
+        offload: Callable[[], object] | None = None,
+        restore: Callable[[], object] | None = None,
     ) -> None:
+        self._offload, self._restore = offload, restore
         self.rank, self.world_size = _place_in_world(rank, world_size)
         self._run, self._session = run, uuid.uuid4().hex
         self._published = -1
@@ -107,7 +99,7 @@ class Trainer:
             settings = self._settings = self._find_coordinator(coordinator, token, owned)
             self.coordinator = settings.coordinator.url
             self._role = TrainerRole(
-                state, schemes_for(transports), secrets.token_bytes(32), self._here, dtype=dtype, buffers=buffers
+                state, _schemes(transports, settings), secrets.token_bytes(32), self._here, dtype=dtype, buffers=buffers
             )
             owned.callback(self._role.close)
             self._background = ThreadPoolExecutor(1, thread_name_prefix="weightsync-publish")
@@ -164,19 +156,27 @@ class Trainer:
         trainer's memory is not read any more, even if the engines have not finished.
 
         Raises :class:`~weightsync.errors.VersionError` (published before, or other ranks publish another number),
-        :class:`~weightsync.errors.ConfigurationError` (``snapshot=True`` of GPU memory that is published in place),
+        :class:`~weightsync.errors.ConfigurationError` (a timeout that is none, or ``snapshot=True`` of GPU memory that is published
+        in place), :class:`~weightsync.errors.Aborted` (after :meth:`close`),
         :class:`~weightsync.errors.DeadlineExceeded` (a rank never came, or the round took too long) and
         :class:`~weightsync.errors.RoundFailed` when fewer replicas than the coordinator's policy requires took the version;
         the future raises the same. Replicas that failed never serve in between: see the result's ``replicas``.
         """
         number = _version_number(number)
+        if not (math.isfinite(timeout) and timeout > 0):
+            raise ConfigurationError(
+                f"publish(timeout={timeout!r}) leaves no time to publish: give the seconds that it may take, more than zero"
+            )
+        if self._closed:
+            raise Aborted("this trainer was closed and cannot publish any more: publish before close(), or make a new Trainer")
         deadline = Deadline(timeout)
         if snapshot and self._role.live:
             raise ConfigurationError(
                 "snapshot=True needs a copy of the weights, and this trainer publishes its GPU memory in place (cuda_ipc): publish "
                 'without it, or make the trainer with transports=["shared_memory", "tcp"], which copies to host memory first'
             )
-        with self._publishing:
+        with self._publishing, self._colocated():
+            points.reached("trainer.publish")
             placed = self._role.arm(number)
             try:
                 if not snapshot:
@@ -192,6 +192,17 @@ class Trainer:
                 return asked
             finally:
                 self._role.disarm()
+
+    @contextmanager
+    def _colocated(self) -> Iterator[None]:
+        """Between ``offload`` and ``restore``."""
+        if self._offload is not None:
+            self._offload()
+        try:
+            yield
+        finally:
+            if self._restore is not None:
+                self._restore()
 
     def _ask(self, number: int, deadline: Deadline) -> RoundResult:
         lost = False
@@ -211,6 +222,7 @@ class Trainer:
                 ) from error
         if not isinstance(answer, Published):
             raise ProtocolError(f"the coordinator answered a publication with {type(answer).__name__}")
+        points.reached("trainer.published")
         self._published = number
         if not answer.result.ok:
             raise RoundFailed(f"version {number} did not reach the replicas that are required: {answer.result.error}")
@@ -218,6 +230,7 @@ class Trainer:
 
     def close(self) -> None:
         """Leave the coordinator, stop serving shards, free the shelf. Replicas keep what they have. Safe twice."""
+        self._closed = True
         self._owned.close()
 
     def __enter__(self) -> Self:
@@ -225,6 +238,15 @@ class Trainer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _schemes(names: Sequence[str] | None, settings: ClientSettings) -> list[Scheme]:
+    """The transports to serve by; TCP where engine ranks of other hosts reach it, if the coordinator can be reached from there."""
+    found = schemes_for(names)
+    where = settings.data_host
+    if where is None and not is_loopback(settings.coordinator.host):
+        where = reachable_address(settings.coordinator.host, settings.coordinator.port)
+    return found if where is None else [one.bound_to(where) if isinstance(one, Tcp) else one for one in found]
 
 
 def _version_number(number: int) -> int:

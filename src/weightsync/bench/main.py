@@ -47,9 +47,38 @@ def _table(cases: Sequence[Case]) -> Table:
     return table
 
 
+def _run_control(options: BenchOptions, console: Console) -> int:
+    from weightsync.bench.control import run_control_cases
+
+    cases = run_control_cases(options.only, options.rounds, lambda text: console.print(text, style="dim", highlight=False))
+    table = Table(title="control alone: no bytes to speak of")
+    table.add_column("case", no_wrap=True)
+    for heading in ("ms", "goal ms"):
+        table.add_column(heading, justify="right")
+    for case in cases:
+        style = "" if case.seconds <= case.goal_seconds else "yellow"
+        table.add_row(case.name, f"{case.seconds * 1000:.1f}", f"{case.goal_seconds * 1000:.0f}", style=style)
+    console.print(table)
+    if options.json:
+        _print_json(cases)
+    return 0
+
+
+def _print_json(cases: Sequence[msgspec.Struct]) -> None:
+    machine = {"python": platform.python_version(), "machine": platform.machine(), "date": datetime.now(UTC).date().isoformat()}
+    print(json.dumps({"cases": [msgspec.to_builtins(case) for case in cases], **machine}))
+    sys.stdout.flush()
+
+
 def run(options: BenchOptions) -> int:
     """Run the chosen cases; tables and progress go to standard error, the JSON (if asked for) is standard output's last line."""
+    if options.suite == "gpu":
+        from weightsync.bench.gpu_suite import run_gpu_suite
+
+        return run_gpu_suite(options)
     console = Console(stderr=True)
+    if options.suite == "control":
+        return _run_control(options, console)
     cases: list[Case] = []
     with console.status("starting") as status:
         for name in select(options):
@@ -65,7 +94,5 @@ def run(options: BenchOptions) -> int:
                 cases.append(run_transfer_case(name, options.size, options.rounds, note))
     console.print(_table(cases))
     if options.json:
-        machine = {"python": platform.python_version(), "machine": platform.machine(), "date": datetime.now(UTC).date().isoformat()}
-        print(json.dumps({"cases": [msgspec.to_builtins(case) for case in cases], **machine}))
-        sys.stdout.flush()
+        _print_json(cases)
     return 0

@@ -35,6 +35,11 @@ class Peer:
         )
         self._buffer = b""
 
+    @property
+    def pid(self) -> int:
+        """Of the process, which leads a process group of its own."""
+        return self._process.pid
+
     def __enter__(self) -> Self:
         return self
 

@@ -24,7 +24,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     pause_mode: PauseMode = "abort"
     require: Require = "any"
     max_unavailable: int | None = None
-    """Replicas that may be out of service at a time (a rolling round); ``None``: all at once. One that serves nothing is not counted."""
+    """Replicas that may be out of service at a time (a rolling round); ``None``: all at once. Who serves nothing is not counted."""
     timeout: float = 300.0
     """Seconds for a round that nobody gave a timeout, and the most that any round gets."""
     grace: float = 5.0

@@ -16,9 +16,10 @@ __all__ = ["EngineAdapter"]
 class EngineAdapter:
     """One engine rank, as weightsync sees it. Derive from it; the defaults suit an engine that has nothing to do there.
 
-    Calls come one at a time from weightsync's own thread, in the order of the round: ``pause``, then ``load`` (streamed
-    delivery) or writes into the memory of ``shards`` (direct delivery), ``finish``, ``flush``, ``resume``. After a failure the
-    next call is ``pause`` of a later round, with the engine never resumed in between. An exception makes the replica dirty.
+    Calls come one at a time from weightsync's own thread, in the order of the round: ``pause``, ``wake_weights``, then ``load``
+    (streamed delivery) or writes into the memory of ``shards`` (direct delivery), ``finish``, ``wake_cache``, ``flush``,
+    ``resume``. After a failure the next call is ``pause`` of a later round, with the engine never resumed in between. An exception
+    makes the replica dirty.
     """
 
     name = "custom"
@@ -32,13 +33,30 @@ class EngineAdapter:
         """Where this rank's parameters live, if they are plain copies of checkpoint elements; ``None``: stream to ``load``."""
         return None
 
+    def device(self) -> torch.device | None:
+        """The CUDA device in whose memory ``load`` is lent its buckets, if trainers on this host can be read from there.
+
+        ``None``: the device of ``shards``, and host memory where there are none.
+        """
+        return None
+
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """Return within ``timeout`` seconds with no generation step running, and none starting until ``resume``."""
+
+    def wake_weights(self) -> None:
+        """Paused, and about to be written: an engine that gave its weights' memory away (colocated) takes it again now.
+
+        ``shards`` may be elsewhere afterwards, but has the same layout.
+        """
+
+    def wake_cache(self) -> None:
+        """The weights are verified: an engine that gave the memory of its KV cache away takes it again now, before ``flush``."""
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load whole tensors under checkpoint names. Called once a bucket; a tensor is lent until this returns.
 
-        Needed for streamed delivery only.
+        Tensors on a CUDA device may be read by the device's current stream, also after this returned; work that is queued on other
+        streams must have been waited for. Needed for streamed delivery only.
         """
         raise NotImplementedError(f"{type(self).__name__} has no loader: define load(), or shards() for direct delivery")
 

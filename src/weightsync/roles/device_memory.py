@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ from weightsync.tensors.cuda.digest import LayoutDigest
 from weightsync.tensors.memory import layout_in_place
 from weightsync.tensors.shards import Shard
 
-__all__ = ["DeviceDigest", "Form", "device_of", "forms_of", "layout_by_shard", "wait_for_devices"]
+__all__ = ["DeviceDigest", "Form", "device_of", "forms_of", "layout_by_shard", "pointers_of", "wait_for_devices"]
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
@@ -24,6 +25,11 @@ def device_of(shards: Sequence[Shard]) -> torch.device | None:
     if len(devices) > 1:
         return None
     return devices.pop() if devices else torch.device("cpu")
+
+
+def pointers_of(shards: Iterable[Shard]) -> list[int]:
+    """Where each of ``shards`` is now: a tenth of a microsecond each, as it is asked while engines stand still."""
+    return list(map(torch.Tensor.data_ptr, map(attrgetter("tensor"), shards)))
 
 
 def wait_for_devices(shards: Sequence[Shard]) -> None:
@@ -83,3 +89,17 @@ class DeviceDigest:
         self.build(addresses)
         with torch.cuda.device(self._device):
             return self._digest.digests()
+
+    def launch(self, first: int, end: int) -> None:
+        """Begin to digest rows ``first <= row < end`` in the device's current stream, with the tables in hand."""
+        self._digest.launch(first, end)
+
+    def taken(self) -> npt.NDArray[np.uint64]:
+        """The digests of all rows that were launched; waits for the device's current stream."""
+        with torch.cuda.device(self._device):
+            return self._digest.taken()
+
+    @property
+    def table_bytes(self) -> int:
+        """Device memory that the tables take."""
+        return self._digest.table_bytes

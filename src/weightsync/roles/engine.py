@@ -5,40 +5,33 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from weightsync import points
 from weightsync.deadline import Deadline
-from weightsync.errors import Aborted, DeadlineExceeded, LayoutError, LoadError, PlanMismatch, ProtocolError, WeightSyncError
-from weightsync.messages import Body, Commit, Done, Host, Move, Moved, Pause, Prepare, Prepared, Quarantine, Resume
-from weightsync.model import Box, Layout, Manifest, Version
+from weightsync.errors import Aborted, DeadlineExceeded, LoadError, PlanMismatch, ProtocolError, WeightSyncError
+from weightsync.messages import Body, Commit, Done, Host, Move, Moved, Pause, PlanSlice, Prepare, Prepared, Quarantine, Resume
+from weightsync.model import Layout, Manifest, Version
 from weightsync.roles.adapter import EngineAdapter
-from weightsync.roles.device_memory import DeviceDigest, device_of, wait_for_devices
-from weightsync.roles.route import Route
-from weightsync.tensors.digest import digest_rows
+from weightsync.roles.device_memory import device_of, pointers_of
+from weightsync.roles.device_streaming import bucket_bytes_for
+from weightsync.roles.moving import Clock, no_collection
+from weightsync.roles.read_back import ReadBack
+from weightsync.roles.route import Route, StagingSettings
 from weightsync.tensors.memory import layout_in_place
-from weightsync.tensors.shards import Shard
 from weightsync.tensors.staging import Staging
 from weightsync.transports.cuda_ipc import CudaIpc
 
 __all__ = ["EngineRole"]
 
-
-@dataclass
-class _Clock:
-    """Seconds spent in each part of a move; parts that overlap are each counted in full.
-
-    What is received is digested in the same pass over memory, so ``digest`` is only what is read again after a loader.
-    """
-
-    receive: float = 0.0
-    load: float = 0.0
-    digest: float = 0.0
+_RECEIVER_SECONDS = 5.0  # after an abort, a read looks at it every few hundred KiB
 
 
 class EngineRole:
@@ -54,6 +47,9 @@ class EngineRole:
         transports: Sequence[str],
         here: Host,
         progress: Callable[[int], None] = lambda nbytes: None,
+        *,
+        bucket_bytes: int | None = None,
+        buffers: int = 2,
     ) -> None:
         self.adapter = adapter
         self.transports = tuple(transports)
@@ -63,9 +59,14 @@ class EngineRole:
         self._device: torch.device | None = None  # the CUDA device that holds the parameters, where they are written directly
         self._pointers: list[int] = []
         self.layout, self._addresses = self._look()
+        self._staging_on = self._staging_device()
+        self._settings = StagingSettings(bucket_bytes or bucket_bytes_for(self._staging_on), buffers)
+        self._read_back = ReadBack(self.manifest)
         self.serving: Version | None = None
         self._state: Literal["serving", "pausing", "paused", "moved", "committed"] = "serving"
         self._route: Route | None = None
+        self._opening: Route | None = None
+        self._closed = False
         self._quarantined = threading.Event()
         self._kept_paused = False
         self._turn = threading.Lock()
@@ -80,9 +81,25 @@ class EngineRole:
         if shards is None or device is None or (device.type != "cpu" and CudaIpc.name not in self.transports):
             return None, ()
         self._device = device if device.type == "cuda" else None
-        self._pointers = [one.tensor.data_ptr() for one in shards]
+        self._pointers = pointers_of(shards)
         layout, addresses = layout_in_place(self.manifest, shards)
         return layout, addresses
+
+    def _staging_device(self) -> torch.device | None:
+        """The CUDA device where buckets for the engine's loader belong, if trainers' GPU memory can be read from there."""
+        if CudaIpc.name not in self.transports:
+            return None
+        device = self.adapter.device()
+        if device is None:
+            device = device_of(self.adapter.shards() or ())
+        if device is None or device.type != "cuda":
+            return None
+        return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The most that a plan may ask for as one staging bucket (the largest tensor, if that is more)."""
+        return self._settings.bucket_bytes
 
     def handle(self, body: Body, timeout: float) -> Body:
         """Answer a call of the coordinator.
@@ -92,30 +109,59 @@ class EngineRole:
         if isinstance(body, Quarantine):
             return self._quarantine(timeout)
         with self._turn:
-            match body:
-                case Prepare():
-                    return self._prepare(body, Deadline(timeout))
-                case Pause():
-                    self._pause(body, timeout)
-                case Move():
-                    return self._move(body.number, Deadline(timeout))
-                case Commit():
-                    self._commit(body.version)
-                case Resume():
-                    self._resume(timeout)
-                case _:
-                    raise ProtocolError(f"an engine rank does not understand {type(body).__name__}")
-            return Done()
+            try:
+                return self._answer(body, timeout)
+            finally:
+                if self._closed:  # meanwhile: whoever closed did not wait for this to end
+                    self._drop_route()
+
+    def _answer(self, body: Body, timeout: float) -> Body:
+        match body:
+            case Prepare():
+                return self._prepare(body, Deadline(timeout))
+            case Pause():
+                self._pause(body, timeout)
+            case Move():
+                return self._move(body.number, Deadline(timeout))
+            case Commit():
+                self._commit(body.version)
+            case Resume():
+                self._resume(timeout)
+            case _:
+                raise ProtocolError(f"an engine rank does not understand {type(body).__name__}")
+        return Done()
 
     def _prepare(self, body: Prepare, deadline: Deadline) -> Prepared:
+        points.reached("engine.prepare")
         layout, addresses = self._look()
         if body.plan.delivery == "direct" and (layout is None or self.layout is None or layout.digest != self.layout.digest):
             raise PlanMismatch("the engine rebuilt its parameters since it joined: restart this rank's weightsync.Engine")
         self._addresses = addresses
         if self._route is None or not self._route.fits(body.plan, addresses):
             self._drop_route()
-            self._route = Route(self.manifest, body.plan, layout, addresses, self.transports, self.here, deadline, self._device)
+            self._route = self._new_route(body.plan, layout, addresses, deadline)
+        points.reached("engine.prepared")
         return Prepared(digest=self._route.digest, transports=tuple(dict.fromkeys(self._route.schemes)))
+
+    def _new_route(self, plan: PlanSlice, layout: Layout | None, addresses: tuple[int, ...], deadline: Deadline) -> Route:
+        device, settings = self._device, self._settings
+        if plan.delivery == "streamed":
+            device = self._staging_on
+            if device is not None and self._read_back.look(self.adapter.shards()):
+                settings = replace(settings, reads_back=True)
+                self._read_back.build()
+        route = Route(self.manifest, plan, layout, addresses, device, settings)
+        self._opening = route
+        try:
+            if self._closed:
+                raise Aborted("this engine rank was closed")
+            route.open(self.transports, self.here, deadline)
+        except BaseException:
+            route.close()
+            raise
+        finally:
+            self._opening = None
+        return route
 
     def _drop_route(self) -> None:
         route, self._route = self._route, None
@@ -126,6 +172,7 @@ class EngineRole:
         self._quarantined.clear()
         self._kept_paused = False
         self._state = "pausing"  # from here on nothing is attested: whoever connects meanwhile must not count on this rank
+        points.reached("engine.pause")
         self.adapter.pause(body.mode, timeout)
         self._state = "paused"
 
@@ -135,13 +182,16 @@ class EngineRole:
             raise ProtocolError("a move needs a prepared plan and a paused engine")
         self.serving = None  # from here to the commit this rank's bytes have no name
         self._state = "paused"
-        clock = _Clock()
+        points.reached("engine.move")
+        clock = Clock()
         try:
+            self.adapter.wake_weights()
             if route.plan.delivery == "direct":
                 route = self._where_it_is(route, deadline)
             for source in route.sources:
                 source.begin(number, deadline)
-            digests, verified = self._fill(route, clock, deadline)
+            with no_collection():
+                digests, verified = self._fill(route, clock, deadline)
             for source in route.sources:
                 source.end(deadline)
             self._check_abort()
@@ -149,6 +199,7 @@ class EngineRole:
             self._drop_route()  # connections may be beyond use, or aborted: the next round makes new ones
             raise
         self._state = "moved"
+        points.reached("engine.moved")
         return Moved(
             nbytes=route.nbytes,
             digests=digests.astype("<u8").tobytes(),
@@ -160,24 +211,27 @@ class EngineRole:
 
     def _where_it_is(self, route: Route, deadline: Deadline) -> Route:
         """The route to the parameters' memory of now: an engine that slept may have given them another since it prepared."""
-        if [one.tensor.data_ptr() for one in self.adapter.shards() or ()] == self._pointers:
+        if pointers_of(self.adapter.shards() or ()) == self._pointers:
             return route
         layout, addresses = self._look()
         if self._device != route.device or layout is None or layout.digest != route.layout.digest:
             raise PlanMismatch("the engine rebuilt its parameters since it prepared: restart this rank's weightsync.Engine")
         self._drop_route()
-        self._route = Route(self.manifest, route.plan, layout, addresses, self.transports, self.here, deadline, self._device)
+        self._route = self._new_route(route.plan, layout, addresses, deadline)
         return self._route
 
     def _fill(
-        self, route: Route, clock: _Clock, deadline: Deadline
+        self, route: Route, clock: Clock, deadline: Deadline
     ) -> tuple[npt.NDArray[np.uint64], Literal["installed", "received"]]:
         digests = np.zeros(len(route.layout), np.uint64)
+        if route.staging is not None:
+            if route.device is not None:
+                digests = self._stream_device(route, route.staging, digests, clock, deadline)
+            else:
+                self._stream(route, route.staging, digests, clock, deadline)
+            return self._installed(route, digests, clock)
         if route.device is not None:
             return self._fill_device(route, digests, clock, deadline), "installed"
-        if route.staging is not None:
-            self._stream(route, route.staging, digests, clock, deadline)
-            return self._installed(route, digests, clock)
         done = 0
         for group, nbytes in enumerate(route.group_bytes):
             self._receive(route, group, digests, clock, deadline)
@@ -186,7 +240,7 @@ class EngineRole:
         return digests, "installed"
 
     def _fill_device(
-        self, route: Route, digests: npt.NDArray[np.uint64], clock: _Clock, deadline: Deadline
+        self, route: Route, digests: npt.NDArray[np.uint64], clock: Clock, deadline: Deadline
     ) -> npt.NDArray[np.uint64]:
         """All sources in one launch, then all rows' digests in another; both complete on return."""
         started = time.perf_counter()
@@ -202,36 +256,76 @@ class EngineRole:
         self._progress(route.nbytes)
         return digests
 
-    def _receive(self, route: Route, group: int, digests: npt.NDArray[np.uint64], clock: _Clock, deadline: Deadline) -> None:
+    def _stream_device(
+        self, route: Route, staging: Staging, digests: npt.NDArray[np.uint64], clock: Clock, deadline: Deadline
+    ) -> npt.NDArray[np.uint64]:
+        """Fill buckets of GPU memory beside the engine's loader. The digests of what it was handed, unless all is read back."""
+        if route.stream is None:
+            return digests
+        digest = None if route.settings.reads_back else route.digest_of
+        done = 0
+
+        def load(bucket: int) -> None:
+            self._load(staging, bucket)
+
+        def progress(bucket: int) -> None:
+            nonlocal done
+            done += route.group_bytes[bucket]
+            self._progress(done)
+
+        waited, worked = route.stream.run(load, self._check_abort, progress, deadline, digest)
+        clock.receive += waited
+        clock.load += worked
+        return digests if digest is None else digest.taken()
+
+    def _receive(self, route: Route, group: int, digests: npt.NDArray[np.uint64], clock: Clock, deadline: Deadline) -> None:
         started = time.perf_counter()
         self._check_abort()
         for source in route.sources:
             source.read(group, deadline, digests)
+            points.reached("engine.group")
         clock.receive += time.perf_counter() - started
 
-    def _stream(self, route: Route, staging: Staging, digests: npt.NDArray[np.uint64], clock: _Clock, deadline: Deadline) -> None:
+    def _stream(self, route: Route, staging: Staging, digests: npt.NDArray[np.uint64], clock: Clock, deadline: Deadline) -> None:
         """Hand bucket k to the engine's loader while bucket k+1 arrives in the other half of the ring."""
 
         def fetch(bucket: int) -> None:
             self._receive(route, bucket, digests, clock, deadline)
 
         done, count = 0, len(route.groups)
-        with ThreadPoolExecutor(1, thread_name_prefix="weightsync-receive") as receiver:
-            arriving = receiver.submit(fetch, 0) if count else None
-            try:
-                for bucket in range(count):
-                    if arriving is not None:
-                        arriving.result(deadline.remaining("receiving a bucket"))
-                    arriving = receiver.submit(fetch, bucket + 1) if bucket + 1 < count else None
-                    self._load(staging, bucket, clock)
-                    done += route.group_bytes[bucket]
-                    self._progress(done)
-            except BaseException:
-                route.abort()  # so that the receiver's thread ends and can be joined
-                raise
+        receiver = ThreadPoolExecutor(1, thread_name_prefix="weightsync-receive")
+        arriving = receiver.submit(fetch, 0) if count else None
+        try:
+            for bucket in range(count):
+                if arriving is not None:
+                    arriving.result(deadline.remaining("receiving a bucket"))
+                ahead = staging.buffers > 1
+                arriving = receiver.submit(fetch, bucket + 1) if ahead and bucket + 1 < count else None
+                started = time.perf_counter()
+                self._load(staging, bucket)
+                clock.load += time.perf_counter() - started
+                if not ahead and bucket + 1 < count:
+                    arriving = receiver.submit(fetch, bucket + 1)
+                done += route.group_bytes[bucket]
+                self._progress(done)
+        except BaseException:
+            route.abort()  # so that the receiver's thread ends soon
+            self._release(route, arriving)
+            raise
+        finally:
+            receiver.shutdown(wait=False, cancel_futures=True)
 
-    def _load(self, staging: Staging, bucket: int, clock: _Clock) -> None:
-        started = time.perf_counter()
+    def _release(self, route: Route, arriving: Future[None] | None) -> None:
+        """Wait a little for the receiver's thread; if it does not end, let it free the staging that it still writes to."""
+        if arriving is None or arriving.cancel():
+            return
+        with suppress(Exception):  # the error that brought us here is the one to report
+            arriving.result(_RECEIVER_SECONDS)
+        if not arriving.done():
+            self._route = None
+            arriving.add_done_callback(lambda _: route.close())
+
+    def _load(self, staging: Staging, bucket: int) -> None:
         self._check_abort()
         tensors = staging.tensors(bucket)
         left = iter(tensors)
@@ -249,39 +343,19 @@ class EngineRole:
             raise LoadError(
                 f"the {self.adapter.name} loader took {len(tensors) - missed} of the {len(tensors)} tensors of a bucket"
             )
-        clock.load += time.perf_counter() - started
 
     def _installed(
-        self, route: Route, received: npt.NDArray[np.uint64], clock: _Clock
+        self, route: Route, received: npt.NDArray[np.uint64], clock: Clock
     ) -> tuple[npt.NDArray[np.uint64], Literal["installed", "received"]]:
         """Digest the parameters themselves where they are whole, plain copies; else what the loader was given must do."""
-        shards = self.adapter.shards()
-        if shards is None or any(shard.box != Box.whole(shard.shape) for shard in shards):
-            return received, "received"
-        try:
-            layout, addresses = layout_in_place(self.manifest, shards, block_bytes=None)
-        except LayoutError:
-            return received, "received"
-        if not np.array_equal(layout.tensor, route.layout.tensor):
-            return received, "received"
         started = time.perf_counter()
-        digests = self._digest(layout, addresses, shards)
+        digests = self._read_back.digests(self.adapter.shards(), route.layout.tensor)
         if digests is None:
+            if route.settings.reads_back and route.device is not None:
+                raise PlanMismatch("the loader gave the engine other parameters than it had: restart this rank's weightsync.Engine")
             return received, "received"
         clock.digest += time.perf_counter() - started
         return digests, "installed"
-
-    def _digest(self, layout: Layout, addresses: tuple[int, ...], shards: Sequence[Shard]) -> npt.NDArray[np.uint64] | None:
-        """Digests of parameters where they are; ``None`` where nothing here can read them."""
-        device = device_of(shards)
-        if device is None or device.type not in ("cpu", "cuda"):
-            return None
-        if device.type == "cuda":
-            wait_for_devices(shards)
-            return DeviceDigest(self.manifest, layout, device).take(addresses)
-        digests = np.zeros(len(layout), np.uint64)
-        digest_rows(self.manifest, layout, addresses, 0, len(layout), digests)
-        return digests
 
     def _check_abort(self) -> None:
         if self._quarantined.is_set():
@@ -290,17 +364,23 @@ class EngineRole:
     def _commit(self, version: Version) -> None:
         if self._state != "moved":
             raise ProtocolError("a commit needs a move that ended well")
+        points.reached("engine.finish")
         self.adapter.finish(version)
+        points.reached("engine.flush")
+        self.adapter.wake_cache()
         if not self.adapter.flush():
             raise LoadError("the engine refused to drop caches made with the old weights")
         self._check_abort()
         self.serving = version
         self._state = "committed"
+        points.reached("engine.committed")
 
     def _resume(self, timeout: float) -> None:
         if self._state != "committed":
             raise ProtocolError("this engine rank holds bytes that were not committed: it is not resumed")
+        points.reached("engine.resume")
         self.adapter.resume()
+        points.reached("engine.resumed")
         if self._kept_paused:  # a quarantine came meanwhile, and gave up waiting
             self._state, self.serving = "paused", None
             self.adapter.pause("abort", timeout)
@@ -332,12 +412,16 @@ class EngineRole:
     def abort(self) -> None:
         """End a move that runs, soon: the coordinator that ordered it is gone. Never blocks; the engine stays paused."""
         self._quarantined.set()
-        route = self._route
-        if route is not None:
-            route.abort()
+        for route in (self._route, self._opening):
+            if route is not None:
+                route.abort()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Abort what runs, close connections, free the staging; wait at most ``timeout`` seconds. The engine stays as it is."""
+        """Abort what runs, close connections, free the staging; wait at most ``timeout`` seconds. The engine stays as it is.
+
+        What runs longer than that (a loader that hangs) frees them itself when it ends.
+        """
+        self._closed = True
         self.abort()
         if self._turn.acquire(timeout=timeout):
             try:

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.errors import PlanMismatch, TransportError, TransportUnavailable
+from weightsync.errors import Aborted, PlanMismatch, TransportError, TransportUnavailable
 from weightsync.messages import Host, PlanSlice, SourceAddress
 from weightsync.model import Layout, Manifest
 from weightsync.planning.pieces import Pieces
 from weightsync.roles.device_memory import DeviceDigest
-from weightsync.tensors.staging import Staging
+from weightsync.roles.device_streaming import DeviceStream
+from weightsync.tensors.staging import Staging, check_size
 from weightsync.tensors.tiles import tiles_of
 from weightsync.transports.base import Source
 from weightsync.transports.choice import choose
 from weightsync.transports.cuda_ipc import CombinedRead, CudaIpc, CudaIpcSource
 from weightsync.transports.registry import scheme
 
-__all__ = ["Route", "row_groups"]
+__all__ = ["Route", "StagingSettings", "row_groups"]
 
 _GROUP_BYTES = 32 << 20  # between groups the engine looks for an abort and reports its progress
+
+
+@dataclass(frozen=True)
+class StagingSettings:
+    """What this engine rank allows for streamed delivery, whatever a plan asks for.
+
+    ``bucket_bytes``: of one bucket (or the largest tensor, if that is more); ``buffers``: two, or one, which saves memory and
+    overlaps nothing; ``reads_back``: the engine's parameters are digested themselves, so staging on a device need not be.
+    """
+
+    bucket_bytes: int = 256 << 20
+    buffers: int = 2
+    reads_back: bool = False
 
 
 def row_groups(manifest: Manifest, layout: Layout, group_bytes: int = _GROUP_BYTES) -> list[tuple[int, int]]:
@@ -67,18 +84,39 @@ def _advice(offered: Sequence[str], allowed: Sequence[str], device: torch.device
         )
     if device is None and CudaIpc.name in offered and set(allowed) - {CudaIpc.name}:
         return (
-            ".\nThe trainer's GPU memory is read in place, by engine ranks whose parameters are on a CUDA device of the same host "
-            "and are written directly; this one receives in host memory. Give the trainer transports=['shared_memory', 'tcp']"
+            ".\nThe trainer's GPU memory is read in place, by engine ranks on a CUDA device of the same host; this one receives in "
+            "host memory. Give the trainer transports=['shared_memory', 'tcp'], or let the adapter's device() name a CUDA device"
         )
     return ""
+
+
+def _read_in_place(plan: PlanSlice, allowed: Sequence[str]) -> bool:
+    """Whether all the bytes of this plan are in GPU memory that is read where it is."""
+    return CudaIpc.name in allowed and all(any(one.scheme == CudaIpc.name for one in source.offers) for source in plan.sources)
+
+
+class _Split:
+    """Adds up the time between laps."""
+
+    def __init__(self, times: dict[str, float]) -> None:
+        self._times, self._last = times, time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self._times[name] = self._times.get(name, 0.0) + now - self._last
+        self._last = now
 
 
 class Route:
     """One engine rank's way through one plan. Raises :class:`~weightsync.errors.PlanMismatch` if the plan does not fit.
 
     ``addresses`` are those of the engine's own regions (direct delivery); for streamed delivery the route owns the staging, whose
-    size it states in :attr:`staging_bytes`. ``device`` is the CUDA device that holds the regions, ``None`` for host memory: then
-    everything is one group, read from all sources in one launch (:attr:`combined`), and digested in another (:attr:`digest_of`).
+    size it states in :attr:`staging_bytes` and which :class:`StagingSettings` bounds. ``device`` is the CUDA device that holds the
+    regions, or on which staging belongs, ``None`` for host memory. On a device all sources are read in one launch
+    (:attr:`combined`), all at once or bucket by bucket (:attr:`stream`), and digested in another (:attr:`digest_of`). Trainers that
+    serve copies in host memory are streamed to host memory, wherever the engine is.
+
+    Made, then opened: another thread may :meth:`abort` it meanwhile, and close it in any case.
     """
 
     def __init__(
@@ -87,18 +125,27 @@ class Route:
         plan: PlanSlice,
         own: Layout | None,
         addresses: tuple[int, ...],
-        allowed: Sequence[str],
-        here: Host,
-        deadline: Deadline,
         device: torch.device | None = None,
+        settings: StagingSettings = StagingSettings(),
     ) -> None:
+        self._manifest = manifest
         self.plan = plan
-        self.device = device if plan.delivery == "direct" else None
+        self.device = device
         self.combined: CombinedRead | None = None
         self.digest_of: DeviceDigest | None = None
+        self.stream: DeviceStream | None = None
         self.layout = Layout.from_columns(manifest, plan.layout)
         self.staging: Staging | None = None
         self.addresses = addresses
+        self.settings = settings
+        self.sources: list[Source] = []
+        self.schemes: list[str] = []
+        self.group_bytes: list[int] = []
+        self.nbytes = 0
+        self.times: dict[str, float] = {}
+        """Seconds of each part of :meth:`open`: ``tiles``, ``connect``, ``map`` (which prepares the sources), ``tables``."""
+        self._aborted = threading.Event()
+        self._owned = ExitStack()
         if plan.delivery == "direct":
             if own is None or own.digest != self.layout.digest:
                 raise PlanMismatch(
@@ -106,30 +153,46 @@ class Route:
                 )
             self.groups = row_groups(manifest, self.layout) if self.device is None else [(0, len(self.layout))]
         else:
+            check_size(manifest, self.layout, settings.bucket_bytes)
             self.groups = [_rows_of(self.layout, region) for region in range(len(self.layout.regions))]
-        pieces = Pieces.from_columns(manifest, self.layout, len(plan.sources), plan.pieces)
-        self.digest = pieces.digest
+        self._pieces = Pieces.from_columns(manifest, self.layout, len(plan.sources), plan.pieces)
+        self.digest = self._pieces.digest
         if self.digest != plan.digest:
             raise PlanMismatch(f"the plan arrived with digest {self.digest}, not {plan.digest} as the coordinator computed it")
-        with ExitStack() as owned:
-            if plan.delivery == "streamed":
-                self.staging = Staging(manifest, self.layout)
-                self.addresses = tuple(self.staging.addresses)
-                owned.callback(self.staging.close)
-            tiles = tiles_of(manifest, pieces, self.layout, self.addresses, self.groups)
-            self.group_bytes = [sum(groups[index].nbytes for groups in tiles) for index in range(len(self.groups))]
-            self.nbytes = sum(self.group_bytes)
-            self.sources: list[Source] = []
-            self.schemes: list[str] = []
-            for address, groups in zip(plan.sources, tiles, strict=True):
-                name, source = _connect(address, allowed, self.device, here, deadline)
-                owned.callback(source.close)
-                source.prepare(groups, address.layout_digest, deadline)
-                self.sources.append(source)
-                self.schemes.append(name)
-            if self.device is not None:
-                self._combine(manifest, self.device)
-            self._owned = owned.pop_all()
+
+    def open(self, allowed: Sequence[str], here: Host, deadline: Deadline) -> None:
+        """Allocate the staging, connect to every source and build the tables. To be closed whether or not this raises."""
+        plan, manifest = self.plan, self._manifest
+        clock = _Split(self.times)
+        if plan.delivery == "streamed":
+            if not _read_in_place(plan, allowed):
+                self.device = None
+            self.staging = Staging(manifest, self.layout, device=self.device, buffers=self.settings.buffers)
+            self._owned.callback(self.staging.close)
+            self.addresses = tuple(self.staging.addresses)
+        tiles = tiles_of(manifest, self._pieces, self.layout, self.addresses, self.groups)
+        del self._pieces
+        clock.lap("tiles")
+        self.group_bytes = [sum(groups[index].nbytes for groups in tiles) for index in range(len(self.groups))]
+        self.nbytes = sum(self.group_bytes)
+        for address, groups in zip(plan.sources, tiles, strict=True):
+            self._check()
+            name, source = _connect(address, allowed, self.device, here, deadline)
+            self._owned.callback(source.close)
+            self.sources.append(source)
+            self.schemes.append(name)
+            self._check()  # whoever aborted before this one was in the list could not abort it
+            clock.lap("connect")
+            source.prepare(groups, address.layout_digest, deadline)
+            clock.lap("map")
+        self._check()
+        if self.device is not None:
+            self._combine(manifest, self.device)
+        clock.lap("tables")
+
+    def _check(self) -> None:
+        if self._aborted.is_set():
+            raise Aborted("preparing was aborted for this engine rank")
 
     def _combine(self, manifest: Manifest, device: torch.device) -> None:
         """Build both tables of a route whose targets are on a CUDA device, so that the first round does not have to."""
@@ -140,8 +203,11 @@ class Route:
             with torch.cuda.device(device):
                 self.combined = CombinedRead(on_device)
                 self.combined.build()
+                if self.staging is not None:
+                    self.stream = DeviceStream(self.combined, self.staging, self.groups, device)
         self.digest_of = DeviceDigest(manifest, self.layout, device)
-        self.digest_of.build(self.addresses)
+        if self.staging is None or not self.settings.reads_back:
+            self.digest_of.build(self.addresses)
 
     @property
     def staging_bytes(self) -> int:
@@ -154,8 +220,9 @@ class Route:
         return plan.digest == self.plan.digest and plan.sources == self.plan.sources and same_memory
 
     def abort(self) -> None:
-        """Make a transfer that runs in another thread end soon."""
-        for source in self.sources:
+        """Make a transfer, or an opening, that runs in another thread end soon."""
+        self._aborted.set()
+        for source in list(self.sources):
             source.abort()
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 import numpy as np
 import torch
 
+from weightsync import points
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, TransportUnavailable
 from weightsync.messages import Body, Done, Host, Offer, Place, Placed
 from weightsync.model import Layout, Manifest
@@ -162,15 +163,18 @@ class TrainerRole:
                 return self._last  # asked again, by a coordinator that restarted: a number always means the same bytes
             if self._armed != number:
                 raise Aborted(f"this trainer rank is not publishing version {number} (any more)")
+            points.reached("trainer.place")
             started = time.perf_counter()
             wait_for_devices(self._shards)  # for what the trainer queued before it called publish, in whatever stream
             with self.shelf.placing(number):
                 digests = self._placer.place(self._stop)
+                points.reached("trainer.placing")
                 if self._stop[0]:
                     raise Aborted(f"placing version {number} was aborted by the trainer")
             self._armed = None
             self._last = Placed(digests=digests.astype("<u8").tobytes(), seconds=time.perf_counter() - started)
             self._placed.set()
+            points.reached("trainer.placed")
             return self._last
 
     def close(self) -> None:

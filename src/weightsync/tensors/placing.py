@@ -48,7 +48,7 @@ class Placer:
         """
         flag = _NEVER if stop is None else stop
         out = np.zeros(len(self._shards), np.uint64)
-        self._place_device(out)
+        self._place_device(out, flag)
         self._place_direct(out, flag)
         for row in self._converted:
             out[row] = self._place_converted(row, flag)
@@ -129,15 +129,19 @@ class Placer:
             total += int(digest[0])
         return total % 2**64
 
-    def _place_device(self, out: UInt64) -> None:
-        """Copy each device shard to the shelf, wait once a device, then take the digests from the shelf."""
+    def _place_device(self, out: UInt64, flag: npt.NDArray[np.int8]) -> None:
+        """Copy each device shard to the shelf, then take the digests from the shelf; looks at ``flag`` between two of them."""
         for row in self._device:
+            if flag[0]:
+                return
             one, spec = self._shards[row], self._manifest[int(self._layout.tensor[row])]
             size = one.box.size * torch_dtype(spec.dtype).itemsize
             memory = torch.from_numpy(bytes_at(int(self._targets[row]), size)).view(self._dtype(row))
             memory.view(one.box.shape).copy_(one.tensor)
         digests = np.zeros(len(self._shards), np.uint64)
         for row in self._device:
+            if flag[0]:
+                return
             digest_rows(self._manifest, self._layout, (self._address,), row, row + 1, digests)
             out[row] = digests[row]
 

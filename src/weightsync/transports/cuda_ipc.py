@@ -29,7 +29,7 @@ from weightsync.errors import (
     TransportError,
     TransportUnavailable,
 )
-from weightsync.messages import Host, Offer
+from weightsync.messages import UNREADABLE, Host, Offer
 from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.cuda.copies import TileCopy
 from weightsync.tensors.tiles import Tiles
@@ -115,42 +115,57 @@ class CudaIpcSource:
         self._alone: CombinedRead | None = None
         self._running: torch.cuda.Event | None = None
         self._opened: dict[bytes, int] = {}
+        self._facts: Exported
         self.exports = 0
         """Which of the owner's exports :attr:`addresses` is of."""
         self.addresses: tuple[int, ...] = ()
-        """Where this process sees each of the owner's regions."""
+        """Where this process sees each of the owner's regions; 0 for those of which nothing is wanted."""
         self._sizes: tuple[int, ...] = ()
         self._layout_digest = ""
         try:
-            self._map(deadline)
+            self._ask(deadline)
         except BaseException:
             self.close()
             raise
 
-    def _map(self, deadline: Deadline) -> None:
-        """Ask what the owner exports, and map what is new of it."""
+    def _ask(self, deadline: Deadline) -> None:
+        """Ask what the owner exports."""
         self._channel.send([_ASK], deadline)
         (length,) = _LENGTH.unpack(self._channel.receive(_LENGTH.size, deadline))
         if length > _MOST_FACTS:
             raise ProtocolError(f"{self._channel.peer} announced {length:,} bytes about its device memory")
         try:
             facts = msgspec.msgpack.decode(self._channel.receive(length, deadline), type=Exported)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise ProtocolError(f"{self._channel.peer} described its device memory wrongly: {error}") from None
-        number, offset, size = facts.regions()
-        mine = facts.process == this_process()
-        if mine:
+        _, _, size = facts.regions()
+        if facts.process == this_process():
             reach_device(facts.device, self.device)
-        bases = [base if mine else self._open(handle) for base, handle in zip(facts.bases, facts.handles, strict=True)]
-        stale = [] if mine else [handle for handle in self._opened if handle not in facts.handles]
-        self.addresses = tuple(bases[one] + at for one, at in zip(number.tolist(), offset.tolist(), strict=True))
         self._sizes = tuple(size.tolist())
         self._layout_digest = facts.layout_digest
+        self._facts = facts
         self.exports = facts.count
-        for handle in stale:
+
+    def _open(self, deadline: Deadline) -> None:
+        """Map the allocations of which something is wanted, and let go of those that are gone.
+
+        Opening a handle costs 50 microseconds (2 MiB) and more, in several threads too, and there may be ten thousand.
+        """
+        facts = self._facts
+        number, offset, _ = facts.regions()
+        wanted = np.zeros(len(number), np.bool_)
+        for tiles in self.groups:
+            wanted[tiles.region] = True
+        bases = np.zeros(len(facts.handles) + 1, np.int64)
+        for one in np.unique(number[wanted]).tolist():
+            bases[one] = facts.bases[one] if facts.process == this_process() else self._opened_at(facts.handles[one])
+            self._check(deadline, "mapping device memory")
+        self.addresses = tuple(np.where(wanted, bases[number] + offset, 0).tolist())
+        kept = set(facts.handles)
+        for handle in [handle for handle in self._opened if handle not in kept]:
             close_handle(self._opened.pop(handle), self.device)
 
-    def _open(self, handle: bytes) -> int:
+    def _opened_at(self, handle: bytes) -> int:
         if handle not in self._opened:
             self._opened[handle] = open_handle(handle, self.device)
         return self._opened[handle]
@@ -173,6 +188,7 @@ class CudaIpcSource:
         for tiles in groups:
             check_tiles(tiles, self._sizes)
         self.groups = tuple(groups)
+        self._open(deadline)
 
     def begin(self, version: int, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Source.begin`. Waits for work that this process has on the device."""
@@ -181,7 +197,10 @@ class CudaIpcSource:
         stamp = self._header.require(version)
         if self.exports != export_count(self._page):
             self.finish(deadline)
-            self._map(deadline)
+            self._ask(deadline)
+            for tiles in self.groups:
+                check_tiles(tiles, self._sizes)
+            self._open(deadline)
         torch.cuda.synchronize(self.device)  # whoever reads the targets must be done before they change
         self._stamp = stamp
 
@@ -284,8 +303,11 @@ class CombinedRead:
             self._copy, self._made_of = TileCopy(groups, torch.device("cuda", devices.pop())), made_of
         return self._copy
 
-    def read(self, group: int, deadline: Deadline) -> None:
-        """Return when every byte of this group is in place. Raises as :meth:`weightsync.transports.base.Source.read` does."""
+    def launch(self, group: int, deadline: Deadline) -> torch.cuda.Event:
+        """Begin to read this group in the device's current stream; the event marks its end. Raises as :meth:`read` does.
+
+        Whether the owners held their version until then is only known when :meth:`settle` was called after it.
+        """
         for source in self._sources:
             source.require_unchanged(deadline)
         copy = self.build()
@@ -294,6 +316,21 @@ class CombinedRead:
         launched.record(torch.cuda.current_stream(copy.device))
         for source in self._sources:
             source.launched(launched)
+        return launched
+
+    def settle(self, event: torch.cuda.Event, deadline: Deadline) -> None:
+        """Wait for ``event``, and raise unless every owner lives and holds its version still."""
+        self.wait(event, deadline, "reading device memory")
+        for source in self._sources:
+            source.require_unchanged(deadline)
+
+    def wait(self, event: torch.cuda.Event, deadline: Deadline, what: str) -> None:
+        """Wait for ``event``. Raises DeadlineExceeded, or what the device reports as a TransportError."""
+        _wait(event, deadline, what)
+
+    def read(self, group: int, deadline: Deadline) -> None:
+        """Return when every byte of this group is in place. Raises as :meth:`weightsync.transports.base.Source.read` does."""
+        self.launch(group, deadline)
         for source in self._sources:
             source.finish(deadline)
             source.require_unchanged(deadline)

@@ -18,13 +18,14 @@ import numpy.typing as npt
 import torch
 
 from weightsync.errors import LayoutError, ProtocolError
-from weightsync.transports.cuda_driver import HANDLE_BYTES, Allocation, allocation_of, export_handle
+from weightsync.transports.cuda_driver import HANDLE_BYTES, Allocation, allocation_of, export_handle, still_allocated
 from weightsync.transports.shelf import HEADER_BYTES, Shelf
 
 __all__ = ["DeviceShelf", "Exported", "export_count", "this_process"]
 
 Int64 = npt.NDArray[np.int64]
 
+_MOST_BYTES = 1 << 60
 _EXPORTS_WORD = 16  # of the header page, behind what Header uses; in a cache line of its own
 
 
@@ -59,6 +60,8 @@ class Exported(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if len(self.columns) % 24 or not len(self.handles) == len(self.bases) == len(self.sizes):
             raise ProtocolError("the owner described its device memory in columns of different lengths")
         columns = np.frombuffer(self.columns, "<i8").astype(np.int64).reshape(3, -1)
+        if any(not 0 <= size <= _MOST_BYTES for size in self.sizes):
+            raise ProtocolError("the owner described an allocation of an impossible size")
         number, offset, size = columns
         if columns.size and (columns.min() < 0 or number.max() >= len(self.sizes)):
             raise ProtocolError("the owner named device memory that it did not export")
@@ -119,7 +122,7 @@ class DeviceShelf:
         if len(addresses) != len(self.sizes):
             raise LayoutError(f"{len(addresses)} addresses for {len(self.sizes)} regions of device memory")
         allocations, where = self._found
-        if addresses == where and all(allocation_of(one.base, self.device) == one for one in allocations):
+        if addresses == where and still_allocated(allocations, self.device):
             return self.exported
         held: list[Allocation] = []
         number = np.zeros(len(addresses), np.int64)

@@ -91,3 +91,8 @@ class LayoutDigest:
         """The digests of layout rows ``start <= row < stop``, ``uint64[stop - start]``; waits for the device."""
         values: npt.NDArray[np.int64] = self.launch(start, stop).cpu().numpy()
         return values.view(np.uint64).copy()
+
+    def taken(self) -> npt.NDArray[np.uint64]:
+        """What :meth:`launch` found for every row, the last time that it was launched for it; waits for the current stream."""
+        values: npt.NDArray[np.int64] = self._out.cpu().numpy()
+        return values.view(np.uint64).copy()

@@ -1,0 +1,187 @@
+"""A rank of the GPU suite: ``python -m weightsync.bench.gpu_rank CONFIG`` answers commands line by line.
+
+Trainer ranks hold DTensors, cut along the first dimension as FSDP2 does; engine ranks the parts of a tensor-parallel model. Every
+tensor is an allocation of its own, as training frameworks make them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardPlacement
+
+from weightsync.agents.engine import Engine
+from weightsync.agents.trainer import Trainer
+from weightsync.bench.gpu_job import Job, manifest_for
+from weightsync.bench.sharding import fsdp, tensor_parallel
+from weightsync.errors import LoadError, WeightSyncError
+from weightsync.messages import PauseMode
+from weightsync.model import Box, Layout, Manifest, TensorSpec
+from weightsync.roles.adapter import EngineAdapter
+from weightsync.tensors.shards import Shard, shard
+
+__all__ = ["main"]
+
+
+def _boxes(manifest: Manifest, layout: Layout) -> Iterator[tuple[TensorSpec, Box]]:
+    """Each row of a layout, as a tensor's name and shape, and the box of it."""
+    for row in range(len(layout)):
+        yield manifest[int(layout.tensor[row])], layout.box(row, manifest)
+
+
+def _memory(device: int) -> dict[str, int]:
+    """Bytes in use: of the whole device, as the driver sees it, and by this process's tensors."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return {"device": total - free, "tensors": torch.cuda.memory_allocated(device)}
+
+
+class _TrainerRank:
+    """Answers commands as one trainer rank."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self._rank, self._world, self._device = rank, len(job.on), job.on[rank]
+        torch.cuda.set_device(self._device)
+        # The mesh is never used to communicate, so its process group need not exist.
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=self._world)
+        mesh = DeviceMesh("cuda", list(range(self._world)))
+        torch.cuda.set_device(self._device)
+        manifest = manifest_for(job.model)
+        self._state: dict[str, torch.Tensor] = {}
+        self._local: list[torch.Tensor] = []
+        for spec, box in _boxes(manifest, fsdp(manifest, self._world)[rank]):
+            part = torch.empty(box.shape, dtype=torch.bfloat16, device=f"cuda:{self._device}")
+            stride = torch.empty(spec.shape, device="meta").stride()
+            self._local.append(part)
+            self._state[spec.name] = DTensor.from_local(
+                part, mesh, [ShardPlacement(0)], run_check=False, shape=torch.Size(spec.shape), stride=stride
+            )
+        self._trainer: Trainer
+
+    def memory(self) -> dict[str, int]:
+        return _memory(self._device)
+
+    def join(self, url: str, token: str) -> dict[str, Any]:
+        started = time.perf_counter()
+        self._trainer = Trainer(self._state, url, token=token, rank=self._rank, world_size=self._world)
+        return {"seconds": time.perf_counter() - started, "live": self._trainer._role.live}
+
+    def change(self, version: int) -> None:
+        """All bits of all weights, at random."""
+        torch.manual_seed(version * 1000 + self._rank)
+        for part in self._local:
+            part.view(torch.int16).random_(-32768, 32767)
+        torch.cuda.synchronize()
+
+    def publish(self, version: int) -> dict[str, Any]:
+        started = time.monotonic()
+        result = self._trainer.publish(version, timeout=120)
+        return {"begun": started, "ended": time.monotonic(), "result": msgspec.to_builtins(result)}
+
+
+class _Adapter(EngineAdapter):
+    """Parameters, and a loader that copies whole tensors, or this rank's slices of them, into them."""
+
+    name = "bench"
+
+    def __init__(self, manifest: Manifest, layout: Layout, device: int) -> None:
+        self.times: dict[str, float] = {}
+        self._manifest = manifest
+        self._shards: list[Shard] = []
+        self._own: dict[str, tuple[torch.Tensor, tuple[slice, ...]]] = {}
+        for spec, box in _boxes(manifest, layout):
+            part = torch.zeros(box.shape, dtype=torch.bfloat16, device=f"cuda:{device}")
+            self._shards.append(shard(spec.name, part, spec.shape, box.starts))
+            cut = tuple(slice(first, end) for first, end in zip(box.starts, box.stops, strict=True))
+            # As integers: torch's copy of many tensors goes by way of float32 and would give a NaN other bits.
+            self._own[spec.name] = part.view(torch.int16), () if box.shape == spec.shape else cut
+
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    def shards(self) -> Sequence[Shard]:
+        return self._shards
+
+    def pause(self, mode: PauseMode, timeout: float) -> None:
+        self.times["paused"] = time.monotonic()
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        targets, parts = list[torch.Tensor](), list[torch.Tensor]()
+        for name, tensor in tensors:
+            target, cut = self._own[name]
+            if tensor.dtype != torch.bfloat16:
+                raise LoadError(f"{name} came as {tensor.dtype}")
+            targets.append(target)
+            part = tensor.view(torch.int16)
+            parts.append(part[cut] if cut else part)
+        torch._foreach_copy_(targets, parts)
+
+    def resume(self) -> None:
+        self.times["resumed"] = time.monotonic()
+
+
+class _EngineRank:
+    """Answers commands as one engine rank."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self._job, self._rank, self._device = job, rank, job.to[rank]
+        torch.cuda.set_device(self._device)
+        manifest = manifest_for(job.model)
+        self._adapter = _Adapter(manifest, tensor_parallel(manifest, len(job.to))[rank], self._device)
+        self._engine: Engine
+
+    def memory(self) -> dict[str, int]:
+        return _memory(self._device)
+
+    def join(self, url: str, token: str) -> dict[str, Any]:
+        started = time.perf_counter()
+        self._engine = Engine(
+            self._adapter, "replica", url, token=token, rank=self._rank, world_size=len(self._job.to), delivery=self._job.delivery,
+            bucket_bytes=self._job.bucket_bytes or None, buffers=self._job.buffers,
+        )  # fmt: skip
+        return {"seconds": time.perf_counter() - started}
+
+    def last(self) -> dict[str, Any]:
+        """Times, version and memory of the round before."""
+        route, serving = self._engine._role._route, self._engine.serving
+        if route is None or serving is None:
+            raise WeightSyncError("the round left nothing behind")
+        tables = route.combined.build().table_bytes if route.combined else 0
+        return {
+            **self._adapter.times, "serving": serving.number, "bytes": route.nbytes, "staging_bytes": route.staging_bytes,
+            "table_bytes": tables, "times": route.times,
+        }  # fmt: skip
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    config = json.loads(sys.argv[1])
+    job = msgspec.convert(config["job"], Job)
+    kind: Callable[[Job, int], Any] = _TrainerRank if config["role"] == "trainer" else _EngineRank
+    rank = kind(job, config["rank"])
+    print(json.dumps({"answer": "ready"}), flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = {"answer": getattr(rank, command.pop("do"))(**command)}
+        except (WeightSyncError, RuntimeError, OSError) as error:
+            answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
+        print(json.dumps(answer), flush=True)
+    os._exit(0)  # without waiting for the device, of which peers may be gone
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Whole rounds between GPUs, each beside the floor of the same run: the suite ``gpu`` of ``weightsync bench``.
+
+Everything is the public way: a coordinator, a process for each rank with a ``Trainer`` or ``Engine``. Weights are random and new in
+every round; a round whose installed digests are not the published ones on every rank fails the case.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+
+from weightsync.bench.gpu_job import Job, manifest_for
+from weightsync.bench.peer import Peer
+from weightsync.errors import RoundFailed
+from weightsync.service.server import BackgroundServer
+from weightsync.service.settings import ServerSettings
+
+__all__ = ["GpuCase", "Rates", "measured_rates", "run_gpu_case"]
+
+_COPY_BYTES = 2 << 30
+_SECONDS = 180.0
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """Bytes a second of the driver's copy, bytes counted once: within a GPU, and from another (the same, if it is alone)."""
+
+    local: float
+    peer: float
+
+
+class GpuCase(msgspec.Struct, frozen=True, kw_only=True):
+    """One case: milliseconds, of the slowest rank."""
+
+    name: str
+    job: Job
+    bytes: int
+    bytes_from_peers: int
+    floor_ms: float
+    rates: Rates
+    setup_seconds: dict[str, float]
+    """Making the ranks, and joining them to the coordinator."""
+    first: dict[str, float]
+    """The first round, which plans, maps memory and builds tables (``agree``)."""
+    steady: dict[str, float]
+    """Medians of the rounds after it."""
+    extra_bytes: dict[str, int]
+    rounds: list[dict[str, float]]
+
+
+def measured_rates(devices: Sequence[int]) -> Rates:
+    """Copies 2 GiB a few times, and takes the best."""
+    import torch
+
+    def rate(source: int, target: int) -> float:
+        one = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=f"cuda:{source}").random_()
+        other = torch.empty_like(one, device=f"cuda:{target}")
+        best = 0.0
+        for _ in range(6):
+            torch.cuda.synchronize(source)
+            torch.cuda.synchronize(target)
+            with torch.cuda.device(source):
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                begin.record()
+                other.copy_(one)
+                end.record()
+                end.synchronize()
+            best = max(best, 1000 * _COPY_BYTES / begin.elapsed_time(end))
+        return best
+
+    found = Rates(rate(devices[0], devices[0]), rate(devices[0], devices[-1]))
+    torch.cuda.empty_cache()
+    return found
+
+
+def _heard(peers: Sequence[Peer]) -> list[Any]:
+    answers = [peer.hear(_SECONDS) for peer in peers]
+    for peer, answer in zip(peers, answers, strict=True):
+        if "error" in answer:
+            raise RoundFailed(f"{peer.name}: {answer['error']}")
+    return [answer["answer"] for answer in answers]
+
+
+def _together(peers: Sequence[Peer], **command: object) -> list[Any]:
+    for peer in peers:
+        peer.tell(**command)
+    return _heard(peers)
+
+
+def _round(job: Job, trainers: Sequence[Peer], engines: Sequence[Peer], version: int) -> dict[str, float]:
+    """One publication, in milliseconds."""
+    _together(trainers, do="change", version=version)
+    told = _together(trainers, do="publish", version=version)
+    ended = _together(engines, do="last")
+    result = told[0]["result"]
+    (replica,) = result["replicas"]
+    other = any(one["serving"] != version for one in ended) or replica["transports"] != ["cuda_ipc"]
+    if other or replica["delivery"] != job.delivery:
+        raise RoundFailed(f"the round was not what is measured: {replica}")
+    whole = job.delivery == "direct" or len(job.to) == 1
+    if replica["verified"] != ("installed" if whole else "received"):
+        raise RoundFailed(f"the round was not verified: {replica}")
+    parts, phases = replica["parts"], replica["phases"]
+    data = sum(parts[name] for name in ("receive", "load", "digest") if name in parts)
+    seconds = {
+        "publish": max(one["ended"] for one in told) - min(one["begun"] for one in told),
+        "place": result["phases"]["place"],
+        "agree": phases["agree"],
+        "pause_to_resume": max(one["resumed"] for one in ended) - min(one["paused"] for one in ended),
+        "pause_to_resume_at_coordinator": replica["paused_seconds"],
+        **{phase: phases[phase] for phase in ("pause", "move", "verify", "commit")},
+        **parts,
+        "move_without_digest": phases["move"] - parts.get("digest", 0.0),
+        "overhead_while_paused": replica["paused_seconds"] - data,
+        **{f"agree_{name}": max(one["times"].get(name, 0.0) for one in ended) for name in ended[0]["times"]},
+    }
+    sizes = {name: float(max(one[name] for one in ended)) for name in ("table_bytes", "staging_bytes")}
+    return {name: round(1000 * value, 3) for name, value in seconds.items()} | sizes
+
+
+def run_gpu_case(job: Job, rates: Rates, rounds: int, note: Callable[[str], None]) -> GpuCase:
+    """Measure ``rounds`` rounds after the first.
+
+    Raises :class:`~weightsync.errors.RoundFailed` if a round does not end, verified, on every rank.
+    """
+    manifest = manifest_for(job.model)
+    floor, nbytes, from_peers = job.floor(manifest, rates.local, rates.peer)
+    note(f"{job.name}: starting {len(job.on)} + {len(job.to)} ranks")
+    with BackgroundServer(ServerSettings.load({}, port=0, heartbeat=60.0)) as server, ExitStack() as owned:
+
+        def start(role: str, count: int) -> list[Peer]:
+            described = msgspec.to_builtins(job)
+            made = [Peer("weightsync.bench.gpu_rank", {"role": role, "rank": rank, "job": described}) for rank in range(count)]
+            for one in made:
+                owned.enter_context(one)
+            return made
+
+        engines, trainers = start("engine", len(job.to)), start("trainer", len(job.on))
+        _heard(trainers), _heard(engines)
+        before = _together(trainers, do="memory"), _together(engines, do="memory")
+        joined = _together(trainers, do="join", url=server.url, token=server.token)
+        if not all(one["live"] for one in joined):
+            raise RoundFailed("a trainer rank does not publish its GPU memory in place")
+        setup = {"join_trainer": max(one["seconds"] for one in joined)}
+        setup["join_engine"] = max(one["seconds"] for one in _together(engines, do="join", url=server.url, token=server.token))
+        measured: list[dict[str, float]] = []
+        for version in range(rounds + 1):
+            measured.append(_round(job, trainers, engines, version))
+            note(f"{job.name}: round {version}: {measured[-1]['pause_to_resume']:.1f} ms from pause to resume")
+        after = _together(trainers, do="memory"), _together(engines, do="memory")
+    return GpuCase(
+        name=job.name, job=job, bytes=nbytes, bytes_from_peers=from_peers, floor_ms=1000 * floor, rates=rates, setup_seconds=setup,
+        first=measured[0], steady={name: statistics.median(one[name] for one in measured[1:]) for name in measured[0]},
+        extra_bytes={
+            f"{side}_{what}": max(b[what] - a[what] for a, b in zip(before[index], after[index], strict=True))
+            for index, side in enumerate(("trainer", "engine"))
+            for what in ("device", "tensors")
+        },
+        rounds=measured,
+    )  # fmt: skip

@@ -1,0 +1,75 @@
+"""The suite ``gpu``: one model, one pair of shardings, direct and streamed, with what it ran on."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from weightsync.bench.gpu_job import Delivery, Job, place
+from weightsync.bench.gpu_rounds import GpuCase, measured_rates, run_gpu_case
+from weightsync.bench.options import BenchOptions
+from weightsync.errors import ConfigurationError
+
+__all__ = ["jobs_of", "run_gpu_suite"]
+
+_SHOWN = ("agree", "place", "pause", "receive", "load", "digest", "move_without_digest", "verify", "commit", "pause_to_resume")
+
+
+def jobs_of(options: BenchOptions, gpus: int) -> list[Job]:
+    """The cases that were asked for. Raises :class:`~weightsync.errors.ConfigurationError` for what ``gpus`` GPUs cannot hold."""
+    on, to = place(options.source, options.target, options.placement, gpus)
+    name = Path(options.model).stem if options.model.endswith(".json") else options.model
+    wanted: list[Delivery] = [one for one in get_args(Delivery) if options.delivery in ("", one)]
+    return [
+        Job(
+            name=f"{name}/{options.source}/{options.target}/{options.placement}/{one}", model=options.model, delivery=one,
+            on=on, to=to, bucket_bytes=options.bucket_bytes, buffers=options.buffers,
+        )
+        for one in wanted
+    ]  # fmt: skip
+
+
+def _table(case: GpuCase) -> Table:
+    moved = case.steady["move_without_digest"]
+    title = f"{case.name}: floor {case.floor_ms:.1f} ms, moved in {moved:.1f} ms ({moved / case.floor_ms:.2f} x)"
+    table = Table(title=title)
+    for heading in ("ms", "first round", "steady"):
+        table.add_column(heading, justify="left" if heading == "ms" else "right")
+    for name in _SHOWN:
+        if name in case.steady:
+            table.add_row(name, f"{case.first[name]:.1f}", f"{case.steady[name]:.1f}")
+    return table
+
+
+def run_gpu_suite(options: BenchOptions) -> int:
+    """Run the cases; tables and progress go to standard error, the JSON (if asked for) is standard output's last line.
+
+    Raises :class:`~weightsync.errors.ConfigurationError` without a GPU, and :class:`~weightsync.errors.RoundFailed`.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigurationError("the suite gpu needs a CUDA device, and torch sees none")
+    jobs = jobs_of(options, torch.cuda.device_count())
+    console = Console(stderr=True, width=160)
+    rates = measured_rates(sorted({*jobs[0].on, *jobs[0].to}))
+    cases: list[GpuCase] = []
+    for job in jobs:
+        cases.append(run_gpu_case(job, rates, options.rounds, lambda text: console.print(text, style="dim", highlight=False)))
+        console.print(_table(cases[-1]))
+    if options.json:
+        machine = {
+            "date": datetime.now(UTC).isoformat(timespec="minutes"), "device": torch.cuda.get_device_name(0),
+            "devices": torch.cuda.device_count(), "python": platform.python_version(), "torch": torch.__version__,
+        }  # fmt: skip
+        print(json.dumps({"cases": [msgspec.to_builtins(case) for case in cases], **machine}))
+        sys.stdout.flush()
+    return 0

@@ -1,0 +1,93 @@
+"""Trainer and engine on one device: who makes room and who takes it back, and when, also when the round fails. One process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import pytest
+import torch
+
+from weightsync.adapters.module import ModuleAdapter
+from weightsync.agents.engine import Engine
+from weightsync.agents.trainer import Trainer
+from weightsync.errors import RoundFailed
+from weightsync.messages import PauseMode
+from weightsync.model import Version
+from weightsync.service.server import BackgroundServer
+from weightsync.service.settings import ServerSettings
+
+
+class Sleeping(ModuleAdapter):
+    """Writes down what it is asked, and refuses to load where told."""
+
+    def __init__(self, module: torch.nn.Module, said: list[str]) -> None:
+        super().__init__(module)
+        self.said, self.broken = said, False
+
+    def pause(self, mode: PauseMode, timeout: float) -> None:
+        self.said.append("pause")
+        super().pause(mode, timeout)
+
+    def wake_weights(self) -> None:
+        self.said.append("wake_weights")
+        weight = self.module.get_parameter("weight")
+        weight.data = torch.zeros_like(weight)  # awake, elsewhere
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.said.append("load")
+        if self.broken:
+            raise RuntimeError("on purpose")
+        super().load(tensors)
+
+    def finish(self, version: Version) -> None:
+        self.said.append("finish")
+        super().finish(version)
+
+    def wake_cache(self) -> None:
+        self.said.append("wake_cache")
+
+    def flush(self) -> bool:
+        self.said.append("flush")
+        return True
+
+    def resume(self) -> None:
+        self.said.append("resume")
+        super().resume()
+
+
+@pytest.fixture
+def server() -> Iterator[BackgroundServer]:
+    with BackgroundServer(ServerSettings.load({}, port=0)) as one:
+        yield one
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_phases_in_order_and_restored_after_a_failure(server: BackgroundServer, buffers: int) -> None:
+    torch.manual_seed(5)
+    said: list[str] = []
+    source, target = torch.nn.Linear(64, 8), torch.nn.Linear(64, 8)
+    adapter = Sleeping(target, said)
+    hooks = {"offload": lambda: said.append("offload"), "restore": lambda: said.append("restore")}
+    with (
+        Trainer(source, server.url, token=server.token, transports=["shared_memory"], **hooks) as trainer,  # type: ignore[arg-type]
+        Engine(
+            adapter, "r", server.url, token=server.token, delivery="streamed", bucket_bytes=1 << 10, buffers=buffers,
+            transports=["shared_memory"],
+        ),
+    ):  # fmt: skip
+        assert trainer.publish(1, timeout=20).ok
+        assert torch.equal(target.weight, source.weight)
+        loads = said.count("load")
+        assert loads == 2
+        order = [name for name in said if name != "load"]
+        assert order == ["offload", "pause", "wake_weights", "finish", "wake_cache", "flush", "resume", "restore"]
+        said.clear()
+        adapter.broken = True
+        with pytest.raises(RoundFailed, match="on purpose"):
+            trainer.publish(2, timeout=20)
+        assert said[0] == "offload"
+        assert said[-1] == "restore"
+        assert "resume" not in said
+        adapter.broken = False
+        assert trainer.publish(3, timeout=20).ok
+        assert torch.equal(target.weight, source.weight)

@@ -1,0 +1,43 @@
+"""Rollouts for a trainer: admitted by staleness, spread over replicas, interrupted and gone on with, every token with its version.
+
+See ``docs/guides/rollouts.md``.
+"""
+
+from __future__ import annotations
+
+from weightsync.rollouts.blocking import Rollouts
+from weightsync.rollouts.callbacks import RolloutCallback
+from weightsync.rollouts.controller import Counts, Generate, Rollout, RolloutController, RolloutSettings, Task
+from weightsync.rollouts.generation import Completions, Generation, VllmTokens
+from weightsync.rollouts.mail import CompletionReceiver, CompletionSender
+from weightsync.rollouts.orders import OrderFollower, Server, UpdateServers
+from weightsync.rollouts.replicas import Replicas
+from weightsync.rollouts.samples import Chunk, Sample, Sampling
+from weightsync.rollouts.staleness import Admission, capacity
+from weightsync.rollouts.watch import Watch
+
+__all__ = [
+    "Admission",
+    "Chunk",
+    "CompletionReceiver",
+    "CompletionSender",
+    "Completions",
+    "Counts",
+    "Generate",
+    "Generation",
+    "OrderFollower",
+    "Replicas",
+    "Rollout",
+    "RolloutCallback",
+    "RolloutController",
+    "RolloutSettings",
+    "Rollouts",
+    "Sample",
+    "Sampling",
+    "Server",
+    "Task",
+    "UpdateServers",
+    "VllmTokens",
+    "Watch",
+    "capacity",
+]

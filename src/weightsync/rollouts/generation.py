@@ -1,0 +1,323 @@
+"""Asking an engine for tokens over HTTP: one class for each kind of server, all of them streams of :class:`Chunk`.
+
+================== ============================= ==========================================================================
+class              route                         who attests versions
+================== ============================= ==========================================================================
+``VllmTokens``     POST /inference/v1/generate   vLLM's own spans, in the last message of each request, also an aborted one
+``Completions``    POST /v1/completions          ``weightsync.token_versions`` in a message (the demo's server, and yours);
+                                                 else ``GET /weight_info`` before and after, where both say the same
+================== ============================= ==========================================================================
+
+A request whose connection is closed is cancelled by the server. Nobody's word but the server's gives a token a version: what it
+did not attest before it went away is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Protocol, Self, get_args
+
+import httpx
+import msgspec
+
+from weightsync.errors import ConfigurationError, LoadError, PeerLost, ProtocolError
+from weightsync.messages import UNREADABLE
+from weightsync.rollouts.samples import Chunk, FinishReason, Sampling
+from weightsync.service.auth import bearer
+from weightsync.service.settings import Secret
+
+__all__ = ["Completions", "Generation", "VllmTokens", "version_number"]
+
+_CONNECT_SECONDS = 5.0
+_READ_SECONDS = 120.0  # between two messages of a stream; the task's own deadline is what bounds it
+_REFUSAL_BYTES = 64 << 10
+_MESSAGE_BYTES = 4 << 20
+_AGAIN = (408, 425, 429, 500, 502, 503, 504)  # another time, or another replica
+
+
+def version_number(label: str) -> int | None:
+    """The number in a label ``run@number``; ``None`` for weights that are not of a published version."""
+    _, _, number = label.rpartition("@")
+    return int(number) if number.isascii() and number.isdigit() else None
+
+
+class Generation(Protocol):
+    """What the controller asks of a kind of server."""
+
+    def stream(self, url: str, prompt: Sequence[int], budget: int, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        """The answer, as it comes. Closing the iterator cancels the request on the server.
+
+        Raises :class:`~weightsync.errors.PeerLost` if the server went away or cannot answer now,
+        :class:`~weightsync.errors.LoadError` for what it refuses for good, :class:`~weightsync.errors.ProtocolError`.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Close connections."""
+        ...
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float | None] | None = None
+
+
+class _Attested(msgspec.Struct):
+    token_versions: list[int] | None = None
+    tokens: list[int] | None = None
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice] = []
+    weightsync: _Attested | None = None
+
+
+class _Token(msgspec.Struct):
+    logprob: float
+
+
+class _Contents(msgspec.Struct):
+    content: list[_Token] | None = None
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _TokensChoice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    logprobs: _Contents | None = None
+    finish_reason: str | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Tokens(msgspec.Struct):
+    choices: list[_TokensChoice] = []
+
+
+class _Info(msgspec.Struct):
+    weight_version: str | None = None
+
+
+def _reason(said: str | None) -> FinishReason | None:
+    for known in get_args(FinishReason):
+        if said == known:
+            reason: FinishReason = known
+            return reason
+    return None if said is None else "abort"
+
+
+class _Http:
+    """One pool of connections to all replicas."""
+
+    def __init__(self, token: Secret | None = None) -> None:
+        self._http = httpx.AsyncClient(
+            headers=bearer(token),
+            timeout=httpx.Timeout(_CONNECT_SECONDS, read=_READ_SECONDS),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+            trust_env=False,
+            follow_redirects=False,
+        )
+
+    async def aclose(self) -> None:
+        """Close connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.aclose()
+
+    @asynccontextmanager
+    async def _asked(self, url: str, path: str, body: dict[str, Any]) -> AsyncIterator[httpx.Response]:
+        try:
+            async with self._http.stream("POST", url.rstrip("/") + path, json=body) as answer:
+                if not answer.is_success:
+                    said = await _beginning(answer)
+                    text = f"{url} answered {path} with HTTP {answer.status_code}: {said}"
+                    raise PeerLost(text) if answer.status_code in _AGAIN else LoadError(text)
+                yield answer
+        except httpx.InvalidURL as error:
+            raise ConfigurationError(f"{url!r} is not the URL of a server: {error}") from None
+        except httpx.HTTPError as error:
+            raise PeerLost(f"{url} went away during {path}: {type(error).__name__} {error}") from None
+
+
+async def _beginning(answer: httpx.Response) -> str:
+    said = bytearray()
+    async for part in answer.aiter_bytes():
+        said += part
+        if len(said) > _REFUSAL_BYTES:
+            break
+    return bytes(said[:2000]).decode("utf-8", "replace")
+
+
+async def _messages(answer: httpx.Response, url: str) -> AsyncIterator[bytes]:
+    """The data of server-sent events until ``[DONE]``. Raises ``PeerLost`` if the stream ends before."""
+    held = bytearray()
+    async for part in answer.aiter_bytes():
+        held += part
+        while (end := held.find(b"\n")) >= 0:
+            line = bytes(held[:end]).strip()
+            del held[: end + 1]
+            if line == b"data: [DONE]":
+                return
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
+        if len(held) > _MESSAGE_BYTES:
+            raise ProtocolError(f"{url} sent a message of more than {_MESSAGE_BYTES} bytes")
+    raise PeerLost(f"{url} ended its answer in the middle")
+
+
+class VllmTokens(_Http):
+    """vLLM's ``/inference/v1/generate``: tokens in, tokens out, and which weights made each of them, also after an abort.
+
+    vLLM serves it by default. What a server that dies in the middle has sent is lost, since vLLM attests versions at the end.
+    """
+
+    def __init__(self, token: Secret | None = None, *, model: str | None = None) -> None:
+        super().__init__(token)
+        self._model = model
+
+    async def stream(self, url: str, prompt: Sequence[int], budget: int, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        """See :meth:`Generation.stream`."""
+        params: dict[str, Any] = {
+            "max_tokens": budget,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "detokenize": False,
+        }
+        if sampling.seed is not None:
+            params["seed"] = sampling.seed
+        if sampling.logprobs:
+            params["logprobs"] = 0
+        body: dict[str, Any] = {"token_ids": list(prompt), "sampling_params": params, "stream": True}
+        if self._model is not None:
+            body["model"] = self._model
+        async with self._asked(url, "/inference/v1/generate", body) as answer:
+            async for data in _messages(answer, url):
+                yield self._chunk(data, url)
+
+    def _chunk(self, data: bytes, url: str) -> Chunk:
+        message = _decode(data, _Tokens, url)
+        if not message.choices:
+            return Chunk()
+        choice = message.choices[0]
+        logprobs = None if choice.logprobs is None or choice.logprobs.content is None else choice.logprobs.content
+        versions: list[int] = []
+        for span in choice.weight_versions or ():
+            number = version_number(span.version)
+            if number is None or span.start != len(versions) or not 0 < span.end - span.start < 1 << 24:
+                break  # made by weights without a version: no such token, and none after it, is kept
+            versions += [number] * (span.end - span.start)
+        return Chunk(
+            tuple(choice.token_ids or ()),
+            None if logprobs is None else tuple(one.logprob for one in logprobs),
+            tuple(versions),
+            _reason(choice.finish_reason),
+        )
+
+
+class Completions(_Http):
+    """OpenAI's ``/v1/completions``, with token numbers as the prompt.
+
+    ``stream=False`` for a server that answers whole, like the demo's (which is greedy, too: ask it with ``temperature=0`` and
+    ``logprobs=False``). ``model`` is named in each request where it is given.
+    """
+
+    def __init__(self, token: Secret | None = None, *, model: str | None = None, stream: bool = True) -> None:
+        super().__init__(token)
+        self._model, self._stream = model, stream
+
+    async def stream(self, url: str, prompt: Sequence[int], budget: int, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        """See :meth:`Generation.stream`."""
+        body: dict[str, Any] = {
+            "prompt": list(prompt),
+            "max_tokens": budget,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "return_token_ids": True,
+            "stream": self._stream,
+        }
+        if self._model is not None:
+            body["model"] = self._model
+        if sampling.seed is not None:
+            body["seed"] = sampling.seed
+        if sampling.stop_token_ids:
+            body["stop_token_ids"] = list(sampling.stop_token_ids)
+        if sampling.logprobs:
+            body["logprobs"] = 1
+        before = await self._attested(url)
+        tokens = attested = 0
+        last: FinishReason | None = None
+        async with self._asked(url, "/v1/completions", body) as answer:
+            if self._stream:
+                async for data in _messages(answer, url):
+                    chunk = self._chunk(data, url)
+                    tokens, attested = tokens + len(chunk.tokens), attested + len(chunk.versions)
+                    last = chunk.finish_reason or last
+                    yield msgspec.structs.replace(chunk, finish_reason=None)
+            else:
+                chunk = self._chunk(await _whole(answer, url), url)
+                tokens, attested, last = len(chunk.tokens), len(chunk.versions), chunk.finish_reason
+                yield msgspec.structs.replace(chunk, finish_reason=None)
+        versions: tuple[int, ...] = ()
+        if before is not None and attested == 0 and tokens and await self._attested(url) == before:
+            versions = (before,) * tokens
+        yield Chunk(versions=versions, finish_reason=last)
+
+    async def _attested(self, url: str) -> int | None:
+        """What the server says its weights are; ``None`` where it has no such route (then it must attest in its messages)."""
+        try:
+            answer = await self._http.get(url.rstrip("/") + "/weight_info")
+        except httpx.HTTPError as error:
+            raise PeerLost(f"{url} does not answer: {type(error).__name__} {error}") from None
+        if not answer.is_success:
+            return None
+        label = _decode(answer.content, _Info, url).weight_version
+        return None if label is None else version_number(label)
+
+    def _chunk(self, data: bytes, url: str) -> Chunk:
+        message = _decode(data, _Completion, url)
+        mine = message.weightsync
+        versions = tuple(mine.token_versions or ()) if mine is not None else ()
+        if not message.choices:
+            return Chunk(versions=versions)
+        choice = message.choices[0]
+        tokens = choice.token_ids if choice.token_ids is not None else (mine.tokens if mine is not None else None)
+        logprobs = None if choice.logprobs is None else choice.logprobs.token_logprobs
+        if logprobs is not None and any(value is None for value in logprobs):
+            raise ProtocolError(f"{url} gives a token no log-probability")
+        return Chunk(
+            tuple(tokens or ()),
+            None if logprobs is None else tuple(value for value in logprobs if value is not None),
+            versions,
+            _reason(choice.finish_reason),
+        )
+
+
+async def _whole(answer: httpx.Response, url: str) -> bytes:
+    held = bytearray()
+    async for part in answer.aiter_bytes():
+        held += part
+        if len(held) > _MESSAGE_BYTES:
+            raise ProtocolError(f"{url} answered more than {_MESSAGE_BYTES} bytes")
+    return bytes(held)
+
+
+def _decode(data: bytes, kind: type[Any], url: str) -> Any:  # noqa: ANN401 - what ``kind`` says
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except UNREADABLE as error:
+        raise ProtocolError(f"{url} sent something else than asked for: {error}") from None

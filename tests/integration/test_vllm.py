@@ -18,7 +18,17 @@ PROGRAM = Path(__file__).with_name("vllm_rounds.py")
 
 
 @pytest.mark.timeout(420)
-@pytest.mark.parametrize(("kind", "ranks"), [("offline", 1), ("offline", 2), ("server", 1)])
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("offline-env", 2),
+        ("server-env", 1),
+        *(pytest.param(kind, ranks, marks=pytest.mark.rare) for kind, ranks in [
+            ("offline", 1), ("offline", 2), ("server", 1), ("server", 2), ("offline-env", 1), ("async-env", 1), ("async-env", 2),
+            ("server-env", 2),
+        ]),
+    ],
+)  # fmt: skip
 def test_answers_are_those_of_the_published_checkpoint(tmp_path: Path, kind: str, ranks: int) -> None:
     environment = {
         **os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1" if ranks > 1 else "0",

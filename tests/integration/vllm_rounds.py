@@ -1,19 +1,21 @@
 """A program: rounds of a real trainer into a real vLLM on this CPU; prints what was seen as one line of JSON.
 
-``python vllm_rounds.py offline|server RANKS DIRECTORY``. A process of its own, because vLLM starts processes and threads that it
+``python vllm_rounds.py KIND RANKS DIRECTORY`` with a KIND of offline, server, offline-env, async-env, server-env; the last three
+are told of the coordinator by their environment alone. A process of its own, because vLLM starts processes and threads that it
 does not end, and warns while it is imported. vLLM's workers import this file again, and must not find numba loaded (vLLM's CPU
 build fails then): what needs it is imported where it is used.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,8 +26,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Co
 
 import weightsync
 from weightsync.errors import RoundFailed
+from weightsync.service.client import Client
 from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import ServerSettings
+from weightsync.service.settings import ClientSettings, Secret, ServerSettings
 
 VOCABULARY, TOKENS, BLOCK = 256, 12, 32
 PROMPTS = [[(7 * row + 5 * column * (row + 1)) % (VOCABULARY - 1) + 1 for column in range(2 * BLOCK + 6)] for row in range(3)]
@@ -98,6 +101,63 @@ class Offline:
             self.llm.collective_rpc("fail_next_load")
 
 
+class OfflineByEnvironment(Offline):
+    """As a user has it who only set two variables: nothing is attached, nothing is held."""
+
+    def generate(self) -> tuple[list[list[int]], int]:
+        answers = self.llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], self.sampling, use_tqdm=False)
+        return [list(answer.outputs[0].token_ids) for answer in answers], sum(answer.num_cached_tokens or 0 for answer in answers)
+
+    def label(self) -> str | None:
+        return str(self.llm.llm_engine.get_weight_version())
+
+    def fail_next_load(self) -> None:
+        self.llm.collective_rpc("fail_next_load")
+
+
+class Async:
+    """An ``AsyncLLM`` on an event loop of its own."""
+
+    def __init__(self, directory: str, ranks: int) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.engine = self._there(self._make(directory, ranks))
+
+    def _there(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(START_SECONDS)
+
+    async def _make(self, directory: str, ranks: int) -> Any:
+        from vllm import AsyncEngineArgs
+        from vllm.config import WeightTransferConfig
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=directory, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, tensor_parallel_size=ranks,
+                max_model_len=256, block_size=BLOCK, max_num_seqs=8,
+                weight_transfer_config=WeightTransferConfig(backend="weightsync"), worker_extension_cls="vllm_faults.Faults",
+            )
+        )  # fmt: skip
+
+    async def _answer(self, number: int, prompt: list[int]) -> tuple[list[int], int]:
+        from vllm import SamplingParams
+
+        wish = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+        asked = self.engine.generate({"prompt_token_ids": prompt}, wish, f"{number}-{time.monotonic_ns()}")
+        last = [output async for output in asked][-1]
+        return list(last.outputs[0].token_ids), last.num_cached_tokens or 0
+
+    def generate(self) -> tuple[list[list[int]], int]:
+        found = [self._there(self._answer(number, prompt)) for number, prompt in enumerate(PROMPTS)]
+        return [tokens for tokens, _ in found], sum(cached for _, cached in found)
+
+    def label(self) -> str | None:
+        return str(self._there(self.engine.get_weight_version()))
+
+    def fail_next_load(self) -> None:
+        self._there(self.engine.collective_rpc("fail_next_load"))
+
+
 class Server:
     def __init__(self, url: str) -> None:
         self.http = httpx.Client(base_url=url, timeout=60, trust_env=False)
@@ -131,6 +191,46 @@ def offline(directory: str, ranks: int, coordinator: BackgroundServer) -> Iterat
         found.llm.llm_engine.engine_core.shutdown()
 
 
+def tell_environment(coordinator: BackgroundServer, directory: str) -> None:
+    token = Path(directory) / "token"
+    token.touch(0o600)
+    token.write_text(coordinator.token)
+    os.environ.update(WEIGHTSYNC_COORDINATOR=coordinator.url, WEIGHTSYNC_TOKEN_FILE=str(token), WEIGHTSYNC_REPLICA="vllm-0")
+
+
+@contextmanager
+def offline_by_environment(directory: str, ranks: int, coordinator: BackgroundServer) -> Iterator[Served]:
+    tell_environment(coordinator, directory)
+    found = OfflineByEnvironment(directory, ranks)
+    try:
+        yield found
+    finally:
+        found.llm.llm_engine.engine_core.shutdown()
+
+
+@contextmanager
+def async_by_environment(directory: str, ranks: int, coordinator: BackgroundServer) -> Iterator[Served]:
+    tell_environment(coordinator, directory)
+    found = Async(directory, ranks)
+    try:
+        yield found
+    finally:
+        found.engine.shutdown()
+
+
+@contextmanager
+def server_by_environment(directory: str, ranks: int, coordinator: BackgroundServer) -> Iterator[Served]:
+    tell_environment(coordinator, directory)
+    with server(directory, ranks, coordinator) as found:
+        yield found
+
+
+KINDS = {
+    "offline": offline, "offline-env": offline_by_environment, "async-env": async_by_environment,
+    "server-env": server_by_environment,
+}  # fmt: skip
+
+
 @contextmanager
 def server(directory: str, ranks: int, coordinator: BackgroundServer) -> Iterator[Served]:
     from weightsync.adapters.vllm import attach_server
@@ -144,7 +244,10 @@ def server(directory: str, ranks: int, coordinator: BackgroundServer) -> Iterato
         "--weight-transfer-config", '{"backend": "weightsync"}', "--worker-extension-cls", "vllm_faults.Faults",
         "--enable-prompt-tokens-details",
     ]  # fmt: skip
-    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "WEIGHTSYNC_TOKEN": coordinator.token}
+    alone = "WEIGHTSYNC_COORDINATOR" in os.environ
+    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}  # for the fault, the label, and attach_server
+    if not alone:
+        environment["WEIGHTSYNC_TOKEN"] = coordinator.token
     with subprocess.Popen(command, env=environment, stdout=sys.stderr) as process:
         try:
             until, tick = time.monotonic() + START_SECONDS, threading.Event()
@@ -154,11 +257,24 @@ def server(directory: str, ranks: int, coordinator: BackgroundServer) -> Iterato
                         break
                 except httpx.HTTPError:
                     tick.wait(0.5)
-            attach_server(url, "vllm-0", coordinator.url, bucket_bytes=200_000)
+            if not alone:
+                attach_server(url, "vllm-0", coordinator.url, bucket_bytes=200_000)
             yield Server(url)
         finally:
             process.terminate()
             process.wait(30)
+
+
+def joined(coordinator: BackgroundServer, ranks: int) -> None:
+    """Wait until every rank of the replica has come, which nobody tells the one who started it."""
+    settings = ClientSettings.load({}, coordinator=coordinator.url, token=Secret(coordinator.token))
+    tick = threading.Event()
+    with Client(settings) as client:
+        for _ in range(300):
+            if any(replica.world_size == ranks and not replica.missing for replica in client.status().replicas):
+                return
+            tick.wait(0.2)
+    raise TimeoutError("the replica never joined")
 
 
 def play(kind: str, ranks: int, directory: str) -> dict[str, Any]:
@@ -178,9 +294,10 @@ def play(kind: str, ranks: int, directory: str) -> dict[str, Any]:
     model.save_pretrained(directory)
     seen: dict[str, Any] = {"versions": [], "engine_start": time.time()}
     coordinator = BackgroundServer(ServerSettings.load({}, port=0))
-    with coordinator, {"offline": offline, "server": server}[kind](directory, ranks, coordinator) as vllm:
+    with coordinator, (KINDS | {"server": server})[kind](directory, ranks, coordinator) as vllm:
         seen["engine_start"] = time.time() - seen["engine_start"]
         with weightsync.Trainer(model, coordinator.url, token=coordinator.token) as trainer:
+            joined(coordinator, ranks)
             seen["before"] = vllm.generate()[0] == expected(model)
             for number in (1, 2, 3, 40):
                 warm = vllm.generate()[1]  # the prompts are now cached, under the version before

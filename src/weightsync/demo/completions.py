@@ -14,7 +14,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from transformers import PreTrainedTokenizerFast
 
 from weightsync.deadline import Deadline
@@ -23,6 +23,7 @@ from weightsync.demo.generation import Completion
 from weightsync.demo.models import CONTEXT
 from weightsync.demo.tokenizer import encode
 from weightsync.errors import Aborted, DeadlineExceeded, WeightSyncError
+from weightsync.messages import UNREADABLE
 
 __all__ = ["SLOTS", "Answering", "completions_app"]
 
@@ -95,7 +96,7 @@ class _Server:
     def parse(self, body: bytes) -> tuple[CompletionRequest, list[int]]:
         try:
             wish = msgspec.json.decode(body, type=CompletionRequest)
-        except msgspec.DecodeError as error:  # a ValidationError is one
+        except UNREADABLE as error:
             raise _Refused(400, "invalid_request_error", str(error)) from None
         if wish.temperature != 0 or wish.n != 1 or wish.stream:
             raise _Refused(400, "invalid_request_error", "this server answers greedily and whole: temperature 0, n 1, no stream")
@@ -175,13 +176,15 @@ class _Server:
         self.slots.shutdown(wait=True, cancel_futures=True)
 
 
-def completions_app(replica: str, generator: Answering, tokenizer: PreTrainedTokenizerFast) -> Starlette:
+def completions_app(
+    replica: str, generator: Answering, tokenizer: PreTrainedTokenizerFast, more: Sequence[BaseRoute] = ()
+) -> Starlette:
     """The ASGI application of one replica. Every answer says which version made each of its tokens.
 
     ``weightsync`` in an answer holds ``tokens``, ``token_versions`` (one a token), ``prompt_tokens``, and ``prefills``: the
     positions in ``tokens`` at which the prompt and all earlier tokens were read anew. Errors are
     ``{"error": {"message", "type"}}``: 400 for a request that makes no sense, 413 and 429 for too much, 503 ``not_seeded``
-    before the first version and 503 ``paused`` when a pause outlasts the request's minute.
+    before the first version and 503 ``paused`` when a pause outlasts the request's minute. ``more`` are routes beside these.
     """
     server = _Server(replica, generator, tokenizer)
     return Starlette(
@@ -189,6 +192,7 @@ def completions_app(replica: str, generator: Answering, tokenizer: PreTrainedTok
             Route("/v1/completions", server.complete, methods=["POST"]),
             Route("/v1/models", server.models),
             Route("/health", server.health),
+            *more,
         ],
         exception_handlers={_Refused: _refuse},
         lifespan=server.lifespan,

@@ -20,6 +20,7 @@ import msgspec
 
 from weightsync.demo.reports import Report
 from weightsync.errors import PeerLost, ProtocolError
+from weightsync.messages import UNREADABLE
 
 __all__ = ["Child", "Family"]
 
@@ -108,7 +109,7 @@ class Family:
         while line := await stream.readline():
             try:
                 report = msgspec.json.decode(line, type=Report)
-            except msgspec.DecodeError as error:
+            except UNREADABLE as error:
                 raise ProtocolError(f"{child.name} said something that is no report: {error}") from None
             heard(report)
         code = await child.process.wait()

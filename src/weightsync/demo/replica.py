@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from contextlib import closing
 
 import msgspec
 
@@ -25,20 +26,28 @@ def main(argument: str) -> int:
     import uvicorn
 
     from weightsync.adapters.completions import CompletionsAdapter
+    from weightsync.adapters.disaggregated import DisaggregatedRank, LocalRanks, WeightUpdates, weight_update_routes
     from weightsync.agents.engine import Engine
     from weightsync.demo.completions import completions_app
     from weightsync.demo.generation import Generator
     from weightsync.demo.models import build_model, scramble
     from weightsync.demo.tokenizer import build_tokenizer
+    from weightsync.service.auth import token_for
+    from weightsync.service.settings import ClientSettings
 
     torch.set_num_threads(1)
     wish = mine.settings
     model = build_model(wish.model, tied=wish.tied, seed=wish.seed)
     scramble(model, seed=sum(mine.name.encode()))
     generator = Generator(model)
-    app = completions_app(mine.name, generator, build_tokenizer(wish.seed))
+    adapter = CompletionsAdapter(generator)
+    # The agent and these routes drive one adapter: whoever trains uses one of them at a time.
+    token = token_for(ClientSettings.load(coordinator=mine.coordinator))
+    ranks = LocalRanks(DisaggregatedRank(adapter))
+    more = [] if token is None else weight_update_routes(WeightUpdates(ranks), token)
+    app = completions_app(mine.name, generator, build_tokenizer(wish.seed), more)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2))
-    with Engine(CompletionsAdapter(generator), mine.name, mine.coordinator, delivery=wish.delivery, transports=wish.transports):
+    with closing(ranks), Engine(adapter, mine.name, mine.coordinator, delivery=wish.delivery, transports=wish.transports):
         parent.tell(Ready(mine.name))
         server.run(sockets=[listener])
     return 0

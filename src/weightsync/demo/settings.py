@@ -10,6 +10,7 @@ import msgspec
 
 from weightsync.errors import ConfigurationError
 from weightsync.messages import Delivery, PauseMode
+from weightsync.service.settings import Address
 
 __all__ = ["ReplicaSettings", "Role", "Settings", "TrainerSettings"]
 
@@ -78,6 +79,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigurationError("--engine-tp needs --engine vllm: the transformers engine has one rank")
         if self.timeout <= 0:
             raise ConfigurationError(f"--timeout must be positive, not {self.timeout}")
+        if self.coordinator is not None:
+            Address.parse(self.coordinator)  # before anything is said or started
         if self.role != "all" and self.coordinator is None:
             raise ConfigurationError(f"--role {self.role} is a part of a demo on several machines: give --coordinator URL")
         if self.role in ("trainer", "client") and self.directory is None:

@@ -14,6 +14,7 @@ import msgspec
 
 from weightsync.demo.records import Response
 from weightsync.errors import ConfigurationError, ProtocolError
+from weightsync.messages import UNREADABLE
 
 __all__ = ["Traffic", "replica_names"]
 
@@ -108,7 +109,7 @@ class Traffic:
             self.served += 1
             try:
                 found = msgspec.json.decode(answer.content, type=_Answer)
-            except msgspec.DecodeError as error:
+            except UNREADABLE as error:
                 raise ProtocolError(f"{replica} gave an answer that is none: {error}") from None
             made = found.weightsync
             if made.replica != replica:

@@ -23,6 +23,7 @@ _BLOCK = 32  # tokens of a cached block; the CPU's attention takes multiples of 
 def _environment(mine: ReplicaSettings) -> None:
     """What vLLM's CPU build reads, before it is imported: a small cache, and one core for each rank."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    os.environ.pop("WEIGHTSYNC_COORDINATOR", None)  # it would join by itself, and this process wants to hear of labels
     ranks, (_, _, index) = mine.settings.engine_tp, mine.name.rpartition("-")
     first = int(index) * ranks if index.isdigit() else 0
     bound = "|".join(str(cores[(first + rank) % len(cores)]) for rank in range(ranks))

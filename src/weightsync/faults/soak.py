@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from weightsync.errors import WeightSyncError
-from weightsync.faults.campaign import Findings, warm_up
+from weightsync.faults.campaign import Findings, spare_threads, warm_up
 from weightsync.faults.leaks import Held, grown, held
 from weightsync.faults.stage import Stage
 
@@ -48,4 +48,6 @@ def soak(stage: Stage, rounds: int, seed: int, found: Findings, say: Callable[[s
         stage.parties[name].hear(30.0)
     stage.publish_well()
     for name, earlier in before.items():
-        found.leaks += [f"soak: {name} {what}" for what in grown(earlier, stage.parties[name].pid)]
+        found.leaks += [
+            f"soak: {name} {what}" for what in grown(earlier, stage.parties[name].pid, spare_threads=spare_threads(name))
+        ]

@@ -241,6 +241,12 @@ class _Demo:
             highlight=False,
             soft_wrap=True,
         )
+        if self.findings is not None and self.findings.ties:
+            worst = max(self.findings.ties, key=lambda tie: tie.gap)
+            self.console.print(
+                f"{len(self.findings.ties)} of the compared runs chose between tokens that rounding cannot tell apart: {worst}",
+                highlight=False, soft_wrap=True,
+            )  # fmt: skip
         for line in self.record.wrong:
             self.console.print(f"not ok: {line}", style="red", highlight=False, markup=False, soft_wrap=True)
         if outcome.ok:

@@ -97,8 +97,9 @@ def outcome_of(settings: Settings, replicas: Sequence[str], record: Record, find
             record.wrong.append(otherwise)
 
     must(findings is not None and checked > 0, "no response was checked")
-    must(torn == 0, f"{torn} responses were torn")
-    must(mislabelled == 0, f"{mislabelled} responses were mislabelled")
+    worst = "" if findings is None or not findings.shortfalls else f" ({max(findings.shortfalls, key=lambda found: found.gap)})"
+    must(torn == 0, f"{torn} responses were torn{worst}")
+    must(mislabelled == 0, f"{mislabelled} responses were mislabelled{worst}")
     must(match, "a replica's probe answers are not those of the version's checkpoint, or are missing")
     published = sorted(record.results) == list(range(1, settings.versions + 1))
     must(published, f"{len(results)} of {settings.versions} versions were published")

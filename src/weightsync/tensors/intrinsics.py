@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numba
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
@@ -48,6 +49,9 @@ def compiled(signature: str) -> Callable[[F], F]:
     """Compile for exactly one signature at import, from the cache if there is one. The function releases the GIL."""
 
     def decorate(function: F) -> F:
+        # Files of the cache are named after this. Of two releases of numba that share a source tree (an environment for vLLM
+        # beside another, say) one else loads what the other just put in the place of what the index promised.
+        function.__qualname__ += f"-{numba.__version__}"
         try:
             return njit(signature, nogil=True, cache=True, boundscheck=False)(function)
         except RuntimeError as error:

@@ -1,7 +1,8 @@
 """A program: how much longer a streamed update of a real vLLM takes than vLLM's own loading from memory, in one run.
 
 ``python tests/integration/measure_vllm_load.py [ROUNDS [HIDDEN LAYERS]]``, with vLLM installed; the model is the demo's, or a
-Llama of that size. Prints one line of JSON. The floor is vLLM's own ``reload_weights`` of a checkpoint already in the worker's memory.
+Llama of that size. Prints one line of JSON. The floor is vLLM's own ``reload_weights`` of a checkpoint in the
+worker's memory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import sys
 import tempfile
 
 os.environ.update(
-    VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
+    VLLM_LOGGING_LEVEL="ERROR",
 )  # fmt: skip
 os.environ["PYTHONPATH"] = os.path.dirname(os.path.abspath(__file__))
 

@@ -30,6 +30,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[demo,test,dev]' >&2
 	@$(PIP) install -c constraints.txt --only-binary :all: atheris >&2 2>/dev/null || \
 		echo "no build of Atheris for this Python: the guided search of the fuzz tests is skipped" >&2
+	@$(PIP) install -c constraints.txt --only-binary :all: ray >&2 2>/dev/null || \
+		echo "no build of Ray for this Python: its tests are skipped" >&2
 	@echo "compiling the copy and digest kernels (once)" >&2
 	@$(BIN)/python -c 'import weightsync.tensors.kernels'
 	@touch $@

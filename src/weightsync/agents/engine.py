@@ -10,12 +10,13 @@ from types import TracebackType
 from typing import Self, get_args
 
 from weightsync.agents.link import Link
+from weightsync.agents.place import place_in_world
 from weightsync.errors import ConfigurationError
 from weightsync.messages import PROTOCOL, Delivery, Hello
 from weightsync.model import Version
 from weightsync.roles.adapter import EngineAdapter
 from weightsync.roles.engine import EngineRole
-from weightsync.service.settings import ClientSettings, Secret
+from weightsync.service.settings import ClientSettings, Secret, replica_name
 from weightsync.transports.choice import schemes_for
 from weightsync.transports.host import this_host
 
@@ -25,11 +26,14 @@ __all__ = ["Engine"]
 class Engine:
     """Joins one engine rank to the coordinator and keeps its weights current, from threads of its own.
 
-    ``replica`` names the serving engine; its ranks are ``rank`` of ``world_size`` under the same name, and it takes part in rounds
-    when all have joined. ``delivery`` is ``"direct"`` (into the adapter's shards), ``"streamed"`` (through its loader) or
-    ``"auto"``. ``bucket_bytes`` is the size of one of the ``buffers`` (2, or 1) staging buckets of streamed delivery; a tensor
-    larger than that gets a bucket of its own size. Not given: 256 MiB; where the buckets are GPU memory, a 32nd of what is free
-    there, from 64 MiB to 1 GiB. ``transports`` are the schemes allowed, best first. Close it, or use it in a ``with``.
+    ``replica`` names the serving engine; its ranks are ``rank`` of ``world_size`` (0 of 1) under the same name, and it takes part
+    in rounds when all have joined. Not given, the name is that in ``WEIGHTSYNC_REPLICA``, and rank and world size are those of the
+    launch (``torch.distributed``, torchrun, Slurm). ``coordinator`` is its URL, else that in ``WEIGHTSYNC_COORDINATOR``.
+
+    ``delivery`` is ``"direct"`` (into the adapter's shards), ``"streamed"`` (through its loader) or ``"auto"``. ``bucket_bytes`` is
+    the size of one of the ``buffers`` (2, or 1) staging buckets of streamed delivery; a tensor larger than that gets a bucket of
+    its own size. Not given: 256 MiB; where the buckets are GPU memory, a 32nd of what is free there, from 64 MiB to 1 GiB.
+    ``transports`` are the schemes allowed, best first. Close it, or use it in a ``with``.
 
     Raises :class:`~weightsync.errors.CoordinatorUnreachable`, :class:`~weightsync.errors.AuthenticationError`,
     :class:`~weightsync.errors.MembershipError` (the name is in use),
@@ -44,12 +48,12 @@ class Engine:
     def __init__(
         self,
         adapter: EngineAdapter,
-        replica: str,
+        replica: str | None = None,
         coordinator: str | None = None,
         *,
         token: str | None = None,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         run: str = "",
         delivery: Delivery = "auto",
         bucket_bytes: int | None = None,
@@ -61,8 +65,7 @@ class Engine:
                 f"{adapter!r} is not an engine adapter: give an object of a class that derives from weightsync.EngineAdapter "
                 "(weightsync.ModuleAdapter for a torch.nn.Module)"
             )
-        if not 0 <= rank < world_size:
-            raise ConfigurationError(f"rank {rank} is not one of the {world_size} ranks of replica {replica!r}")
+        replica, rank, world_size = _place_in_replica(replica, rank, world_size)
         if delivery not in get_args(Delivery):
             raise ConfigurationError(f"delivery {delivery!r} is none of {', '.join(get_args(Delivery))}")
         if bucket_bytes is not None and bucket_bytes <= 0:
@@ -75,7 +78,10 @@ class Engine:
         settings = ClientSettings.load(coordinator=coordinator, token=Secret(token) if token else None)
         names = [found.name for found in schemes_for(transports)]
         with ExitStack() as owned:
-            self._role = EngineRole(adapter, names, self._here, progress=self._progress, bucket_bytes=bucket_bytes, buffers=buffers)
+            self._role = EngineRole(
+                adapter, names, self._here, progress=self._progress, bucket_bytes=bucket_bytes, buffers=buffers,
+                encrypted=settings.data_encryption == "on",
+            )  # fmt: skip
             if delivery == "direct" and self._role.layout is None:
                 raise ConfigurationError(f"the {adapter.name} adapter has no shards(): it can only be streamed to")
             self._link = Link(
@@ -118,3 +124,17 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _place_in_replica(replica: str | None, rank: int | None, world_size: int | None) -> tuple[str, int, int]:
+    if replica is None:
+        # All processes of a launch share its environment: they are ranks of one replica.
+        replica = replica_name()
+        if replica is None:
+            raise ConfigurationError("an engine needs the name of its replica: give replica=..., or set WEIGHTSYNC_REPLICA")
+        return replica, *place_in_world(rank, world_size)
+    # Named in code, it may be one of several in a launch (one a trainer's rank, say), and the launch says nothing about it.
+    rank, world_size = rank or 0, 1 if world_size is None else world_size
+    if not 0 <= rank < world_size:
+        raise ConfigurationError(f"rank {rank} is not one of the {world_size} ranks of replica {replica!r}")
+    return replica, rank, world_size

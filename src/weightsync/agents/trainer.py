@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from weightsync import points
 from weightsync.agents.link import Link, LinkLost
+from weightsync.agents.place import place_in_world
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     Aborted,
@@ -37,7 +38,7 @@ from weightsync.service.server import BackgroundServer
 from weightsync.service.settings import ClientSettings, Secret, agent_environment
 from weightsync.transports.base import Scheme
 from weightsync.transports.choice import schemes_for
-from weightsync.transports.host import reachable_address, this_host
+from weightsync.transports.host import own_address, reachable_address, this_host
 from weightsync.transports.tcp import Tcp
 
 __all__ = ["Trainer"]
@@ -49,8 +50,8 @@ class Trainer:
     """Publishes the weights of one trainer rank. Make one on every rank, and call :meth:`publish` on every rank.
 
     ``state`` is the module (FSDP2, tensor-parallel or plain) or its state dict. ``rank`` and ``world_size`` come from
-    ``torch.distributed`` where it is initialised, else from ``RANK`` and ``WORLD_SIZE``, else 0 of 1. ``coordinator`` is its URL
-    (or ``WEIGHTSYNC_COORDINATOR``); without one, rank 0 starts a coordinator in this process and tells the others, and
+    ``torch.distributed`` where it is initialised, else from torchrun or Slurm, else 0 of 1. ``coordinator`` is its URL (or
+    ``WEIGHTSYNC_COORDINATOR``); without one, rank 0 starts a coordinator in this process and tells the others, and
     :attr:`coordinator` says where. ``dtype`` converts while publishing (float32 master weights to bfloat16, say); without it
     nothing is converted. Holds one copy of this rank's shards in host memory; but if they are all on one CUDA device, nothing is
     converted and ``transports`` allow ``cuda_ipc`` (by default all are allowed), they are read where they are, by engine ranks
@@ -90,7 +91,7 @@ class Trainer:
         restore: Callable[[], object] | None = None,
     ) -> None:
         self._offload, self._restore = offload, restore
-        self.rank, self.world_size = _place_in_world(rank, world_size)
+        self.rank, self.world_size = place_in_world(rank, world_size)
         self._run, self._session = run, uuid.uuid4().hex
         self._published = -1
         self._publishing = threading.Lock()
@@ -243,10 +244,15 @@ class Trainer:
 def _schemes(names: Sequence[str] | None, settings: ClientSettings) -> list[Scheme]:
     """The transports to serve by; TCP where engine ranks of other hosts reach it, if the coordinator can be reached from there."""
     found = schemes_for(names)
-    where = settings.data_host
+    where = own_address(settings.data_host) if settings.data_host is not None else None
     if where is None and not is_loopback(settings.coordinator.host):
         where = reachable_address(settings.coordinator.host, settings.coordinator.port)
-    return found if where is None else [one.bound_to(where) if isinstance(one, Tcp) else one for one in found]
+    if where is not None:
+        found = [one.bound_to(where) if isinstance(one, Tcp) else one for one in found]
+    if settings.data_encryption is not None:
+        encrypt = settings.data_encryption == "on"
+        found = [one.encrypting(encrypt) if isinstance(one, Tcp) else one for one in found]
+    return found
 
 
 def _version_number(number: int) -> int:
@@ -257,20 +263,6 @@ def _version_number(number: int) -> int:
     if not 0 <= plain < 1 << 63:
         raise VersionError(f"a version is an integer from 0 to 2^63 - 1, not {number!r}")
     return plain
-
-
-def _place_in_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    initialised = dist.is_available() and dist.is_initialized()
-
-    def pick(given: int | None, distributed: Callable[[], int], variable: str, default: int) -> int:
-        if given is not None:
-            return given
-        return distributed() if initialised else int(os.environ.get(variable, default))
-
-    place = pick(rank, dist.get_rank, "RANK", 0), pick(world_size, dist.get_world_size, "WORLD_SIZE", 1)
-    if not 0 <= place[0] < place[1]:
-        raise ConfigurationError(f"rank {place[0]} is not one of {place[1]} ranks")
-    return place
 
 
 def _from_rank_zero(text: str) -> str:

@@ -31,8 +31,10 @@ __all__ = [
     "ServerSettings",
     "agent_environment",
     "control_settings",
+    "launched_place",
     "port_is_given",
     "read_token",
+    "replica_name",
     "runtime_directory",
 ]
 
@@ -182,8 +184,11 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     ca_file: Path | None = None
     """Certificates that an https coordinator is checked against, instead of the system's."""
     data_host: str | None = None
-    """Address of this host on which a trainer rank serves its shards over TCP. ``None``: loopback with a coordinator on loopback,
-    else the address of the interface by which the coordinator is reached."""
+    """Address, name or network interface of this host on which a trainer rank serves its shards over TCP. ``None``: loopback with a
+    coordinator on loopback, else the address of the interface by which the coordinator is reached."""
+    data_encryption: Literal["on", "off"] | None = None
+    """Whether a trainer rank encrypts its data sockets. ``None``: beyond loopback. With ``on``, engine ranks read from no TCP owner
+    that does not; else they do as the trainer does."""
     connect_timeout: Seconds = 30.0
     """Seconds until a first connection must stand."""
     heartbeat: Seconds = 10.0
@@ -286,6 +291,38 @@ def port_is_given(environment: Mapping[str, str] | None = None) -> bool:
     return bool((os.environ if environment is None else environment).get("WEIGHTSYNC_PORT"))
 
 
+_LAUNCHERS = (("", "RANK", "WORLD_SIZE"), ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
+"""Rank and world size as torchrun (and what imitates it) and Slurm's srun set them, where the first one is set. A batch script and
+``salloc``'s shell have a ``SLURM_PROCID`` too, and are no rank of anything; what srun starts has the number of its step."""
+
+
+def launched_place(environment: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+    """Rank and world size of this process as its launcher says, the first of torchrun's and Slurm's that does; else ``None``.
+
+    Raises :class:`ConfigurationError` for half of a pair, and for what is no rank of so many.
+    """
+    source = os.environ if environment is None else environment
+    for sign, rank, world_size in _LAUNCHERS:
+        values = source.get(rank), source.get(world_size)
+        if (sign and not source.get(sign)) or not any(values):
+            continue
+        if not all(values):
+            raise ConfigurationError(f"{rank}={values[0]!r} and {world_size}={values[1]!r}: set both or neither")
+        try:
+            place = int(values[0] or ""), int(values[1] or "")
+        except ValueError:
+            place = -1, 0
+        if not 0 <= place[0] < place[1]:
+            raise ConfigurationError(f"{rank}={values[0]!r} is no rank of {world_size}={values[1]!r}")
+        return place
+    return None
+
+
+def replica_name(environment: Mapping[str, str] | None = None) -> str | None:
+    """The replica that this process is a rank of, if its environment says so."""
+    return (os.environ if environment is None else environment).get("WEIGHTSYNC_REPLICA") or None
+
+
 def runtime_directory(environment: Mapping[str, str] | None = None) -> Path:
     """Where this user's running coordinators leave their tokens; may not exist yet. Whoever uses it checks its owner and mode."""
     source = os.environ if environment is None else environment
@@ -296,10 +333,15 @@ def runtime_directory(environment: Mapping[str, str] | None = None) -> Path:
 
 
 def agent_environment(settings: ClientSettings) -> dict[str, str]:
-    """The variables that give a child process the same coordinator, token and CA file (the token never as an argument)."""
+    """The variables that give a child process the same coordinator, token, CA file and demand for encryption.
+
+    (The token is never an argument.)
+    """
     found = {"WEIGHTSYNC_COORDINATOR": settings.coordinator.url}
     if settings.token is not None:
         found["WEIGHTSYNC_TOKEN"] = settings.token.reveal()
     if settings.ca_file is not None:
         found["WEIGHTSYNC_CA_FILE"] = str(settings.ca_file)
+    if settings.data_encryption is not None:
+        found["WEIGHTSYNC_DATA_ENCRYPTION"] = settings.data_encryption
     return found

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
 import socket
+import struct
 import uuid
 from pathlib import Path
 
 from weightsync.errors import TransportUnavailable
 from weightsync.messages import Host
 
-__all__ = ["reachable_address", "this_host"]
+__all__ = ["own_address", "reachable_address", "this_host"]
+
+_SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
+_LINK_SCOPE = "20"  # of an IPv6 address in /proc/net/if_inet6
 
 
 def _text(path: str) -> str:
@@ -55,3 +60,24 @@ def reachable_address(host: str, port: int) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise TransportUnavailable(f"no way to {host}: {error}") from error
+
+
+def own_address(name: str) -> str:
+    """The address of this machine's network interface ``name`` (IPv4, else IPv6 that leaves the link); any other name as it is.
+
+    Raises :class:`~weightsync.errors.TransportUnavailable` for an interface without an address.
+    """
+    if name not in (known for _, known in socket.if_nameindex()):
+        return name
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("16s240x", name.encode()))
+        except OSError:  # no IPv4 address
+            answer = b""
+    if answer:
+        return socket.inet_ntoa(answer[20:24])
+    for line in _text("/proc/net/if_inet6").splitlines():  # address, index, prefix length, scope, flags, name
+        fields = line.split()
+        if fields[5] == name and fields[3] != _LINK_SCOPE:
+            return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0]))
+    raise TransportUnavailable(f"the network interface {name} has no address")

@@ -1,0 +1,35 @@
+"""weightsync on a Ray cluster: one manager for trainer and engine actors that a user already has.
+
+Ray carries who does what and when; tensors go from shard to shard as everywhere else. See ``docs/guides/ray.md``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+try:
+    import ray as _ray  # noqa: F401 - whether it is there, said once for the whole package
+except ModuleNotFoundError as error:
+    if error.name != "ray":
+        raise
+    raise ModuleNotFoundError("weightsync.ray needs Ray: pip install 'weightsync[ray]'", name="ray") from None
+
+if TYPE_CHECKING:
+    from weightsync.ray.coordinator import start_coordinator as start_coordinator
+    from weightsync.ray.manager import Manager as Manager
+
+__all__ = ["Manager", "start_coordinator"]
+
+
+if not TYPE_CHECKING:  # when first used: an actor with a coordinator needs no tensor library
+
+    def __getattr__(name: str) -> object:
+        if name == "Manager":
+            from weightsync.ray.manager import Manager
+
+            return Manager
+        if name == "start_coordinator":
+            from weightsync.ray.coordinator import start_coordinator
+
+            return start_coordinator
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

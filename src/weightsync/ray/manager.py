@@ -1,0 +1,237 @@
+"""One object for a program that owns a trainer's and its replicas' Ray actors."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import ray
+import torch
+
+from weightsync.control.status import Status
+from weightsync.deadline import Deadline
+from weightsync.errors import ConfigurationError, MembershipError, PeerLost, WeightSyncError
+from weightsync.messages import RoundResult
+from weightsync.ray.calls import Calls, call, handles
+from weightsync.ray.coordinator import cluster_settings, with_token
+from weightsync.ray.members import join_engine, join_trainer, leave, publish
+from weightsync.ray.places import Access
+from weightsync.ray.rejoining import Group, Rejoining
+from weightsync.service.auth import token_for
+from weightsync.service.client import Client
+from weightsync.service.server import BackgroundServer
+from weightsync.service.settings import ClientSettings, Secret, ServerSettings, agent_environment
+
+__all__ = ["Manager"]
+
+_log = logging.getLogger(__name__)
+_LEAVE_SECONDS = 10.0
+_GRACE = 5.0
+"""Seconds that an update is waited for beyond its own timeout, so that the error of whoever knows more arrives first."""
+
+
+class Manager:
+    """Trainer workers and replicas in Ray actors, brought to a version by one call.
+
+    The actors are yours, of any class, wherever you placed them; the manager has them join a coordinator, and from then on asks
+    the trainer's ranks to publish. ``coordinator`` is ``None`` for one in this process, which listens on this node's address; the
+    URL of one that runs (``token`` as for :class:`weightsync.Trainer`); or the handle that :func:`start_coordinator` returned.
+    ``settings`` are those of a coordinator in this process. Ray must be initialised, and close the manager before Ray.
+
+    An actor that dies is a lost rank, which the coordinator notices by its connection. If Ray restarts it, it joins again by
+    itself, and its replica is brought to the published version. Replicas that join by themselves (vLLM with :attr:`environment`,
+    say) take part like all others.
+
+    Raises :class:`~weightsync.errors.ConfigurationError`, :class:`~weightsync.errors.CoordinatorUnreachable` and
+    :class:`~weightsync.errors.AuthenticationError`.
+
+    ::
+
+        manager = weightsync.ray.Manager()
+        manager.add_trainer(workers, state=lambda worker: worker.model)
+        manager.add_replica("policy-0", engines, adapter=lambda worker: MyAdapter(worker.engine))
+        report = manager.update_weights(7)
+    """
+
+    def __init__(
+        self,
+        coordinator: str | Any | None = None,  # noqa: ANN401 - an actor's handle
+        *,
+        token: str | None = None,
+        settings: ServerSettings | None = None,
+    ) -> None:
+        if not ray.is_initialized():
+            raise ConfigurationError("a weightsync manager needs Ray: call ray.init() first")
+        if coordinator is not None and settings is not None:
+            raise ConfigurationError("settings are those of a coordinator in this process; this one is elsewhere and has its own")
+        with ExitStack() as owned:
+            url = coordinator
+            if coordinator is None:
+                server = owned.enter_context(BackgroundServer(cluster_settings() if settings is None else with_token(settings)))
+                url, token = server.url, server.token
+            elif isinstance(coordinator, ray.actor.ActorHandle):
+                access: Access = ray.get(coordinator.access.remote(), timeout=ClientSettings.load().connect_timeout)
+                url, token = access.url, access.token
+            self._settings = ClientSettings.load(coordinator=url, token=Secret(token) if token else None)
+            found = token_for(self._settings)
+            self._access = Access(self._settings.coordinator.url, found.reveal() if found is not None else None)
+            self.status()  # is it there, and does it take the token?
+            self._members = Rejoining(self._settings, self._access)
+            self._members.start()
+            owned.callback(self._members.close)
+            owned.callback(self._leave_all)
+            self._owned = owned.pop_all()
+
+    @property
+    def coordinator(self) -> str:
+        """The coordinator's URL."""
+        return self._access.url
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables with which a process of another kind joins by itself (a ``runtime_env``'s ``env_vars``). Holds the token."""
+        token = self._access.token
+        return agent_environment(
+            ClientSettings.load(coordinator=self._access.url, token=Secret(token) if token is not None else None)
+        )
+
+    def add_trainer(
+        self,
+        workers: object,
+        state: Callable[[Any], Any],
+        *,
+        timeout: float = 300.0,
+        **options: Any,  # noqa: ANN401 - those of weightsync.Trainer
+    ) -> None:
+        """Make these actors the trainer's ranks, in their order; returns when all have joined.
+
+        ``workers`` are handles, or an object that has them as ``workers``. ``state`` runs in each actor, with the actor's object,
+        and returns the module or state dict that it publishes. ``options`` are those of :class:`weightsync.Trainer`. Workers
+        that were the trainer before leave.
+
+        Raises what :class:`weightsync.Trainer` raises, :class:`~weightsync.errors.PeerLost` for an actor that died, and
+        :class:`~weightsync.errors.DeadlineExceeded`; nobody stays joined then.
+        """
+        self._add(Group(None, handles(workers), join_trainer, state, options), timeout)
+
+    def add_replica(
+        self,
+        name: str,
+        workers: object,
+        adapter: Callable[[Any], Any],
+        *,
+        timeout: float = 300.0,
+        **options: Any,  # noqa: ANN401 - those of weightsync.Engine
+    ) -> None:
+        """Make these actors the ranks of replica ``name``; returns when all have joined, and the replica is then seeded by itself.
+
+        ``adapter`` runs in each actor, with the actor's object, and returns its :class:`weightsync.EngineAdapter`. ``options`` are
+        those of :class:`weightsync.Engine`. May be called at any time, during an update as well. Raises as :meth:`add_trainer`.
+        """
+        if not name:
+            raise ConfigurationError("a replica needs a name")
+        self._add(Group(name, handles(workers), join_engine, adapter, options), timeout)
+
+    def _add(self, group: Group, timeout: float) -> None:
+        _refuse_captured(group.source)
+        self._remove(group.replica)
+        calls = Calls("joining", [(place, group.join(place, self._access)) for place in group.places])
+        try:
+            calls.wait(timeout)
+        except BaseException:
+            self._leave(group)
+            raise
+        self._members.add(group)
+
+    def remove_replica(self, name: str) -> None:
+        """Let a replica's ranks leave: it keeps its weights, and takes part in no update any more.
+
+        Raises :class:`~weightsync.errors.MembershipError` if this manager has no such replica.
+        """
+        if not self._remove(name):
+            raise MembershipError(f"this manager has no replica {name!r}")
+
+    def update_weights(self, version: int, timeout: float = 300.0) -> RoundResult:
+        """Publish the trainer's weights as ``version`` to every replica; returns the round's result when they serve it.
+
+        The actors' calls run in order, so this comes after what the trainer's actors were asked to do before. Raises what
+        :meth:`weightsync.Trainer.publish` raises, and :class:`~weightsync.errors.PeerLost` if a trainer's actor died.
+        """
+        return _report(self._publish(version, timeout).wait(timeout + _GRACE))
+
+    async def update_weights_async(self, version: int, timeout: float = 300.0) -> RoundResult:
+        """The same for an event loop."""
+        return _report(await self._publish(version, timeout).join(timeout + _GRACE))
+
+    def _publish(self, version: int, timeout: float) -> Calls:
+        Deadline(timeout)  # is a timeout
+        group = self._members.group(None)
+        if group is None:
+            raise ConfigurationError("this manager has no trainer: call add_trainer() first")
+        # Else the trainer's other ranks would wait for the lost one until the timeout. What was pushed may be older than a join.
+        if self._members.trainer_lost() and (lost := group.missing(self.status())):
+            raise PeerLost(
+                f"{'; '.join(map(str, lost))}: not connected, its actor died or is being restarted. Go on when it has its model "
+                "again, or call add_trainer() with other actors"
+            )
+        asked = [(place, call(group.actors[place.rank], publish, place, version, timeout)) for place in group.places]
+        return Calls(f"publishing version {version}", asked)
+
+    def status(self) -> Status:
+        """Who serves which version."""
+        with Client(self._settings) as client:
+            return client.status()
+
+    def close(self) -> None:
+        """Let everybody leave; replicas keep what they have, and the actors live on. Ends a coordinator in this process."""
+        self._owned.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _remove(self, replica: str | None) -> bool:
+        group = self._members.remove(replica)
+        if group is not None:
+            self._leave(group)
+        return group is not None
+
+    def _leave_all(self) -> None:
+        for name in self._members.names():
+            self._remove(name)
+
+    def _leave(self, group: Group) -> None:
+        """Ask all ranks to leave; one that cannot be asked has left already."""
+        if not ray.is_initialized():
+            return
+        try:
+            Calls("leaving", [(place, call(group.actors[place.rank], leave, place)) for place in group.places]).wait(_LEAVE_SECONDS)
+        except (WeightSyncError, ray.exceptions.RayError) as error:
+            _log.info("leaving: %s", error)
+
+
+def _report(results: list[Any]) -> RoundResult:
+    result: RoundResult = results[0]  # rank 0 has it
+    return result
+
+
+def _refuse_captured(function: Callable[[Any], Any]) -> None:
+    """Raise if ``function`` would take a model of this process along: the actor would publish that copy for ever, not its own."""
+    if not callable(function):
+        raise ConfigurationError(f"give a function of the actor's object, not {function!r}")
+    if not inspect.isfunction(function):
+        return
+    found = inspect.getclosurevars(function)
+    taken = {**found.nonlocals, **(found.globals if function.__module__ == "__main__" else {})}
+    for name, value in taken.items():
+        if isinstance(value, torch.Tensor | torch.nn.Module):
+            raise ConfigurationError(
+                f"{name!r} is a {type(value).__name__} of this process: a copy of it would travel through Ray. Find it in the "
+                "actor instead, by the function's argument: lambda worker: worker.model"
+            )

@@ -1,0 +1,76 @@
+"""What runs inside an actor, called through Ray: join the coordinator, publish, leave.
+
+An actor's process keeps what it joined as here, so that joining again changes nothing while it lives, and a process that Ray
+started anew has nothing of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from weightsync.agents.engine import Engine
+from weightsync.agents.trainer import Trainer
+from weightsync.errors import MembershipError
+from weightsync.messages import RoundResult
+from weightsync.ray.places import Access, Place
+
+__all__ = ["join_engine", "join_trainer", "leave", "publish"]
+
+
+_lock = threading.Lock()
+_joined: dict[tuple[str | None, int], tuple[Access, Trainer | Engine]] = {}
+
+
+def join_trainer(worker: Any, access: Access, place: Place, state: Callable[[Any], Any], options: Mapping[str, Any]) -> None:  # noqa: ANN401
+    """Make this actor a trainer rank that publishes ``state(worker)``. Nothing happens if it is one already."""
+
+    def make() -> Trainer:
+        return Trainer(state(worker), access.url, token=access.token, rank=place.rank, world_size=place.world_size, **options)
+
+    _join(access, place, make)
+
+
+def join_engine(worker: Any, access: Access, place: Place, adapter: Callable[[Any], Any], options: Mapping[str, Any]) -> None:  # noqa: ANN401
+    """Make this actor an engine rank around ``adapter(worker)``. Nothing happens if it is one already."""
+
+    def make() -> Engine:
+        name = place.replica or ""
+        return Engine(
+            adapter(worker), name, access.url, token=access.token, rank=place.rank, world_size=place.world_size, **options
+        )
+
+    _join(access, place, make)
+
+
+def _join(access: Access, place: Place, make: Callable[[], Trainer | Engine]) -> None:
+    with _lock:
+        key = (place.replica, place.rank)
+        before = _joined.get(key)
+        if before is not None and before[0] == access:
+            return
+        if before is not None:  # of another coordinator, whose manager is gone
+            del _joined[key]
+            before[1].close()
+        _joined[key] = (access, make())
+
+
+def publish(_worker: Any, place: Place, number: int, timeout: float) -> RoundResult | None:  # noqa: ANN401
+    """This rank's part of a publication; rank 0 has the result. Raises what :meth:`weightsync.Trainer.publish` raises."""
+    _, agent = _joined.get((place.replica, place.rank), (None, None))
+    if not isinstance(agent, Trainer):
+        raise MembershipError(
+            f"{place} is not joined in this actor: if Ray restarted it, restore the model and call add_trainer() again"
+        )
+    result = agent.publish(number, timeout=timeout)
+    return result if place.rank == 0 else None
+
+
+def leave(_worker: Any, place: Place) -> None:  # noqa: ANN401
+    """Leave the coordinator; an engine keeps the weights that it has. Safe twice."""
+    with _lock, ExitStack() as left:
+        _, agent = _joined.pop((place.replica, place.rank), (None, None))
+        if agent is not None:
+            left.callback(agent.close)

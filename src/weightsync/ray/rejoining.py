@@ -1,0 +1,153 @@
+"""Bringing back the ranks whose actors Ray restarted: the coordinator says that one is missing, and it is asked to join again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import ray
+
+from weightsync.control.status import Status
+from weightsync.errors import AuthenticationError
+from weightsync.ray.calls import call, in_our_words
+from weightsync.ray.places import Access, Place
+from weightsync.rollouts.watch import Watch
+from weightsync.service.settings import ClientSettings
+
+__all__ = ["Group", "Rejoining"]
+
+_log = logging.getLogger(__name__)
+_RETRIES = 900
+"""How often Ray may try one call to join again: about once a second while an actor is being restarted."""
+_CLOSE_SECONDS = 5.0
+
+
+@dataclass
+class Group:
+    """The actors of the trainer (``replica`` is ``None``) or of one replica, in the order of their ranks, and how they join."""
+
+    replica: str | None
+    actors: tuple[Any, ...]
+    function: Callable[..., None]
+    source: Callable[[Any], Any]
+    options: Mapping[str, Any]
+    busy: set[int] = field(default_factory=set)
+    """Ranks that are being asked to join again."""
+    given_up: set[int] = field(default_factory=set)
+    """Ranks whose actors will not come back, or could not join."""
+
+    @property
+    def places(self) -> list[Place]:
+        """Which rank each actor is."""
+        return [Place(self.replica, rank, len(self.actors)) for rank in range(len(self.actors))]
+
+    def join(self, place: Place, access: Access, retries: int = 0) -> Any:  # noqa: ANN401 - Ray's reference
+        """Ask one actor to join."""
+        return call(self.actors[place.rank], self.function, access, place, self.source, self.options, retries=retries)
+
+    def missing(self, status: Status) -> list[Place]:
+        """The ranks that the coordinator does not have."""
+        if self.replica is None:
+            there = {rank.rank for rank in status.trainer}
+        else:
+            there = {rank.rank for one in status.replicas if one.name == self.replica for rank in one.ranks}
+        return [place for place in self.places if place.rank not in there]
+
+
+class Rejoining:
+    """Watches the coordinator from a thread of its own, from :meth:`start` to :meth:`close`. Safe from any thread."""
+
+    def __init__(self, settings: ClientSettings, access: Access) -> None:
+        self._settings, self._access = settings, access
+        self._groups: dict[str | None, Group] = {}
+        self._lock = threading.RLock()
+        self._status: Status | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._main: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._run, name="weightsync-ray-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def add(self, group: Group) -> None:
+        """Keep this group's ranks joined from now on, instead of an older group of the same name."""
+        with self._lock:
+            self._groups[group.replica] = group
+
+    def remove(self, replica: str | None) -> Group | None:
+        """Leave a group alone from now on, and return it."""
+        with self._lock:
+            return self._groups.pop(replica, None)
+
+    def group(self, replica: str | None) -> Group | None:
+        """The group of this name."""
+        return self._groups.get(replica)
+
+    def trainer_lost(self) -> bool:
+        """Whether the trainer lacked a rank when the coordinator last said who is there."""
+        group, status = self._groups.get(None), self._status
+        return group is not None and status is not None and bool(group.missing(status))
+
+    def names(self) -> list[str | None]:
+        """All groups' names."""
+        return list(self._groups)
+
+    def close(self) -> None:
+        """End the thread. Safe twice."""
+        loop, main = self._loop, self._main
+        if loop is not None and main is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended by itself
+                loop.call_soon_threadsafe(main.cancel)
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_SECONDS)
+
+    # From here on: the thread of its own, and Ray's for what an actor answered.
+
+    def _run(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            asyncio.run(self._stay())
+
+    async def _stay(self) -> None:
+        self._main, self._loop = asyncio.current_task(), asyncio.get_running_loop()
+        watch = Watch(self._settings, self._look, lambda _: None)
+        try:
+            await asyncio.wait([watch.ended])
+            watch.ended.result()
+        except AuthenticationError as error:
+            _log.error("restarted actors will not join again: %s", error)
+        finally:
+            await watch.aclose()
+
+    def _look(self, status: Status) -> None:
+        with self._lock:
+            self._status = status
+            asked = [
+                (group, place)
+                for group in self._groups.values()
+                for place in group.missing(status)
+                if place.rank not in group.busy | group.given_up
+            ]
+            # Asked under the lock: who removes the group then asks it to leave afterwards, and an actor keeps that order.
+            for group, place in asked if ray.is_initialized() else ():
+                group.busy.add(place.rank)
+                future: Future[None] = group.join(place, self._access, _RETRIES).future()
+                future.add_done_callback(partial(self._answered, group, place))
+
+    def _answered(self, group: Group, place: Place, done: Future[None]) -> None:
+        error = done.exception(0)
+        with self._lock:
+            group.busy.discard(place.rank)
+            if error is not None:
+                group.given_up.add(place.rank)
+        if error is None:
+            _log.info("%s has joined again", place)
+        else:
+            _log.warning("%s did not join again: %s", place, in_our_words(place, error))

@@ -55,7 +55,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of this file. An agent and a coordinator that differ refuse each other with a message that names both."""
 
 UNREADABLE: tuple[type[Exception], ...] = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -155,6 +155,10 @@ class Hello(_Struct, frozen=True):
     manifest: Annotated[tuple[TensorSpec, ...], _Many]
     layout: LayoutColumns | None = None
     """Needed from trainers; an engine without one can only be streamed to."""
+    no_layout: Annotated[str, msgspec.Meta(max_length=1000)] = ""
+    """Why this engine rank has none, for people."""
+    device_memory: bool = False
+    """The layout is in GPU memory, which only ``cuda_ipc`` writes; and where that does not reach, this rank can be streamed to."""
     offers: Annotated[tuple[Offer, ...], _Few] = ()
     key: bytes = b""
     """A trainer rank's secret for its data sockets, random per process; engines get it with their plan."""
@@ -228,6 +232,8 @@ class Move(_Struct, frozen=True):
     """Fetch this version's bytes into place and compute the digests of what was installed; answered by :class:`Moved`."""
 
     number: _Number
+    pause: PauseMode | None = None
+    """Pause in this mode first: to the only rank of a replica, which has nobody to wait for in between."""
 
 
 class Moved(_Struct, frozen=True):
@@ -240,12 +246,16 @@ class Moved(_Struct, frozen=True):
     digest_seconds: float
     verified: Literal["installed", "received"]
     """Whether the digests are of the parameters themselves, or of what was handed to an opaque loader."""
+    pause_seconds: float = 0.0
+    """Of the pause that was asked for with the move."""
 
 
 class Commit(_Struct, frozen=True):
     """The bytes are right: finish loading, flush caches (and look at the answer), take the version's label."""
 
     version: Version
+    resume: bool = False
+    """Generate again right after: to the only rank of a replica, which has nobody to wait for in between."""
 
 
 class Resume(_Struct, frozen=True):
@@ -284,6 +294,8 @@ class ReplicaResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     error: str | None = None
     parts: dict[str, float] = {}
     """Seconds inside the move: receive, load, digest; of the slowest rank each. Parts overlap, so they need not add up."""
+    delivery_reason: str = ""
+    """Why this delivery and not the other."""
 
 
 class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

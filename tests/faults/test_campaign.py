@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +19,7 @@ import pytest
 import torch
 
 from weightsync import points
+from weightsync.faults import leaks
 from weightsync.faults.campaign import cases
 from weightsync.faults.leaks import Held, grown, held
 from weightsync.faults.network import obstacle
@@ -47,7 +50,8 @@ def campaign(*arguments: str) -> dict[str, int]:
             "shared_memory",
             ["kill/duo-1/engine.group", "kill/coordinator/round.moved", "kill/trainer-1/trainer.placing", "flip/trainer-1"],
         ),
-        ("network", ["cut/solo-0/engine.group", "cut/solo-0/engine.committed"]),
+        ("network", ["cut/solo-0/engine.group"]),
+        ("relay", ["cut/solo-0/engine.committed", "break/solo-0/engine.group"]),
         ("tcp", ["kill/solo-0/engine.committed", "stop/duo-1/engine.move", "kill/trainer-0/trainer.placed", "swap/trainer-0"]),
     ],
 )
@@ -56,7 +60,7 @@ def test_a_part_of_the_campaign(transport: str, chosen: list[str]) -> None:
     if reason is not None:
         pytest.skip(reason)
     only = [text for part in chosen for text in ("--only", part)]
-    found = campaign("--transport", transport, "--soak", "0" if transport == "network" else "40", *only)
+    found = campaign("--transport", transport, "--soak", "0" if transport in ("network", "relay") else "40", *only)
     assert found["schedules"] >= len(chosen)
     assert found["faults_injected"] > len(chosen)
 
@@ -132,3 +136,22 @@ def test_growth_is_noticed() -> None:
     found = grown(fewer, os.getpid())
     assert any("holds 1 more" in line for line in found)
     assert any("threads" in line for line in found)
+
+
+def test_sockets_of_other_programs_are_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of this process, and of one that it started, are."""
+    mine, theirs = (f"weightsync-{secrets.token_hex(16)}" for _ in range(2))
+    hold = f"import socket; s = socket.socket(socket.AF_UNIX); s.bind(chr(0) + {theirs!r}); print(flush=True); input()"
+    with (
+        socket.socket(socket.AF_UNIX) as held_here,
+        subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child,
+    ):
+        held_here.bind(f"\0{mine}")
+        assert child.stdout is not None
+        child.stdout.readline()
+        names = {f"socket @{mine}", f"socket @{theirs}"}
+        assert names <= leaks.machine()
+        monkeypatch.setattr(leaks, "_family", lambda root: {child.pid})  # somebody to whom this process is another program
+        assert names & leaks.machine() == {f"socket @{theirs}"}
+        child.communicate(b"\n", timeout=20)
+    assert not names & leaks.machine()

@@ -26,6 +26,8 @@ from weightsync.adapters.checkpoints import INDEX, Checkpoint
 from weightsync.adapters.disaggregated import orders, requests
 from weightsync.adapters.disaggregated.checks import check_bucket, check_digests, check_group, parse_version
 from weightsync.cli.options import parse_size
+from weightsync.control.agreement import agree_on, cover_trainers
+from weightsync.control.nodes import EngineRank, TrainerRank
 from weightsync.control.remote import rank_of
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, WeightSyncError, from_wire
@@ -46,7 +48,7 @@ from weightsync.transports.requests import REQUEST_BYTES, Start, Want, next_cont
 from weightsync.transports.sending import Sender
 from weightsync.transports.shared_memory import SharedMemory, SharedMemorySource
 from weightsync.transports.shelf import Shelf
-from weightsync.transports.tcp import Tcp
+from weightsync.transports.tcp import Tcp, in_clear
 
 __all__ = ["TARGETS", "Target"]
 
@@ -185,6 +187,44 @@ def _plan_seed() -> bytes:
     return bytes([3, 3]) + struct.pack("<2Q", 248, 0) + body
 
 
+def _agreements(data: bytes) -> None:
+    """Layouts of two trainer ranks and an engine rank that lie: what is agreed on has each of the engine's bytes once.
+
+    What is in a Hello besides is the business of ``frames``.
+    """
+    columns, rest = [], data
+    for _ in range(3):
+        rows, rest = (rest[0] % 4, rest[1:]) if rest else (0, b"")
+        boxes = 8 * _MANIFEST.dims * rows
+        parts = []
+        for size in (4 * rows, boxes, boxes, 4 * rows, 8 * rows, boxes, 16):
+            parts.append(rest[:size].ljust(size, b"\0"))
+            rest = rest[size:]
+        regions = struct.unpack("<2Q", parts.pop())
+        tensor, starts, stops, region, offset, strides = parts
+        columns.append(LayoutColumns(rows, _MANIFEST.dims, tensor, starts, stops, region, offset, strides, regions))
+    hellos = [msgspec.structs.replace(_hello("trainer"), layout=columns[rank], rank=rank, world_size=2) for rank in range(2)]
+    trainers = {found.member: found for found in (rank_of(hello, "run") for hello in hellos) if isinstance(found, TrainerRank)}
+    engine = rank_of(msgspec.structs.replace(_hello("engine"), layout=columns[2]), "run")
+    if not isinstance(engine, EngineRank) or engine.layout is None or len(trainers) != 2:
+        raise AssertionError("a rank is not what it says")
+    cover_trainers(_MANIFEST, trainers)
+    (found,) = agree_on("a", trainers, {engine.member: engine}).slices.values()
+    if found.nbytes != _MANIFEST.nbytes or found.nbytes != engine.layout.nbytes(_MANIFEST):
+        raise AssertionError("a plan was agreed on that does not move every byte once")
+    Pieces.from_columns(_MANIFEST, engine.layout, 2, found.pieces)
+
+
+def _agreement_seed() -> bytes:
+    def columns(rows: int, layout: LayoutColumns, regions: tuple[int, int]) -> bytes:
+        parts = (layout.tensor, layout.starts, layout.stops, layout.region, layout.offset, layout.strides)
+        each = [part[: rows * len(part) // 3] for part in parts]
+        return bytes([rows]) + b"".join(each) + struct.pack("<2Q", *regions)
+
+    whole = _layout().to_columns()
+    return columns(3, whole, (248, 0)) + columns(0, whole, (0, 0)) + columns(3, whole, (248, 0))
+
+
 def _manifests(data: bytes) -> None:
     """What a peer says that its tensors are."""
     try:
@@ -289,7 +329,8 @@ def _device(data: bytes) -> None:
 def _offers(data: bytes) -> None:
     """Addresses by which a trainer rank says that it can be reached."""
     offer = Offer("tcp", data.decode("utf-8", "replace"), _HERE)
-    Tcp().reaches(offer, _HERE)
+    if Tcp().reaches(offer, _HERE):
+        in_clear(offer)
     SharedMemory().reaches(offer, _HERE)
 
 
@@ -439,6 +480,7 @@ TARGETS: dict[str, Target] = {
         tuple(messages.encode(frame) for frame in _FRAMES),
     ),
     "plans": Target(_plans, (_plan_seed(),)),
+    "agreements": Target(_agreements, (_agreement_seed(),)),
     "manifests": Target(_manifests, (_json(_SPECS),)),
     "reader-greeting": Target(_reader_greeting, (b"wsync\x00\x00\x01" + b"n" * 32 + b"p" * 32,)),
     "owner-greeting": Target(_owner_greeting, (b"wsync\x00\x00\x01" + _OWNER + b"n" * 32 + b"p" * 32 + b"\x01",)),
@@ -456,7 +498,7 @@ TARGETS: dict[str, Target] = {
         _device,
         (msgspec.msgpack.encode(Exported("p", 0, 1, "x", (b"h" * 64,), (0,), (64,), struct.pack("<3q", 0, 0, 64))),),
     ),
-    "offers": Target(_offers, (b"[::1]:80/" + b"00" * 16, b"weightsync-" + b"00" * 16)),
+    "offers": Target(_offers, (b"[::1]:80/" + b"00" * 16, b"h:1/" + b"00" * 16 + b"/" + b"ab" * 32, b"weightsync-" + b"00" * 16)),
     "safetensors": Target(_safetensors, (_file({"a": ("F32", [2], [0, 8]), "b": ("U8", [3], [8, 11])}, 11),)),
     "header": Target(
         _header,

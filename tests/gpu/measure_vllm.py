@@ -1,10 +1,10 @@
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN201
-"""Direct delivery into a real vLLM on one GPU: ``python -m tests.gpu.measure_vllm tiny|MODEL [ROUNDS]``, with vLLM on the path.
+"""Direct delivery into a real vLLM through its plugin: ``python -m tests.gpu.measure_vllm tiny|MODEL [ROUNDS]``.
 
-``tiny``: a small random Qwen3 checkpoint; a scrambled engine is written directly, and must hold the bits that vLLM's own loader
-puts there, and give the tokens that Transformers gives, with CUDA graphs captured before. ``MODEL``: a model of the GPU suite,
-shapes only; pause to resume is timed. Trainer and engine are two processes; the trainer has the last GPU, vLLM the first.
+``tiny``: a small random Qwen3 checkpoint, graphs captured, updates; prints one line of JSON that ``test_vllm_direct.py`` looks at.
+``MODEL``: a model of the GPU suite, shapes only; the time from pause to resume. The trainer has the last GPU, vLLM the first.
+vLLM and weightsync's entry point are on the path.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import os
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+if sys.argv[1:2] == ["tiny"]:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that the model's own memory can be looked at
 
 import torch
 
-from weightsync.model import Manifest, TensorSpec
-from weightsync.roles.adapter import EngineAdapter
-from weightsync.tensors.tracing import trace_loader
+import weightsync
 
 MOE = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
@@ -32,7 +34,9 @@ MOE = {
     "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "decoder_sparse_step": 1, "mlp_only_layers": [],
     "norm_topk_prob": True, "hidden_act": "silu", "attention_bias": False, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-PROMPT = [3, 17, 42, 5, 99, 250, 7, 8]
+PROMPTS = [[(11 * row + 7 * column * (row + 2)) % 509 + 3 for column in range(40)] for row in range(48)]
+COUNT = 12
+CHOSEN = 4
 
 
 def tiny(folder):
@@ -45,137 +49,151 @@ def tiny(folder):
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(folder)
-    return model
+    return model.to(f"cuda:{torch.cuda.device_count() - 1}")
 
 
-def start(folder, dummy):
+def shapes_only(folder, manifest):
+    """A checkpoint of which only the headers are there, and holes after them."""
+    kinds, header, end = {"bfloat16": "BF16", "float32": "F32"}, {}, 0
+    for spec in manifest:
+        begin, end = end, end + spec.nbytes
+        header[spec.name] = {"dtype": kinds[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (Path(folder) / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    (Path(folder) / "config.json").write_text(json.dumps(MOE))
+
+
+def change(model, seed):
+    generator = torch.Generator(device=model.device).manual_seed(seed)
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            if "norm" not in name:
+                one.copy_(torch.randn(one.shape, generator=generator, device=model.device) * 0.2)
+
+
+@contextmanager
+def vllm_joined(folder, dummy, server):
     from vllm import LLM
+    from vllm.config import WeightTransferConfig
+
+    from weightsync.adapters.vllm import attach
 
     began = time.perf_counter()
     llm = LLM(
         model=str(folder), load_format="dummy" if dummy else "auto", skip_tokenizer_init=True, dtype="bfloat16", seed=0,
         gpu_memory_utilization=0.45 if dummy else 0.1, max_model_len=256, max_num_seqs=4, enforce_eager=False,
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4]},
+        weight_transfer_config=WeightTransferConfig(backend="weightsync"),
     )  # fmt: skip
-    print(f"vLLM started in {time.perf_counter() - began:.1f} s", flush=True)
-    return llm
+    started = time.perf_counter() - began
+    began = time.perf_counter()
+    with attach(llm, "vllm-0", server.url, token=server.token) as attached:
+        seen = {"vllm_start_s": round(started, 1), "join_s": round(time.perf_counter() - began, 2)}
+        print("JOINED " + json.dumps(seen), flush=True)
+        yield llm, attached, seen
+    if dummy:
+        llm.llm_engine.engine_core.shutdown()  # a process of its own, which would outlive this one
 
 
-def model_of(llm):
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
-
-
-def tokens(llm, count=24):
+def tokens(llm, attached, prompts=PROMPTS[:CHOSEN]):
     from vllm import SamplingParams
 
-    wanted = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
-    (found,) = llm.generate([{"prompt_token_ids": PROMPT}], wanted, use_tqdm=False)
-    return list(found.outputs[0].token_ids)
+    wanted = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True, detokenize=False)
+    with attached.in_use(60) as version:
+        found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], wanted, use_tqdm=False)
+    return version, [list(one.outputs[0].token_ids) for one in found], sum(one.num_cached_tokens or 0 for one in found)
 
 
-class Traced(EngineAdapter):
-    """The parameters of vLLM's model, as its own loader fills them."""
+def decided(model):
+    """The prompts whose greedy answers are the least close, with these answers: sums in another order give the same ones."""
+    ids = torch.tensor(PROMPTS, device=model.device)
+    gaps = torch.full((len(PROMPTS),), torch.inf, device=model.device)
+    for _ in range(COUNT):
+        with torch.inference_mode():
+            logits = model(ids, use_cache=False).logits[:, -1].float()
+        best = logits.topk(2)
+        gaps = torch.minimum(gaps, (best.values[:, 0] - best.values[:, 1]) / logits.std(-1))
+        ids = torch.cat([ids, best.indices[:, :1]], 1)
+    chosen = gaps.topk(CHOSEN)
+    found = ids[:, -COUNT:].tolist()
+    return [PROMPTS[row] for row in chosen.indices.tolist()], [found[row] for row in chosen.indices.tolist()], float(gaps.max())
 
-    name = "vllm-in-process"
 
-    def __init__(self, llm, manifest) -> None:
-        self.llm, self._manifest, self.times = llm, manifest, {}
-        model = model_of(llm)
-        began = time.perf_counter()
-        traced = trace_loader(model.load_weights, model, manifest)
-        self.reason = traced.reason()
-        print(f"traced in {time.perf_counter() - began:.2f} s: {len(traced.copies)} copies; reason against direct: {self.reason}")
-        print(
-            "unwritten", dict(list(traced.unwritten.items())[:5]), "fallback", dict(list(traced.fallback.items())[:3]), flush=True
-        )
-        self._shards = traced.shards(model)
-
-    def manifest(self):
-        return self._manifest
-
-    def shards(self):
-        return self._shards
-
-    def pause(self, mode, timeout):
-        self.times["paused"] = time.monotonic()
-
-    def flush(self):
-        return bool(self.llm.reset_prefix_cache())
-
-    def resume(self):
-        self.times["resumed"] = time.monotonic()
+def installed(model):
+    """Where every parameter is, and a sum over its bits."""
+    return {n: (p.data_ptr(), int(p.detach().flatten().view(torch.int16).long().sum())) for n, p in model.named_parameters()}
 
 
 def check_tiny():
-    from safetensors.torch import load_file
-
-    from weightsync.agents.engine import Engine
-    from weightsync.agents.trainer import Trainer
     from weightsync.service.server import BackgroundServer
     from weightsync.service.settings import ServerSettings
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, BackgroundServer(ServerSettings.load({}, port=0)) as server:
         reference = tiny(folder)
-        ids = torch.tensor([PROMPT])
-        expected = (
-            reference.cuda().generate(ids.cuda(), max_new_tokens=24, do_sample=False, eos_token_id=None)[0, len(PROMPT) :].tolist()
-        )
-        checkpoint = {name: tensor.cuda() for name, tensor in load_file(str(Path(folder) / "model.safetensors")).items()}
-        llm = start(folder, dummy=False)
-        own = {name: value.detach().clone() for name, value in model_of(llm).named_parameters()}
-        print("vLLM's own loading gives Transformers' tokens:", tokens(llm) == expected)
-        adapter = Traced(llm, Manifest(TensorSpec(n, tuple(t.shape), "bfloat16") for n, t in checkpoint.items()))
-        with torch.no_grad():
-            for value in model_of(llm).parameters():
-                value.view(torch.int16).random_(0, 15000)
-        scrambled = tokens(llm)
-        with (
-            BackgroundServer(ServerSettings.load({}, port=0)) as server,
-            Trainer(checkpoint, server.url, token=server.token) as trainer,
-            Engine(adapter, "vllm", server.url, token=server.token, delivery="direct"),
-        ):
-            (replica,) = trainer.publish(1, timeout=60).replicas
-        same = all(torch.equal(own[n].view(torch.int16), v.view(torch.int16)) for n, v in model_of(llm).named_parameters())
-        after = tokens(llm)
-        print(json.dumps({
-            "delivery": replica.delivery, "transports": replica.transports, "verified": replica.verified, "same_bits": same,
-            "tokens_equal_transformers": after == expected, "scrambled_differed": scrambled != expected,
-        }), flush=True)  # fmt: skip
+        with vllm_joined(folder, False, server) as (llm, attached, seen):
+            model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+            calls, own = [], model.load_weights
+            model.load_weights = lambda weights: calls.append("load_weights") or own(weights)
+            with weightsync.Trainer(reference, server.url, token=server.token) as trainer:
+                places = {name: where for name, (where, _) in installed(model).items()}
+                prompts, wanted, gap = decided(reference)
+                seen |= {"before": tokens(llm, attached, prompts)[1], "wanted": wanted, "gap": gap, "updates": []}
+                for number in (1, 2, 3):
+                    if number < 3:
+                        change(reference, number)
+                        prompts, wanted, gap = decided(reference)
+                    tokens(llm, attached, prompts)
+                    _, _, warm = tokens(llm, attached, prompts)  # the prompts are now cached, under the version before
+                    (replica,) = trainer.publish(number, timeout=60).replicas
+                    version, answers, cached = tokens(llm, attached, prompts)
+                    seen["updates"].append({
+                        "answers": answers, "wanted": wanted, "gap": gap, "version": version, "published": replica.version,
+                        "delivery": replica.delivery, "transports": list(replica.transports), "verified": replica.verified,
+                        "warm": warm, "cached": cached, "paused_ms": round(1000 * replica.paused_seconds, 2),
+                        "in_place": places == {name: where for name, (where, _) in installed(model).items()},
+                    })  # fmt: skip
+                direct, model.load_weights = installed(model), own
+                from safetensors.torch import save_file
+
+                state = {name: value.contiguous() for name, value in reference.state_dict().items()}
+                save_file(state, Path(folder) / "model.safetensors", {"format": "pt"})
+                llm.collective_rpc("reload_weights")  # vLLM's own way, from the file
+                seen |= {"loader_calls": calls, "bits_of_own_loading": direct == installed(model)}
+    print("RESULT " + json.dumps(seen), flush=True)
 
 
-def measure(model, rounds):
-    from weightsync.agents.engine import Engine
+def measure(name, rounds):
     from weightsync.bench.gpu_job import manifest_for
     from weightsync.bench.peer import Peer
     from weightsync.service.server import BackgroundServer
     from weightsync.service.settings import ServerSettings
 
-    job = {"name": "vllm", "model": model, "delivery": "direct", "on": [torch.cuda.device_count() - 1], "to": [0]}
+    job = {"name": "vllm", "model": name, "delivery": "direct", "on": [torch.cuda.device_count() - 1], "to": [0]}
     with tempfile.TemporaryDirectory() as folder, BackgroundServer(ServerSettings.load({}, port=0, heartbeat=60.0)) as server:
-        (Path(folder) / "config.json").write_text(json.dumps(MOE))
-        llm = start(folder, dummy=True)
-        adapter = Traced(llm, manifest_for(model))
-        before = tokens(llm, 8)
-        with Peer("weightsync.bench.gpu_rank", {"role": "trainer", "rank": 0, "job": job}) as trainer:
+        shapes_only(folder, manifest_for(name))
+        with (
+            vllm_joined(folder, True, server) as (llm, attached, _),
+            Peer("weightsync.bench.gpu_rank", {"role": "trainer", "rank": 0, "job": job}) as trainer,
+        ):
+            before = tokens(llm, attached)[1]
             print(trainer.hear(120))
             trainer.ask(do="join", url=server.url, token=server.token)
-            with Engine(adapter, "vllm", server.url, token=server.token, delivery="direct"):
-                for version in range(rounds):
-                    trainer.ask(do="change", version=version)
-                    told = trainer.ask(do="publish", version=version)
-                    if "error" in told:
-                        raise RuntimeError(told["error"])
-                    (replica,) = told["answer"]["result"]["replicas"]
-                    answer = {
-                        "version": replica["version"],
-                        "verified": replica["verified"],
-                        "phases_ms": {name: round(1000 * value, 2) for name, value in replica["phases"].items()},
-                        "parts_ms": {name: round(1000 * value, 2) for name, value in replica["parts"].items()},
-                        "paused_ms": round(1000 * replica["paused_seconds"], 2),
-                        "publish_ms": round(1000 * (told["answer"]["ended"] - told["answer"]["begun"]), 2),
-                    }
-                    print(json.dumps(answer), flush=True)
-        print("generates with the graphs captured before:", tokens(llm, 8) != before)
+            for version in range(rounds):
+                trainer.ask(do="change", version=version)
+                told = trainer.ask(do="publish", version=version)
+                if "error" in told:
+                    raise RuntimeError(told["error"])
+                (replica,) = told["answer"]["result"]["replicas"]
+                print(json.dumps({
+                    "version": replica["version"], "delivery": replica["delivery"], "verified": replica["verified"],
+                    "paused_ms": round(1000 * replica["paused_seconds"], 2),
+                    "publish_ms": round(1000 * (told["answer"]["ended"] - told["answer"]["begun"]), 2),
+                    "phases_ms": {name: round(1000 * value, 2) for name, value in replica["phases"].items()},
+                    "parts_ms": {name: round(1000 * value, 2) for name, value in replica["parts"].items()},
+                }), flush=True)  # fmt: skip
+            print("generates with the graphs captured before:", tokens(llm, attached)[1] != before)
 
 
 if __name__ == "__main__":

@@ -272,10 +272,18 @@ def test_who_cannot_reach_the_other_is_told_what_to_change(joined: Joined, sourc
     refused = pytest.raises(RoundFailed, match=r"transports=\['shared_memory', 'tcp'\]")
     with joined.trainer(source) as trainer, joined.engine(ModuleAdapter(Model()), "in host memory"), refused:
         trainer.publish(1, timeout=30)
+    with joined.trainer(source, transports=["shared_memory"]) as trainer:
+        refused = pytest.raises(RoundFailed, match=r"delivery='streamed'")
+        with joined.engine(ModuleAdapter(target), "on a GPU", delivery="direct"), refused:
+            trainer.publish(2, timeout=30)
+
+
+def test_an_engine_on_a_gpu_is_streamed_to_where_nothing_is_served_in_place(joined: Joined, source: Model, target: Model) -> None:
     trainer = joined.trainer(source, transports=["shared_memory"])
-    joined.engine(ModuleAdapter(target), "on a GPU")
-    with pytest.raises(RoundFailed, match=r"delivery='streamed'"):
-        trainer.publish(2, timeout=30)
+    joined.engine(ModuleAdapter(target))
+    (replica,) = trainer.publish(1, timeout=30).replicas
+    assert (replica.delivery, replica.transports, replica.verified) == ("streamed", ("shared_memory",), "installed")
+    assert fingerprint(target) == fingerprint(source)
 
 
 class Loading(ModuleAdapter):

@@ -12,6 +12,7 @@ import os
 import statistics
 import sys
 import tempfile
+from typing import Any
 
 os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
@@ -37,6 +38,7 @@ def main(rounds: int, sizes: tuple[int, ...]) -> None:
     from weightsync.demo.models import build_model
 
     torch.set_num_threads(1)
+    model: Any
     if sizes:
         hidden, layers = sizes
         config = LlamaConfig(
@@ -55,6 +57,7 @@ def main(rounds: int, sizes: tuple[int, ...]) -> None:
         results, floors = [], []
         with weightsync.Trainer(model) as trainer:
             where, token = trainer.environment["WEIGHTSYNC_COORDINATOR"], trainer.environment["WEIGHTSYNC_TOKEN"]
+            llm.collective_rpc("watch_installs")
             with attach(llm, "vllm", where, token=token) as attached:
                 for number in range(1, rounds + 2):
                     with attached.in_use(60):
@@ -66,10 +69,14 @@ def main(rounds: int, sizes: tuple[int, ...]) -> None:
                     if number > 1:  # the first makes connections and staging
                         floors += own
                         results.append(replica)
+                with attached.in_use(60):
+                    (installs,) = llm.collective_rpc("installs")
     taken = [one.phases["move"] + one.phases["commit"] for one in results]
     print("RESULT " + json.dumps({
         "tensors": len(model.state_dict()), "bytes": results[0].nbytes, "rounds": rounds, "own_loading_ms": milliseconds(floors),
         "move_and_commit_ms": milliseconds(taken), "ratio": round(statistics.median(taken) / statistics.median(floors), 3),
+        "loading_in_worker_ms": milliseconds(installs[1:]),
+        "ratio_in_worker": round(statistics.median(installs[1:]) / statistics.median(floors), 3),
         "phases_ms": {name: milliseconds([one.phases[name] for one in results]) for name in results[0].phases},
         "parts_ms": {name: milliseconds([one.parts[name] for one in results]) for name in results[0].parts},
         "paused_ms": milliseconds([one.paused_seconds for one in results]),

@@ -132,11 +132,11 @@ def test_a_coordinator_that_is_gone_is_tried_until_the_deadline_and_named() -> N
     where = ClientSettings(coordinator=Address("http", "127.0.0.1", free_port()), token=Secret("t"), connect_timeout=1.0)
     with RolloutCallback(where) as callback:
         began = time.monotonic()
-        future = callback.update_from_distributed("main", [], timeout=0.5)
-        assert time.monotonic() - began < 0.4  # the trainer goes on to its collective
+        future = callback.update_from_distributed("main", [], timeout=1.0)
+        assert not future.done()  # the trainer goes on to its collective
         with pytest.raises(CoordinatorUnreachable, match=where.coordinator.url):
             future.result(SECONDS)
-        assert time.monotonic() - began >= 0.5
+        assert time.monotonic() - began >= 1.0
         with pytest.raises(CoordinatorUnreachable):
             callback.pause(timeout=0.2)
 

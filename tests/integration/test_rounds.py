@@ -34,7 +34,7 @@ from weightsync.service.server import BackgroundServer
 from weightsync.service.settings import ServerSettings
 from weightsync.tensors.shards import FollowedShards, shard
 
-TRANSPORTS = ("inproc", "shared_memory", "tcp")
+TRANSPORTS = ("inproc", "shared_memory", "tcp", "collective")
 
 
 @pytest.fixture

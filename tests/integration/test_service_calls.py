@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import msgspec
 import pytest
 from tests.integration.service_support import DIGESTS, SOON, Agent, engine_hello, joined, obey, trainer_hello
 
@@ -13,16 +14,21 @@ from weightsync.errors import (
     Aborted,
     ConfigurationError,
     DeadlineExceeded,
+    LoadError,
     PeerLost,
     ProtocolError,
 )
 from weightsync.messages import (
     Body,
+    Commit,
     Move,
     Moved,
+    Pause,
+    Prepare,
     Publish,
     Published,
     Quarantine,
+    Resume,
 )
 from weightsync.service.client import Client
 from weightsync.service.settings import ClientSettings
@@ -38,24 +44,33 @@ def test_errors_cross_with_their_kind(settings: ClientSettings) -> None:
 
 
 def test_a_quarantine_gets_through_while_a_move_runs(settings: ClientSettings) -> None:
-    aborted = threading.Event()
+    """The other rank of the replica fails while this one is in the middle, so nothing here depends on how fast anybody is."""
+    moving, aborted = threading.Event(), threading.Event()
     ended_by_it: list[bool] = []
 
     def engine(body: Body, timeout: float) -> Body:
         if isinstance(body, Move):
-            ended_by_it.append(aborted.wait(timeout + 5))
+            moving.set()
+            ended_by_it.append(aborted.wait(timeout))
             raise Aborted("the quarantine ended it")
         if isinstance(body, Quarantine):
             aborted.set()
         return obey(body, timeout)
 
-    with joined(settings, engine_hello("a"), engine) as agent, joined(settings, trainer_hello()) as trainer:
-        result = trainer.link.call(Publish(1), 2)  # the round ends after half of that: the rest is for quarantine
+    def other(body: Body, timeout: float) -> Body:
+        if isinstance(body, Move):
+            moving.wait(timeout)
+            raise LoadError("this rank cannot")
+        return obey(body, timeout)
+
+    first, second = (msgspec.structs.replace(engine_hello("a", f"rank-{rank}"), rank=rank, world_size=2) for rank in range(2))
+    with joined(settings, first, engine) as agent, joined(settings, second, other), joined(settings, trainer_hello()) as trainer:
+        result = trainer.link.call(Publish(1), 30)
         assert agent.wait_for(Quarantine)
         assert ended_by_it == [True]
         assert isinstance(result, Published)
         assert not result.result.ok
-        assert "DeadlineExceeded" in (result.result.error or "")
+        assert "this rank cannot" in str(result.result.replicas[0].error)
 
 
 def test_calls_come_one_at_a_time_and_in_order(settings: ClientSettings) -> None:
@@ -71,9 +86,25 @@ def test_calls_come_one_at_a_time_and_in_order(settings: ClientSettings) -> None
 
     with joined(settings, engine_hello("a"), engine) as agent, joined(settings, trainer_hello()) as trainer:
         trainer.link.call(Publish(1), 10)
-        names = [type(agent.bodies.get(timeout=5)).__name__ for _ in range(5)]
-    assert names == ["Prepare", "Pause", "Move", "Commit", "Resume"]
+        prepare, move, commit = (agent.bodies.get(timeout=5) for _ in range(3))
+    assert isinstance(prepare, Prepare)
+    assert isinstance(move, Move)
+    assert move.pause == "abort", "the pause of a replica's only rank comes with the move"
+    assert isinstance(commit, Commit)
+    assert commit.resume
     assert not overlapped
+    assert agent.bodies.empty()
+
+
+def test_the_ranks_of_a_replica_wait_for_each_other(settings: ClientSettings) -> None:
+    hellos = [msgspec.structs.replace(engine_hello("a"), rank=rank, world_size=2) for rank in range(2)]
+    with joined(settings, hellos[0]) as one, joined(settings, hellos[1]) as other, joined(settings, trainer_hello()) as trainer:
+        trainer.link.call(Publish(1), 10)
+        for agent in (one, other):
+            bodies = [agent.bodies.get(timeout=5) for _ in range(5)]
+            assert [type(body) for body in bodies] == [Prepare, Pause, Move, Commit, Resume]
+            assert Move(1) in bodies
+            assert not any(isinstance(body, Commit) and body.resume for body in bodies)
 
 
 def test_a_handler_that_raises_anything_fails_only_its_call(settings: ClientSettings) -> None:

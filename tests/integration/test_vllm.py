@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.integration.vllm_support import run_program
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-PROGRAM = Path(__file__).with_name("vllm_rounds.py")
 
 
 @pytest.mark.timeout(420)
@@ -30,29 +23,14 @@ PROGRAM = Path(__file__).with_name("vllm_rounds.py")
     ],
 )  # fmt: skip
 def test_answers_are_those_of_the_published_checkpoint(tmp_path: Path, kind: str, ranks: int) -> None:
-    environment = {
-        **os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1" if ranks > 1 else "0",
-        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(PROGRAM.parent),
-    }  # fmt: skip
-    for name in [name for name in environment if name.startswith(("WEIGHTSYNC_", "COVERAGE_"))]:
-        del environment[name]
-    command = [sys.executable, str(PROGRAM), kind, str(ranks), str(tmp_path)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
-    )
-    try:
-        out, _ = process.communicate(timeout=400)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # whatever vLLM left
-    results = [line.removeprefix("RESULT ") for line in out.splitlines() if line.startswith("RESULT ")]
-    assert process.returncode == 0, "\n".join(line for line in out.splitlines() if "Error" in line)[-4000:]
-    seen = json.loads(results[0])
+    seen = run_program("vllm_rounds.py", kind, ranks, tmp_path, ranks=ranks)
+    assert "streamed through vLLM's loader: this worker's weights are on cpu, where vLLM repacks" in seen["log"]  # "auto" says why
     assert seen["before"] is True  # vLLM and Transformers agree at all
     for entry in seen["versions"]:
         assert entry["equal"], entry
         assert entry["label_after"] == entry["version"]
         assert (entry["state"], entry["delivery"], entry["verified"], entry["digest"]) == ("loaded", "streamed", "received", True)
+        assert "on cpu, where vLLM repacks linear weights" in entry["why"]
         assert entry["nbytes"] == ranks * entry["model"]  # every rank stages the whole checkpoint
         assert entry["cached_before"] > 0  # so a cache that survived would have been used
         assert entry["cached_after"] == 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,12 +17,26 @@ from weightsync.adapters.vllm.adapter import UNLABELLED, VllmWorkerAdapter
 from weightsync.adapters.vllm.checkpoint import Checkpoint, checkpoint_of
 from weightsync.adapters.vllm.controls import HttpControls
 from weightsync.adapters.vllm.front import Front
+from weightsync.adapters.vllm.pushed import PushedUpdates
 from weightsync.adapters.vllm.releases import check_release
-from weightsync.errors import ConfigurationError, DeadlineExceeded, LoadError, PeerLost, WeightSyncError
+from weightsync.deadline import Deadline
+from weightsync.errors import (
+    ConfigurationError,
+    DeadlineExceeded,
+    LoadError,
+    ManifestMismatch,
+    MembershipError,
+    PeerLost,
+    VerificationError,
+    WeightSyncError,
+)
 from weightsync.messages import PauseMode
 from weightsync.model import Manifest, TensorSpec, Version
+from weightsync.tensors.digest import digest_box
 from weightsync.tensors.shards import manifest_of
+from weightsync.transports.groups import Rendezvous, init_custom_process_group
 
+CPU = torch.device("cpu")
 VERSION = Version("run", 7, "0" * 32, "0" * 16)
 
 
@@ -100,6 +116,10 @@ class Fake:
         self._note("start")
         if self.session:
             raise RuntimeError("already active")
+        self.session = True
+
+    async def start_draft(self) -> None:
+        self._note("start draft")
         self.session = True
 
     async def update(self) -> None:
@@ -204,3 +224,66 @@ def test_a_rank_stages_lends_nothing_and_resumes_only_what_it_loaded(fake: Fake,
     adapter.pause("abort", 5)
     with pytest.raises(LoadError, match="2 tensors"):  # what was staged before does not count
         adapter.finish(VERSION)
+
+
+def test_a_draft_models_tensors_are_told_apart_by_their_prefix(fake: Fake, controls: HttpControls) -> None:
+    main = Checkpoint(Manifest([TensorSpec("a", (2,), "float32", ("tied",))]), ("a", "tied"))
+    both = main.with_draft(main, "draft.")
+    assert both.names == ("a", "tied", "draft.a", "draft.tied")
+    adapter = VllmWorkerAdapter(both, controls, draft_prefix="draft.")
+    adapter.pause("abort", 5)
+    adapter.load(iter([("a", torch.zeros(2)), ("draft.a", torch.ones(2))]))
+    adapter.finish(VERSION)
+    assert fake.calls[-6:] == ["start", "update", "finish", "start draft", "update", "finish"]
+    assert [(name, float(value[0])) for name, value in adapter.staged()] == [("a", 0), ("tied", 0)]
+    assert [(name, float(value[0])) for name, value in adapter.staged(draft=True)] == [("a", 1), ("tied", 1)]
+    adapter.loaded()
+    with pytest.raises(LoadError, match="never loaded"):
+        adapter.resume()
+    adapter.loaded(draft=True)
+    adapter.resume()
+    with pytest.raises(ConfigurationError, match="'a' must be the draft model's"):
+        main.with_draft(main, "a")
+
+
+def test_a_push_is_loaded_only_if_its_digests_are_right() -> None:
+    specs = [TensorSpec("a", (4,), "float32"), TensorSpec("b", (2,), "float32")]
+    adapter = VllmWorkerAdapter(Checkpoint(Manifest(specs), ("a", "b")), None)
+    pushed = PushedUpdates(adapter, 0, CPU)
+    sent, loads = torch.arange(6.0), []
+    rendezvous = Rendezvous("127.0.0.1", 2, Deadline(20))
+    wish = {"master_address": "127.0.0.1", "master_port": rendezvous.port, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+    bucket = {"names": ["a", "b"], "dtypes": ["float32"] * 2, "shapes": [[4], [2]], "load_format": "flattened_bucket"}
+    with ThreadPoolExecutor(1) as other, closing(pushed):
+        joining = other.submit(pushed.join, wish)
+        group = init_custom_process_group("gloo", 0, 2, "weight_update_group", Deadline(20), rendezvous=rendezvous)
+        joining.result(20)
+        with closing(group):
+            with pytest.raises(MembershipError, match="another name"):
+                pushed.join(wish)
+            pushed.begin()
+            with pytest.raises(ManifestMismatch, match="shape of a"):
+                pushed.update(bucket | {"shapes": [[5], [2]]}, lambda: loads.append(1))
+            receiving = other.submit(pushed.update, bucket, lambda: loads.append(1))
+            group.broadcast([sent.view(torch.uint8)], Deadline(20))
+            receiving.result(20)
+        right = {"a": f"{digest_box(sent[:4], (4,), [0]):016x}", "b": f"{digest_box(sent[4:], (2,), [0]):016x}"}
+        with pytest.raises(VerificationError, match="1 of 2 tensors"):
+            pushed.update({"digests": right | {"b": "0" * 16}}, lambda: loads.append(1))
+        with pytest.raises(ConfigurationError, match="no digest for 1"):
+            pushed.update({"digests": {"a": right["a"]}}, lambda: loads.append(1))
+        with pytest.raises(LoadError, match="nothing was loaded"):
+            pushed.finish()
+        assert not loads
+        pushed.update({"digests": right}, lambda: loads.append(1))
+        pushed.finish()
+        assert not pushed.begun
+    assert len(loads) == 1
+    assert torch.equal(dict(adapter.staged())["b"], sent[4:])
+
+
+@pytest.mark.parametrize("wish", [{"master_address": "127.0.0.1"}, {"master_address": "127.0.0.1", "master_port": 0}])
+def test_a_group_that_is_none_is_refused(wish: dict[str, object]) -> None:
+    pushed = PushedUpdates(VllmWorkerAdapter(Checkpoint(Manifest([TensorSpec("a", (4,), "float32")]), ("a",)), None), 0, CPU)
+    with pytest.raises(ConfigurationError, match="not a body"):
+        pushed.join(wish)

@@ -232,9 +232,8 @@ KINDS = {
 
 
 @contextmanager
-def server(directory: str, ranks: int, coordinator: BackgroundServer) -> Iterator[Served]:
-    from weightsync.adapters.vllm import attach_server
-
+def serving(directory: str, ranks: int, more: dict[str, str]) -> Iterator[Server]:
+    """vLLM's HTTP server, with ``more`` in its environment."""
     port = 20_000 + os.getpid() % 20_000
     url = f"http://127.0.0.1:{port}"
     command = [
@@ -244,10 +243,7 @@ def server(directory: str, ranks: int, coordinator: BackgroundServer) -> Iterato
         "--weight-transfer-config", '{"backend": "weightsync"}', "--worker-extension-cls", "vllm_faults.Faults",
         "--enable-prompt-tokens-details",
     ]  # fmt: skip
-    alone = "WEIGHTSYNC_COORDINATOR" in os.environ
-    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}  # for the fault, the label, and attach_server
-    if not alone:
-        environment["WEIGHTSYNC_TOKEN"] = coordinator.token
+    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"} | more  # for the fault, the label, and attach_server
     with subprocess.Popen(command, env=environment, stdout=sys.stderr) as process:
         try:
             until, tick = time.monotonic() + START_SECONDS, threading.Event()
@@ -257,12 +253,21 @@ def server(directory: str, ranks: int, coordinator: BackgroundServer) -> Iterato
                         break
                 except httpx.HTTPError:
                     tick.wait(0.5)
-            if not alone:
-                attach_server(url, "vllm-0", coordinator.url, bucket_bytes=200_000)
             yield Server(url)
         finally:
             process.terminate()
             process.wait(30)
+
+
+@contextmanager
+def server(directory: str, ranks: int, coordinator: BackgroundServer) -> Iterator[Served]:
+    from weightsync.adapters.vllm import attach_server
+
+    alone = "WEIGHTSYNC_COORDINATOR" in os.environ
+    with serving(directory, ranks, {} if alone else {"WEIGHTSYNC_TOKEN": coordinator.token}) as found:
+        if not alone:
+            attach_server(str(found.http.base_url), "vllm-0", coordinator.url, bucket_bytes=200_000)
+        yield found
 
 
 def joined(coordinator: BackgroundServer, ranks: int) -> None:
@@ -277,14 +282,15 @@ def joined(coordinator: BackgroundServer, ranks: int) -> None:
     raise TimeoutError("the replica never joined")
 
 
-def play(kind: str, ranks: int, directory: str) -> dict[str, Any]:
+def build(ranks: int, directory: str) -> PreTrainedModel:
+    """A small model, saved as the checkpoint that vLLM starts with: for one rank tied, and with biases; for two untied, without."""
     torch.manual_seed(0)
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": None,
         "pad_token_id": 0,
     }  # fmt: skip
-    model: PreTrainedModel  # tied and with biases, or untied and without
+    model: PreTrainedModel
     if ranks == 1:
         model = Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=True, **shape))
     else:
@@ -292,6 +298,11 @@ def play(kind: str, ranks: int, directory: str) -> dict[str, Any]:
     torch.nn.Module.to(model, dtype=torch.bfloat16)  # in place
     change(model, 100)
     model.save_pretrained(directory)
+    return model
+
+
+def play(kind: str, ranks: int, directory: str) -> dict[str, Any]:
+    model = build(ranks, directory)
     seen: dict[str, Any] = {"versions": [], "engine_start": time.time()}
     coordinator = BackgroundServer(ServerSettings.load({}, port=0))
     with coordinator, (KINDS | {"server": server})[kind](directory, ranks, coordinator) as vllm:
@@ -319,7 +330,7 @@ def play(kind: str, ranks: int, directory: str) -> dict[str, Any]:
                     "state": replica.state, "delivery": replica.delivery, "digest": replica.digest == result.version.digest,
                     "verified": replica.verified, "label_after": vllm.label(), "version": str(result.version), "answers": answers,
                     "equal": answers == expected(model), "cached_after": cached, "phases": replica.phases, "parts": replica.parts,
-                    "nbytes": replica.nbytes, "model": trainer._role.manifest.nbytes,
+                    "nbytes": replica.nbytes, "why": replica.delivery_reason, "model": trainer._role.manifest.nbytes,
                 }  # fmt: skip
                 seen["versions"].append(entry)
     return seen

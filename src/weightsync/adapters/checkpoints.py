@@ -23,7 +23,7 @@ import numpy.typing as npt
 from weightsync.errors import ConfigurationError
 from weightsync.model import Manifest, TensorSpec
 
-__all__ = ["Checkpoint", "buckets_of"]
+__all__ = ["INDEX", "SINGLE", "Checkpoint", "buckets_of"]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

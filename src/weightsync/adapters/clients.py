@@ -132,7 +132,10 @@ class UpdateClient:
     ) -> None:
         self.url, self.group_name, self.backend, self.ranks = url.rstrip("/"), group, backend, ranks
         self._address, self._device = address, device
-        self._http = httpx.Client(base_url=self.url, headers=bearer(token), trust_env=False, follow_redirects=False)
+        self._http = httpx.Client(
+            base_url=self.url, headers=bearer(token), trust_env=False, follow_redirects=False,
+            limits=httpx.Limits(max_keepalive_connections=0),  # vLLM closes one after an error, which the next request would meet
+        )  # fmt: skip
         if self._http.base_url.scheme not in ("http", "https") or not self._http.base_url.host:
             raise ConfigurationError(f"{url!r} is not the URL of an engine; write it as http://host:port")
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="weightsync-push")

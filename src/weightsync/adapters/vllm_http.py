@@ -1,14 +1,15 @@
 """vLLM (0.32, in development mode), driven from outside: the requests of its weight-transfer routes as values, and its client.
 
 Which bytes cross, and how, is for the backend that the server was started with (``--weight-transfer-config``). The client here is
-for a backend that joins a weightsync group: ``init_info`` is the body of ``init_weights_update_group`` and ``update_info`` a bucket
-as LMDeploy's and SGLang's. vLLM's own ``nccl`` backend has a format of its own, and is not spoken. These routes are open to whoever
-reaches the server, also where it has an API key.
+for the backend ``weightsync`` (:mod:`weightsync.adapters.vllm.pushed`): ``init_info`` is the body of ``init_weights_update_group``,
+``update_info`` a bucket as LMDeploy's and SGLang's, then the digests of all. vLLM's own ``nccl`` backend has a format of its own,
+and is not spoken. These routes are open to whoever reaches the server, also where it has an API key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from weightsync.adapters.clients import Call, GroupWish, UpdateClient, bucket_body, group_body
@@ -92,6 +93,8 @@ class VLLMClient(UpdateClient):
     """One vLLM server whose backend joins weightsync groups."""
 
     engine = "vllm"
+    verifies = True
+    _session = False
 
     def _init(self, wish: GroupWish) -> Call:
         return init_engine(group_body(wish))
@@ -129,14 +132,22 @@ class VLLMClient(UpdateClient):
         """Open a session."""
         super().begin(label, fingerprint, deadline)
         self.call(start_weight_update(), deadline)
+        self._session = True
 
     def commit(self, digests: Mapping[str, str], deadline: Deadline) -> str:
-        """Finish the session, and look whether vLLM took the label."""
+        """Have the digests compared and everything loaded; finish the session, and look whether vLLM took the label."""
+        self.call(update_weights({"digests": dict(digests)}), deadline)
         self.call(finish_weight_update(self.label), deadline)
+        self._session = False
         found = self.version(deadline)
         if found != self.label:
             raise LoadError(f"{self.url} says that it serves version {found!r}, not {self.label!r}")
-        return f"version {found}; vLLM compares no digests"
+        return f"version {found}, verified as received"
 
     def abort(self, deadline: Deadline) -> None:
-        """Nothing: a staged update that is not finished changes nothing, and the next start begins anew."""
+        """End the session without a label. A worker whose session an error has ended already refuses both, which is as good."""
+        if self._session:
+            self._session = False
+            for call in (update_weights({"abandon": True}), Call("POST", "/finish_weight_update", {})):
+                with suppress(LoadError):
+                    self.call(call, deadline)

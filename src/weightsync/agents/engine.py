@@ -22,6 +22,8 @@ from weightsync.transports.host import this_host
 
 __all__ = ["Engine"]
 
+_LONGEST = 1000  # characters of a reason
+
 
 class Engine:
     """Joins one engine rank to the coordinator and keeps its weights current, from threads of its own.
@@ -106,6 +108,7 @@ class Engine:
             protocol=PROTOCOL, run=self._run, role="engine", name=self.replica, rank=self.rank, world_size=self.world_size,
             session=self._session, host=self._here, pid=os.getpid(), manifest=role.manifest.tensors,
             layout=role.layout.to_columns() if direct and role.layout is not None else None,
+            no_layout="" if direct else str(role.adapter.no_shards)[:_LONGEST], device_memory=direct and role.device_memory,
             transports=role.transports, delivery=self._delivery, bucket_bytes=role.bucket_bytes, adapter=role.adapter.name,
             serving=role.attests,
         )  # fmt: skip

@@ -20,6 +20,7 @@ import torch
 
 from weightsync.agents.trainer import Trainer
 from weightsync.bench.completions import CompletionCase, completion_push_case
+from weightsync.bench.control_floor import EXCHANGES, floor_seconds
 from weightsync.bench.control_rank import NAME
 from weightsync.bench.peer import Peer
 from weightsync.control.events import Joined, Left, ReplicaEnded, ReplicaPhase
@@ -32,6 +33,7 @@ from weightsync.service.settings import ClientSettings, Secret, ServerSettings
 __all__ = ["CONTROL_CASES", "ControlCase", "run_control_cases"]
 
 _PROCESSES = 4
+_ATTEMPTS = 10
 _GOALS = {8: 0.015, 256: 0.150, 1024: 0.600}
 """Seconds; the last one is the second, grown linearly."""
 
@@ -48,6 +50,8 @@ class ControlCase(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
     phases: dict[str, float] = {}
     """Medians over the rounds of what the coordinator says of them."""
+    floor: str = ""
+    floor_seconds: float = 0.0
 
 
 class _Fleet:
@@ -75,6 +79,16 @@ class _Fleet:
         """A client of the coordinator; close it."""
         return Client(self._settings)
 
+    def connect(self, replicas: int) -> None:
+        """Publish until so many replicas take part. Readers that come all at once may be sent away once by the trainer's door."""
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                self.publish(replicas)
+                return
+            except RoundFailed:
+                if not left:
+                    raise
+
     def publish(self, replicas: int) -> tuple[float, dict[str, float]]:
         """One round to exactly so many replicas: seconds as the trainer sees them, and by phase."""
         self._number += 1
@@ -94,12 +108,19 @@ class _Fleet:
 def _round(count: int, rounds: int) -> ControlCase:
     with ExitStack() as owned:
         fleet = _Fleet(count, owned)
-        fleet.publish(count)  # plans and connects
+        fleet.connect(count)
         measured = [fleet.publish(count) for _ in range(rounds)]
     phases = {phase: statistics.median(one[phase] for _, one in measured) for phase in measured[0][1]}
     seconds = statistics.median(seconds for seconds, _ in measured)
     return ControlCase(
-        name=f"round/{count}", seconds=seconds, goal_seconds=_GOALS[count], agents=count, rounds=rounds, phases=phases
+        name=f"round/{count}",
+        seconds=seconds,
+        goal_seconds=_GOALS[count],
+        agents=count,
+        rounds=rounds,
+        phases=phases,
+        floor=f"{EXCHANGES} bare WebSocket messages to each agent, and back",
+        floor_seconds=floor_seconds(count, min(_PROCESSES, count), rounds),
     )
 
 

@@ -14,7 +14,7 @@ from weightsync.bench.sharding import fsdp, tensor_parallel
 from weightsync.errors import ConfigurationError
 from weightsync.model import Layout, Manifest, TensorSpec
 
-__all__ = ["MODELS", "Delivery", "Job", "manifest_for", "place"]
+__all__ = ["MODELS", "Delivery", "Job", "count_of", "manifest_for", "place"]
 
 MODELS = {"qwen3-30b-a3b": qwen3_30b_a3b, "qwen3-8b": qwen3_8b}
 """Models whose shapes are known by name."""
@@ -97,7 +97,7 @@ def place(source: str, target: str, placement: str, gpus: int) -> tuple[tuple[in
     ``colocated``: trainer and engine ranks share GPUs from the first one on; ``separate``: engine ranks come after the trainers'.
     Raises :class:`~weightsync.errors.ConfigurationError` where there are not GPUs enough.
     """
-    trainers, engines = _count(source, "fsdp"), _count(target, "tp")
+    trainers, engines = count_of(source, "fsdp"), count_of(target, "tp")
     if placement not in ("separate", "colocated"):
         raise ConfigurationError(f"placement is separate or colocated, not {placement!r}")
     needed = trainers + engines if placement == "separate" else max(trainers, engines)
@@ -107,7 +107,8 @@ def place(source: str, target: str, placement: str, gpus: int) -> tuple[tuple[in
     return tuple(range(trainers)), tuple(range(first, first + engines))
 
 
-def _count(text: str, kind: str) -> int:
+def count_of(text: str, kind: str) -> int:
+    """The number in ``kind=N``. Raises :class:`~weightsync.errors.ConfigurationError` for anything else."""
     name, _, number = text.partition("=")
     if name != kind or not number.isdecimal() or not int(number):
         raise ConfigurationError(f"give {kind}=N, not {text!r}")

@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from weightsync.bench.gpu_job import Delivery, Job, place
+from weightsync.bench.gpu_job import Delivery, Job, count_of, place
 from weightsync.bench.gpu_rounds import GpuCase, measured_rates, run_gpu_case
 from weightsync.bench.options import BenchOptions
 from weightsync.errors import ConfigurationError
@@ -49,6 +49,15 @@ def _table(case: GpuCase) -> Table:
     return table
 
 
+def _machine() -> dict[str, object]:
+    import torch
+
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="minutes"), "device": torch.cuda.get_device_name(0),
+        "devices": torch.cuda.device_count(), "python": platform.python_version(), "torch": torch.__version__,
+    }  # fmt: skip
+
+
 def run_gpu_suite(options: BenchOptions) -> int:
     """Run the cases; tables and progress go to standard error, the JSON (if asked for) is standard output's last line.
 
@@ -58,6 +67,10 @@ def run_gpu_suite(options: BenchOptions) -> int:
 
     if not torch.cuda.is_available():
         raise ConfigurationError("the suite gpu needs a CUDA device, and torch sees none")
+    if options.delivery == "broadcast":
+        from weightsync.bench.gpu_broadcast import run_broadcast_suite
+
+        return run_broadcast_suite(options, count_of(options.target, "tp"), _machine())
     jobs = jobs_of(options, torch.cuda.device_count())
     console = Console(stderr=True, width=160)
     rates = measured_rates(sorted({*jobs[0].on, *jobs[0].to}))
@@ -66,10 +79,6 @@ def run_gpu_suite(options: BenchOptions) -> int:
         cases.append(run_gpu_case(job, rates, options.rounds, lambda text: console.print(text, style="dim", highlight=False)))
         console.print(_table(cases[-1]))
     if options.json:
-        machine = {
-            "date": datetime.now(UTC).isoformat(timespec="minutes"), "device": torch.cuda.get_device_name(0),
-            "devices": torch.cuda.device_count(), "python": platform.python_version(), "torch": torch.__version__,
-        }  # fmt: skip
-        print(json.dumps({"cases": [msgspec.to_builtins(case) for case in cases], **machine}))
+        print(json.dumps({"cases": [msgspec.to_builtins(case) for case in cases], **_machine()}))
         sys.stdout.flush()
     return 0

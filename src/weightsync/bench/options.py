@@ -33,7 +33,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     placement: str = "colocated"
     """Suite ``gpu``: whether they share GPUs."""
     delivery: str = ""
-    """Suite ``gpu``: ``direct``, ``streamed``, or both."""
+    """Suite ``gpu``: ``direct``, ``streamed``, or both; ``broadcast``: whole models from one GPU to ``target`` others over NCCL."""
     bucket_bytes: int = 0
     """Suite ``gpu``, streamed: of one staging bucket; 0: from the free memory."""
     buffers: int = 2
@@ -45,7 +45,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigurationError(f"a benchmark needs at least 1 MiB, not {self.size} bytes")
         if self.rounds < 1:
             raise ConfigurationError("a benchmark needs at least one round")
-        if self.delivery not in ("", "direct", "streamed"):
-            raise ConfigurationError(f"delivery is direct or streamed, not {self.delivery!r}")
+        if self.delivery not in ("", "direct", "streamed", "broadcast"):
+            raise ConfigurationError(f"delivery is direct, streamed or broadcast, not {self.delivery!r}")
         if self.bucket_bytes < 0 or self.buffers not in (1, 2):
             raise ConfigurationError("bucket_bytes must not be negative, and there are 1 or 2 buffers")

@@ -7,7 +7,8 @@ with the same tensors and as many processes at the same time:
 
 * shared memory, direct: copy every shard once (shelf to parameter); for ``publish``, once more (trainer to shelf);
 * shared memory, streamed: the same with every engine rank taking the whole model, and a last copy by its loader;
-* TCP: the same tensors through one bare loopback socket for each pair, from where they are to memory of the same size.
+* TCP, encrypted or not: the same tensors through one bare loopback socket for each pair, from where they are to memory of the
+  same size.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ __all__ = ["TRANSFER_CASES", "run_transfer_case"]
 
 _RANKS = 2
 
-TRANSFER_CASES = tuple(
-    f"{transport}/{delivery}/{tensors}"
-    for tensors in (300, 20000)
-    for transport in ("shared_memory", "tcp")
-    for delivery in ("direct", "streamed")
+TRANSFER_CASES = (
+    *(
+        f"{transport}/{delivery}/{tensors}"
+        for tensors in (300, 20000)
+        for transport in ("shared_memory", "tcp")
+        for delivery in ("direct", "streamed")
+    ),
+    "tcp-encrypted/direct/300",
 )
 
 
@@ -71,8 +75,8 @@ def _socket_floor(trainers: Sequence[Peer], engines: Sequence[Peer], streamed: b
     return total, total
 
 
-def _peers(config: dict[str, Any], owned: ExitStack) -> tuple[list[Peer], list[Peer]]:
-    environment = {"OMP_NUM_THREADS": "1"}
+def _peers(config: dict[str, Any], encrypted: bool, owned: ExitStack) -> tuple[list[Peer], list[Peer]]:
+    environment = {"OMP_NUM_THREADS": "1", "WEIGHTSYNC_DATA_ENCRYPTION": "on" if encrypted else "off"}
 
     def start(role: str) -> list[Peer]:
         return [
@@ -91,7 +95,8 @@ def run_transfer_case(name: str, size: int, rounds: int, note: Callable[[str], N
 
     Raises :class:`~weightsync.errors.RoundFailed` if any round does not verify.
     """
-    transport, delivery, tensors = name.split("/")
+    way, delivery, tensors = name.split("/")
+    transport, _, encrypted = way.partition("-")
     streamed, mapped = delivery == "streamed", transport == "shared_memory"
     with ExitStack() as owned:
         server = owned.enter_context(BackgroundServer(ServerSettings.load(port=0)))
@@ -100,7 +105,7 @@ def run_transfer_case(name: str, size: int, rounds: int, note: Callable[[str], N
             "transport": transport, "delivery": delivery, "size": size, "tensors": int(tensors),
         }  # fmt: skip
         note(f"{name}: starting {2 * _RANKS} processes")
-        trainers, engines = _peers(config, owned)
+        trainers, engines = _peers(config, bool(encrypted), owned)
         measured = list(_rounds(trainers, engines, rounds, streamed, mapped, lambda text: note(f"{name}: {text}")))
     results = [result for _, _, result in measured]
     seconds = statistics.median(result["replicas"][0]["paused_seconds"] for result in results)
@@ -114,7 +119,7 @@ def run_transfer_case(name: str, size: int, rounds: int, note: Callable[[str], N
         floor="plain copies of the same tensors" if mapped else "bare loopback sockets",
         floor_seconds=floor_seconds,
         ratio=seconds / floor_seconds,
-        goal=None if streamed else 1.6 if int(tensors) > 300 else 1.3 if mapped else 1.5,
+        goal=None if streamed or encrypted else 1.6 if int(tensors) > 300 else 1.3 if mapped else 1.5,
         publish_seconds=publish_seconds,
         publish_ratio=publish_seconds / statistics.median(whole for _, (whole, _), _ in measured),
         phases=phases,

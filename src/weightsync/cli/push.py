@@ -26,6 +26,7 @@ class EngineKind(StrEnum):
     weightsync = "weightsync"
     sglang = "sglang"
     lmdeploy = "lmdeploy"
+    vllm = "vllm"
 
 
 class GroupBackend(StrEnum):
@@ -38,7 +39,7 @@ class GroupBackend(StrEnum):
 def push(
     checkpoint: Annotated[Path, typer.Argument(help="Directory with a safetensors checkpoint (sharded ones too), or one file.")],
     to: Annotated[list[str], typer.Option("--to", metavar="URL", help="A server to update; may be repeated.")],
-    engine: Annotated[EngineKind, typer.Option(help="Whose routes the servers have; `weightsync` verifies every tensor.")],
+    engine: Annotated[EngineKind, typer.Option(help="Whose routes the servers have; `weightsync` and `vllm` verify every tensor.")],
     label: Annotated[str | None, typer.Option("--label", help="The version's label: a number, or RUN@NUMBER.")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Engine ranks behind each URL (tensor times pipeline parallel).")] = 1,
     backend: Annotated[GroupBackend, typer.Option(help="`nccl` needs a GPU here.")] = GroupBackend.nccl,
@@ -74,8 +75,8 @@ def push(
 
     if len(set(to)) != len(to):
         raise ConfigurationError("a server is named twice by --to")
-    if engine is EngineKind.sglang and label is None:
-        raise ConfigurationError("SGLang labels what it serves: give --label")
+    if engine in (EngineKind.sglang, EngineKind.vllm) and label is None:
+        raise ConfigurationError("SGLang and vLLM label what they serve: give --label")
     if backend is GroupBackend.nccl and not torch.cuda.is_available():
         raise ConfigurationError("there is no GPU here for --backend nccl; use --backend gloo if the servers can")
     token = token_in(token_file)
@@ -125,6 +126,10 @@ def _client(engine: EngineKind) -> Callable[..., UpdateClient]:
         from weightsync.adapters.lmdeploy import LMDeployClient
 
         return LMDeployClient
+    if engine is EngineKind.vllm:
+        from weightsync.adapters.vllm_http import VLLMClient
+
+        return VLLMClient
     from weightsync.adapters.disaggregated.client import WeightUpdateClient
 
     return WeightUpdateClient

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from weightsync.control.nodes import EngineRank, TrainerRank
@@ -18,6 +19,7 @@ from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
 __all__ = ["Agreement", "agree_on", "choose_delivery", "cover_trainers", "key_of"]
 
 _TRAINER = "the trainer"
+_ON_DEVICE = "cuda_ipc"
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +34,13 @@ class Agreement:
     """What each rank must know, by member."""
     covers: tuple[tuple[tuple[str, ...], Cover], ...]
     """Members whose boxes together are every tensor exactly once: all ranks for direct delivery, each alone for streamed."""
+    parties: tuple[TrainerRank | EngineRank, ...]
+    """The ranks themselves."""
+
+    def holds_for(self, trainers: Mapping[str, TrainerRank], engines: Mapping[str, EngineRank]) -> bool:
+        """Whether these are the very ranks that it was made for, without looking at what they said: none has joined anew."""
+        now = (*trainers.values(), *engines.values())
+        return len(now) == len(self.parties) and all(map(operator.is_, now, self.parties))
 
     @property
     def nbytes(self) -> int:
@@ -45,17 +54,19 @@ def key_of(trainers: Mapping[str, TrainerRank], engines: Mapping[str, EngineRank
         (member, rank.session, rank.layout.digest, rank.host, rank.offers, rank.key) for member, rank in sorted(trainers.items())
     ]
     targets = [
-        (member, rank.session, rank.layout and rank.layout.digest, rank.host, rank.delivery, rank.bucket_bytes)
+        (member, rank.session, rank.layout and rank.layout.digest, rank.device_memory, rank.host, rank.delivery, rank.bucket_bytes)
         for member, rank in sorted(engines.items())
     ]
     return hashlib.blake2b(repr((sources, targets)).encode(), digest_size=16).hexdigest()
 
 
-def choose_delivery(engines: Mapping[str, EngineRank]) -> tuple[Literal["direct", "streamed"], str]:
+def choose_delivery(
+    trainers: Mapping[str, TrainerRank], engines: Mapping[str, EngineRank]
+) -> tuple[Literal["direct", "streamed"], str]:
     """One delivery for all ranks of a replica, and why.
 
-    ``auto`` is direct where every rank offers a layout. Raises :class:`~weightsync.errors.ConfigurationError` if ranks ask for
-    different ones, or for direct delivery without a layout.
+    ``auto`` is direct where every rank offers a layout, in memory that can be written from where all the trainer's is.
+    Raises :class:`~weightsync.errors.ConfigurationError` if ranks ask for different ones, or for direct delivery without a layout.
     """
     asked = {rank.delivery for rank in engines.values()} - {"auto"}
     without = [member for member, rank in engines.items() if rank.layout is None]
@@ -68,8 +79,21 @@ def choose_delivery(engines: Mapping[str, EngineRank]) -> tuple[Literal["direct"
             raise ConfigurationError(f"direct delivery needs a layout of every rank, and {', '.join(without)} offers none")
         return "direct", "the engine asked for it"
     if without:
-        return "streamed", f"auto: no layout from {', '.join(without)}"
+        reasons = {engines[member].no_layout for member in without} - {""}
+        return "streamed", f"auto: no layout from {', '.join(without)}" + (f" ({'; '.join(sorted(reasons))})" if reasons else "")
+    out_of_reach = [
+        f"{rank.member} from {source.member}"
+        for rank in engines.values()
+        for source in trainers.values()
+        if rank.device_memory and not _writes_on_device(source, rank)
+    ]
+    if out_of_reach:
+        return "streamed", f"auto: GPU memory cannot be read in place at {out_of_reach[0]} (copies, or another host)"
     return "direct", "auto: every rank offers a layout"
+
+
+def _writes_on_device(source: TrainerRank, engine: EngineRank) -> bool:
+    return any(offer.scheme == _ON_DEVICE and offer.host.name == engine.host.name for offer in source.offers)
 
 
 def cover_trainers(manifest: Manifest, trainers: Mapping[str, TrainerRank]) -> Cover:
@@ -81,16 +105,22 @@ def _address(rank: TrainerRank) -> SourceAddress:
     return SourceAddress(rank.member, rank.layout.digest, rank.offers, rank.key)
 
 
-def agree_on(replica: str, trainers: Mapping[str, TrainerRank], engines: Mapping[str, EngineRank]) -> Agreement:
-    """The agreement for one replica.
+def agree_on(
+    replica: str, trainers: Mapping[str, TrainerRank], engines: Mapping[str, EngineRank], earlier: Agreement | None = None
+) -> Agreement:
+    """The agreement for one replica: the ``earlier`` one, where ranks that joined anew say the same as before.
 
     Raises :class:`~weightsync.errors.ManifestMismatch`, :class:`~weightsync.errors.LayoutError` or
     :class:`~weightsync.errors.ConfigurationError`, each naming the replica or rank.
     """
+    key = key_of(trainers, engines)
+    parties: tuple[TrainerRank | EngineRank, ...] = (*trainers.values(), *engines.values())
+    if earlier is not None and earlier.key == key:
+        return replace(earlier, parties=parties)
     manifest = next(iter(trainers.values())).manifest
     for member, engine in engines.items():
         manifest.check_same(engine.manifest, member)
-    delivery, reason = choose_delivery(engines)
+    delivery, reason = choose_delivery(trainers, engines)
     layouts: dict[str, Layout] = {}
     covers: tuple[tuple[tuple[str, ...], Cover], ...]
     if delivery == "direct":
@@ -118,7 +148,7 @@ def agree_on(replica: str, trainers: Mapping[str, TrainerRank], engines: Mapping
         )
         if slices[member].nbytes != layout.nbytes(manifest):
             raise LayoutError(f"the plan gives {member} {slices[member].nbytes:,} of {layout.nbytes(manifest):,} bytes")
-    agreement = Agreement(key_of(trainers, engines), delivery, reason, slices, covers)
+    agreement = Agreement(key, delivery, reason, slices, covers, parties)
     if not agreement.nbytes:
         raise LayoutError(f"the plan moves no bytes to replica {replica}")
     return agreement

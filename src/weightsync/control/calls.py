@@ -150,7 +150,9 @@ class Calls:
         finally:
             if self._handlers.get(call.id) is task:
                 del self._handlers[call.id]
-        self._post(frame)
+        if task is not None and self._closed is None:
+            self._keep(task)  # from here on it cannot be withdrawn, only closed
+            await self._deliver(frame)
 
     async def _put(self, frame: Frame) -> None:
         try:
@@ -164,16 +166,15 @@ class Calls:
 
     def _post(self, frame: Frame) -> None:
         """Send something that nobody waits for."""
-
-        async def post() -> None:
-            try:
-                async with asyncio.timeout(_SEND_SECONDS):
-                    await self._put(frame)
-            except (WeightSyncError, TimeoutError) as error:
-                _log.debug("a frame was not sent: %s", error)
-
         if self._closed is None:
-            self._keep(asyncio.ensure_future(post()))
+            self._keep(asyncio.ensure_future(self._deliver(frame)))
+
+    async def _deliver(self, frame: Frame) -> None:
+        try:
+            async with asyncio.timeout(_SEND_SECONDS):
+                await self._put(frame)
+        except (WeightSyncError, TimeoutError) as error:
+            _log.debug("a frame was not sent: %s", error)
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._posts.add(task)

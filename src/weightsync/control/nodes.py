@@ -51,6 +51,8 @@ class EngineRank:
     bucket_bytes: int = 256 << 20
     adapter: str = "custom"
     serving: Version | None = None
+    no_layout: str = ""
+    device_memory: bool = False
 
 
 class TrainerNode(Protocol):
@@ -82,12 +84,12 @@ class EngineNode(Protocol):
         """Stop generating."""
         ...
 
-    async def move(self, number: int, timeout: float) -> Moved:
-        """Bring version ``number`` into place; the answer holds the digests of what was installed."""
+    async def move(self, number: int, timeout: float, pause: PauseMode | None = None) -> Moved:
+        """Bring version ``number`` into place, ``pause`` before if given; the answer holds the digests of what was installed."""
         ...
 
-    async def commit(self, version: Version, timeout: float) -> None:
-        """Finish, flush, label."""
+    async def commit(self, version: Version, timeout: float, resume: bool = False) -> None:
+        """Finish, flush, label; and generate again, if ``resume``."""
         ...
 
     async def resume(self, timeout: float) -> None:

@@ -97,6 +97,8 @@ def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
         manifest=manifest,
         layout=layout,
         transports=hello.transports,
+        no_layout=hello.no_layout,
+        device_memory=hello.device_memory,
         delivery=hello.delivery,
         bucket_bytes=hello.bucket_bytes or _DEFAULT_BUCKET,
         adapter=hello.adapter or "custom",
@@ -165,11 +167,11 @@ class RemoteEngine:
         """Stop generating."""
         await self._do(Pause(mode), timeout)
 
-    async def move(self, number: int, timeout: float) -> Moved:
-        """Bring version ``number`` into place."""
+    async def move(self, number: int, timeout: float, pause: PauseMode | None = None) -> Moved:
+        """Bring version ``number`` into place, in one exchange with the pause if that is given."""
         if self._plan is None:
             raise ProtocolError(f"{self._rank.member} has no plan yet")
-        answer = await self._calls.call(Move(number), timeout)
+        answer = await self._calls.call(Move(number, pause), timeout)
         if not isinstance(answer, Moved):
             raise _unexpected(self._rank.member, "Move", answer)
         rows = self._plan.layout.rows
@@ -177,9 +179,9 @@ class RemoteEngine:
             raise ProtocolError(f"{self._rank.member} sent {len(answer.digests)} bytes of digests, not 8 for each of {rows} rows")
         return answer
 
-    async def commit(self, version: Version, timeout: float) -> None:
-        """Finish, flush, label."""
-        await self._do(Commit(version), timeout)
+    async def commit(self, version: Version, timeout: float, resume: bool = False) -> None:
+        """Finish, flush, label; and generate again in the same exchange, if ``resume``."""
+        await self._do(Commit(version, resume), timeout)
 
     async def resume(self, timeout: float) -> None:
         """Generate again."""

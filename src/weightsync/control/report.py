@@ -53,6 +53,12 @@ class Report:
         """The replica is told to pause."""
         self._paused_at = asyncio.get_running_loop().time()
 
+    def paused_with_move(self, seconds: float) -> None:
+        """The call that moved spent so long pausing first; as much of it as the call took, whatever the rank says."""
+        seconds = min(max(0.0, seconds), self._phases["move"])
+        self._phases["pause"] += seconds
+        self._phases["move"] -= seconds
+
     def resumed(self) -> None:
         """The replica generates again."""
         if self._paused_at is not None:
@@ -81,6 +87,7 @@ class Report:
             digest=None if version is None else version.digest,
             nbytes=sum(answer.nbytes for answer in self.moved.values()),
             delivery=agreement.delivery if agreement else "",
+            delivery_reason=agreement.reason if agreement else "",
             transports=tuple(sorted({name for link in replica.links.values() for name in link.transports})),
             verified="" if self._error or not verified else "installed" if verified == {"installed"} else "received",
             phases=dict(self._phases),

@@ -33,7 +33,7 @@ from weightsync.control.report import Report, round_result
 from weightsync.control.settings import Settings
 from weightsync.control.shelves import Placement, Shelves
 from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError, StaleSource, VerificationError, WeightSyncError
-from weightsync.messages import Moved, PlanSlice, ReplicaResult, RoundResult
+from weightsync.messages import Moved, PauseMode, PlanSlice, ReplicaResult, RoundResult
 from weightsync.model import Version, fold
 from weightsync.planning.cover import Cover
 
@@ -43,6 +43,7 @@ Trainers = Mapping[str, Link[TrainerNode]]
 Engines = Mapping[str, Link[EngineNode]]
 
 _log = logging.getLogger(__name__)
+_ROWS_AT_ONCE = 4096  # so many digests are added up sooner than a thread is asked to
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,12 +107,13 @@ async def _bring(order: Order, report: Report, placing: asyncio.Task[tuple[Place
         with report.phase("agree"):
             agreed = report.agreement = await agree(order, replica, engines)
         points.reached("round.agreed")
-        placement, _ = await bounded("placing", limit, asyncio.shield(placing))
+        placement, _ = placing.result() if placing.done() else await bounded("placing", limit, asyncio.shield(placing))
         points.reached("round.placed")
         async with _turn(order, report), _paused(order, report, engines) as commit_with:
             points.reached("round.paused")
             with report.phase("move"):
-                moved = report.moved = await move(engines, placement.version.number, agreed, limit)
+                moved = report.moved = await move(engines, placement.version.number, agreed, limit, _alone(order, engines))
+            report.paused_with_move(max(answer.pause_seconds for answer in moved.values()))
             points.reached("round.moved")
             with report.phase("verify"):
                 await verify(agreed, moved, placement, limit)
@@ -185,12 +187,11 @@ async def agree(order: Order, replica: Replica, engines: Engines) -> Agreement:
         raise WeightSyncError(f"replica {replica.name} is not complete: rank {absent} of {replica.world_size} is missing")
     trainers = {member: link.node.rank for member, link in order.trainers.items()}
     ranks = {member: link.node.rank for member, link in engines.items()}
-    key = await in_thread("comparing layouts", order.limit, lambda: agreements.key_of(trainers, ranks))
     agreed = order.agreed.get(replica.name)
-    if agreed is None or agreed.key != key:
-        agreed = await in_thread("planning", order.limit, lambda: agreements.agree_on(replica.name, trainers, ranks))
+    if agreed is None or not agreed.holds_for(trainers, ranks):
+        agreed = await in_thread("planning", order.limit, lambda: agreements.agree_on(replica.name, trainers, ranks, agreed))
         order.agreed[replica.name] = agreed
-    slices = agreed.slices
+    slices, key = agreed.slices, agreed.key
     unprepared = {member: link for member, link in engines.items() if link.prepared != key}
     answers = await on_all("prepare", order.limit, unprepared, lambda link, left: link.node.prepare(slices[link.member], left))
     for member, answer in answers.items():
@@ -225,14 +226,17 @@ async def _paused(order: Order, report: Report, engines: Engines) -> AsyncIterat
     report.paused()
     try:
         with report.phase("pause"):
-            await pause(engines, order)
+            if _alone(order, engines) is None:
+                await pause(engines, order)
         yield permit
         if permit.version is None:
             raise WeightSyncError("a pause ended without a verified version")
         with report.phase("commit"):
-            await commit(engines, permit.version, order.limit)
+            alone = _alone(order, engines) is not None
+            await commit(engines, permit.version, order.limit, alone)
             points.reached("round.committed")
-            await resume(engines, order.limit)
+            if not alone:
+                await resume(engines, order.limit)
             points.reached("round.resumed")
             replica.succeed(links, permit.version)
         report.resumed()
@@ -244,14 +248,24 @@ async def _paused(order: Order, report: Report, engines: Engines) -> AsyncIterat
         raise
 
 
+def _alone(order: Order, engines: Engines) -> PauseMode | None:
+    """How to pause a rank that is a whole replica: no other rank must have paused before it moves, or committed before it resumes.
+
+    So it does two things in one exchange, twice. The order of things at the rank is the same.
+    """
+    return order.settings.pause_mode if len(engines) == 1 else None
+
+
 async def pause(engines: Engines, order: Order) -> None:
     """Every rank stops generating."""
     await on_all("pause", order.limit, engines, lambda link, left: link.node.pause(order.settings.pause_mode, left))
 
 
-async def move(engines: Engines, number: int, agreed: Agreement, limit: Limit) -> dict[str, Moved]:
-    """Every rank fetches its bytes and reads back what it installed. A part, or nothing, is an error."""
-    moved = await on_all("move", limit, engines, lambda link, left: link.node.move(number, left))
+async def move(
+    engines: Engines, number: int, agreed: Agreement, limit: Limit, pausing: PauseMode | None = None
+) -> dict[str, Moved]:
+    """Every rank (pauses, if so told, and) fetches its bytes and reads back what it installed. A part, or nothing, is an error."""
+    moved = await on_all("move", limit, engines, lambda link, left: link.node.move(number, left, pausing))
     for member, answer in moved.items():
         wanted: PlanSlice = agreed.slices[member]
         if answer.nbytes != wanted.nbytes:
@@ -272,12 +286,15 @@ async def verify(agreed: Agreement, moved: Mapping[str, Moved], placement: Place
         for members, cover in agreed.covers:
             cover.check({member: digests[member] for member in members}, placement.digests)
 
-    await in_thread("verifying", limit, check)
+    if sum(map(len, digests.values())) > _ROWS_AT_ONCE:
+        await in_thread("verifying", limit, check)
+    else:
+        check()
 
 
-async def commit(engines: Engines, version: Version, limit: Limit) -> None:
-    """Every rank finishes, flushes its caches and takes the label."""
-    await on_all("commit", limit, engines, lambda link, left: link.node.commit(version, left))
+async def commit(engines: Engines, version: Version, limit: Limit, resuming: bool = False) -> None:
+    """Every rank finishes, flushes its caches and takes the label; and generates again, if so told."""
+    await on_all("commit", limit, engines, lambda link, left: link.node.commit(version, left, resuming))
 
 
 async def resume(engines: Engines, limit: Limit) -> None:

@@ -29,6 +29,7 @@ T = TypeVar("T")
 _POLITE_SECONDS = 5.0
 _LINE_BYTES = 16 << 20
 _TAIL_CHARS = 2000
+_REPORTS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Report)
 
 
 @dataclass
@@ -83,9 +84,15 @@ class Family:
             self._janitor.stdin.write(line.encode() + b"\n")
 
     async def start(
-        self, name: str, module: str, argument: msgspec.Struct, heard: Callable[[Report], None], files: Sequence[int] = ()
+        self,
+        name: str,
+        module: str,
+        argument: msgspec.Struct,
+        heard: Callable[[Any], None],
+        files: Sequence[int] = (),
+        reports: msgspec.json.Decoder[Any] = _REPORTS,
     ) -> Child:
-        """Run ``python -m module`` with ``argument`` as JSON; ``heard`` gets each of its reports. ``files`` are inherited."""
+        """Run ``python -m module`` with ``argument`` as JSON; ``heard`` gets each of its ``reports``. ``files`` are inherited."""
         log = self.directory / f"{name}.log"
         with log.open("wb") as errors:
             process = await asyncio.create_subprocess_exec(
@@ -97,18 +104,18 @@ class Family:
             self._group = process.pid
             self._tell_janitor(f"group {self._group}")
         child = self.children[name] = Child(name, process, log)
-        child.listener = asyncio.create_task(self._listen(child, heard), name=f"listen to {name}")
+        child.listener = asyncio.create_task(self._listen(child, heard, reports), name=f"listen to {name}")
         child.listener.add_done_callback(self._heard_out)
         return child
 
-    async def _listen(self, child: Child, heard: Callable[[Report], None]) -> None:
+    async def _listen(self, child: Child, heard: Callable[[Any], None], reports: msgspec.json.Decoder[Any]) -> None:
         """Hand on reports until the process ends. Raises :class:`PeerLost` if it failed."""
         stream = child.process.stdout
         if stream is None:
             raise ProtocolError(f"{child.name} has no output to read")
         while line := await stream.readline():
             try:
-                report = msgspec.json.decode(line, type=Report)
+                report = reports.decode(line)
             except UNREADABLE as error:
                 raise ProtocolError(f"{child.name} said something that is no report: {error}") from None
             heard(report)

@@ -79,7 +79,7 @@ class Parent:
         os.dup2(2, 1)
         self._in = 0
 
-    def tell(self, report: Report) -> None:
+    def tell(self, report: msgspec.Struct) -> None:
         """Send one report."""
         os.write(self._out, msgspec.json.encode(report) + b"\n")
 

@@ -11,13 +11,14 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 
 from weightsync.errors import WeightSyncError
 from weightsync.faults.campaign import TRANSPORTS, Case, Findings, cases, run_cases
 from weightsync.faults.leaks import machine
 from weightsync.faults.network import Network, obstacle
+from weightsync.faults.relay import Relay
 from weightsync.faults.soak import soak
 from weightsync.faults.stage import Stage, Tally
 
@@ -46,13 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     found, started, before = Findings(), time.monotonic(), machine()
     tally, injected = Tally(), Counter[str]()
+    made: dict[str, Callable[[], AbstractContextManager[Network | Relay]]] = {"network": Network.made, "relay": Relay.made}
     for transport in transports:
         mine = [case for case in chosen if case.transport == transport and _possible(case)]
         rounds = given.soak if transport == transports[0] else 0
         if not mine and not rounds:
             continue
         with ExitStack() as owned:
-            network = owned.enter_context(Network.made()) if transport == "network" else None
+            network = owned.enter_context(made[transport]()) if transport in made else None
             stage = owned.enter_context(Stage("tcp" if network else transport, tally, network))
             try:
                 run_cases(stage, mine, found, _say)

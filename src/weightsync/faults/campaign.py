@@ -12,13 +12,15 @@ import msgspec
 from weightsync.errors import DeadlineExceeded, MembershipError, PeerLost, WeightSyncError
 from weightsync.faults.leaks import Held, grown, held
 from weightsync.faults.network import Network
+from weightsync.faults.relay import Relay
 from weightsync.faults.stage import Party, Stage, Trap
 from weightsync.points import COORDINATOR_POINTS, ENGINE_POINTS, TRAINER_POINTS
 
 __all__ = ["CORRUPTIONS", "IMPAIRMENTS", "TRANSPORTS", "Case", "Findings", "cases", "run_cases", "spare_threads", "warm_up"]
 
-TRANSPORTS = ("shared_memory", "tcp", "network")
-"""``network`` is TCP to another network namespace, where a cable can be cut."""
+TRANSPORTS = ("shared_memory", "tcp", "relay", "network")
+"""``relay`` is encrypted TCP by way of a relay that can do what networks do; ``network`` TCP to another network namespace, where a
+cable can be cut."""
 IMPAIRMENTS = ("delay", "loss")
 CORRUPTIONS = ("flip", "swap", "drop", "repeat", "reorder")
 _DEADLINE = 2.0  # seconds for a publication that meets a fault
@@ -59,8 +61,9 @@ def cases(transports: tuple[str, ...] = TRANSPORTS) -> Iterator[Case]:
     """All of them, in the order in which they run."""
     parties = {"trainer-0": TRAINER_POINTS, "trainer-1": TRAINER_POINTS, "duo-1": ENGINE_POINTS, "solo-0": ENGINE_POINTS}
     for transport in transports:
-        if transport == "network":
-            yield from (Case(transport, "solo-0", point, "cut") for point in ENGINE_POINTS[2:])
+        if transport in ("relay", "network"):
+            acts = ("cut", "break") if transport == "relay" else ("cut",)
+            yield from (Case(transport, "solo-0", point, act) for act in acts for point in ENGINE_POINTS[2:])
             yield from (Case(transport, "solo-0", "round", act) for act in IMPAIRMENTS)
             continue
         for seed, kind in enumerate(CORRUPTIONS * 4, start=1):
@@ -99,8 +102,14 @@ def warm_up(stage: Stage, found: Findings) -> None:
 
 
 def spare_threads(party: str) -> int:
-    """Threads that a party may have more than before: asyncio's pool at the coordinator makes them when it needs them, so many."""
-    return (os.cpu_count() or 1) + 4 if party == "coordinator" else 0
+    """Threads that a party may have more than before, as they are made when they are first needed.
+
+    At the coordinator that is asyncio's pool, at an engine rank the one thread for quarantines: a publication that cancels the
+    re-seeding of a replica that has just joined needs it.
+    """
+    if party == "coordinator":
+        return (os.cpu_count() or 1) + 4
+    return 0 if party.startswith("trainer") else 1
 
 
 def _look_for_leaks(stage: Stage, before: dict[str, Held], found: Findings) -> None:
@@ -131,6 +140,8 @@ def _run(stage: Stage, case: Case, found: Findings) -> None:
         _nobody_took(stage, number, case, found)
     elif case.act == "cut":
         _network(stage).heal()
+    elif case.act == "break":
+        return  # whoever lost a connection makes another
     elif case.act == "stop":
         stage.parties[case.party].signal(signal.SIGCONT)
         for party in late:
@@ -141,7 +152,7 @@ def _run(stage: Stage, case: Case, found: Findings) -> None:
             _reseeded(stage)
 
 
-def _network(stage: Stage) -> Network:
+def _network(stage: Stage) -> Network | Relay:
     if stage.network is None:
         raise WeightSyncError("this case needs a network of its own")
     return stage.network

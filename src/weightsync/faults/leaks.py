@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,10 +53,40 @@ def grown(before: Held, pid: int, settle: float = 5.0, spare_threads: int = 0) -
 
 
 def machine() -> set[str]:
-    """What of ours is left on this machine outside processes: shared memory, abstract sockets, token files."""
+    """What of ours is left on this machine: shared memory, and abstract sockets of this process and those that it started.
+
+    Other programs on the same machine may use weightsync at the same time.
+    """
     found = {f"shared memory {path}" for path in Path("/dev/shm").glob("weightsync*")}
+    ours = set(_sockets_of(_family(os.getpid())))
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
-        name = line.split()[-1]
-        if name.startswith("@weightsync"):
+        *_, inode, name = line.split()
+        if name.startswith("@weightsync") and inode in ours:
             found.add(f"socket {name}")
     return found
+
+
+def _family(root: int) -> set[int]:
+    """``root``, its children, their children."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError):  # it has just ended
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found, queue = set[int](), [root]
+    while queue:
+        found.add(one := queue.pop())
+        queue += children.get(one, [])
+    return found
+
+
+def _sockets_of(pids: set[int]) -> Iterator[str]:
+    """Inodes of the sockets that these processes hold."""
+    for pid in pids:
+        with suppress(OSError):
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):
+                    kind, _, inode = os.readlink(link).partition(":")
+                    if kind == "socket":
+                        yield inode.strip("[]")

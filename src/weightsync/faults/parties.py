@@ -26,7 +26,9 @@ from weightsync.faults.network import enter
 from weightsync.faults.weights import NAMES, SHAPE, Weights, fill
 from weightsync.service.server import serve
 from weightsync.service.settings import Secret, ServerSettings
+from weightsync.transports.registry import register
 from weightsync.transports.shelf import Shelf
+from weightsync.transports.tcp import Tcp
 
 __all__ = ["Sockets", "coordinator", "engine", "trainer"]
 
@@ -122,6 +124,8 @@ def trainer(sockets: Sockets, config: dict[str, Any]) -> None:
     mesh = init_device_mesh("cpu", (world,))
     rows = SHAPE[0] // world
     local = [torch.zeros(rows, SHAPE[1], dtype=torch.int32) for _ in NAMES]
+    if "tcp" in config:  # known to others by the address of a relay, and encrypted: the way between hosts
+        register(Tcp(**config["tcp"], encrypt=True))
     placements = [ShardPlacement(0)]
     state = {name: DTensor.from_local(part, mesh, placements, run_check=False) for name, part in zip(NAMES, local, strict=True)}
     with Trainer(

@@ -24,6 +24,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, PeerLost, WeightSyncError
 from weightsync.faults import parties
 from weightsync.faults.network import Network
+from weightsync.faults.relay import Relay
 from weightsync.service.client import Client
 from weightsync.service.settings import Address, ClientSettings, Secret
 
@@ -171,10 +172,10 @@ class Party:
 class Stage:
     """A coordinator, two trainer ranks, a replica of two ranks written directly, and one of one rank that is streamed to.
 
-    With a ``network``, the last one is at its other end.
+    With a ``network``, the last one is at its other end; with a relay, all engine ranks are.
     """
 
-    def __init__(self, transport: str, tally: Tally, network: Network | None = None) -> None:
+    def __init__(self, transport: str, tally: Tally, network: Network | Relay | None = None) -> None:
         self.transport, self.network = transport, network
         self.tally = tally
         self.version = 0
@@ -185,15 +186,22 @@ class Stage:
         self._trap: Trap | None = None
         self._token = secrets.token_urlsafe(24)
         host = "127.0.0.1" if network is None else network.host
-        with socket.create_server((host, 0)) as listener:
-            self._port: int = listener.getsockname()[1]
+        self._port = self._free_port(host)
         self._address = Address("http", host, self._port)
+        self._data_ports = [self._free_port(host) for _ in range(2)]
         self.parties: dict[str, Party] = {}
         with ExitStack() as owned:
             owned.callback(self._end_all)
             for name in ("coordinator", "trainer-0", "trainer-1", "duo-0", "duo-1", "solo-0"):
                 self.start(name)
             owned.pop_all()
+
+    def _free_port(self, host: str) -> int:
+        if isinstance(self.network, Relay):
+            return self.network.free_port()
+        with socket.create_server((host, 0)) as listener:
+            port: int = listener.getsockname()[1]
+            return port
 
     def start(self, name: str) -> None:
         """Start a party, anew if it was killed, and wait until it has joined."""
@@ -205,8 +213,13 @@ class Stage:
         if name == "coordinator":
             party = Party(name, parties.coordinator, {"host": self._address.host, "port": self._port, "token": self._token}, self)
         elif kind == "trainer":
-            party = Party(name, parties.trainer, {**common, "rank": int(rank), "world": 2}, self)
+            config = {**common, "rank": int(rank), "world": 2}
+            if isinstance(self.network, Relay):
+                config["tcp"] = {"bind": self.network.host, "port": self._data_ports[int(rank)], "advertise": self.network.known_as}
+            party = Party(name, parties.trainer, config, self)
         else:
+            if isinstance(self.network, Relay):
+                common["coordinator"] = Address("http", self.network.known_as, self._port).url
             world, delivery = (2, "direct") if kind == "duo" else (1, "streamed")
             namespace = self.network.namespace if self.network is not None and kind == "solo" else None
             config = {**common, "replica": kind, "rank": int(rank), "world": world, "delivery": delivery, "namespace": namespace}
@@ -231,6 +244,9 @@ class Stage:
             self.injected["stop"] += 1
         elif trap.act == "cut" and self.network is not None:
             self.network.cut()
+            self.injected["network"] += 1
+        elif trap.act == "break" and isinstance(self.network, Relay):
+            self.network.drop()
             self.injected["network"] += 1
         else:
             self.injected["corruption"] += 1

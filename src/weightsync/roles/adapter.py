@@ -25,6 +25,12 @@ class EngineAdapter:
     name = "custom"
     """For people: shown in status and results."""
 
+    no_shards = ""
+    """Why ``shards`` answers ``None``, where that is worth telling: results say it."""
+
+    loads_late = False
+    """Whether ``load`` only keeps tensors, and parameters change in ``finish``: then they are not read back before that."""
+
     def manifest(self) -> Manifest:
         """The checkpoint tensors that this engine takes. Required."""
         raise NotImplementedError(f"{type(self).__name__} must say which checkpoint tensors it takes: define manifest()")

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -41,6 +42,8 @@ class EngineRole:
     last bytes written were committed, :class:`Commit` unless a move ended well, and a move before a pause.
     """
 
+    _device: torch.device | None = None  # the CUDA device that holds the parameters, where they are written directly
+
     def __init__(
         self,
         adapter: EngineAdapter,
@@ -50,15 +53,17 @@ class EngineRole:
         *,
         bucket_bytes: int | None = None,
         buffers: int = 2,
+        encrypted: bool = False,
     ) -> None:
         self.adapter = adapter
+        self._encrypted = encrypted
         self.transports = tuple(transports)
         self.here = here
         self._progress = progress
         self.manifest: Manifest = adapter.manifest()
-        self._device: torch.device | None = None  # the CUDA device that holds the parameters, where they are written directly
         self._pointers: list[int] = []
         self.layout, self._addresses = self._look()
+        self.device_memory = self._device is not None and type(adapter).load is not EngineAdapter.load
         self._staging_on = self._staging_device()
         self._settings = StagingSettings(bucket_bytes or bucket_bytes_for(self._staging_on), buffers)
         self._read_back = ReadBack(self.manifest)
@@ -122,9 +127,12 @@ class EngineRole:
             case Pause():
                 self._pause(body, timeout)
             case Move():
-                return self._move(body.number, Deadline(timeout))
+                return self._pause_and_move(body, Deadline(timeout))
             case Commit():
+                deadline = Deadline(timeout)
                 self._commit(body.version)
+                if body.resume:
+                    self._resume(deadline.remaining("resuming"))
             case Resume():
                 self._resume(timeout)
             case _:
@@ -147,7 +155,7 @@ class EngineRole:
         device, settings = self._device, self._settings
         if plan.delivery == "streamed":
             device = self._staging_on
-            if device is not None and self._read_back.look(self.adapter.shards()):
+            if device is not None and not self.adapter.loads_late and self._read_back.look(self.adapter.shards()):
                 settings = replace(settings, reads_back=True)
                 self._read_back.build()
         route = Route(self.manifest, plan, layout, addresses, device, settings)
@@ -155,7 +163,7 @@ class EngineRole:
         try:
             if self._closed:
                 raise Aborted("this engine rank was closed")
-            route.open(self.transports, self.here, deadline)
+            route.open(self.transports, self.here, deadline, self._encrypted)
         except BaseException:
             route.close()
             raise
@@ -175,6 +183,14 @@ class EngineRole:
         points.reached("engine.pause")
         self.adapter.pause(body.mode, timeout)
         self._state = "paused"
+
+    def _pause_and_move(self, body: Move, deadline: Deadline) -> Moved:
+        if body.pause is None:
+            return self._move(body.number, deadline)
+        started = time.perf_counter()
+        self._pause(Pause(body.pause), deadline.remaining("pausing"))
+        paused = time.perf_counter() - started
+        return msgspec.structs.replace(self._move(body.number, deadline), pause_seconds=paused)
 
     def _move(self, number: int, deadline: Deadline) -> Moved:
         route = self._route
@@ -236,7 +252,7 @@ class EngineRole:
         for group, nbytes in enumerate(route.group_bytes):
             self._receive(route, group, digests, clock, deadline)
             done += nbytes
-            self._progress(done)
+            self._arrived(route, done)
         return digests, "installed"
 
     def _fill_device(
@@ -253,7 +269,6 @@ class EngineRole:
                 digests = route.digest_of.take(route.addresses)
         clock.receive += received - started
         clock.digest += time.perf_counter() - received
-        self._progress(route.nbytes)
         return digests
 
     def _stream_device(
@@ -271,12 +286,16 @@ class EngineRole:
         def progress(bucket: int) -> None:
             nonlocal done
             done += route.group_bytes[bucket]
-            self._progress(done)
+            self._arrived(route, done)
 
         waited, worked = route.stream.run(load, self._check_abort, progress, deadline, digest)
         clock.receive += waited
         clock.load += worked
         return digests if digest is None else digest.taken()
+
+    def _arrived(self, route: Route, nbytes: int) -> None:
+        if nbytes < route.nbytes:  # that all are here, the answer says
+            self._progress(nbytes)
 
     def _receive(self, route: Route, group: int, digests: npt.NDArray[np.uint64], clock: Clock, deadline: Deadline) -> None:
         started = time.perf_counter()
@@ -307,7 +326,7 @@ class EngineRole:
                 if not ahead and bucket + 1 < count:
                     arriving = receiver.submit(fetch, bucket + 1)
                 done += route.group_bytes[bucket]
-                self._progress(done)
+                self._arrived(route, done)
         except BaseException:
             route.abort()  # so that the receiver's thread ends soon
             self._release(route, arriving)
@@ -349,7 +368,8 @@ class EngineRole:
     ) -> tuple[npt.NDArray[np.uint64], Literal["installed", "received"]]:
         """Digest the parameters themselves where they are whole, plain copies; else what the loader was given must do."""
         started = time.perf_counter()
-        digests = self._read_back.digests(self.adapter.shards(), route.layout.tensor)
+        shards = None if self.adapter.loads_late else self.adapter.shards()
+        digests = self._read_back.digests(shards, route.layout.tensor)
         if digests is None:
             if route.settings.reads_back and route.device is not None:
                 raise PlanMismatch("the loader gave the engine other parameters than it had: restart this rank's weightsync.Engine")

@@ -24,6 +24,7 @@ from weightsync.transports.base import Source
 from weightsync.transports.choice import choose
 from weightsync.transports.cuda_ipc import CombinedRead, CudaIpc, CudaIpcSource
 from weightsync.transports.registry import scheme
+from weightsync.transports.tcp import in_clear
 
 __all__ = ["Route", "StagingSettings", "row_groups"]
 
@@ -54,9 +55,17 @@ def row_groups(manifest: Manifest, layout: Layout, group_bytes: int = _GROUP_BYT
 
 
 def _connect(
-    address: SourceAddress, allowed: Sequence[str], device: torch.device | None, here: Host, deadline: Deadline
+    address: SourceAddress,
+    allowed: Sequence[str],
+    device: torch.device | None,
+    here: Host,
+    deadline: Deadline,
+    encrypted: bool = False,
 ) -> tuple[str, Source]:
-    """A source of this trainer rank's bytes that can write where they belong: on CUDA ``device``, or (``None``) in host memory."""
+    """A source of this trainer rank's bytes that can write where they belong: on CUDA ``device``, or (``None``) in host memory.
+
+    Where bytes leave the machine, none comes without encryption if they must be ``encrypted``.
+    """
     failures: list[str] = []
     fitting = [name for name in allowed if (name == CudaIpc.name) == (device is not None)]
     try:
@@ -66,6 +75,10 @@ def _connect(
         raise TransportUnavailable(f"{error}{advice}") from None
     for offer in offers:
         try:
+            if encrypted and in_clear(offer):
+                raise TransportUnavailable(
+                    "not encrypted, and this engine rank insists on it: set WEIGHTSYNC_DATA_ENCRYPTION alike on both sides"
+                )
             if device is None:
                 return offer.scheme, scheme(offer.scheme).connect(offer, address.key, deadline)
             with torch.cuda.device(device):
@@ -160,7 +173,7 @@ class Route:
         if self.digest != plan.digest:
             raise PlanMismatch(f"the plan arrived with digest {self.digest}, not {plan.digest} as the coordinator computed it")
 
-    def open(self, allowed: Sequence[str], here: Host, deadline: Deadline) -> None:
+    def open(self, allowed: Sequence[str], here: Host, deadline: Deadline, encrypted: bool = False) -> None:
         """Allocate the staging, connect to every source and build the tables. To be closed whether or not this raises."""
         plan, manifest = self.plan, self._manifest
         clock = _Split(self.times)
@@ -177,7 +190,7 @@ class Route:
         self.nbytes = sum(self.group_bytes)
         for address, groups in zip(plan.sources, tiles, strict=True):
             self._check()
-            name, source = _connect(address, allowed, self.device, here, deadline)
+            name, source = _connect(address, allowed, self.device, here, deadline, encrypted)
             self._owned.callback(source.close)
             self.sources.append(source)
             self.schemes.append(name)

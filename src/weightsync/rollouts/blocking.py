@@ -86,9 +86,9 @@ class Rollouts(Generic[T]):
         finally:
             self.resume()
 
-    def batch(self, timeout: float) -> list[Rollout[T]]:
+    def batch(self, timeout: float, version: int | None = None) -> list[Rollout[T]]:
         """See :meth:`RolloutController.batch`."""
-        return self._wait(self._mine.batch(timeout), timeout + _GRACE)
+        return self._wait(self._mine.batch(timeout, version), timeout + _GRACE)
 
     def counts(self) -> Counts:
         """See :meth:`RolloutController.counts`."""

@@ -128,6 +128,7 @@ class RolloutController(Generic[T]):
         self._ready: list[Rollout[T]] = []
         self._asking: deque[asyncio.Future[list[Rollout[T]]]] = deque()
         self._error: BaseException | None = None
+        self._consumer: int | None = None
         self._paused = self._number = self._rejected = self._timed_out = self._too_old = self._interruptions = 0
         self._pumping = self._closed = False
 
@@ -198,8 +199,11 @@ class RolloutController(Generic[T]):
         self._paused -= 1
         self._pump()
 
-    async def batch(self, timeout: float) -> list[Rollout[T]]:
+    async def batch(self, timeout: float, version: int | None = None) -> list[Rollout[T]]:
         """The next ``settings.batch`` rollouts, in the order of their completion, as soon as they are there.
+
+        ``version`` is the trainer's own, by which ``max_age`` counts. Give it where the trainer goes on before its publication is
+        served (``snapshot=True``); without it the last version that is served counts.
 
         Raises :class:`~weightsync.errors.DeadlineExceeded` (nothing is lost: ask again), the error of a task that raised,
         :class:`~weightsync.errors.Aborted` if no task is left to fill a batch, or when the controller is closed.
@@ -208,6 +212,9 @@ class RolloutController(Generic[T]):
             error, self._error = self._error, None
             raise error
         self._check_open()
+        self._consumer = version
+        self._drop_old()
+        self._pump()
         asking: asyncio.Future[list[Rollout[T]]] = asyncio.get_running_loop().create_future()
         self._asking.append(asking)
         self._deliver()
@@ -250,12 +257,24 @@ class RolloutController(Generic[T]):
             raise Aborted("the rollout controller is closed")
 
     def _told(self, status: Status) -> None:
-        if status.last >= 0:
-            try:
-                self.publish(status.last)
-            except VersionError as error:
-                self._fail(error)
+        """What starts now is made by the oldest weights that requests may go to, so these are what admission counts from.
+
+        The trainer's last version may be newer: replicas take it one after another, and serve the one before until then.
+        """
+        known = self.admission.version
+        self.replicas.oldest = max(status.last - self.settings.max_staleness, -1 if known is None else known)
         self.replicas.apply(status)
+        if status.last < 0:
+            return
+        self.admission.begin(status.last)
+        served = self.replicas.served
+        try:
+            if known is not None and status.last < known:
+                self.publish(status.last)
+            elif known is None or (served is not None and served > known):
+                self.publish(status.last if served is None else served)
+        except VersionError as error:
+            self._fail(error)
 
     def _watch_ended(self, watch: asyncio.Task[None]) -> None:
         if not watch.cancelled() and (error := watch.exception()) is not None:
@@ -335,9 +354,11 @@ class RolloutController(Generic[T]):
             self._deliver()
 
     def _drop_old(self) -> None:
-        version, most = self.admission.version, self.settings.max_age
-        if version is None or most is None:
+        known = [version for version in (self.admission.version, self._consumer) if version is not None]
+        most = self.settings.max_age
+        if not known or most is None:
             return
+        version = max(known)
         young = [rollout for rollout in self._ready if rollout.age(version) <= most]
         dropped = len(self._ready) - len(young)
         if dropped:

@@ -182,7 +182,8 @@ async def _messages(answer: httpx.Response, url: str) -> AsyncIterator[bytes]:
 class VllmTokens(_Http):
     """vLLM's ``/inference/v1/generate``: tokens in, tokens out, and which weights made each of them, also after an abort.
 
-    vLLM serves it by default. What a server that dies in the middle has sent is lost, since vLLM attests versions at the end.
+    vLLM 0.32 serves it where it was started with ``--tokens-only`` or ``--enable-scale-out``. What a server that dies
+    in the middle has sent is lost, since vLLM attests versions at the end.
     """
 
     def __init__(self, token: Secret | None = None, *, model: str | None = None) -> None:

@@ -59,6 +59,8 @@ class Replicas:
     def __init__(self, urls: Urls, on_change: Callable[[], None] = lambda: None) -> None:
         self._urls = urls if callable(urls) else urls.get
         self.on_change = on_change
+        self.oldest = -1
+        """Replicas that serve an older version than this are left alone, though they serve."""
         self._table: dict[str, _Replica] = {}
         self._waiting: set[asyncio.Future[None]] = set()
         self._count = 0
@@ -67,6 +69,11 @@ class Replicas:
     def routable(self) -> bool:
         """Whether a request could be placed now."""
         return self._best() is not None
+
+    @property
+    def served(self) -> int | None:
+        """The oldest version that a request could meet now; ``None`` where none can be placed."""
+        return min((one.version for one in self._table.values() if self._serves(one) and one.version is not None), default=None)
 
     def running(self) -> dict[str, int]:
         """Requests under way, by replica."""
@@ -127,8 +134,11 @@ class Replicas:
         for mine in self._table.values():
             self._release(mine)
 
+    def _serves(self, one: _Replica) -> bool:
+        return one.routable and (one.version is None or one.version >= self.oldest)
+
     def _best(self) -> _Replica | None:
-        free = [one for one in self._table.values() if one.routable and one.held is None]
+        free = [one for one in self._table.values() if self._serves(one) and one.held is None]
         return min(free, key=lambda one: (one.running, one.used), default=None)
 
     def _told(self, mine: _Replica) -> None:

@@ -3,7 +3,8 @@
 A batch of ``batch`` samples is consumed to make one version. When the trainer is at version v it has consumed v batches (counted
 from where the controller began), so a sample that is the n-th to be accepted is consumed at version ``n // batch``. Letting at most
 ``(eta + v + 1) * batch`` samples be accepted or under way bounds how much older than the trainer a sample's first token can be:
-at most ``eta`` versions.
+at most ``eta`` versions, for samples that are consumed in the order in which they began. One that takes long and is overtaken by
+others is consumed later than that; ``RolloutSettings.max_age`` bounds these.
 """
 
 from __future__ import annotations
@@ -59,14 +60,18 @@ class Admission:
             running=self.running,
         )
 
+    def begin(self, version: int) -> None:
+        """Count from here, so that a run may be taken up at any number. Without effect where something was told before."""
+        self._first = version if self._first is None else self._first
+
     def publish(self, version: int) -> None:
-        """The trainer is at ``version``. The first that is told is where counting begins, so a run may be taken up at any number.
+        """The trainer is at ``version``; where nothing was told before, counting begins here.
 
         Raises :class:`~weightsync.errors.VersionError` for one that goes backwards.
         """
         if self._version is not None and version < self._version:
             raise VersionError(f"the trainer went back from version {self._version} to {version}: start a new rollout controller")
-        self._first = version if self._first is None else self._first
+        self.begin(version)
         self._version = version
 
     def start(self) -> None:

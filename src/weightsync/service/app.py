@@ -23,7 +23,7 @@ from weightsync.control.events import Event, RoundEnded
 from weightsync.control.status import Status
 from weightsync.errors import WeightSyncError
 from weightsync.messages import RoundResult
-from weightsync.service import metrics, page
+from weightsync.service import metrics, page, rollouts
 from weightsync.service.agents import AgentSockets
 from weightsync.service.auth import matches
 from weightsync.service.connections import Connections
@@ -59,6 +59,7 @@ OPERATIONS = (
     ),
     Operation("get", "/v1/openapi.json", "This description.", answer=dict[str, Any]),
     Operation("get", "/metrics", "The same for Prometheus.", answer=str, media="text/plain"),
+    *rollouts.OPERATIONS,
 )
 _UNCOUNTED = ("/healthz", "/v1/events", *FOLLOWED)  # the first must always answer, the others have limits of their own
 _PUBLIC = frozenset(operation.path for operation in OPERATIONS if operation.public)

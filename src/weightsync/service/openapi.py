@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -13,6 +14,8 @@ from weightsync.messages import UNREADABLE, RoundResult
 from weightsync.service.problems import Problem
 
 __all__ = ["Operation", "RoundRequest", "decode_round", "document"]
+
+_NUMBER = {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1}
 
 
 class RoundRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,11 +46,13 @@ class Operation(NamedTuple):
     body: Any = None
     errors: tuple[int, ...] = ()
     public: bool = False
+    query: tuple[tuple[str, Any], ...] = ()
+    """Names and types of parameters after the question mark; those in the path are numbers."""
 
 
 def document(operations: tuple[Operation, ...], version: str) -> dict[str, Any]:
     """The OpenAPI document of ``operations``."""
-    types = [Problem, Status, RoundResult, RoundRequest, Event]
+    types = [Problem, Status, RoundResult, RoundRequest, Event, *(one.body for one in operations if one.body is not None)]
     _, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     paths: dict[str, Any] = {}
     for operation in operations:
@@ -81,7 +86,16 @@ def _operation(operation: Operation) -> dict[str, Any]:
         responses[str(status)] = {"description": "See kind and message.", "content": problem}
     described: dict[str, Any] = {"summary": operation.summary, "responses": responses}
     if operation.body is not None:
-        described["requestBody"] = {"content": {"application/json": {"schema": _reference(operation.body)}}}
+        described["requestBody"] = {
+            "required": operation.body is not RoundRequest,
+            "content": {"application/json": {"schema": _reference(operation.body)}},
+        }
+    parameters = [("path", name, _NUMBER) for name in re.findall(r"{([a-z]+)}", operation.path)]
+    parameters += [("query", name, _reference(kind)) for name, kind in operation.query]
+    if parameters:
+        described["parameters"] = [
+            {"in": where, "name": name, "required": where == "path", "schema": schema} for where, name, schema in parameters
+        ]
     if operation.public:
         described["security"] = []
     return described

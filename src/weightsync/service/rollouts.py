@@ -17,8 +17,9 @@ from starlette.routing import BaseRoute, Route
 from weightsync.errors import ConfigurationError, DeadlineExceeded, MembershipError, from_wire
 from weightsync.messages import UNREADABLE
 from weightsync.service.mailbox import Full, Mailbox, Post, Signal
+from weightsync.service.openapi import Operation
 
-__all__ = ["FOLLOWED", "Acknowledge", "Answered", "Completed", "Order", "RolloutRoutes"]
+__all__ = ["FOLLOWED", "OPERATIONS", "Acknowledge", "Answered", "Completed", "Order", "RolloutRoutes"]
 
 FOLLOWED = ("/v1/rollouts/completions/events", "/v1/rollouts/orders/events", "/v1/rollouts/orders")
 """Requests that last; they have limits of their own."""
@@ -26,6 +27,7 @@ _BODY_BYTES = 64 << 20
 _FOLLOWERS = 16
 _WAITING = 256
 _REMEMBERED = 1024
+_DIGITS = 20  # of a number that fits in 64 bits
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 T = TypeVar("T")
@@ -46,7 +48,7 @@ class Acknowledge(msgspec.Struct, frozen=True):
     """``POST /v1/rollouts/completions/acknowledge``: everything up to this number was taken."""
 
     epoch: Name
-    upto: Annotated[int, msgspec.Meta(ge=0)]
+    upto: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -66,6 +68,54 @@ class Answered(msgspec.Struct, frozen=True):
     kind: str | None = None
 
 
+class Numbered(msgspec.Struct, frozen=True):
+    """What was put into a mailbox, in order, by its numbers of this epoch."""
+
+    epoch: str
+    numbers: tuple[int, ...]
+
+
+class Carried(msgspec.Struct, frozen=True):
+    """An order was carried out."""
+
+    message: str
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """It was noted."""
+
+
+_BAD, _ABSENT = HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND
+_POSTED = (_BAD, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+_MESSAGE: dict[str, Any] = {"answer": Any, "errors": (_ABSENT,), "query": (("epoch", str),)}
+_FOLLOW: dict[str, Any] = {
+    "answer": Signal, "media": "text/event-stream", "errors": (_BAD,), "query": (("epoch", str), ("after", int)),
+}  # fmt: skip
+
+OPERATIONS = (
+    Operation("post", "/v1/rollouts/completions", "Push finished rollouts.", Numbered, body=Completed, errors=_POSTED),
+    Operation(
+        "get", "/v1/rollouts/completions/events", "Server-sent events: a signal for each that waits, then as they come.", **_FOLLOW
+    ),
+    Operation("get", "/v1/rollouts/completions/{number}", "One finished rollout, as it was pushed.", **_MESSAGE),
+    Operation(
+        "post", "/v1/rollouts/completions/acknowledge", "Forget all up to a number.", Taken, body=Acknowledge, errors=_POSTED
+    ),
+    Operation(
+        "post",
+        "/v1/rollouts/orders",
+        "Have rollout controllers carry something out; answers when one has.",
+        Carried,
+        body=Order,
+        errors=(*_POSTED, _ABSENT, HTTPStatus.CONFLICT, HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT),
+    ),
+    Operation("get", "/v1/rollouts/orders/events", "Server-sent events: a signal for each order.", **_FOLLOW),
+    Operation("get", "/v1/rollouts/orders/{number}", "One order.", **_MESSAGE),
+    Operation("post", "/v1/rollouts/orders/{number}", "How an order ended.", Taken, body=Answered, errors=(*_POSTED, _ABSENT)),
+)
+"""The routes as the OpenAPI description has them."""
+
+
 class RolloutRoutes:
     """Both mailboxes. :attr:`routes` go into the coordinator's, or any other, application. Close it before that ends."""
 
@@ -78,11 +128,11 @@ class RolloutRoutes:
             Route("/v1/rollouts/completions", self._complete, methods=["POST"]),
             Route("/v1/rollouts/completions/acknowledge", self._acknowledge, methods=["POST"]),
             Route("/v1/rollouts/completions/events", self._follow(self._completions)),
-            Route("/v1/rollouts/completions/{number:int}", self._fetch(self._completions)),
+            Route("/v1/rollouts/completions/{number}", self._fetch(self._completions)),
             Route("/v1/rollouts/orders", self._order, methods=["POST"]),
             Route("/v1/rollouts/orders/events", self._follow(self._orders)),
-            Route("/v1/rollouts/orders/{number:int}", self._fetch(self._orders)),
-            Route("/v1/rollouts/orders/{number:int}", self._answer, methods=["POST"]),
+            Route("/v1/rollouts/orders/{number}", self._fetch(self._orders)),
+            Route("/v1/rollouts/orders/{number}", self._answer, methods=["POST"]),
         ]
 
     def close(self) -> None:
@@ -98,12 +148,12 @@ class RolloutRoutes:
             numbers = self._completions.put([Post(one.id, one.content) for one in done.completions])
         except Full as error:
             raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from None
-        return _json({"epoch": self._completions.epoch, "numbers": numbers})
+        return _json(Numbered(self._completions.epoch, tuple(numbers)))
 
     async def _acknowledge(self, request: Request) -> Response:
         upto = await _body(request, Acknowledge)
         self._completions.acknowledge(upto.epoch, upto.upto)
-        return _json({})
+        return _json(Taken())
 
     async def _order(self, request: Request) -> Response:
         order = await _body(request, Order)
@@ -125,17 +175,17 @@ class RolloutRoutes:
         said = answer.result()
         if said.kind is not None:
             raise from_wire(said.kind, said.message)
-        return _json({"message": said.message})
+        return _json(Carried(said.message))
 
     async def _answer(self, request: Request) -> Response:
         said = await _body(request, Answered)
-        number = int(request.path_params["number"])
+        number = _number(request)
         answer = self._answers.get(number) if said.epoch == self._orders.epoch else None
         if answer is None:
             raise MembershipError(f"there is no order {number} to be answered")
         if not answer.done():  # else the same answer twice, since its sender lost ours, or one that is too late
             self._settle(number, answer, said)
-        return _json({})
+        return _json(Taken())
 
     def _settle(self, number: int, answer: asyncio.Future[Answered], said: Answered) -> None:
         answer.set_result(said)
@@ -146,7 +196,7 @@ class RolloutRoutes:
 
     def _fetch(self, box: Mailbox) -> Callable[[Request], Awaitable[Response]]:
         async def fetch(request: Request) -> Response:
-            content = box.content(int(request.path_params["number"]), request.query_params.get("epoch", ""))
+            content = box.content(_number(request), request.query_params.get("epoch", ""))
             return Response(content, media_type="application/json", headers={"Cache-Control": "no-store"})
 
         return fetch
@@ -154,7 +204,7 @@ class RolloutRoutes:
     def _follow(self, box: Mailbox) -> Callable[[Request], Awaitable[Response]]:
         async def follow(request: Request) -> Response:
             after = request.query_params.get("after", "0")
-            if not (after.isascii() and after.isdigit() and len(after) < 19):
+            if not (after.isascii() and after.isdigit() and len(after) < _DIGITS):
                 raise ConfigurationError(f"after={after!r} is not a number")
             if self._streams >= _FOLLOWERS:
                 raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{_FOLLOWERS} follow already")
@@ -183,6 +233,14 @@ class RolloutRoutes:
                 with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
                     await coming
             await signals.aclose()
+
+
+def _number(request: Request) -> int:
+    given = str(request.path_params["number"])
+    # Python's int() takes digits of other scripts, and not 5,000 of any.
+    if not (given.isascii() and given.isdigit() and len(given) < _DIGITS):
+        raise MembershipError(f"there is no message {given[:_DIGITS]}")
+    return int(given)
 
 
 async def _body(request: Request, kind: type[T]) -> T:

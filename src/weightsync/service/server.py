@@ -12,11 +12,13 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from email.utils import formatdate
 from types import TracebackType
 from typing import Self
 
 import msgspec
 import uvicorn
+from uvicorn.server import ServerState
 
 from weightsync.control.coordinator import Coordinator
 from weightsync.errors import ConfigurationError, DeadlineExceeded
@@ -38,12 +40,37 @@ _HEADER_BYTES = 16 << 10  # of a request, before it is known who makes it
 _STOPPING = "the coordinator is shutting down"
 
 
+class _State(ServerState):
+    """Uvicorn's, with a date that is looked up for each answer, where uvicorn writes a new one ten times a second."""
+
+    @property
+    def default_headers(self) -> list[tuple[bytes, bytes]]:
+        return [(b"date", formatdate(usegmt=True).encode())]
+
+    @default_headers.setter
+    def default_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """What uvicorn sets is not used."""
+
+
 class _Uvicorn(uvicorn.Server):
-    """Uvicorn without signal handlers: who embeds it decides what ends it."""
+    """Uvicorn without signal handlers, and without its look ten times a second whether it should end: it is told."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.server_state = _State()
+        self._ending = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def main_loop(self) -> None:
+        await self._ending.wait()  # ends with end(), which whoever started this server calls
+
+    def end(self) -> None:
+        """Let ``serve`` shut down and return."""
+        self.should_exit = True
+        self._ending.set()
 
 
 def _listen(settings: ServerSettings) -> socket.socket:
@@ -149,7 +176,7 @@ async def run_server(
             stopping.cancel()
             await service.aclose(_STOPPING)
             door.close()
-            server.should_exit = True
+            server.end()
             await serving
 
 

@@ -46,9 +46,9 @@ def _resumed_unless_uncommitted(role: EngineRole, timeout: float) -> None:
 def _resume_before_verify() -> AbstractContextManager[None]:
     move = protocol.move
 
-    async def broken(engines: Engines, number: int, agreed: Any, limit: Limit) -> Any:  # noqa: ANN401
-        moved = await move(engines, number, agreed, limit)
-        await protocol.resume(engines, limit)
+    async def broken(engines: Engines, *rest: Any) -> Any:  # noqa: ANN401
+        moved = await move(engines, *rest)
+        await protocol.resume(engines, next(value for value in rest if isinstance(value, Limit)))
         return moved
 
     return replaced((protocol, "move", broken), (EngineRole, "_resume", _resumed_whatever))
@@ -68,11 +68,11 @@ def _loaded_before_commit() -> AbstractContextManager[None]:
     updating: set[Replica] = set()
     begin, succeed, fail, commit = Replica.begin, Replica.succeed, Replica.fail, protocol.commit
 
-    async def committing(engines: Engines, version: Version, limit: Limit) -> None:
+    async def committing(engines: Engines, version: Version, *rest: Any) -> None:  # noqa: ANN401
         for replica in updating:
             if replica.members() == dict(engines):
                 replica.become("loaded", version)
-        await commit(engines, version, limit)
+        await commit(engines, version, *rest)
 
     def beginning(replica: Replica, links: Any) -> None:  # noqa: ANN401
         begin(replica, links)

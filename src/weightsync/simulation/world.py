@@ -23,6 +23,7 @@ __all__ = ["World"]
 _running: ContextVar[Process | None] = ContextVar("process", default=None)
 _MOST_VIOLATIONS = 20
 _UNNOTICED = 20.0  # seconds for which a lost connection may go unnoticed
+_BACK = 4.0  # seconds in which a connection that was lost has mostly come back
 
 
 class World:
@@ -216,6 +217,8 @@ class World:
                 wire.lose(self.notice(), self.notice())
         elif kind == "coordinator crash" and self.coordinator is not None:
             self.crash(self.coordinator)
+        if kind in ("disconnect", "coordinator crash") and self.random.random() < 0.5:
+            seconds += self.random.uniform(0.0, _BACK)  # connected again, it is still in the middle of this
         return seconds, kind
 
     def corrupted_at(self, engine: EngineProcess) -> None:

@@ -250,12 +250,16 @@ def receive_table(
 
     Long runs are received where they belong, short ones by way of ``bucket`` (:data:`SLICE` bytes); both in slices whose digests
     (``out`` and ``columns`` as in :func:`copy_table`) are taken while they lie in the cache. ``status`` is ``int64[3]``.
+    With ``fd`` -1 nothing is received: ``status[1]`` bytes lie in ``bucket``, and it returns when they are where they belong.
     """
-    have = taken = before = np.int64(0)  # bytes in the bucket, where they begin, bytes of the tiles before
+    taken = before = np.int64(0)  # where the bytes in the bucket begin, bytes of the tiles before
+    have = raw.int64(status, 1) if fd < 0 else np.int64(0)  # bytes in the bucket
     for tile in range(first, last):
         row = table + tile * (8 * TILE)
         target, stride, rows, size = raw.int64(row, 3), raw.int64(row, 4), raw.int64(row, 5), raw.int64(row, 6)
         while done < before + rows * size:
+            if fd < 0 and have == 0:
+                return done
             start = done - before
             run, into = start // size, start % size
             to = target + run * stride + into
@@ -296,7 +300,8 @@ def receive_table(
 def send_table(fd: int, table: int, first: int, last: int, bases: int, done: int, bucket: int, until: int, status: int) -> int:
     """Send the tiles ``first <= i < last`` but for their first ``done`` bytes; long runs from where they are, short ones packed.
 
-    Return how many bytes were sent: all, or fewer as in :func:`receive_table`. ``bases`` as in :func:`copy_table`.
+    Return how many bytes were sent: all, or fewer as in :func:`receive_table`. ``bases`` as in :func:`copy_table`. With ``fd`` -1
+    nothing is sent: it returns when ``bucket`` is full, or holds the rest.
     """
     have = before = np.int64(0)  # bytes that wait in the bucket, bytes of the tiles before
     for tile in range(first, last):
@@ -308,13 +313,15 @@ def send_table(fd: int, table: int, first: int, last: int, bases: int, done: int
             run, into = start // size, start % size
             place = source + run * stride + into
             room = rows * size - start if stride == size else size - into
-            if have == SLICE or (have > 0 and room >= _LONG):
+            if fd < 0 and have == SLICE:
+                return done + have
+            if fd >= 0 and (have == SLICE or (have > 0 and room >= _LONG)):
                 count = raw.send(fd, bucket, have, until, status)
                 done += count
                 if count < have:
                     return done
                 have = np.int64(0)
-            if room >= _LONG:
+            if fd >= 0 and room >= _LONG:
                 count = raw.send(fd, place, min(room, _MOST), until, status)
                 if count == 0:
                     return done
@@ -328,7 +335,7 @@ def send_table(fd: int, table: int, first: int, last: int, bases: int, done: int
                 raw.copy_bytes(bucket + have, place, count)
                 have += count
         before += rows * size
-    return done + (raw.send(fd, bucket, have, until, status) if have > 0 else 0)
+    return done + (have if fd < 0 or have == 0 else raw.send(fd, bucket, have, until, status))
 
 
 @raw.inlined

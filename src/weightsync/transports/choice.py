@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from weightsync.errors import ConfigurationError, TransportUnavailable
 from weightsync.messages import Host, Offer
 from weightsync.transports.base import Scheme
-from weightsync.transports.registry import BUILT_IN, scheme
+from weightsync.transports.registry import BUILT_IN, OPT_IN, scheme
 
 __all__ = ["choose", "schemes_for"]
 
 
 def schemes_for(names: Sequence[str] | None) -> list[Scheme]:
-    """The transports to use, in order: those named, or all built-in ones that work here.
+    """The transports to use, in order: those named, or all built-in ones that work here and need not be named.
 
     Raises :class:`~weightsync.errors.TransportUnavailable` if one that was named cannot work here, with what would help.
     """
     if isinstance(names, str):
         raise ConfigurationError(f"transports is a list of names, best first: give [{names!r}], not {names!r}")
     if names is None:
-        return [found for found in map(scheme, BUILT_IN) if found.unavailable() is None]
+        return [found for found in map(scheme, (name for name in BUILT_IN if name not in OPT_IN)) if found.unavailable() is None]
     if not names:
         raise ConfigurationError(f"no transport is allowed; choose from {', '.join(BUILT_IN)}")
     wanted = [scheme(name) for name in names]

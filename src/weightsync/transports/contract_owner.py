@@ -30,7 +30,7 @@ from weightsync.transports.host import this_host
 from weightsync.transports.shelf import Shelf
 from weightsync.transports.wanted import big
 
-__all__ = ["OwnerHere", "OwnerProcess", "Process", "contents", "end_nursery", "make_scheme", "start_nursery"]
+__all__ = ["OwnerHere", "OwnerProcess", "Process", "contents", "end_nursery", "make_scheme", "run", "start_nursery"]
 
 _ANSWER_SECONDS = 20.0
 
@@ -40,6 +40,13 @@ def make_scheme(where: str, arguments: dict[str, Any]) -> Scheme:
     module, _, name = where.partition(":")
     scheme: Scheme = getattr(import_module(module), name)(**arguments)
     return scheme
+
+
+def run(where: str) -> None:
+    """Call the function ``where`` (``"module:function"``; empty: nothing)."""
+    module, _, name = where.partition(":")
+    if name:
+        getattr(import_module(module), name)()
 
 
 def contents(nbytes: int, version: int) -> npt.NDArray[np.uint8]:
@@ -103,7 +110,7 @@ def end_nursery() -> None:
 class Process:
     """A process from the nursery. Answers questions; can be stopped and killed."""
 
-    def __init__(self) -> None:
+    def __init__(self, warm_up: str = "") -> None:
         self._socket, its = socket.socketpair()
         self._socket.settimeout(_ANSWER_SECONDS)
         try:
@@ -111,7 +118,7 @@ class Process:
         finally:
             its.close()
         self._lines = self._socket.makefile("r")
-        self.before = self.ask({"do": "census", "path": sys.path})
+        self.before = self.ask({"do": "census", "path": sys.path, "warm_up": warm_up})
         self._pid = int(self.before.pop("pid"))
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -140,8 +147,10 @@ class Process:
 class OwnerProcess(Process):
     """A shelf and its owner in a process of their own."""
 
-    def __init__(self, where: str, arguments: dict[str, Any], key: bytes, nbytes: int, layout_digest: str) -> None:
-        super().__init__()
+    def __init__(
+        self, where: str, arguments: dict[str, Any], key: bytes, nbytes: int, layout_digest: str, warm_up: str = ""
+    ) -> None:
+        super().__init__(warm_up)
         self._serving = True
         setting = {"where": where, "arguments": arguments, "key": key.hex(), "nbytes": nbytes, "layout_digest": layout_digest}
         try:
@@ -196,6 +205,7 @@ def _answer_all(sock: socket.socket) -> None:
             match question["do"]:
                 case "census":
                     sys.path[:] = question["path"]
+                    run(question["warm_up"])
                     answer = {"pid": os.getpid(), **_census()}
                 case "serve":
                     setting = question["setting"]

@@ -44,7 +44,16 @@ from weightsync.errors import (
 from weightsync.messages import Offer
 from weightsync.tensors.tiles import Tiles
 from weightsync.transports.base import Scheme, Source
-from weightsync.transports.contract_owner import OwnerHere, OwnerProcess, Process, contents, end_nursery, make_scheme, start_nursery
+from weightsync.transports.contract_owner import (
+    OwnerHere,
+    OwnerProcess,
+    Process,
+    contents,
+    end_nursery,
+    make_scheme,
+    run,
+    start_nursery,
+)
 from weightsync.transports.host import this_host
 from weightsync.transports.wanted import Wanted, big, keyed, odd_shapes, tiles_from
 
@@ -77,6 +86,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """No thread, process, descriptor, socket or shared memory is left that was not there before."""
     start_nursery()
     request.session.addfinalizer(end_nursery)
+    run(getattr(request.cls, "warm_up", ""))
     before = _left()
     yield
     assert _left() == before
@@ -90,6 +100,8 @@ class TransportContract:
     arguments: ClassVar[dict[str, Any]] = {}
     crosses_processes: ClassVar[bool] = True
     carries: ClassVar[bool] = False
+    warm_up: ClassVar[str] = ""
+    """``"module:function"``, run in each process beforehand: makes what a library then keeps until the process ends."""
 
     # What the tests are made of.
 
@@ -100,8 +112,11 @@ class TransportContract:
     @contextmanager
     def owner(self, nbytes: int = SMALL, digest: str = DIGEST, key: bytes = KEY) -> Iterator[OwnerHere | OwnerProcess]:
         """An owner that leaves nothing behind."""
-        kind = OwnerProcess if self.crosses_processes else OwnerHere
-        owner = kind(self.where, self.arguments, key, nbytes, digest)
+        owner: OwnerHere | OwnerProcess
+        if self.crosses_processes:
+            owner = OwnerProcess(self.where, self.arguments, key, nbytes, digest, self.warm_up)
+        else:
+            owner = OwnerHere(self.where, self.arguments, key, nbytes, digest)
         try:
             yield owner
             assert owner.close() == []

@@ -64,11 +64,17 @@ class Channel:
     is one system call. Used by one thread at a time, but for :meth:`abort`.
     """
 
+    encrypted = False
+    """Whether bytes must go through :meth:`send` and :meth:`receive_into`; else also through the socket's own descriptor."""
+
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self.socket = sock
         self.peer = peer
         self.aborted = False
         sock.setblocking(True)
+
+    def secure(self, deadline: Deadline) -> None:
+        """Be ready to send and receive, once connected. Plain sockets are."""
 
     def bound(self, option: int, deadline: Deadline, what: str) -> None:
         """Let the kernel end the next calls in time (``SO_RCVTIMEO`` or ``SO_SNDTIMEO``)."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -24,9 +24,11 @@ import torch.distributed as dist
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, DeadlineExceeded, PeerLost, TransportUnavailable, WeightSyncError
 
-__all__ = ["Backend", "Group", "Rendezvous", "init_custom_process_group"]
+__all__ = ["Backend", "Enqueue", "Group", "Rendezvous", "init_custom_process_group"]
 
 Backend = Literal["gloo", "nccl"]
+Enqueue = Callable[[torch.Tensor], None]
+"""Puts the broadcast of a tensor's bytes into the current stream of its device."""
 
 _c10d: Any = dist  # its stub leaves out the stores
 _FIRST_DEVICE = {"gloo": "cpu", "nccl": "cuda"}
@@ -78,6 +80,21 @@ class Group:
 
         Raises :class:`~weightsync.errors.DeadlineExceeded` or :class:`~weightsync.errors.PeerLost`, and closes the group.
         """
+        if tensors and self.backend == "nccl":
+            self.on_device(tensors[0].device, _one_by_one(tensors), deadline)
+        else:
+            self._run(lambda process_group, what: _through_gloo(process_group, tensors, deadline, what), deadline)
+
+    def on_device(self, device: torch.device, work: Callable[[Enqueue], None], deadline: Deadline) -> None:
+        """NCCL: let ``work`` queue kernels and broadcasts on ``device``; returns when all that it waited for is done.
+
+        ``work`` gets a function that puts the broadcast of a tensor into the device's current stream, and runs in a thread, on a
+        stream of its own, after all that the caller's current stream holds; it must wait for other streams that it uses. Raises
+        as :meth:`broadcast` does.
+        """
+        self._run(lambda process_group, what: _through_nccl(process_group, device, work, deadline, what), deadline)
+
+    def _run(self, broadcasts: Callable[[Any, str], None], deadline: Deadline) -> None:
         what = f"a broadcast in group {self.name!r}"
         if not self._turn.acquire(timeout=deadline.remaining(what)):
             raise DeadlineExceeded(f"group {self.name!r} was busy for {deadline.seconds:g} s")
@@ -86,10 +103,7 @@ class Group:
             if process_group is None or self._closed:
                 raise PeerLost(f"group {self.name!r} was destroyed")
             try:
-                if self.backend == "nccl":
-                    _through_nccl(process_group, tensors, deadline, what)
-                else:
-                    _through_gloo(process_group, tensors, deadline, what)
+                broadcasts(process_group, what)
             except (RuntimeError, WeightSyncError) as error:
                 self._closed = True
                 raise self._failure(error, deadline) from error
@@ -144,10 +158,14 @@ def init_custom_process_group(
     port: int = 0,
     rendezvous: Rendezvous | None = None,
     device: torch.device | None = None,
+    interface: str = "",
+    priority: bool = False,
 ) -> Group:
     """Join group ``name`` as ``rank`` of ``world_size``; returns when all ranks have (gloo) or can (NCCL connects when first used).
 
-    Rank 0 gives its ``rendezvous``, the others its ``address`` and ``port``. ``device`` is the GPU that an NCCL rank uses.
+    Rank 0 gives its ``rendezvous``, the others its ``address`` and ``port``. ``device`` is the GPU that an NCCL rank uses,
+    with ``priority`` ahead of other work of this process there. ``interface`` is the address of this host where gloo is to listen;
+    without, torch's choice.
     Raises :class:`~weightsync.errors.TransportUnavailable` for a backend that is not there,
     :class:`~weightsync.errors.ConfigurationError` for an impossible rank, :class:`~weightsync.errors.DeadlineExceeded`,
     :class:`~weightsync.errors.PeerLost`.
@@ -168,13 +186,25 @@ def init_custom_process_group(
         store.set_timeout(_patience(deadline, what))
         # Three prefixes: the engines' own, then torch's for the group, then torch's for the device.
         inner = _c10d.PrefixStore(f"{_FIRST_DEVICE[backend]}/", _c10d.PrefixStore(f"{name}/", _c10d.PrefixStore(name, store)))
-        made = _backend(backend, inner, rank, world_size, _patience(deadline, what), device)
+        patience = _patience(deadline, what)
+        if backend == "gloo":
+            made = _gloo(inner, rank, world_size, patience, interface)
+        else:
+            made = _nccl(inner, rank, world_size, device, priority)
     except (RuntimeError, ValueError) as error:
         text = _first_line(error)
         slow = isinstance(error, dist.DistNetworkError) or "time" in text.lower()  # "timed out", "Timeout", "wait timeout after"
         kind = DeadlineExceeded if slow else PeerLost
         raise kind(f"{what} at {address}:{port} failed: {text}") from error
     return Group(name, backend, rank, world_size, made, (store, rendezvous))
+
+
+def _one_by_one(tensors: Sequence[torch.Tensor]) -> Callable[[Enqueue], None]:
+    def work(enqueue: Enqueue) -> None:
+        for tensor in tensors:
+            enqueue(tensor)
+
+    return work
 
 
 def _broadcast(process_group: Any, tensor: torch.Tensor, patience: timedelta) -> Any:  # noqa: ANN401 - private to torch
@@ -196,14 +226,17 @@ def _through_gloo(process_group: Any, tensors: Sequence[torch.Tensor], deadline:
         works.clear()  # a work that is kept would keep connections open
 
 
-def _through_nccl(process_group: Any, tensors: Sequence[torch.Tensor], deadline: Deadline, what: str) -> None:  # noqa: ANN401
-    """Wait for the GPU on another thread, and abort when the deadline comes.
+def _through_nccl(
+    process_group: Any,  # noqa: ANN401 - private to torch
+    device: torch.device,
+    work: Callable[[Enqueue], None],
+    deadline: Deadline,
+    what: str,
+) -> None:
+    """Do ``work`` on another thread, wait for it and for the GPU, and abort when the deadline comes.
 
     Torch's own timeout is not used: its watchdog answers one by dumping its records and ending the process, at the peers too.
     """
-    if not tensors:
-        return
-    device = tensors[0].device
     torch.cuda.current_stream(device).synchronize()  # what fills or last used this memory
     own: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     errors: list[RuntimeError] = []
@@ -212,8 +245,7 @@ def _through_nccl(process_group: Any, tensors: Sequence[torch.Tensor], deadline:
     def run() -> None:
         try:
             with torch.cuda.device(device), torch.cuda.stream(own):
-                for tensor in tensors:
-                    _broadcast(process_group, tensor, _FOREVER).wait()
+                work(lambda tensor: _broadcast(process_group, tensor, _FOREVER).wait())
                 torch.cuda.current_stream(device).synchronize()
         except RuntimeError as error:
             errors.append(error)
@@ -229,18 +261,19 @@ def _through_nccl(process_group: Any, tensors: Sequence[torch.Tensor], deadline:
         raise errors[0]
 
 
-def _backend(  # the objects' types are private to torch
-    backend: Backend,
-    store: Any,  # noqa: ANN401
-    rank: int,
-    world_size: int,
-    patience: timedelta,
-    device: torch.device | None,
-) -> Any:  # noqa: ANN401
-    if backend == "gloo":
+def _gloo(store: Any, rank: int, world_size: int, patience: timedelta, interface: str) -> Any:  # noqa: ANN401 - private to torch
+    if not interface:
         return dist.ProcessGroupGloo(store, rank, world_size, patience)
+    kind: Any = dist.ProcessGroupGloo
+    options = kind._Options()
+    options._devices = [kind.create_device(hostname=interface)]
+    options._timeout, options._threads = patience, 2
+    return kind(store, rank, world_size, options)
+
+
+def _nccl(store: Any, rank: int, world_size: int, device: torch.device | None, priority: bool) -> Any:  # noqa: ANN401
     options = dist.ProcessGroupNCCL.Options()
-    options.is_high_priority_stream = False
+    options.is_high_priority_stream = priority
     options._timeout = _FOREVER  # deadlines are kept here: see _through_nccl
     with torch.cuda.device(device):
         return dist.ProcessGroupNCCL(store, rank, world_size, options)

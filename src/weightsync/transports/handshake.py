@@ -8,8 +8,8 @@
     owner  -> reader  one byte, 1
 
 Everything is of fixed size, so a stranger can make neither end allocate or wait for more than :data:`HELLO_SECONDS`. What follows
-is authenticated by the connection only: it is neither encrypted nor signed, so the network between hosts must be trusted not to
-alter packets (the digests of the round catch what is altered by accident).
+is authenticated by the connection only. Inside of TLS (:mod:`weightsync.transports.encryption`) that is enough; without it the
+network between hosts must be trusted not to alter packets (the digests of the round catch what is altered by accident).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, ConfigurationError, PeerLost, ProtocolError
 from weightsync.transports.frames import Channel
 
-__all__ = ["HELLO_SECONDS", "ID_BYTES", "check_key", "greet_owner", "greet_reader"]
+__all__ = ["ENCRYPTED_ONLY", "HELLO_SECONDS", "ID_BYTES", "check_key", "greet_owner", "greet_reader"]
 
 HELLO_SECONDS = 5.0
 """How long a connection may take to prove itself."""
@@ -32,6 +32,10 @@ _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _SHORTEST_KEY = 16
 _WELCOME = b"\x01"
+_ENCRYPTED_ONLY = b"\xff\xff"  # in the place of the protocol's number
+
+ENCRYPTED_ONLY = (_MAGIC[:6] + _ENCRYPTED_ONLY).ljust(len(_MAGIC) + ID_BYTES + _NONCE_BYTES + _PROOF_BYTES, b"\0")
+"""What an owner that encrypts answers, in plain text, to a reader that does not."""
 
 
 def check_key(key: bytes) -> bytes:
@@ -48,6 +52,8 @@ def _proof(key: bytes, role: bytes, reader_nonce: bytes, owner_nonce: bytes, own
 def _check_magic(data: bytes, peer: str) -> None:
     if data[:6] != _MAGIC[:6]:
         raise ProtocolError(f"{peer} does not speak weightsync")
+    if data[6:8] == _ENCRYPTED_ONLY:
+        raise AuthenticationError(f"{peer} takes encrypted connections only, and its address did not say so: somebody changed it")
     if data[:8] != _MAGIC:
         theirs, ours = int.from_bytes(data[6:8], "big"), int.from_bytes(_MAGIC[6:8], "big")
         raise ProtocolError(f"{peer} speaks transport protocol {theirs}, this is {ours}: install the same weightsync on both sides")

@@ -47,9 +47,10 @@ class Listener:
         owner_id: bytes,
         serve: Callable[[Channel], None],
         admit: Callable[[socket.socket], bool] = lambda _: True,
+        channel: Callable[[socket.socket, str], Channel] = Channel,
     ) -> None:
         self._socket, self._name, self._key, self._owner_id = sock, name, key, owner_id
-        self._serve, self._admit = serve, admit
+        self._serve, self._admit, self._make = serve, admit, channel
         self._lock = threading.Lock()
         self._closing = False
         self._turns, self._since = float(_MAX_STRANGERS), time.monotonic()
@@ -103,7 +104,11 @@ class Listener:
             return 0.0
 
     def _start(self, sock: socket.socket, host: str) -> None:
-        channel = Channel(sock, f"the reader at {self._name}")
+        try:
+            channel = self._make(sock, f"the reader at {self._name}")
+        except (OSError, ValueError):  # it is gone already
+            sock.close()
+            return
         thread = threading.Thread(target=self._run, args=(channel,), name=f"weightsync-{self._name}-serve", daemon=True)
         with self._lock:
             if self._closing or len(self._channels) >= _MAX_READERS or not self._admit(sock):
@@ -124,7 +129,9 @@ class Listener:
 
     def _run(self, channel: Channel) -> None:
         try:
-            greet_reader(channel, self._key, self._owner_id, Deadline(HELLO_SECONDS))
+            deadline = Deadline(HELLO_SECONDS)
+            channel.secure(deadline)
+            greet_reader(channel, self._key, self._owner_id, deadline)
             with self._lock:
                 self._strangers.pop(channel, None)
                 self._turns += 1

@@ -14,7 +14,7 @@ from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.tiles import Tiles
 from weightsync.transports.frames import CONTROL, DATA, END, HEADER, Channel, FrameHeader
 from weightsync.transports.requests import ANSWER_BYTES, MAX_GROUPS, Fail, Ready, Start, Want, ask, decode_control, next_control
-from weightsync.transports.runs import MAX_FRAME_BYTES, MAX_TILES, cut_tiles
+from weightsync.transports.runs import FRAME_BYTES, MAX_FRAME_BYTES, MAX_TILES, cut_tiles
 from weightsync.transports.tile_stream import TileStream
 
 __all__ = ["CarriedSource"]
@@ -39,6 +39,8 @@ class CarriedSource:
     being made can be aborted, too. A transfer that ended early leaves unread bytes on its connection, so the connection is closed
     (the owner stops sending at once) and the next ``prepare`` or ``begin`` makes a new one.
     """
+
+    _largest_tile = FRAME_BYTES
 
     def __init__(self, dial: Callable[[Callable[[Channel], None], Deadline], Channel], deadline: Deadline) -> None:
         self._dial = dial
@@ -114,7 +116,7 @@ class CarriedSource:
         self._want, self._groups = None, []
         for tiles in groups:
             check_tiles(tiles, (_LARGEST,))  # before any work; how large the shelf is only the owner knows
-        cut = [cut_tiles(tiles) for tiles in groups]
+        cut = [cut_tiles(tiles, self._largest_tile) for tiles in groups]
         if len(cut) > MAX_GROUPS or sum(map(len, cut)) > MAX_TILES:
             raise ProtocolError(f"more than {MAX_GROUPS} groups or {MAX_TILES} tiles for one source: split the plan")
         columns = [

@@ -16,15 +16,19 @@ from importlib.metadata import entry_points
 from weightsync.errors import ConfigurationError, TransportUnavailable
 from weightsync.transports.base import Scheme
 
-__all__ = ["BUILT_IN", "known", "register", "scheme"]
+__all__ = ["BUILT_IN", "OPT_IN", "known", "register", "scheme"]
 
 BUILT_IN: dict[str, tuple[str, str]] = {
     "inproc": ("weightsync.transports.inproc:InProcess", ""),
     "cuda_ipc": ("weightsync.transports.cuda_ipc:CudaIpc", ""),
     "shared_memory": ("weightsync.transports.shared_memory:SharedMemory", ""),
     "tcp": ("weightsync.transports.tcp:Tcp", ""),
+    "collective": ("weightsync.transports.collective:Collective", ""),
 }
 """Name to where its class is, and what to install if that cannot be imported; fastest first."""
+
+OPT_IN = frozenset({"collective"})
+"""Built-in schemes that are used only where they are named: one reader's fate there depends on the others'."""
 
 _GROUP = "weightsync.transports"
 _made: dict[str, Scheme] = {}

@@ -15,6 +15,7 @@ __all__ = [
     "MAX_GROUPS",
     "REQUEST_BYTES",
     "Fail",
+    "Join",
     "Ready",
     "Request",
     "Start",
@@ -64,7 +65,21 @@ class Fail(_Struct, frozen=True):
     message: str
 
 
-Request = Want | Start | Ready | Fail
+class Join(_Struct, frozen=True):
+    """Of ``collective``, to a :class:`Start`: the broadcast begins, to all readers that have joined this epoch's group.
+
+    A reader that is in another epoch's group leaves it and joins this one, as ``rank`` of ``size``, at ``port`` of the owner.
+    Buckets have at most ``buffer_bytes`` bytes, header included.
+    """
+
+    epoch: str
+    rank: int
+    size: int
+    port: int
+    buffer_bytes: int
+
+
+Request = Want | Start | Ready | Fail | Join
 
 _decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 

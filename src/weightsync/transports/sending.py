@@ -17,7 +17,7 @@ from weightsync.transports.runs import FRAME_BYTES, MAX_TILES
 from weightsync.transports.shelf import Shelf
 from weightsync.transports.tile_stream import TileStream
 
-__all__ = ["Sender"]
+__all__ = ["Sender", "frames_of", "wanted_tiles"]
 
 _IDLE_SECONDS = 3600.0  # a reader that says nothing for so long is cut off; it connects again when it has something to say
 _LONGEST_SECONDS = 3600.0
@@ -58,24 +58,8 @@ class Sender:
 
     def _remember(self, want: Want) -> None:
         self._frames = np.empty((0, 5), np.int64)
-        if want.layout_digest != self._layout_digest:
-            raise StaleSource(f"this trainer rank has layout {self._layout_digest}, but the plan was made for {want.layout_digest}")
-        if len(want.counts) % 8 or len(want.tiles) % 40 or len(want.tiles) // 40 > MAX_TILES or len(want.counts) // 8 > MAX_GROUPS:
-            raise ProtocolError("the table of wanted tiles is too long or cut off")
-        counts = np.frombuffer(want.counts, "<i8").astype(np.int64)
-        table = np.frombuffer(want.tiles, "<i8").astype(np.int64).reshape(-1, 5)
-        if np.any((counts < 0) | (counts > MAX_TILES)) or int(counts.sum()) != len(table):
-            raise ProtocolError("the groups of wanted tiles do not add up to the table")
-        if np.any((table[:, 0] < 0) | (table[:, 0] > 0)):
-            raise ProtocolError("a copy table names a memory region that does not exist")
-        nowhere = np.zeros(len(table), np.int64)
-        region, source, stride, rows, row_bytes = (np.ascontiguousarray(column) for column in table.T)
-        tiles = Tiles(region.astype(np.int32), source, stride, nowhere, nowhere, rows, row_bytes)
-        check_tiles(tiles, (len(self._payload),))
-        sizes = rows * row_bytes
-        if np.any(sizes > FRAME_BYTES):
-            raise ProtocolError(f"a wanted tile has more than {FRAME_BYTES} bytes")
-        self._tiles, self._frames = tiles, _frames_of(counts, sizes)
+        tiles, counts = wanted_tiles(want, self._layout_digest, len(self._payload), FRAME_BYTES)
+        self._tiles, self._frames = tiles, frames_of(counts, tiles.rows * tiles.row_bytes)
 
     def _stream(self, version: int, deadline: Deadline) -> None:
         stamp = self._header.require(version)
@@ -90,15 +74,43 @@ class Sender:
         channel.send([FrameHeader(END, len(self._frames), version).pack()], deadline)
 
 
-def _frames_of(counts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Frames in order, ``int64[frames, 5]``: group, index of the group's first tile, first tile, one past the last, bytes."""
+def wanted_tiles(want: Want, layout_digest: str, nbytes: int, largest: int) -> tuple[Tiles, npt.NDArray[np.int64]]:
+    """The tiles that ``want`` asks for of a shelf of ``nbytes`` bytes, and how many each group has: checked, as a peer sent them.
+
+    Raises :class:`~weightsync.errors.StaleSource` for another layout, and :class:`~weightsync.errors.ProtocolError` for tiles that
+    leave the shelf or have more than ``largest`` bytes.
+    """
+    if want.layout_digest != layout_digest:
+        raise StaleSource(f"this trainer rank has layout {layout_digest}, but the plan was made for {want.layout_digest}")
+    if len(want.counts) % 8 or len(want.tiles) % 40 or len(want.tiles) // 40 > MAX_TILES or len(want.counts) // 8 > MAX_GROUPS:
+        raise ProtocolError("the table of wanted tiles is too long or cut off")
+    counts = np.frombuffer(want.counts, "<i8").astype(np.int64)
+    table = np.frombuffer(want.tiles, "<i8").astype(np.int64).reshape(-1, 5)
+    if np.any((counts < 0) | (counts > MAX_TILES)) or int(counts.sum()) != len(table):
+        raise ProtocolError("the groups of wanted tiles do not add up to the table")
+    if np.any((table[:, 0] < 0) | (table[:, 0] > 0)):
+        raise ProtocolError("a copy table names a memory region that does not exist")
+    nowhere = np.zeros(len(table), np.int64)
+    region, source, stride, rows, row_bytes = (np.ascontiguousarray(column) for column in table.T)
+    tiles = Tiles(region.astype(np.int32), source, stride, nowhere, nowhere, rows, row_bytes)
+    check_tiles(tiles, (nbytes,))
+    if np.any(rows * row_bytes > largest):
+        raise ProtocolError(f"a wanted tile has more than {largest} bytes")
+    return tiles, counts
+
+
+def frames_of(counts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], most: int = FRAME_BYTES) -> npt.NDArray[np.int64]:
+    """Frames in order, ``int64[frames, 5]``: group, index of the group's first tile, first tile, one past the last, bytes.
+
+    A frame ends with the tile that reaches the next multiple of ``most`` within its group, so it may hold one tile more than that.
+    """
     if not len(sizes):
         return np.empty((0, 5), np.int64)
     group = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     group_first = np.cumsum(counts) - counts
     ends = np.cumsum(sizes)
     before = (ends - sizes)[np.minimum(group_first, len(sizes) - 1)]  # bytes ahead of each group; unused for empty ones
-    part = (ends - sizes - before[group]) // FRAME_BYTES
+    part = (ends - sizes - before[group]) // most
     first = np.concatenate(([0], np.flatnonzero((np.diff(group) != 0) | (np.diff(part) != 0)) + 1))
     last = np.append(first[1:], len(sizes))
     nbytes = ends[last - 1] - (ends - sizes)[first]

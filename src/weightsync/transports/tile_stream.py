@@ -38,6 +38,11 @@ class TileStream:
         """Send tiles ``first <= i < last``, which hold ``nbytes`` bytes; ``addresses`` is where each source region begins."""
         bucket, status = self._bucket.ctypes.data, self._status.ctypes.data
         done = 0
+        while done < nbytes and self._channel.encrypted:
+            packed = send_table(-1, tiles.table_address, first, last, addresses.ctypes.data, done, bucket, 0, status)
+            self._channel.send([self._bucket.data[: packed - done]], deadline)
+            done = packed
+            self._check()
         while done < nbytes:
             self._channel.bound(socket.SO_SNDTIMEO, deadline, "sending to")
             until = time.monotonic_ns() + _LOOK_NANOSECONDS
@@ -55,6 +60,11 @@ class TileStream:
             check_keys(tiles, digests)
             out = digests.ctypes.data
         done = 0
+        while done < nbytes and self._channel.encrypted:
+            self._status[1] = have = min(SLICE, nbytes - done)
+            self._channel.receive_into([self._bucket.data[:have]], deadline)
+            done = receive_table(-1, tiles.table_address, first, last, done, nbytes, bucket, 0, out, columns_address, status)
+            self._check()
         while done < nbytes:
             self._channel.bound(socket.SO_RCVTIMEO, deadline, "receiving from")
             until = time.monotonic_ns() + _LOOK_NANOSECONDS

@@ -269,7 +269,8 @@ class VLLM(Engine):
 
     def __init__(self, wish: dict[str, Any]) -> None:
         super().__init__(wish)
-        self.session = self.paused = False
+        self.session = self.paused = self.compared = self.given_up = False
+        self.sent: set[str] = set()
         self.version: str | None = None
         self.stale = False
         Misuse.status = 500
@@ -287,17 +288,27 @@ class VLLM(Engine):
     def start(self, body: dict[str, Any]) -> dict[str, Any]:
         if self.session or not self.groups:
             raise Misuse("started twice, or not initialized")
-        self.session = True
+        self.session, self.compared, self.given_up, self.sent = True, False, False, set()
         self.log.append("begin")
         return {"message": "ok"}
 
     def update(self, body: dict[str, Any]) -> dict[str, Any]:
         self.fields(body, {"update_info"}, set())
-        self.fields(body["update_info"], self.update_fields, set())
+        info = body["update_info"]
         if not self.session or not self.paused:
             raise Misuse("no session, or not paused")
         try:
-            self.receive(body["update_info"])
+            if "abandon" in info:
+                self.given_up = True
+            elif "digests" in info:
+                self.fields(info, {"digests"}, set())
+                if set(info["digests"]) != self.sent:
+                    raise Misuse("VerificationError: digests of other tensors than were sent")
+                self.compared = True
+            else:
+                self.fields(info, self.update_fields, set())
+                self.receive(info)
+                self.sent.update(info["names"])
         except Misuse:
             self.session = False
             raise
@@ -305,8 +316,11 @@ class VLLM(Engine):
 
     def finish(self, body: dict[str, Any]) -> dict[str, Any]:
         self.fields(body, set(), {"weight_version"})
-        if not self.session:
-            raise Misuse("no session")
+        if not self.session or not (self.compared or self.given_up):
+            raise Misuse("no session, or finished without digests")
+        if self.given_up:
+            self.session = False
+            return {"message": "ok"}
         self.session, self.stale = False, True
         self.version = body.get("weight_version")
         self.log.append("finalize")

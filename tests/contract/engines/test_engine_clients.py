@@ -111,7 +111,7 @@ def test_updates_are_installed_bit_for_bit_and_labelled(engine: str, server: Ser
         assert server.holds(tensors)
         said = _push(client, tensors, f"run@{number}")
         assert server.holds(tensors) == []
-        assert ("verified as installed" in said) is client.verifies
+        assert ("verified as" in said) is client.verifies
         assert client.version(Deadline(10)) == (f"run@{number}" if engine in KEEPS_VERSION else None)
         calls = server.calls()
         assert sum(call.startswith("load") for call in calls) == len(tensors)
@@ -251,6 +251,20 @@ def test_vllm_that_keeps_its_cache_is_not_resumed(engine: str, server: Server, c
     server.fault()
     client.flush(Deadline(5))
     client.resume(Deadline(5))
+
+
+def test_vllm_begins_again_only_after_a_session_was_given_up(engine: str, server: Server, client: UpdateClient, seed: int) -> None:
+    if engine != "vllm":
+        pytest.skip("another engine's sessions end otherwise")
+    client.join(Deadline(20))
+    client.pause("abort", Deadline(5))
+    client.begin("run@30", None, Deadline(5))
+    with pytest.raises(LoadError, match="started twice"):
+        client.begin("run@30", None, Deadline(5))
+    client.abort(Deadline(5))
+    assert client.version(Deadline(5)) != "run@30"
+    _push(client, checkpoint(seed), "run@31")
+    assert client.version(Deadline(5)) == "run@31"
 
 
 def test_modes_that_an_engine_does_not_know(engine: str, client: UpdateClient) -> None:

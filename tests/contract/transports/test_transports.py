@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import pytest
+import torch.distributed as dist
+
 from weightsync.transports.contract_suite import TransportContract, nothing_left
 
 __all__ = ["nothing_left"]
@@ -23,7 +26,21 @@ class TestTcp(TransportContract):
     carries = True
 
 
-class TestTcpOverIPv6(TransportContract):
+class TestTcpEncryptedOverIPv6(TransportContract):
     where = "weightsync.transports.tcp:Tcp"
-    arguments: ClassVar[dict[str, Any]] = {"bind": "::1"}
+    arguments: ClassVar[dict[str, Any]] = {"bind": "::1", "encrypt": True}
+    carries = True
+
+
+def open_a_store() -> None:
+    """The library under torch's stores keeps a pipe for the life of the process."""
+    store: Any = dist
+    store.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+
+
+@pytest.mark.rare  # tests/integration/test_collective.py runs always
+class TestCollective(TransportContract):
+    warm_up = "tests.contract.transports.test_transports:open_a_store"
+    where = "weightsync.transports.collective:Collective"
+    arguments: ClassVar[dict[str, Any]] = {"buffer_bytes": 2 << 20, "gather_seconds": 0.2}
     carries = True

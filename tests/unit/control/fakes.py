@@ -344,7 +344,9 @@ class FakeEngine:
         await self._enter("pause")
         self.process.generating = False
 
-    async def move(self, number: int, timeout: float) -> Moved:
+    async def move(self, number: int, timeout: float, pause: PauseMode | None = None) -> Moved:
+        if pause is not None:
+            await self.pause(pause, timeout)
         process, world = self.process, self.process.world
         plan, layout = process.plan, process.layout
         assert plan is not None
@@ -375,7 +377,7 @@ class FakeEngine:
             return Moved(plan.nbytes, b"", 0, 0, 0, "installed")
         return Moved(plan.nbytes, digests, 0, 0, 0, "installed")
 
-    async def commit(self, version: Version, timeout: float) -> None:
+    async def commit(self, version: Version, timeout: float, resume: bool = False) -> None:
         process = self.process
         kind = await self._enter("commit")
         if process.generating:
@@ -386,6 +388,8 @@ class FakeEngine:
         process.label = version
         if kind == "late":
             raise LoadError("the caches would not empty")
+        if resume:
+            await self.resume(timeout)
 
     async def resume(self, timeout: float) -> None:
         process = self.process

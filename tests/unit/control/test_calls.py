@@ -339,10 +339,10 @@ async def test_a_round_over_connections() -> None:
                 return await fake.prepare(plan, timeout)
             case Pause(mode=mode):
                 await fake.pause(mode, timeout)
-            case Move(number=number):
-                return await fake.move(number, timeout)
-            case Commit(version=version):
-                await fake.commit(version, timeout)
+            case Move(number=number, pause=pause):
+                return await fake.move(number, timeout, pause)
+            case Commit(version=version, resume=resume):
+                await fake.commit(version, timeout, resume)
             case Resume():
                 await fake.resume(timeout)
             case Quarantine(reason=reason):

@@ -1,7 +1,8 @@
 """Holds the invariants of the design under random joins, crashes, reconnects, restarts, publications and faults at every step.
 
 The fake engines know which bytes they hold and sound the alarm themselves; after every step, and in the middle of rounds, what
-the coordinator says of each replica is compared with what its ranks really hold.
+the coordinator says of each replica is compared with what its ranks really hold. So it is with all replicas at once and rolling
+(``max_unavailable``), and for each way to say which replicas a round requires.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.unit.control.fakes import GRACE, World
 from tests.virtual_time import VirtualTimeLoop
 
+from weightsync.control import Coordinator, Settings
+from weightsync.control.events import Event, ReplicaPhase, RoundEnded, RoundStarted
+from weightsync.control.settings import Require
 from weightsync.errors import MembershipError, WeightSyncError
 
 NAMES = ("a", "b", "c")
@@ -53,15 +57,42 @@ class Protocol(RuleBasedStateMachine):
         finally:
             self.runner.close()
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(max_unavailable=st.sampled_from([None, 1, 2]), require=st.sampled_from(["all", "any", 0, 2]))
+    def start(self, max_unavailable: int | None, require: Require) -> None:
         async def begin() -> None:
-            self.world = World()
+            rules = Settings(run="test", grace=GRACE, timeout=600.0, retry=False, max_unavailable=max_unavailable, require=require)
+            self.world = World(rules)
+            self.watch(self.world.coordinator)
             self.world.add_trainers(TRAINERS)
             self.world.add_replica("a", RANKS["a"])
             self.world.add_replica("b", RANKS["b"])
 
         self.run(begin())
+
+    def watch(self, coordinator: Coordinator) -> None:
+        """At every event: is more out of service than may be, and does a result keep to what is required?"""
+        emit, rules, world = coordinator._feed.emit, coordinator.settings, self.world
+        served: set[str] = set()
+
+        def watching(event: Event) -> None:
+            states = {replica.name: replica.state for replica in coordinator.status().replicas}
+            match event:
+                case RoundStarted():
+                    served.clear()
+                    served.update(name for name, state in states.items() if state == "loaded")
+                case ReplicaPhase(phase="pause") if rules.max_unavailable is not None:
+                    out = [name for name in served if states[name] == "updating"]
+                    if len(out) > rules.max_unavailable:
+                        world.alarm(f"{out} are out of service at a time, and {rules.max_unavailable} may be")
+                case RoundEnded(result=result) if result is not None:
+                    good, every = sum(one.error is None for one in result.replicas), len(result.replicas)
+                    enough = {"all": 0 < every == good, "any": good > 0}.get(str(rules.require))
+                    enough = good >= int(rules.require) if enough is None else enough
+                    if result.ok != enough:
+                        world.alarm(f"{good} of {every} replicas are taken for ok={result.ok} where {rules.require} must be")
+            emit(event)
+
+        coordinator._feed.emit = watching  # type: ignore[method-assign]
 
     # Things that happen to ranks; also in the middle of rounds.
 
@@ -102,6 +133,7 @@ class Protocol(RuleBasedStateMachine):
         """Without a word: every connection breaks, and everybody connects to a new one."""
         world = self.world
         old, world.coordinator = world.coordinator, World(world.settings).coordinator
+        self.watch(world.coordinator)
         for process in (*world.engines.values(), *world.trainers.values()):
             if process.connected:
                 old.leave(process.node, "the coordinator died")

@@ -55,8 +55,8 @@ def evidence() -> list[str]:
 def resume_before_verify(patch: pytest.MonkeyPatch) -> None:
     move = protocol.move
 
-    async def broken(engines: Any, number: int, agreed: Any, limit: Limit) -> Any:
-        moved = await move(engines, number, agreed, limit)
+    async def broken(engines: Any, number: int, agreed: Any, limit: Limit, *rest: Any) -> Any:
+        moved = await move(engines, number, agreed, limit, *rest)
         await protocol.resume(engines, limit)
         return moved
 
@@ -66,8 +66,8 @@ def resume_before_verify(patch: pytest.MonkeyPatch) -> None:
 def label_before_verify(patch: pytest.MonkeyPatch) -> None:
     move = protocol.move
 
-    async def broken(engines: Any, number: int, agreed: Any, limit: Limit) -> Any:
-        moved = await move(engines, number, agreed, limit)
+    async def broken(engines: Any, number: int, agreed: Any, limit: Limit, *rest: Any) -> Any:
+        moved = await move(engines, number, agreed, limit, *rest)
         await protocol.commit(engines, Version("test", number, "", ""), limit)
         return moved
 
@@ -96,8 +96,8 @@ def _nothing(name: str) -> Callable[[pytest.MonkeyPatch], None]:
 def forget_the_deadline(patch: pytest.MonkeyPatch) -> None:
     move: Callable[..., Awaitable[Any]] = protocol.move
 
-    async def broken(engines: Any, number: int, agreed: Any, limit: Limit) -> Any:
-        return await move(engines, number, agreed, Limit(10_000.0))
+    async def broken(engines: Any, number: int, agreed: Any, limit: Limit, *rest: Any) -> Any:
+        return await move(engines, number, agreed, Limit(10_000.0), *rest)
 
     patch.setattr(protocol, "move", broken)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from tests.unit.rollouts.engines import Engine, Engines, status
 
-from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded
+from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, VersionError
 from weightsync.rollouts import Generate, RolloutController, Rollouts, RolloutSettings, Sample, Sampling, Task
 
 SECONDS = 20.0
@@ -314,3 +314,43 @@ def test_an_idle_controller_never_wakes() -> None:
         wakes, asked = runner.run(idle())
     assert asked == 2
     assert wakes <= 2  # the test's own sleep
+
+
+async def test_admission_counts_from_the_oldest_version_that_a_request_could_meet() -> None:
+    """A version that is placed is not served yet, and replicas take it one after another."""
+    async with controller(Engines({"a": Engine(5), "b": Engine(5)}, free=True), batch=2, max_staleness=1) as rollouts:
+        rollouts.feed(task(1) for _ in range(100))
+        accepted = []
+        for news in (status(5, a=5, b=5), status(6, a=5, b=5), status(6, a=5), status(6, a=6, b=5), status(6, a=6, b=6)):
+            rollouts._told(news)
+            await until(lambda: rollouts.counts().running == 0 == rollouts.admission.capacity)
+            accepted.append(rollouts.counts().accepted)
+        assert accepted == [4, 4, 4, 4, 6]
+
+
+async def test_replicas_that_are_too_old_for_the_bound_are_left_alone() -> None:
+    engines = {"a": Engine(5), "b": Engine(7)}
+    async with controller(Engines(engines, free=True), batch=4, max_staleness=1) as rollouts:
+        rollouts.feed(task(1) for _ in range(100))
+        rollouts._told(status(7, a=5, b=7))
+        await until(lambda: rollouts.counts().accepted == 8)
+        rollouts._told(status(7, a=6, b=7))  # admitted by version 7: one that comes back with 6 is not asked either
+        await until(lambda: rollouts.counts().running == 0 == rollouts.admission.capacity)
+        assert (len(engines["a"].asked), len(engines["b"].asked)) == (0, 8)
+        with pytest.raises(VersionError, match="went back"):
+            rollouts._told(status(4, a=4, b=4))
+            await rollouts.batch(SECONDS)
+
+
+async def test_the_trainers_own_version_decides_what_is_too_old() -> None:
+    """A trainer that publishes without waiting is ahead of what is served; a rollout that was overtaken is not given to it."""
+    one = Engine(1)
+    async with controller(Engines({"a": one}, free=True), batch=2, max_staleness=2, max_age=2) as rollouts:
+        rollouts.feed(task(1) for _ in range(100))
+        rollouts._told(status(1, a=1))
+        await until(lambda: rollouts.counts().ready == 6)
+        assert [rollout.oldest for rollout in await rollouts.batch(SECONDS, 3)] == [1, 1]
+        one.version = 3
+        asking = asyncio.ensure_future(rollouts.batch(SECONDS, 4))
+        await until(lambda: rollouts.counts().too_old == 4)
+        assert [rollout.oldest for rollout in await asking] == [3, 3]

@@ -1,17 +1,19 @@
-"""One vLLM worker's rank, as weightsync sees it: it stages whole tensors; rank 0 also drives the engine."""
+"""One vLLM worker's rank, as weightsync sees it: written directly, or it stages whole tensors; rank 0 also drives the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from weightsync.adapters.vllm.checkpoint import Checkpoint
 from weightsync.adapters.vllm.controls import Controls
+from weightsync.adapters.vllm.direct import DirectShards
 from weightsync.errors import LoadError
 from weightsync.messages import PauseMode
 from weightsync.model import Manifest, Version
 from weightsync.roles.adapter import EngineAdapter
+from weightsync.tensors.shards import Shard
 
 __all__ = ["UNLABELLED", "VllmWorkerAdapter"]
 
@@ -23,50 +25,81 @@ _SHOWN = 5
 
 
 class VllmWorkerAdapter(EngineAdapter):
-    """Takes buckets into host memory and lets vLLM load them when all were verified.
+    """Is written directly where ``direct`` says that this is right; else takes buckets into host memory, for vLLM to load.
 
-    Loading is vLLM's own, on the worker's own thread, between two steps (:meth:`staged` and :meth:`loaded` are called there).
-    So nothing is written into the model before the coordinator compared the digests. Costs host memory for one copy of the
-    checkpoint at each rank. ``controls`` are given to rank 0 alone: the coordinator waits for all ranks at each step of a
-    round, so it is enough that one of them does what concerns the whole engine.
+    Written directly, vLLM's loader is never called. Streamed to, loading is vLLM's own, on the worker's own thread, between two
+    steps (:meth:`staged` and :meth:`loaded` are called there), when all was verified: nothing is written into the model before the
+    coordinator compared the digests. That costs host memory for one copy of the checkpoint at each rank. ``controls`` are given
+    to rank 0 alone: the coordinator waits for all ranks at each step of a round, so it is enough that one of them does what
+    concerns the whole engine. ``device`` is that of the worker's model. With a ``draft_prefix``, tensors whose names begin with it
+    are those of a speculative decoder's own model, which vLLM loads apart.
     """
 
     name = "vllm"
+    loads_late = True
 
-    def __init__(self, checkpoint: Checkpoint, controls: Controls | None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        controls: Controls | None,
+        direct: DirectShards | None = None,
+        device: torch.device | None = None,
+        draft_prefix: str | None = None,
+    ) -> None:
         self._checkpoint = checkpoint
         self._controls = controls
+        self._direct = direct
+        self._device = device if device is not None and device.type == "cuda" else None
         self._memory: dict[str, torch.Tensor] = {}
         self._arrived: set[str] = set()
-        self._loaded = False
+        self._draft_prefix = draft_prefix
+        self._loaded: set[bool] = set()  # of the draft model, and not
         self._version: Version | None = None
 
     def manifest(self) -> Manifest:
         """The checkpoint's."""
         return self._checkpoint.manifest
 
+    def shards(self) -> Sequence[Shard] | None:
+        """Boxes of the checkpoint in the model's own parameters; ``None``: stream."""
+        return None if self._direct is None else self._direct.now()
+
+    def device(self) -> torch.device | None:
+        """Where buckets are lent: what a trainer has in GPU memory is read there first."""
+        return self._device
+
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """Rank 0: pause the engine, and take the label away."""
         self._arrived.clear()
-        self._loaded = False
+        self._loaded.clear()
         if self._controls is not None:
             self._controls.pause(mode, timeout)
             self._controls.label(UNLABELLED, timeout)
 
+    def wake_weights(self) -> None:
+        """About to be written: wait for what vLLM's last step still reads of the weights on the device."""
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)
+
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy a bucket into the staging; vLLM does not see it yet."""
-        for name, tensor in tensors:
+        index, manifest = self._checkpoint.manifest.index, self._checkpoint.manifest
+        for sent, tensor in tensors:
+            name = manifest[index[sent]].name
             own = self._memory.get(name)
             if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
-                own = self._memory[name] = torch.empty_like(tensor)
+                own = self._memory[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
             own.copy_(tensor)
             self._arrived.add(name)
 
     def finish(self, version: Version) -> None:
-        """Rank 0: let every worker load. The commit of the replica is that of all ranks, so rank 0 answers for all."""
-        self._complete()
-        if self._controls is not None:
-            self._controls.install(_PATIENCE)
+        """Rank 0: let every worker load what it staged. The commit is that of all ranks, so rank 0 answers for all."""
+        if self._direct is not None and not self._arrived:  # all ranks of a round have one delivery, and this was written
+            self._loaded = {False}
+        else:
+            self._complete()
+            if self._controls is not None:
+                self._controls.install(_PATIENCE, draft=self._draft_prefix is not None)
         self._version = version
 
     def flush(self) -> bool:
@@ -75,7 +108,7 @@ class VllmWorkerAdapter(EngineAdapter):
 
     def resume(self) -> None:
         """Rank 0: label and resume. Refused by a rank that was not told to load."""
-        if not self._loaded:
+        if len(self._loaded) < 1 + (self._draft_prefix is not None):
             raise LoadError("this vLLM worker never loaded the weights that were committed")
         if self._controls is not None:
             self._controls.label(str(self._version), _PATIENCE)
@@ -83,16 +116,21 @@ class VllmWorkerAdapter(EngineAdapter):
 
     # From here on: on the worker's own thread.
 
-    def staged(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What to load, under the names of the checkpoint's files. Raises :class:`~weightsync.errors.LoadError` unless complete."""
+    def staged(self, *, draft: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """What to load into the model, or into the ``draft`` model, under the names of its checkpoint's files.
+
+        Raises :class:`~weightsync.errors.LoadError` unless everything has come.
+        """
         self._complete()
+        prefix = self._draft_prefix
         index, manifest = self._checkpoint.manifest.index, self._checkpoint.manifest
         for name in self._checkpoint.names:
-            yield name, self._memory[manifest[index[name]].name]
+            if (prefix is not None and name.startswith(prefix)) is draft:
+                yield name.removeprefix(prefix or ""), self._memory[manifest[index[name]].name]
 
-    def loaded(self) -> None:
-        """The worker's model holds what was staged."""
-        self._loaded = True
+    def loaded(self, *, draft: bool = False) -> None:
+        """The worker's model, or its ``draft`` model, holds what was staged."""
+        self._loaded.add(draft)
 
     def _complete(self) -> None:
         missing = [spec.name for spec in self._checkpoint.manifest if spec.name not in self._arrived]

@@ -60,6 +60,9 @@ class _Offline:
     def start_weight_update(self) -> None:
         self.collective_rpc("start_weight_update")
 
+    def start_draft_weight_update(self) -> None:
+        self.collective_rpc("start_draft_weight_update")
+
     def update_weights(self, request: dict[str, Any]) -> None:
         self.collective_rpc("update_weights", kwargs=request)
 
@@ -67,7 +70,9 @@ class _Offline:
         self.collective_rpc("finish_weight_update")
 
     def update_weight_version(self, new_version: str) -> None:
-        self._there().set_weight_version(new_version)
+        label = getattr(self._there(), "set_weight_version", None)  # vLLM 0.25 has no names for weights
+        if label is not None:
+            label(new_version)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         return bool(self._there().reset_prefix_cache(reset_running_requests, reset_connector))

@@ -10,29 +10,14 @@ from pathlib import Path
 import msgspec
 import torch
 
+from weightsync.adapters import checkpoints
 from weightsync.errors import ConfigurationError
-from weightsync.messages import UNREADABLE
 from weightsync.model import Manifest, TensorSpec
 from weightsync.tensors.shards import manifest_of
 
-__all__ = ["Checkpoint", "checkpoint_of", "read_headers"]
+__all__ = ["Checkpoint", "checkpoint_of"]
 
 _log = logging.getLogger(__name__)
-
-_MAX_HEADER = 100_000_000  # bytes, safetensors' own limit
-_DTYPES = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I16": "int16",
-    "F16": "float16", "BF16": "bfloat16", "I32": "int32", "F32": "float32", "I64": "int64", "F64": "float64",
-}  # fmt: skip
-
-
-class _Entry(msgspec.Struct):
-    dtype: str
-    shape: tuple[int, ...]
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -43,6 +28,21 @@ class Checkpoint:
     names: tuple[str, ...]
     """Names under which tensors are handed to the loader: those that the files hold."""
 
+    def with_draft(self, draft: Checkpoint, prefix: str) -> Checkpoint:
+        """This one, and a draft model's under names that begin with ``prefix``.
+
+        Raises :class:`~weightsync.errors.ConfigurationError` if some of its own do, or the prefix is empty.
+        """
+        # Imported here: it brings numba, which a CPU worker of vLLM must not find loaded when it begins.
+        from weightsync.adapters.disaggregated.checks import join_manifests
+
+        specs = [
+            msgspec.structs.replace(spec, name=prefix + spec.name, aliases=tuple(prefix + name for name in spec.aliases))
+            for spec in draft.manifest
+        ]
+        joined = join_manifests(self.manifest, Manifest(specs), prefix)
+        return Checkpoint(joined, self.names + tuple(prefix + name for name in draft.names))
+
 
 def checkpoint_of(model: str, revision: str | None, config: object) -> Checkpoint:
     """The checkpoint behind a vLLM model: ``model`` is a folder or a hub name, ``config`` its Hugging Face configuration.
@@ -51,7 +51,7 @@ def checkpoint_of(model: str, revision: str | None, config: object) -> Checkpoin
     without memory. Without files (vLLM started with dummy weights) all comes from that class. Raises
     :class:`~weightsync.errors.ConfigurationError` if neither is to be had.
     """
-    headers = read_headers(_folder(model, revision))
+    headers = _headers(_folder(model, revision))
     built = _built(config)
     if not headers:
         if built is None:
@@ -78,40 +78,17 @@ def _folder(model: str, revision: str | None) -> Path | None:
         return None
 
 
-def read_headers(folder: Path | None) -> dict[str, TensorSpec]:
-    """Every tensor of the safetensors files in ``folder``, by name; empty if there are none.
-
-    Raises :class:`~weightsync.errors.ConfigurationError` for a file that is not what it should be.
-    """
+def _headers(folder: Path | None) -> dict[str, TensorSpec]:
+    """Every tensor of the safetensors files in ``folder``, by name; empty if there are none. Of files without an index, all."""
     if folder is None:
         return {}
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted(
-            {folder / Path(name).name for name in msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()}
-        )
-    else:
-        files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    whole = any((folder / name).exists() for name in (checkpoints.INDEX, checkpoints.SINGLE))
+    files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
     found: dict[str, TensorSpec] = {}
-    for path in files:
-        found |= _header(path)
+    for path in [folder] if whole else files:
+        with checkpoints.Checkpoint(path, follow_links=True) as opened:  # vLLM follows them, and no weight is read here
+            found |= {spec.name: spec for spec in opened.manifest}
     return found
-
-
-def _header(path: Path) -> dict[str, TensorSpec]:
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if not 2 <= size <= min(_MAX_HEADER, path.stat().st_size):
-                raise ConfigurationError(f"{path} is not a safetensors file: its header would have {size} bytes")
-            entries = msgspec.json.decode(file.read(size), type=dict[str, msgspec.Raw])
-            entries.pop("__metadata__", None)
-            typed = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in entries.items()}
-            return {name: TensorSpec(name, entry.shape, _DTYPES[entry.dtype]) for name, entry in typed.items()}
-    except (OSError, KeyError) as error:
-        raise ConfigurationError(f"{path} cannot be read as a safetensors file: {error}") from error
-    except UNREADABLE as error:
-        raise ConfigurationError(f"{path} cannot be read as a safetensors file: {error}") from error
 
 
 def _built(config: object) -> Manifest | None:

@@ -25,8 +25,8 @@ class Controls(Protocol):
         """Return with no step running, and none starting until :meth:`resume`."""
         ...
 
-    def install(self, timeout: float) -> None:
-        """Every worker loads what its rank has staged; raises what any of them raised."""
+    def install(self, timeout: float, *, draft: bool = False) -> None:
+        """Every worker loads what its rank has staged, ``draft`` too; raises what any of them raised."""
         ...
 
     def flush(self, timeout: float) -> bool:
@@ -55,31 +55,36 @@ class HttpControls:
         limits = httpx.Limits(max_keepalive_connections=0)  # vLLM closes one after an error, which the next request would meet
         self._http = httpx.Client(base_url=self._url, headers=headers, trust_env=False, limits=limits)  # no proxy sees the token
 
+    def join(self, init_info: dict[str, object], timeout: float) -> None:
+        """Have every worker join a coordinator."""
+        self._post("/init_weight_transfer_engine", timeout, body={"init_info": init_info})
+
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """Stop generating. Caches are kept here: whether dropping them worked is looked at in :meth:`flush`."""
         self._post("/pause", timeout, mode=mode, clear_cache="false")
 
-    def install(self, timeout: float) -> None:
-        """One session of vLLM's: start, update (every worker loads), finish.
+    def install(self, timeout: float, *, draft: bool = False) -> None:
+        """One session of vLLM's, or two: start, update (every worker loads), finish.
 
         A session that a failure left open in some worker is closed first. Raises :class:`~weightsync.errors.LoadError`.
         """
         deadline = Deadline(timeout)
-        try:
-            self._post("/start_weight_update", deadline.remaining("starting vLLM's update"))
-        except (PeerLost, DeadlineExceeded):
-            raise
-        except WeightSyncError:
-            self._close_session(deadline)
-            self._post("/start_weight_update", deadline.remaining("starting vLLM's update"))
-        try:
-            self._post("/update_weights", deadline.remaining("loading into vLLM"), body={"update_info": {}})
-        except (PeerLost, DeadlineExceeded):
-            raise
-        except WeightSyncError as error:
-            self._close_session(deadline)
-            raise LoadError(f"vLLM did not load what was staged: {error}") from error
-        self._post("/finish_weight_update", deadline.remaining("finishing vLLM's update"), body={})
+        for start in ("/start_weight_update", "/start_draft_weight_update")[: 1 + draft]:
+            try:
+                self._post(start, deadline.remaining("starting vLLM's update"))
+            except (PeerLost, DeadlineExceeded):
+                raise
+            except WeightSyncError:
+                self._close_session(deadline)
+                self._post(start, deadline.remaining("starting vLLM's update"))
+            try:
+                self._post("/update_weights", deadline.remaining("loading into vLLM"), body={"update_info": {}})
+            except (PeerLost, DeadlineExceeded):
+                raise
+            except WeightSyncError as error:
+                self._close_session(deadline)
+                raise LoadError(f"vLLM did not load what was staged: {error}") from error
+            self._post("/finish_weight_update", deadline.remaining("finishing vLLM's update"), body={})
 
     def _close_session(self, deadline: Deadline) -> None:
         """Workers that have no session refuse this, and the others close theirs: both are what is wanted."""

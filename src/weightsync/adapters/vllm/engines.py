@@ -23,6 +23,10 @@ class OfflineLLM(Protocol):
         """Open a session."""
         ...
 
+    def start_draft_weight_update(self) -> None:
+        """Open a session for the speculative decoder's own model."""
+        ...
+
     def update_weights(self, request: dict[str, Any]) -> None:
         """Load."""
         ...
@@ -59,6 +63,10 @@ class AsyncEngine(Protocol):
 
     async def start_weight_update(self) -> None:
         """Open a session."""
+        ...
+
+    async def start_draft_weight_update(self) -> None:
+        """Open a session for the speculative decoder's own model."""
         ...
 
     async def update_weights(self, request: Any) -> None:  # noqa: ANN401

@@ -38,6 +38,10 @@ class Owner(Protocol):
         """Open an update session in every worker."""
         ...
 
+    async def start_draft(self) -> None:
+        """Open one for the speculative decoder's own model."""
+        ...
+
     async def update(self) -> None:
         """Every worker loads what it has staged."""
         ...
@@ -74,6 +78,7 @@ class Front:
         routes: dict[str, Callable[[Request], Awaitable[_Answer]]] = {
             "/pause": self._pause,
             "/start_weight_update": self._start,
+            "/start_draft_weight_update": self._start_draft,
             "/update_weights": self._update,
             "/finish_weight_update": self._finish,
             "/reset_prefix_cache": self._reset,
@@ -112,6 +117,10 @@ class Front:
 
     async def _start(self, request: Request) -> _Answer:
         await self._owner.start()
+        return {}
+
+    async def _start_draft(self, request: Request) -> _Answer:
+        await self._owner.start_draft()
         return {}
 
     async def _update(self, request: Request) -> _Answer:

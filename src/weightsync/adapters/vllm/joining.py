@@ -9,18 +9,17 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import httpx
-
 from weightsync.adapters.vllm.adapter import UNLABELLED
+from weightsync.adapters.vllm.controls import HttpControls
 from weightsync.adapters.vllm.engines import AsyncEngine, OfflineLLM
 from weightsync.adapters.vllm.front import Front
-from weightsync.errors import DeadlineExceeded, PeerLost, WeightSyncError
-from weightsync.messages import PauseMode
+from weightsync.errors import DeadlineExceeded
+from weightsync.messages import Delivery, PauseMode
 
 __all__ = ["Attached", "attach", "attach_async", "attach_server"]
 
 _INIT = "init_weight_transfer_engine"
-_SHUTDOWN = "shutdown_weight_transfer_engine"
+_LEAVE: dict[str, object] = {"init_info": {"control": "", "leave": True}}  # vLLM 0.25 has no call to shut its engine down
 _PATIENCE = 120.0  # seconds until every worker has joined
 
 T = TypeVar("T")
@@ -72,6 +71,9 @@ class _Gate:
     async def start(self) -> None:
         await asyncio.to_thread(self._call, self._llm.start_weight_update)
 
+    async def start_draft(self) -> None:
+        await asyncio.to_thread(self._call, self._llm.start_draft_weight_update)
+
     async def update(self) -> None:
         await asyncio.to_thread(self._call, lambda: self._llm.update_weights({"update_info": {}}))
 
@@ -82,7 +84,9 @@ class _Gate:
         return bool(await asyncio.to_thread(self._call, lambda: self._llm.reset_prefix_cache(True, True)))
 
     async def label(self, version: str) -> None:
-        await asyncio.to_thread(self._call, lambda: self._llm.update_weight_version(version))
+        label = getattr(self._llm, "update_weight_version", None)  # vLLM 0.25 has no names for weights
+        if label is not None:
+            await asyncio.to_thread(self._call, lambda: label(version))
         self.version = None if version == UNLABELLED else version
 
     async def resume(self) -> None:
@@ -104,6 +108,9 @@ class _AsyncOwner:
     async def start(self) -> None:
         await self._there(self._engine.start_weight_update())
 
+    async def start_draft(self) -> None:
+        await self._there(self._engine.start_draft_weight_update())
+
     async def update(self) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -116,7 +123,9 @@ class _AsyncOwner:
         return bool(await self._there(self._engine.reset_prefix_cache(True, True)))
 
     async def label(self, version: str) -> None:
-        await self._there(self._engine.update_weight_version(version))
+        label = getattr(self._engine, "update_weight_version", None)  # vLLM 0.25 has no names for weights
+        if label is not None:
+            await self._there(label(version))
         await asyncio.to_thread(self._on_label, version)
 
     async def resume(self) -> None:
@@ -155,11 +164,12 @@ class Attached:
 
 def _init_info(
     control: str, control_token: str, replica: str | None, coordinator: str | None, token: str | None, run: str,
-    bucket_bytes: int, transports: Sequence[str] | None,
+    bucket_bytes: int, transports: Sequence[str] | None, delivery: Delivery | None, draft_prefix: str | None,
 ) -> dict[str, object]:  # fmt: skip
     return {
         "control": control, "control_token": control_token, "replica": replica, "coordinator": coordinator, "token": token,
         "run": run, "bucket_bytes": bucket_bytes, "transports": None if transports is None else list(transports),
+        "delivery": delivery, "draft_prefix": draft_prefix,
     }  # fmt: skip
 
 
@@ -172,6 +182,8 @@ def attach(
     run: str = "",
     bucket_bytes: int = 64 << 20,
     transports: Sequence[str] | None = None,
+    delivery: Delivery | None = None,
+    draft_prefix: str | None = None,
 ) -> Attached:
     """Join a ``vllm.LLM`` made with ``weight_transfer_config=WeightTransferConfig(backend="weightsync")``.
 
@@ -181,11 +193,13 @@ def attach(
     gate = _Gate(llm)
     with ExitStack() as owned:
         front = owned.enter_context(Front(gate))
-        info = _init_info(front.url, front.token, replica, coordinator, token, run, bucket_bytes, transports)
+        info = _init_info(
+            front.url, front.token, replica, coordinator, token, run, bucket_bytes, transports, delivery, draft_prefix
+        )
 
         def leave() -> None:
             with gate.used(_PATIENCE, even_paused=True):
-                llm.collective_rpc(_SHUTDOWN)
+                llm.collective_rpc(_INIT, kwargs=_LEAVE)
 
         owned.callback(leave)
         with gate.used(_PATIENCE, even_paused=True):
@@ -202,6 +216,8 @@ async def attach_async(
     run: str = "",
     bucket_bytes: int = 64 << 20,
     transports: Sequence[str] | None = None,
+    delivery: Delivery | None = None,
+    draft_prefix: str | None = None,
     on_label: Callable[[str], None] = lambda label: None,
 ) -> Callable[[], Coroutine[Any, Any, None]]:
     """Join an ``AsyncLLM`` from its own event loop, and return the coroutine function that leaves again.
@@ -211,11 +227,11 @@ async def attach_async(
     errors as for :func:`attach`.
     """
     front = await asyncio.to_thread(Front, _AsyncOwner(engine, asyncio.get_running_loop(), on_label))
-    info = _init_info(front.url, front.token, replica, coordinator, token, run, bucket_bytes, transports)
+    info = _init_info(front.url, front.token, replica, coordinator, token, run, bucket_bytes, transports, delivery, draft_prefix)
 
     async def leave() -> None:
         try:
-            await engine.collective_rpc(_SHUTDOWN)
+            await engine.collective_rpc(_INIT, kwargs=_LEAVE)
         finally:
             await asyncio.to_thread(front.close)
 
@@ -235,6 +251,8 @@ def attach_server(
     run: str = "",
     bucket_bytes: int = 64 << 20,
     transports: Sequence[str] | None = None,
+    delivery: Delivery | None = None,
+    draft_prefix: str | None = None,
     timeout: float = _PATIENCE,
 ) -> None:
     """Join the vLLM server at ``url``, started with ``VLLM_SERVER_DEV_MODE=1`` and the flag of this package's docstring.
@@ -246,16 +264,6 @@ def attach_server(
     Raises :class:`~weightsync.errors.PeerLost` if nobody answers, :class:`~weightsync.errors.DeadlineExceeded`, and
     :class:`~weightsync.errors.WeightSyncError` with what the server said.
     """
-    info = _init_info(url, "", replica, coordinator, None, run, bucket_bytes, transports)
-    route = f"{url.rstrip('/')}/{_INIT}"
-    try:
-        with httpx.Client(trust_env=False, timeout=timeout) as client:
-            answer = client.post(route, json={"init_info": info})
-    except httpx.TimeoutException:
-        raise DeadlineExceeded(f"vLLM at {url} did not join within {timeout:g} s") from None
-    except httpx.HTTPError as error:
-        raise PeerLost(f"vLLM does not answer at {url}: {error}") from None
-    if answer.status_code == httpx.codes.NOT_FOUND:
-        raise WeightSyncError(f"vLLM at {url} has no route /{_INIT}: start it with VLLM_SERVER_DEV_MODE=1")
-    if answer.status_code != httpx.codes.OK:
-        raise WeightSyncError(f"vLLM at {url} did not join: HTTP {answer.status_code}: {answer.text[:500]}")
+    info = _init_info(url, "", replica, coordinator, None, run, bucket_bytes, transports, delivery, draft_prefix)
+    with HttpControls(url) as controls:
+        controls.join(info, timeout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 import torch
@@ -9,13 +10,17 @@ import torch
 from weightsync.adapters.vllm.engines import ModelConfig
 from weightsync.errors import LoadError
 
-__all__ = ["install"]
+__all__ = ["install", "install_some"]
 
 _SHOWN = 5
 
 
-def install(model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def install(
+    model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]], *, whole: bool = True
+) -> None:
     """Load every tensor of a checkpoint into ``model``, in place, on the thread that runs the model.
+
+    Not ``whole``: those of some layers; the others stay as they are.
 
     The reload is opened and closed here, in one go: left open, the model cannot run, and a second one would count what the first
     one kept. The tensors' memory may be used again when this returns. Raises what the loader raises, and
@@ -31,7 +36,7 @@ def install(model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable
         wanted = before & {name for name, _ in model.named_parameters()}
         loaded = model.load_weights(tensors)  # type: ignore[operator]
         # A quantized model makes parameters of its own, under names that no checkpoint has.
-        if model_config.quantization is None and loaded is not None and wanted - set(loaded):
+        if whole and model_config.quantization is None and loaded is not None and wanted - set(loaded):
             missing = sorted(wanted - set(loaded))
             raise LoadError(
                 f"vLLM's loader left {len(missing)} parameters as they were: {', '.join(missing[:_SHOWN])}"
@@ -46,6 +51,17 @@ def install(model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable
         method = getattr(layer, "quant_method", None)
         if method is not None:
             method.process_weights_after_loading(layer)
+
+
+def install_some(model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """As :func:`install`, some layers whole; vLLM does not warn of all those that stay as they are."""
+    log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        install(model, model_config, tensors, whole=False)
+    finally:
+        log.setLevel(level)
 
 
 def _tied(model: torch.nn.Module) -> list[torch.nn.Module]:

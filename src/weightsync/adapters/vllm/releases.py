@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from weightsync.errors import ConfigurationError
 
-__all__ = ["SUPPORTED", "check_release", "installed_release", "is_supported"]
+__all__ = ["SUPPORTED", "WITH_LABELS", "check_release", "has_labels", "installed_release", "is_supported"]
 
-SUPPORTED = ((0, 32),)
+SUPPORTED = ((0, 25), (0, 32))
 """Major and minor numbers. vLLM's interface for weight transfer has changed between minor releases."""
+
+WITH_LABELS = ((0, 32),)
+"""Those that name their weights (``/update_weight_version``), and whose server says whether it could drop its prefix cache."""
 
 
 def installed_release() -> str:
@@ -19,8 +22,17 @@ def installed_release() -> str:
 
 def is_supported(release: str) -> bool:
     """Whether ``release`` is one of :data:`SUPPORTED`."""
+    return _minor(release) in SUPPORTED
+
+
+def has_labels(release: str) -> bool:
+    """Whether ``release`` is one of :data:`WITH_LABELS`."""
+    return _minor(release) in WITH_LABELS
+
+
+def _minor(release: str) -> tuple[int, ...] | None:
     numbers = release.split(".")[:2]
-    return all(part.isdigit() for part in numbers) and tuple(map(int, numbers)) in SUPPORTED
+    return tuple(map(int, numbers)) if all(part.isdigit() for part in numbers) else None
 
 
 def check_release(release: str) -> None:

@@ -39,7 +39,7 @@ class TileCopy:
 
     ``groups`` holds for each group the tiles by owner, with the device address of each of that owner's regions as this process
     sees it. Both ends must stay mapped while this object is used, and must not overlap. Used by one thread at a time. Work goes
-    to the device's current stream.
+    to the device's current stream. With ``programs``, never more than that many run at once: slower, but beside other kernels.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class TileCopy:
         lanes: int = LANES,
         warps: int = WARPS,
         tile_bytes: int = TILE_BYTES,
+        programs: int = 0,
     ) -> None:
         table = CopyTable.build(groups, tile_bytes=tile_bytes)
         self.device = device
@@ -57,7 +58,7 @@ class TileCopy:
         """Bytes that all groups move."""
         self._first = table.first
         self._tiles = len(table)
-        self._lanes, self._warps = lanes, warps
+        self._lanes, self._warps, self._programs = lanes, warps, programs
         self._table = torch.from_numpy(table.columns).to(device)
         _warm(device, lanes, warps)
 
@@ -68,10 +69,14 @@ class TileCopy:
 
     def launch(self, start: int = 0, stop: int | None = None) -> None:
         """Begin to copy the groups ``start <= group < stop``: one launch. Returns before the bytes have moved."""
-        from weightsync.tensors.cuda.kernels import copy_kernel
+        from weightsync.tensors.cuda.kernels import copy_few_kernel, copy_kernel
 
         stop = len(self._first) - 1 if stop is None else stop
         first, last = int(self._first[start]), int(self._first[stop])
         if last > first:
             with torch.cuda.device(self.device) if self.device.type == "cuda" else _NOTHING:
-                copy_kernel[(last - first,)](self._table, self._tiles, first, LANES=self._lanes, num_warps=self._warps)
+                if self._programs:
+                    few = (min(self._programs, last - first),)
+                    copy_few_kernel[few](self._table, self._tiles, first, last, LANES=self._lanes, num_warps=self._warps)
+                else:
+                    copy_kernel[(last - first,)](self._table, self._tiles, first, LANES=self._lanes, num_warps=self._warps)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["COPY_COLUMNS", "DIGEST_COLUMNS", "copy_kernel", "digest_kernel"]
+__all__ = ["COPY_COLUMNS", "DIGEST_COLUMNS", "copy_few_kernel", "copy_kernel", "digest_kernel"]
 
 DIGEST_COLUMNS = 8
 """Rows of the digest's table, ``int64[8, items]``: address of the window's first position, stride between runs, stride between
@@ -165,10 +165,9 @@ def _copy_runs(source, target, source_stride, target_stride, runs, run_bytes, UN
             tl.store(writes.to(tl.pointer_type(kind)), tl.load(reads.to(tl.pointer_type(kind)), mask=wanted), mask=wanted)
 
 
-@triton.jit(do_not_specialize=["tiles", "first"])
-def copy_kernel(table, tiles, first, LANES: tl.constexpr):
+@triton.jit
+def _copy_tile(tile, tiles, LANES: tl.constexpr):
     """Copy one tile, by the widest unit that its addresses, strides and run length allow."""
-    tile = table + first + tl.program_id(0)
     source = tl.load(tile)
     target = tl.load(tile + tiles)
     strides = tl.load(tile + 2 * tiles)
@@ -186,3 +185,16 @@ def copy_kernel(table, tiles, first, LANES: tl.constexpr):
         _copy_runs(source, target, source_stride, target_stride, runs, run_bytes, 2, LANES)
     else:
         _copy_runs(source, target, source_stride, target_stride, runs, run_bytes, 1, LANES)
+
+
+@triton.jit(do_not_specialize=["tiles", "first"])
+def copy_kernel(table, tiles, first, LANES: tl.constexpr):
+    """Copy one tile."""
+    _copy_tile(table + first + tl.program_id(0), tiles, LANES)
+
+
+@triton.jit(do_not_specialize=["tiles", "first", "last"])
+def copy_few_kernel(table, tiles, first, last, LANES: tl.constexpr):
+    """Copy the tiles from ``first`` to ``last`` with however few programs there are, which leaves room for other kernels."""
+    for tile in range(first + tl.program_id(0), last, tl.num_programs(0)):
+        _copy_tile(table + tile, tiles, LANES)

@@ -1,0 +1,162 @@
+"""Broadcasts from one GPU to others, each beside the flat broadcast of the same run and group: ``--delivery broadcast``."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from weightsync.bench.gpu_job import manifest_for
+from weightsync.bench.options import BenchOptions
+from weightsync.bench.peer import Peer
+from weightsync.errors import ConfigurationError, RoundFailed
+from weightsync.transports.packed_broadcast import DEFAULT_BUFFER, PROGRAMS
+
+__all__ = ["BroadcastCase", "Variant", "run_broadcast_suite", "variants_of"]
+
+_SECONDS = 180.0
+
+
+class Variant(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to broadcast, with its settings where it has any."""
+
+    kind: str
+    """``flat``, ``by_tensor``, ``concatenated`` or ``packed``."""
+    buffer_bytes: int = 0
+    num_buffers: int = 0
+    programs: int = 0
+    priority: bool = False
+
+
+class BroadcastCase(msgspec.Struct, frozen=True, kw_only=True):
+    """One model, one number of readers, one way. Milliseconds from the first rank's start to the last one's end."""
+
+    model: str
+    tensors: int
+    readers: int
+    bytes: int
+    variant: Variant
+    ms: float
+    """The median of the rounds."""
+    of_flat: float
+    """``ms`` by the flat broadcast's."""
+    rounds_ms: list[float]
+    setup_ms: float
+    """Making buffers and tables, once."""
+    extra_bytes: int
+    """GPU memory of buffers and tables, the most of any rank."""
+
+
+def variants_of(options: BenchOptions) -> list[Variant]:
+    """What is measured: the floor, both baselines, and ours with the settings given (``--only sweep``: with many)."""
+    each, count = options.bucket_bytes or DEFAULT_BUFFER, options.buffers
+    found = [Variant(kind=kind) for kind in ("flat", "by_tensor", "concatenated")]
+    found.append(Variant(kind="packed", buffer_bytes=each, num_buffers=count, programs=PROGRAMS, priority=True))
+    if "sweep" in options.only:
+        found += [
+            Variant(kind="packed", buffer_bytes=mib << 20, num_buffers=number, programs=programs, priority=priority)
+            for mib, number, programs, priority in (
+                (1024, 2, 0, False), (1024, 2, 0, True), (1024, 2, 64, False), (1024, 2, 32, True), (1024, 2, 128, True),
+                (1024, 3, 64, True), (2048, 2, 64, True), (512, 3, 64, True), (256, 3, 64, True),
+            )
+        ]  # fmt: skip
+    return found
+
+
+def _together(peers: Sequence[Peer], commands: Sequence[dict[str, Any]]) -> list[Any]:
+    for peer, command in zip(peers, commands, strict=True):
+        peer.tell(**command)
+    return _heard(peers)
+
+
+def _heard(peers: Sequence[Peer]) -> list[Any]:
+    answers = [peer.hear(_SECONDS) for peer in peers]
+    for peer, answer in zip(peers, answers, strict=True):
+        if "error" in answer:
+            raise RoundFailed(f"{peer.name}: {answer['error']}")
+    return [answer["answer"] for answer in answers]
+
+
+def run_broadcast(
+    model: str, readers: int, variants: Sequence[Variant], rounds: int, note: Callable[[str], None]
+) -> list[BroadcastCase]:
+    """Measure ``variants`` (the first is the flat one) between processes, a GPU each; every way's bytes are checked by digest.
+
+    Raises :class:`~weightsync.errors.RoundFailed` for a rank that failed or that holds other bytes than rank 0.
+    """
+    manifest = manifest_for(model)
+    cases: list[BroadcastCase] = []
+    with ExitStack() as owned:
+        settings = {"role": "broadcast", "model": model, "size": readers + 1}
+        peers = [
+            owned.enter_context(Peer("weightsync.bench.gpu_broadcast_rank", settings | {"rank": rank}))
+            for rank in range(readers + 1)
+        ]
+        _heard(peers)
+
+        def all_of(**command: object) -> list[Any]:
+            return _together(peers, [command] * len(peers))
+
+        for name in ("plain", "priority"):
+            (port,) = _together(peers[:1], [{"do": "open", "name": name}])
+            all_of(do="join", name=name, port=port, priority=name == "priority")
+        for number, variant in enumerate(variants):
+            group = "priority" if variant.priority else "plain"
+            all_of(do="change", seed=number)
+            made = [{"seconds": 0.0, "bytes": 0}]
+            if variant.kind == "packed":
+                made = all_of(
+                    do="prepare", group=group, buffer_bytes=variant.buffer_bytes, num_buffers=variant.num_buffers,
+                    programs=variant.programs,
+                )  # fmt: skip
+            times = all_of(do="measure", kind=variant.kind, group=group, rounds=rounds)
+            each = [1000 * (max(one[turn][1] for one in times) - min(one[turn][0] for one in times)) for turn in range(rounds)]
+            if variant.kind != "flat" and len(set(all_of(do="digest"))) != 1:
+                raise RoundFailed(f"{variant}: the readers hold other bytes than the sender")
+            ms = statistics.median(each)
+            cases.append(
+                BroadcastCase(
+                    model=model, tensors=len(manifest), readers=readers, bytes=manifest.nbytes, variant=variant, ms=round(ms, 2),
+                    of_flat=round(ms / (cases[0].ms if cases else ms), 3), rounds_ms=[round(one, 2) for one in each],
+                    setup_ms=round(1000 * max(one["seconds"] for one in made), 1),
+                    extra_bytes=int(max(one["bytes"] for one in made)),
+                )
+            )  # fmt: skip
+            note(f"{model} to {readers}: {msgspec.to_builtins(variant)}: {ms:.1f} ms, {cases[-1].of_flat:.2f} x flat")
+    return cases
+
+
+def run_broadcast_suite(options: BenchOptions, readers: int, machine: dict[str, object]) -> int:
+    """Run it; a table goes to standard error, the JSON (if asked for) is standard output's last line.
+
+    Raises :class:`~weightsync.errors.ConfigurationError` where there are too few GPUs, and what :func:`run_broadcast` raises.
+    """
+    import torch
+
+    if torch.cuda.device_count() <= readers:
+        raise ConfigurationError(f"a broadcast to {readers} readers needs {readers + 1} GPUs; here are {torch.cuda.device_count()}")
+    console = Console(stderr=True, width=160)
+    cases = run_broadcast(
+        options.model, readers, variants_of(options), options.rounds,
+        lambda text: console.print(text, style="dim", highlight=False),
+    )  # fmt: skip
+    table = Table(title=f"{options.model}, 1 to {readers}: {cases[0].bytes / 1e9:.2f} GB in {cases[0].tensors:,} tensors")
+    for heading in ("way", "ms", "x flat", "GB/s", "extra GPU memory"):
+        table.add_column(heading, justify="left" if heading == "way" else "right")
+    for case in cases:
+        one = case.variant
+        how = f" {one.num_buffers} x {one.buffer_bytes >> 20} MiB, {one.programs} programs, priority {one.priority}"
+        way = one.kind + (how if one.kind == "packed" else "")
+        table.add_row(way, f"{case.ms:.1f}", f"{case.of_flat:.2f}", f"{case.bytes / case.ms / 1e6:.0f}", f"{case.extra_bytes:,}")
+    console.print(table)
+    if options.json:
+        print(json.dumps({"cases": [msgspec.to_builtins(case) for case in cases], **machine}))
+        sys.stdout.flush()
+    return 0

@@ -1,0 +1,70 @@
+"""One rank of ``test_packed_broadcast.py``: ``packed_broadcast_rank.py RANK PORT HOW``. Says what it saw as one JSON line."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import sys
+import time
+
+import torch
+
+from weightsync.deadline import Deadline
+from weightsync.errors import WeightSyncError
+from weightsync.transports.groups import Rendezvous, init_custom_process_group
+from weightsync.transports.packed_broadcast import PackedBroadcast
+from weightsync.transports.packing import BufferSettings
+
+SIZES = [1, 3, 511, 512, 513, 0, 4 << 20, 100_000, 77, (5 << 20) + 9, *([40_961] * 300)]
+"""Bytes of the tensors: odd ones, none, some larger than a buffer, and many."""
+
+
+def weights(version: int, device: torch.device) -> list[torch.Tensor]:
+    """What rank 0 holds at a version."""
+    generator = torch.Generator().manual_seed(version)
+    return [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).to(device) for size in SIZES]
+
+
+def main() -> None:
+    """Play one rank."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    rank, port, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    deadline = Deadline(50)
+    rendezvous = Rendezvous("127.0.0.1", 2, deadline, port) if rank == 0 else None
+    group = init_custom_process_group(
+        "nccl", rank, 2, "weights", deadline, address="127.0.0.1", port=port, rendezvous=rendezvous, device=device, priority=True
+    )
+    mine = [torch.zeros(size, dtype=torch.uint8, device=device) for size in SIZES]
+    broadcast = PackedBroadcast(
+        group,
+        [one.data_ptr() for one in mine],
+        SIZES,
+        device,
+        BufferSettings(2 << 20, None, 3),
+        programs=0 if how == "whole" else 8,
+    )
+    found: dict[str, object] = {"buffer_bytes": broadcast.buffer_bytes, "nbytes": broadcast.nbytes, "equal": []}
+    equal: list[bool] = []
+    for version in (1, 2, 3):
+        expected = weights(version, device)
+        if rank == 0:
+            torch._foreach_copy_(mine, expected)  # in the caller's stream, which the broadcast has to wait for
+        broadcast.run(deadline)
+        equal.append(all(map(torch.equal, mine, expected)))
+    found["equal"] = equal
+    if how == "late" and rank == 1:  # nobody sends a fourth time
+        started = time.monotonic()
+        try:
+            broadcast.run(Deadline(3))
+        except WeightSyncError as error:
+            found |= {"error": type(error).__name__, "seconds": time.monotonic() - started, "closed": group.closed}
+    elif how == "late":
+        sys.stdin.read()  # stay, and do nothing
+    group.close()
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Holds that a real Transformers model, trained under FSDP2 over NCCL, is published in place, bit for bit what FSDP gathers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.gpu.fsdp_rank import build
+
+from weightsync.adapters.module import ModuleAdapter
+from weightsync.agents.engine import Engine
+from weightsync.service.server import BackgroundServer
+from weightsync.service.settings import ServerSettings
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180), pytest.mark.filterwarnings("default::DeprecationWarning")]
+pytest.importorskip("triton", reason="needs Triton")
+
+VERSIONS = 3
+
+
+class Watched(ModuleAdapter):
+    """Keeps what the engine held when it resumed, by version."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module)
+        self.held: list[dict[str, torch.Tensor]] = []
+
+    def resume(self) -> None:
+        self.held.append({name: value.cpu() for name, value in self.module.state_dict().items()})
+        super().resume()
+
+
+def test_versions_of_a_sharded_model_arrive_whole(tmp_path: Path) -> None:
+    world = min(2, torch.cuda.device_count())  # NCCL wants a GPU for every rank
+    engine = Watched(build(f"cuda:{torch.cuda.device_count() - 1}"))
+    with BackgroundServer(ServerSettings.load({}, port=0)) as server:
+        environment = {**os.environ, "WEIGHTSYNC_COORDINATOR": server.url, "WEIGHTSYNC_TOKEN": server.token}
+        for name in ("RANK", "WORLD_SIZE"):
+            environment.pop(name, None)
+        with Engine(engine, "here", server.url, token=server.token, delivery="direct"):
+            ranks = [
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.gpu.fsdp_rank", str(rank), str(world), str(tmp_path), str(VERSIONS)],
+                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+                )
+                for rank in range(world)
+            ]  # fmt: skip
+            try:
+                said = [process.communicate(timeout=150)[0] for process in ranks]
+            finally:
+                for process in ranks:
+                    process.kill()
+    assert [process.returncode for process in ranks] == [0] * world, "\n".join(said)[-4000:]
+    seen = [json.loads(line.removeprefix("RESULT ")) for line in said[0].splitlines() if line.startswith("RESULT ")]
+    assert seen == [["direct", ["cuda_ipc"], "installed", True]] * VERSIONS
+    assert len(engine.held) == VERSIONS
+    for version, held in enumerate(engine.held, 1):
+        wanted = load_file(tmp_path / f"{version}.safetensors")
+        assert wanted.keys() == held.keys()
+        different = [name for name in wanted if not torch.equal(wanted[name].view(torch.int16), held[name].view(torch.int16))]
+        assert different == [], f"version {version}"
+    first, last = engine.held[0], engine.held[-1]
+    assert all(not torch.equal(first[name], last[name]) for name in first)  # every tensor was trained

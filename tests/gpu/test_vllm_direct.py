@@ -1,0 +1,46 @@
+"""Holds that a real vLLM on a GPU, joined by its plugin, is written directly, with its graphs valid and its loader never called."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM for GPUs"),
+]
+
+
+def test_updates_give_transformers_tokens_with_graphs_captured_before() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.measure_vllm", "tiny"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280, cwd=ROOT, env=environment, check=False,
+    )  # fmt: skip
+    results = [line.removeprefix("RESULT ") for line in process.stdout.splitlines() if line.startswith("RESULT ")]
+    assert process.returncode == 0, process.stdout[-4000:]
+    assert results, process.stdout[-4000:]
+    seen = json.loads(results[0])
+    assert seen["before"] == seen["wanted"]  # vLLM and Transformers agree at all, also after the trial
+    assert len(seen["updates"]) == 3, seen
+    for update in seen["updates"]:
+        assert (update["delivery"], update["transports"], update["verified"]) == ("direct", ["cuda_ipc"], "installed"), update
+        assert str(update["published"]) in update["version"]
+        assert update["answers"] == update["wanted"], update
+        assert update["in_place"]
+        assert update["warm"] > 0  # so a cache that survived would have been used
+        assert update["cached"] == 0
+        assert all(len(set(answer)) > 3 for answer in update["answers"])
+    first, second, _ = (update["answers"] for update in seen["updates"])
+    assert first != second
+    assert seen["loader_calls"] == []
+    assert seen["bits_of_own_loading"] is True

@@ -1,0 +1,38 @@
+"""Runs a program of these tests with a real vLLM, in a session of its own, and reads the result that it prints."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+SECONDS = 400
+
+
+def run_program(name: str, *arguments: object, ranks: int) -> dict[str, Any]:
+    """What ``name`` saw, and what was logged as ``log``. Fails with the errors printed; what vLLM left behind is killed."""
+    environment = {
+        **os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1" if ranks > 1 else "0",
+        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}",
+    }  # fmt: skip
+    for key in [key for key in environment if key.startswith(("WEIGHTSYNC_", "COVERAGE_"))]:
+        del environment[key]
+    command = [sys.executable, str(HERE / name), *map(str, arguments)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+    try:
+        out, _ = process.communicate(timeout=SECONDS)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, "\n".join(line for line in out.splitlines() if "Error" in line)[-4000:]
+    (found,) = [line.removeprefix("RESULT ") for line in out.splitlines() if line.startswith("RESULT ")]
+    result: dict[str, Any] = json.loads(found)
+    return result | {"log": out}

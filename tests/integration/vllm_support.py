@@ -33,6 +33,7 @@ def run_program(name: str, *arguments: object, ranks: int) -> dict[str, Any]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, "\n".join(line for line in out.splitlines() if "Error" in line)[-4000:]
-    (found,) = [line.removeprefix("RESULT ") for line in out.splitlines() if line.startswith("RESULT ")]
-    result: dict[str, Any] = json.loads(found)
+    _, there, rest = out.rpartition("RESULT {")  # perhaps behind a line that another process of vLLM left unfinished
+    assert there, out[-4000:]
+    result: dict[str, Any] = json.loads("{" + rest.splitlines()[0])
     return result | {"log": out}

@@ -79,6 +79,11 @@ class Family:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         return self
 
+    @property
+    def group(self) -> int:
+        """The process group of all children; 0 before the first."""
+        return self._group
+
     def _tell_janitor(self, line: str) -> None:
         if self._janitor.stdin is not None:
             self._janitor.stdin.write(line.encode() + b"\n")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from weightsync.demo.leftovers import free, mapped_by
 from weightsync.demo.reports import Parent, Ready, die_with_parent
 from weightsync.demo.settings import ReplicaSettings
 
@@ -31,24 +32,6 @@ def _environment(mine: ReplicaSettings) -> None:
         VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND=bound, VLLM_NO_USAGE_STATS="1", VLLM_PLUGINS="weightsync",
         VLLM_LOGGING_LEVEL="WARNING",
     )  # fmt: skip
-
-
-def _shared_memory() -> set[str]:
-    """Shared memory that the demo's processes have mapped and that nobody frees when a signal ends vLLM's processes all at once."""
-    found: set[str] = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.getpgid(int(process.name)) == os.getpgid(0):
-                maps = (process / "maps").read_text().split()
-                found |= {path for path in maps if path.startswith(("/dev/shm/psm_", "/dev/shm/vllm_dist_"))}
-        except OSError:  # it ended meanwhile, or is somebody else's
-            continue
-    return found
-
-
-def _free(paths: set[str]) -> None:
-    for path in paths:
-        Path(path).unlink(missing_ok=True)
 
 
 async def _serve(mine: ReplicaSettings, folder: Path, listener: socket.socket, parent: Parent) -> None:
@@ -78,7 +61,7 @@ async def _serve(mine: ReplicaSettings, folder: Path, listener: socket.socket, p
         app = completions_app(mine.name, generator, tokenizer)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2))
         leave = await attach_async(engine, mine.name, mine.coordinator, transports=wish.transports, on_label=generator.labelled)
-        left = _shared_memory()
+        left = mapped_by(os.getpgid(0))
         try:
             # Uvicorn raises the signal that ended it once more, for whoever had it before: else nothing below would be done.
             signal.signal(signal.SIGTERM, lambda number, frame: None)
@@ -92,7 +75,7 @@ async def _serve(mine: ReplicaSettings, folder: Path, listener: socket.socket, p
                 print(f"leaving the coordinator: {error!r}", file=sys.stderr)
     finally:
         engine.shutdown()
-        _free(left)
+        free(left)
 
 
 def main(argument: str) -> int:

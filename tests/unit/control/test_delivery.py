@@ -55,9 +55,7 @@ def test_gpu_memory_is_written_only_from_gpus_of_its_host(trainers: list[Trainer
     assert found == delivery, reason
     assert ("trainer/" in reason) == (delivery == "streamed")
     assert chosen(trainers, [engine(0)])[0] == "direct"  # host memory takes from anywhere
-    assert (
-        chosen(trainers, [engine(0, on_gpu=True, delivery="direct")])[0] == "direct"
-    )  # asked for
+    assert chosen(trainers, [engine(0, on_gpu=True, delivery="direct")])[0] == "direct"  # asked for
 
 
 def test_a_plan_is_made_anew_when_that_changes() -> None:

@@ -39,10 +39,10 @@ def check_nothing_is_left(directory: Path) -> None:
     assert [path for path in directory.iterdir() if not path.name.startswith("torchinductor_")] == []
 
 
-def outcome(directory: Path, *options: str) -> dict[str, Any]:
+def outcome(directory: Path, *options: str, seconds: float = 140.0) -> dict[str, Any]:
     with start(directory, *options) as process:
         try:
-            said, log = process.communicate(timeout=140)
+            said, log = process.communicate(timeout=seconds)
         finally:
             process.kill()
     assert process.returncode == 0, log
@@ -69,6 +69,18 @@ def test_it_trains_within_the_bound(mode: str, bound: int, more: list[str], tmp_
     assert found["max_staleness"] == max(map(int, found["staleness"])) <= bound
     assert sum(found["staleness"].values()) == found["samples"] < found["tokens"]
     assert 0 < found["trainer_idle_fraction"] < 1
+
+
+@pytest.mark.vllm
+@pytest.mark.rare
+@pytest.mark.timeout(620)
+@pytest.mark.parametrize("mode", ["one-step-off", "async"])
+def test_it_trains_on_real_vllm(mode: str, tmp_path: Path) -> None:
+    shared = set(os.listdir("/dev/shm"))
+    found = outcome(tmp_path, "--engine", "vllm", "--replicas", "1", "--mode", mode, "--timeout", "580", seconds=600)
+    assert (found["ok"], found["engine"], found["steps"], found["samples"]) == (True, "vllm", STEPS, STEPS * GROUPS * SIZE)
+    left = {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "vllm_dist_"))}
+    assert left <= shared
 
 
 @pytest.mark.rare

@@ -35,8 +35,9 @@ class Listener:
     """Serves authenticated connections to ``sock``, a thread each, until closed.
 
     ``serve`` runs in the connection's thread with a channel whose peer has proved to know ``key``; when it returns or raises
-    a weightsync error, the connection is closed. ``admit`` may refuse a connection before its first byte is read. At most 32
-    connections may be unproven at a time (a newer one pushes out the oldest of the host that has most) and 1,024 open.
+    a weightsync error, the connection is closed. ``admit`` may refuse a connection before its first byte is read. At most 1,024
+    connections may be open, and of those over a network at most 32 unproven (a newer one pushes out the oldest of the host that
+    has most). Whoever comes by a Unix socket is this user's, and need not be quick: many ranks may start on a busy host at once.
     """
 
     def __init__(
@@ -53,7 +54,8 @@ class Listener:
         self._serve, self._admit, self._make = serve, admit, channel
         self._lock = threading.Lock()
         self._closing = False
-        self._turns, self._since = float(_MAX_STRANGERS), time.monotonic()
+        self._most_strangers = _MAX_READERS if sock.family == socket.AF_UNIX else _MAX_STRANGERS
+        self._turns, self._since = float(self._most_strangers), time.monotonic()
         self._strangers: dict[Channel, str] = {}  # in order of arrival, with the host that each comes from
         self._channels: dict[Channel, threading.Thread] = {}
         self._woken, self._waker = socket.socketpair()
@@ -96,7 +98,7 @@ class Listener:
         """Take the turn of one more connection, or say in how many seconds there will be one."""
         with self._lock:
             now = time.monotonic()
-            self._turns = min(_MAX_STRANGERS, self._turns + (now - self._since) * _ARRIVALS)
+            self._turns = min(self._most_strangers, self._turns + (now - self._since) * _ARRIVALS)
             self._since = now
             if self._turns < 1:
                 return (1 - self._turns) / _ARRIVALS
@@ -114,7 +116,7 @@ class Listener:
             if self._closing or len(self._channels) >= _MAX_READERS or not self._admit(sock):
                 channel.close()
                 return
-            if len(self._strangers) >= _MAX_STRANGERS:
+            if len(self._strangers) >= self._most_strangers:
                 victim = self._dispensable()
                 del self._strangers[victim]
                 victim.abort()

@@ -13,6 +13,7 @@ import pytest
 
 from weightsync.deadline import Deadline
 from weightsync.transports.host import this_host
+from weightsync.transports.listener import Listener
 from weightsync.transports.shelf import Shelf
 from weightsync.transports.tcp import Tcp, TcpOwner
 
@@ -73,7 +74,7 @@ def test_a_reader_gets_in_and_stays_while_strangers_knock(owner: TcpOwner) -> No
     knocking.start()
     try:
         threading.Event().wait(0.3)
-        during = Tcp().connect(owner.offer, KEY, Deadline(10))
+        during = Tcp().connect(owner.offer, KEY, Deadline(40))  # behind a full backlog, and the kernel tries again after 1, 3, 7 s
         during.prepare([], "layout", Deadline(10))
         before.prepare([], "layout", Deadline(10))
         during.close()
@@ -82,3 +83,20 @@ def test_a_reader_gets_in_and_stays_while_strangers_knock(owner: TcpOwner) -> No
         knocking.join(10)
         before.close()
     assert made[0] > 10
+
+
+def test_many_readers_of_this_user_may_arrive_at_once() -> None:
+    """128 ranks on one busy host pushed each other out before they had proved anything."""
+    address = f"\0weightsync-{secrets.token_hex(16)}"
+    with socket.socket(socket.AF_UNIX) as sock, contextlib.ExitStack() as held:
+        sock.bind(address)
+        listener = Listener(sock, "test", KEY, secrets.token_bytes(16), lambda channel: None, lambda one: True)
+        held.callback(listener.close)
+        slow = [held.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(4 * PLACES)]
+        for one in slow:
+            one.settimeout(5)
+            one.connect(address)
+        ends = time.monotonic() + 5
+        while len(listener._channels) < len(slow) and time.monotonic() < ends:
+            threading.Event().wait(0.01)
+        assert all(map(is_open, slow))

@@ -199,8 +199,10 @@ def test_the_description_is_complete(http: httpx.Client) -> None:
     assert found["openapi"].startswith("3.1")
     described = {(method, path) for path, methods in found["paths"].items() for method in methods}
     assert described == {(operation.method, operation.path) for operation in OPERATIONS}
-    for method, path in described - {("get", "/v1/events")}:
-        assert http.request(method, path).status_code not in (404, 405) or path == "/v1/rounds"
+    for method, path in described:
+        named = "{" in path  # there is nothing of that name, so only the method can be told to be right
+        with http.stream(method, path.replace("{", "").replace("}", "")) as answer:  # some never end
+            assert answer.status_code not in (404, 405) or path == "/v1/rounds" or (named and answer.status_code == 404), path
     references = set(re.findall(r'"\$ref": "#/components/schemas/([^"]+)"', json.dumps(found)))
     assert references <= set(found["components"]["schemas"])
     assert {"Status", "RoundResult", "Problem", "RoundRequest", "RoundEnded"} <= set(found["components"]["schemas"])

@@ -52,5 +52,5 @@ def test_the_guides_commands_have_the_options_that_they_use() -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
     options = {option for parameter in commands["push"].params for option in parameter.opts}
     lines = re.findall(r"^weightsync push (.*)$", PAGE, re.MULTILINE)
-    assert len(lines) == 3
+    assert len(lines) == 4
     assert {word for line in lines for word in line.split() if word.startswith("--")} <= options

@@ -74,8 +74,8 @@ def test_weights_a_little_off_are_torn(checker: Checker, share: float) -> None:
         for name, parameter in torn.named_parameters():
             if "mlp" in name or "lm_head" in name:
                 parameter.lerp_(other[name], share)
-    prompts = [(seed % VOCABULARY, (seed * 7 + 1) % VOCABULARY) for seed in range(20)]
-    answers = [replace(_response(greedy(torn, prompt, 64)), prompt=prompt) for prompt in prompts]
+    prompts = [(seed % VOCABULARY, (seed * 7 + 1) % VOCABULARY) for seed in range(5)]
+    answers = [replace(_response(greedy(torn, prompt, 48)), prompt=prompt) for prompt in prompts]
     assert checker.check(answers).torn >= 1
 
 

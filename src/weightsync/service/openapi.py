@@ -7,10 +7,8 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from weightsync.control.events import Event
-from weightsync.control.status import Status
 from weightsync.errors import ConfigurationError
-from weightsync.messages import UNREADABLE, RoundResult
+from weightsync.messages import UNREADABLE
 from weightsync.service.problems import Problem
 
 __all__ = ["Operation", "RoundRequest", "decode_round", "document"]
@@ -52,8 +50,8 @@ class Operation(NamedTuple):
 
 def document(operations: tuple[Operation, ...], version: str) -> dict[str, Any]:
     """The OpenAPI document of ``operations``."""
-    types = [Problem, Status, RoundResult, RoundRequest, Event, *(one.body for one in operations if one.body is not None)]
-    _, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    named = [kind for one in operations for kind in (one.answer, one.body, *(kind for _, kind in one.query)) if kind is not None]
+    _, components = msgspec.json.schema_components([Problem, *named], ref_template="#/components/schemas/{name}")
     paths: dict[str, Any] = {}
     for operation in operations:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation)

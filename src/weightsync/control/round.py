@@ -191,6 +191,7 @@ async def agree(order: Order, replica: Replica, engines: Engines) -> Agreement:
     if agreed is None or not agreed.holds_for(trainers, ranks):
         agreed = await in_thread("planning", order.limit, lambda: agreements.agree_on(replica.name, trainers, ranks, agreed))
         order.agreed[replica.name] = agreed
+    await _settled(order, replica)
     slices, key = agreed.slices, agreed.key
     unprepared = {member: link for member, link in engines.items() if link.prepared != key}
     answers = await on_all("prepare", order.limit, unprepared, lambda link, left: link.node.prepare(slices[link.member], left))
@@ -200,6 +201,12 @@ async def agree(order: Order, replica: Replica, engines: Engines) -> Agreement:
             raise PlanMismatch(f"{member} understood plan {answer.digest}, not {wanted}: do both run the same weightsync?")
         engines[member].prepared, engines[member].transports = key, answer.transports
     return agreed
+
+
+async def _settled(order: Order, replica: Replica) -> None:
+    """Let a quarantine outside of any round end: it aborts whatever runs in the ranks, also what was ordered after it."""
+    if replica.quarantining is not None:
+        await asyncio.wait([replica.quarantining], timeout=order.limit.remaining("an earlier quarantine"))
 
 
 class _Permit:
@@ -219,8 +226,7 @@ async def _paused(order: Order, report: Report, engines: Engines) -> AsyncIterat
     Whoever leaves without having called the permit, by an error, by cancellation or by mistake, leaves a dirty replica.
     """
     replica, links = report.replica, dict(engines)
-    if replica.quarantining is not None:
-        await asyncio.wait([replica.quarantining], timeout=order.limit.remaining("an earlier quarantine"))
+    await _settled(order, replica)
     replica.begin(links)
     permit = _Permit()
     report.paused()

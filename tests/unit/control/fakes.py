@@ -405,6 +405,8 @@ class FakeEngine:
             raise PeerLost("the answer got lost")
 
     async def quarantine(self, reason: str, timeout: float) -> None:
+        # Agents answer it on a thread of its own, so what was sent later may have begun when it takes effect.
+        await asyncio.sleep(self.process.world.delays.get((self.process.member, "before quarantine"), 0))
         self.process.epoch += 1
         self.process.generating = False  # takes effect even where the answer does not arrive
         self.process.label = None

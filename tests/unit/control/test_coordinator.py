@@ -290,6 +290,20 @@ async def test_a_restarted_coordinator_distrusts_ranks_that_differ() -> None:
 
 
 @virtual
+async def test_a_publication_lets_a_quarantine_end_before_it_prepares() -> None:
+    """Seen in a soak: a rank that came back was distrusted and, in the same moment, prepared; the one aborted the other."""
+    world = World()
+    world.add_trainers(2)
+    world.add_replica("r", ranks=2)
+    await world.publish(5)
+    world.engines["r/1"].label = None
+    restart(world)
+    world.delays["r/1", "before quarantine"] = 0.005  # preparing takes 0.01
+    assert (await world.publish(6)).ok
+    world.check()
+
+
+@virtual
 async def test_two_digests_under_one_number_are_both_distrusted() -> None:
     world = World()
     world.add_trainers(1)

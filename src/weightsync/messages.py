@@ -50,12 +50,14 @@ __all__ = [
     "Resume",
     "RoundResult",
     "SourceAddress",
+    "Update",
+    "Updated",
     "Welcome",
     "decode",
     "encode",
 ]
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of this file. An agent and a coordinator that differ refuse each other with a message that names both."""
 
 UNREADABLE: tuple[type[Exception], ...] = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -232,8 +234,6 @@ class Move(_Struct, frozen=True):
     """Fetch this version's bytes into place and compute the digests of what was installed; answered by :class:`Moved`."""
 
     number: _Number
-    pause: PauseMode | None = None
-    """Pause in this mode first: to the only rank of a replica, which has nobody to wait for in between."""
 
 
 class Moved(_Struct, frozen=True):
@@ -246,20 +246,36 @@ class Moved(_Struct, frozen=True):
     digest_seconds: float
     verified: Literal["installed", "received"]
     """Whether the digests are of the parameters themselves, or of what was handed to an opaque loader."""
-    pause_seconds: float = 0.0
-    """Of the pause that was asked for with the move."""
 
 
 class Commit(_Struct, frozen=True):
     """The bytes are right: finish loading, flush caches (and look at the answer), take the version's label."""
 
     version: Version
-    resume: bool = False
-    """Generate again right after: to the only rank of a replica, which has nobody to wait for in between."""
 
 
 class Resume(_Struct, frozen=True):
     """Generate again."""
+
+
+class Update(_Struct, frozen=True):
+    """Pause, move, verify, commit and resume, to the only rank of a replica: it has nobody to wait for in between.
+
+    The rank compares what it installed with the version's digest by itself; answered by :class:`Updated`.
+    """
+
+    version: Version
+    mode: PauseMode
+
+
+class Updated(_Struct, frozen=True):
+    """An update came to its end, or (not ``committed``) to bytes that are not the version's: then the rank stays paused."""
+
+    moved: Moved
+    committed: bool
+    pause_seconds: float
+    commit_seconds: float
+    """Of commit and resume."""
 
 
 class Quarantine(_Struct, frozen=True):
@@ -322,7 +338,23 @@ class Done(_Struct, frozen=True):
     """A call succeeded and has nothing to say."""
 
 
-Body = Place | Placed | Prepare | Prepared | Pause | Move | Moved | Commit | Resume | Quarantine | Publish | Published | Done
+Body = (
+    Place
+    | Placed
+    | Prepare
+    | Prepared
+    | Pause
+    | Move
+    | Moved
+    | Commit
+    | Resume
+    | Update
+    | Updated
+    | Quarantine
+    | Publish
+    | Published
+    | Done
+)
 
 
 class Call(_Struct, frozen=True):

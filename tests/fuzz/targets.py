@@ -472,6 +472,8 @@ _FRAMES: tuple[messages.Frame, ...] = (
     messages.Refused("PeerLost", "gone"),
     messages.Progress(4),
     messages.Answer(1, messages.Moved(1, b"12345678", 0.0, 0.0, 0.0, "installed")),
+    messages.Call(1, 1.0, messages.Update(Version("run", 1, "manifest", "digest"), "keep")),
+    messages.Answer(1, messages.Updated(messages.Moved(1, b"12345678", 0.0, 0.0, 0.0, "installed"), True, 0.0, 0.0)),
 )
 
 TARGETS: dict[str, Target] = {

@@ -30,6 +30,8 @@ from weightsync.messages import (
     Placed,
     Prepare,
     Prepared,
+    Update,
+    Updated,
     Welcome,
     decode,
     encode,
@@ -124,6 +126,9 @@ def engine_hello(name: str = "replica", session: str = "engine-session", run: st
     )
 
 
+_MOVED = Moved(16, DIGESTS, 0.0, 0.0, 0.0, "installed")
+
+
 def obey(body: Body, timeout: float) -> Body:
     """Do as a rank does, without tensors: every answer that a round needs."""
     match body:
@@ -132,7 +137,9 @@ def obey(body: Body, timeout: float) -> Body:
         case Prepare(plan=plan):
             return Prepared(plan.digest, ("none",))
         case Move():
-            return Moved(16, DIGESTS, 0.0, 0.0, 0.0, "installed")
+            return _MOVED
+        case Update():
+            return Updated(_MOVED, True, 0.0, 0.0)
         case _:
             return Done()
 

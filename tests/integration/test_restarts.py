@@ -125,6 +125,6 @@ def test_an_idle_system_never_wakes(runtime: None, counted: dict[str, int]) -> N
         before = dict(counted)
         threading.Event().wait(1.0)
         woken = {name: count - before.get(name, 0) for name, count in counted.items() if count != before.get(name, 0)}
-        assert len([name for name in counted if name.startswith("weightsync-link")]) == 3
+        assert "weightsync-links" in counted, "the loop of all three"
         assert "weightsync-coordinator" in counted
         assert not woken, "somebody polls, or has a timer that is none of a heartbeat"

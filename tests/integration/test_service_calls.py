@@ -7,7 +7,7 @@ import time
 
 import msgspec
 import pytest
-from tests.integration.service_support import DIGESTS, SOON, Agent, engine_hello, joined, obey, trainer_hello
+from tests.integration.service_support import SOON, Agent, engine_hello, joined, obey, trainer_hello
 
 from weightsync.agents.link import Link
 from weightsync.errors import (
@@ -22,13 +22,13 @@ from weightsync.messages import (
     Body,
     Commit,
     Move,
-    Moved,
     Pause,
     Prepare,
     Publish,
     Published,
     Quarantine,
     Resume,
+    Update,
 )
 from weightsync.service.client import Client
 from weightsync.service.settings import ClientSettings
@@ -86,12 +86,10 @@ def test_calls_come_one_at_a_time_and_in_order(settings: ClientSettings) -> None
 
     with joined(settings, engine_hello("a"), engine) as agent, joined(settings, trainer_hello()) as trainer:
         trainer.link.call(Publish(1), 10)
-        prepare, move, commit = (agent.bodies.get(timeout=5) for _ in range(3))
+        prepare, update = (agent.bodies.get(timeout=5) for _ in range(2))
     assert isinstance(prepare, Prepare)
-    assert isinstance(move, Move)
-    assert move.pause == "abort", "the pause of a replica's only rank comes with the move"
-    assert isinstance(commit, Commit)
-    assert commit.resume
+    assert isinstance(update, Update), "a replica's only rank waits for nobody between pause and resume"
+    assert (update.version.number, update.mode) == (1, "abort")
     assert not overlapped
     assert agent.bodies.empty()
 
@@ -104,12 +102,11 @@ def test_the_ranks_of_a_replica_wait_for_each_other(settings: ClientSettings) ->
             bodies = [agent.bodies.get(timeout=5) for _ in range(5)]
             assert [type(body) for body in bodies] == [Prepare, Pause, Move, Commit, Resume]
             assert Move(1) in bodies
-            assert not any(isinstance(body, Commit) and body.resume for body in bodies)
 
 
 def test_a_handler_that_raises_anything_fails_only_its_call(settings: ClientSettings) -> None:
     def engine(body: Body, timeout: float) -> Body:
-        if isinstance(body, Move):
+        if isinstance(body, Update):
             raise ZeroDivisionError("in the loader")
         return obey(body, timeout)
 
@@ -126,11 +123,10 @@ def test_progress_is_thinned_out_and_the_newest_arrives(settings: ClientSettings
     links: list[Link] = []
 
     def engine(body: Body, timeout: float) -> Body:
-        if isinstance(body, Move):
+        if isinstance(body, Update):
             for nbytes in range(10_001):
                 links[0].progress(min(nbytes, 16))
             reported.wait(0.5)
-            return Moved(16, DIGESTS, 0.0, 0.0, 0.0, "installed")
         return obey(body, timeout)
 
     with Client(settings) as client, client.events() as events, joined(settings, engine_hello("a"), engine) as agent:

@@ -25,10 +25,10 @@ from weightsync.errors import (
 )
 from weightsync.messages import (
     Body,
-    Move,
     Publish,
     Published,
     Quarantine,
+    Update,
     Welcome,
 )
 from weightsync.service.client import Client
@@ -167,7 +167,7 @@ def test_a_shutdown_in_the_middle_of_an_update_quarantines_first(server: Backgro
     moving, aborted = threading.Event(), threading.Event()
 
     def engine(body: Body, timeout: float) -> Body:
-        if isinstance(body, Move):
+        if isinstance(body, Update):
             moving.set()
             aborted.wait(timeout)
         if isinstance(body, Quarantine):

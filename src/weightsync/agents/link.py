@@ -1,8 +1,8 @@
 """An agent's connection to the coordinator: always there, or being restored.
 
-A daemon thread holds the socket; the agent's own code stays synchronous. Calls of the coordinator run one at a time on a second
-thread. A :class:`~weightsync.messages.Quarantine` gets through on a third, because it must reach an engine that is in the
-middle of a move.
+The process's :mod:`~weightsync.agents.loop` holds the sockets; the agent's own code stays synchronous. Calls of the coordinator
+run one at a time on a thread of this link. A :class:`~weightsync.messages.Quarantine` gets through on another, because it must
+reach an engine that is in the middle of a move.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
 from weightsync.agents.dial import dial
+from weightsync.agents.loop import shared_loop
 from weightsync.agents.workers import Handler, Worker
 from weightsync.control.calls import Calls
 from weightsync.deadline import Deadline
@@ -54,12 +55,19 @@ class LinkLost(PeerLost):
     """This rank's own connection broke; another rank's death, which the coordinator reports, is a plain ``PeerLost``."""
 
 
+def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
+
+
 class Link:
     """One rank's connection to the coordinator.
 
     ``hello`` is asked before every attempt, so that what the rank serves or published is current; ``handle`` runs the
     coordinator's calls and may block; ``on_welcome`` and ``on_lost`` tell of every connection made and lost. ``hello`` and
-    the two callbacks run on the link's own thread: they must return at once and not call back into the link, but for
+    the two callbacks run on the thread of all links: they must return at once and not call back into the link, but for
     :meth:`progress`. The order of calls is :meth:`connect` once, then anything, then :meth:`close`.
     """
 
@@ -77,13 +85,14 @@ class Link:
         self._hello, self._on_welcome, self._on_lost = hello, on_welcome, on_lost
         self._calls_worker = Worker(f"weightsync-calls-{name}", handle)
         self._quarantine_worker = Worker(f"weightsync-quarantine-{name}", handle)
-        self._thread: threading.Thread | None = None
+        self._borrowed: asyncio.AbstractEventLoop | None = None
+        self._ended = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task[None] | None = None
         self._first: Future[Welcome] = Future()
         self._asked: set[Future[Body]] = set()
         self._closed = False
-        # Only the link's thread touches these.
+        # Only the loop's thread touches these.
         self._calls: Calls | None = None
         self._send: Callable[[Frame], Awaitable[None]] | None = None
         self._connected = asyncio.Event()
@@ -113,10 +122,10 @@ class Link:
         :class:`~weightsync.errors.AuthenticationError`, or the error that the coordinator refused this rank with; nothing is
         left running then.
         """
-        if self._thread is not None or self._closed:
+        if self._borrowed is not None or self._closed:
             raise ConfigurationError("a link connects once; make a new one")
-        self._thread = threading.Thread(target=self._run, name=f"weightsync-link-{self._name}", daemon=True)
-        self._thread.start()
+        self._borrowed = shared_loop.borrow()
+        asyncio.run_coroutine_threadsafe(self._run(), self._borrowed)
         try:
             return self._first.result(self._settings.connect_timeout + 2 * _GRACE)
         except TimeoutError:
@@ -127,15 +136,15 @@ class Link:
             raise
 
     def call(self, body: Body, timeout: float) -> Body:
-        """Ask the coordinator, from any thread but the link's own, and return its answer.
+        """Ask the coordinator, from any thread but that of the links, and return its answer.
 
         Waits for a lost connection to come back, within ``timeout`` seconds in all. A call that was already sent when the
         connection broke is not repeated: it raises :class:`~weightsync.errors.PeerLost` at once. Raises what the coordinator
         answered, :class:`~weightsync.errors.DeadlineExceeded`, or :class:`~weightsync.errors.Aborted` after :meth:`close`.
         """
         loop = self._loop
-        if self._closed or loop is None or threading.current_thread() is self._thread:
-            raise Aborted(f"the link of {self._name} is closed, not connected, or was called from its own thread")
+        if self._closed or loop is None or _runs_here(loop):
+            raise Aborted(f"the link of {self._name} is closed, not connected, or was called from the links' own thread")
         deadline = Deadline(timeout)
         asking = self._ask(body, deadline)
         try:
@@ -175,7 +184,7 @@ class Link:
             return  # the loop has just closed: nobody is left to tell
 
     def close(self, timeout: float = 5.0) -> None:
-        """Leave the coordinator and end the threads. Safe twice and from any thread.
+        """Leave the coordinator and end this link's threads. Safe twice and from any thread.
 
         A call that ``handle`` still runs is waited for up to ``timeout`` seconds: abort it first.
         """
@@ -185,19 +194,20 @@ class Link:
             with contextlib.suppress(RuntimeError):  # it has ended by itself
                 loop.call_soon_threadsafe(main.cancel)
         end = time.monotonic() + timeout
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
-            if self._thread.is_alive():
-                _log.warning("%s: the link's thread did not end within %g s", self._name, timeout)
+        borrowed, self._borrowed = self._borrowed, None
+        if borrowed is not None:
+            ended = _runs_here(borrowed) or self._ended.wait(timeout)
+            if not shared_loop.give_back(max(0.05, end - time.monotonic())) or not ended:
+                _log.warning("%s: the link did not end within %g s", self._name, timeout)
         for worker in (self._calls_worker, self._quarantine_worker):
             if not worker.close(max(0.05, end - time.monotonic())):
                 _log.warning("%s: a call is still running after the link was closed", self._name)
 
-    # From here on: the link's own thread.
+    # From here on: the thread of all links.
 
-    def _run(self) -> None:
+    async def _run(self) -> None:
         try:
-            asyncio.run(self._stay())
+            await self._stay()
         except asyncio.CancelledError:
             pass  # close()
         except Exception as error:  # noqa: BLE001 - connect() raises it, or it is logged
@@ -211,6 +221,9 @@ class Link:
                 asked.cancel()
             if not self._first.done():
                 self._first.set_exception(Aborted(f"the link of {self._name} was closed while it connected"))
+            if self._progress_task is not None:
+                self._progress_task.cancel()
+            self._ended.set()
 
     async def _stay(self) -> None:
         """Connect, serve, reconnect, until cancelled. Errors end it only before the first welcome."""

@@ -21,14 +21,14 @@ from weightsync.bench.peer import Peer
 
 __all__ = ["EXCHANGES", "floor_seconds", "main"]
 
-EXCHANGES = 2
-"""Of a round, with each replica of one rank: move (with the pause), commit (with the resume)."""
+EXCHANGES = 1
+"""Of a round, with each replica of one rank: the update."""
 _FRAME = bytes(80)
 _SECONDS = 60.0
 
 
 def floor_seconds(count: int, processes: int, rounds: int) -> float:
-    """The median time of :data:`EXCHANGES` messages to ``count`` echoes and back, each time to all at once."""
+    """The median time of :data:`EXCHANGES` messages to each of ``count`` echoes and back, each time to all at once."""
     return asyncio.run(_measure(count, processes, rounds))
 
 

@@ -36,6 +36,7 @@ from weightsync.control.settings import Settings
 from weightsync.control.shelves import Shelves
 from weightsync.control.status import RankStatus, ReplicaStatus, Status
 from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, VersionError, WeightSyncError
+from weightsync.garbage import no_collection
 from weightsync.messages import RoundResult
 from weightsync.planning.cover import Cover
 
@@ -195,7 +196,8 @@ class Coordinator:
         for name in self._agreed.keys() - self._members.replicas.keys():
             del self._agreed[name]
         try:
-            result = await run_round(order)
+            with no_collection():  # the garbage of many tasks at once was a third of a round to a thousand replicas
+                result = await run_round(order)
         except BaseException as error:
             self._feed.emit(RoundEnded(this, None, f"{type(error).__name__}: {error}"))
             raise

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.messages import Delivery, Host, Moved, Offer, PauseMode, PlanSlice, Prepared
+from weightsync.messages import Delivery, Host, Moved, Offer, PauseMode, PlanSlice, Prepared, Updated
 from weightsync.model import Layout, Manifest, Version
 
 __all__ = ["EngineNode", "EngineRank", "TrainerNode", "TrainerRank"]
@@ -84,16 +84,20 @@ class EngineNode(Protocol):
         """Stop generating."""
         ...
 
-    async def move(self, number: int, timeout: float, pause: PauseMode | None = None) -> Moved:
-        """Bring version ``number`` into place, ``pause`` before if given; the answer holds the digests of what was installed."""
+    async def move(self, number: int, timeout: float) -> Moved:
+        """Bring version ``number`` into place; the answer holds the digests of what was installed."""
         ...
 
-    async def commit(self, version: Version, timeout: float, resume: bool = False) -> None:
-        """Finish, flush, label; and generate again, if ``resume``."""
+    async def commit(self, version: Version, timeout: float) -> None:
+        """Finish, flush, label."""
         ...
 
     async def resume(self, timeout: float) -> None:
         """Generate again."""
+        ...
+
+    async def update(self, version: Version, mode: PauseMode, timeout: float) -> Updated:
+        """All of these in one exchange, of a rank that is a whole replica: it compares digests itself before it commits."""
         ...
 
     async def quarantine(self, reason: str, timeout: float) -> None:

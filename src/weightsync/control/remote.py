@@ -30,6 +30,8 @@ from weightsync.messages import (
     Published,
     Quarantine,
     Resume,
+    Update,
+    Updated,
 )
 from weightsync.model import Layout, Manifest, Version
 
@@ -167,29 +169,43 @@ class RemoteEngine:
         """Stop generating."""
         await self._do(Pause(mode), timeout)
 
-    async def move(self, number: int, timeout: float, pause: PauseMode | None = None) -> Moved:
-        """Bring version ``number`` into place, in one exchange with the pause if that is given."""
-        if self._plan is None:
-            raise ProtocolError(f"{self._rank.member} has no plan yet")
-        answer = await self._calls.call(Move(number, pause), timeout)
+    async def move(self, number: int, timeout: float) -> Moved:
+        """Bring version ``number`` into place."""
+        answer = await self._planned(Move(number), timeout)
         if not isinstance(answer, Moved):
             raise _unexpected(self._rank.member, "Move", answer)
-        rows = self._plan.layout.rows
-        if len(answer.digests) != 8 * rows:
-            raise ProtocolError(f"{self._rank.member} sent {len(answer.digests)} bytes of digests, not 8 for each of {rows} rows")
-        return answer
+        return self._checked(answer)
 
-    async def commit(self, version: Version, timeout: float, resume: bool = False) -> None:
-        """Finish, flush, label; and generate again in the same exchange, if ``resume``."""
-        await self._do(Commit(version, resume), timeout)
+    async def commit(self, version: Version, timeout: float) -> None:
+        """Finish, flush, label."""
+        await self._do(Commit(version), timeout)
 
     async def resume(self, timeout: float) -> None:
         """Generate again."""
         await self._do(Resume(), timeout)
 
+    async def update(self, version: Version, mode: PauseMode, timeout: float) -> Updated:
+        """All of these in one exchange."""
+        answer = await self._planned(Update(version, mode), timeout)
+        if not isinstance(answer, Updated):
+            raise _unexpected(self._rank.member, "Update", answer)
+        self._checked(answer.moved)
+        return answer
+
     async def quarantine(self, reason: str, timeout: float) -> None:
         """Abort what is running and stay paused."""
         await self._do(Quarantine(reason), timeout)
+
+    async def _planned(self, body: Move | Update, timeout: float) -> Body:
+        if self._plan is None:
+            raise ProtocolError(f"{self._rank.member} has no plan yet")
+        return await self._calls.call(body, timeout)
+
+    def _checked(self, moved: Moved) -> Moved:
+        rows = 0 if self._plan is None else self._plan.layout.rows
+        if len(moved.digests) != 8 * rows:
+            raise ProtocolError(f"{self._rank.member} sent {len(moved.digests)} bytes of digests, not 8 for each of {rows} rows")
+        return moved
 
     async def _do(self, body: Pause | Commit | Resume | Quarantine, timeout: float) -> None:
         answer = await self._calls.call(body, timeout)

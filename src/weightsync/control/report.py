@@ -17,6 +17,9 @@ from weightsync.model import Version
 __all__ = ["Report", "round_result", "shortfall"]
 
 
+_PHASES = ("agree", "wait", "pause", "move", "verify", "commit")
+
+
 class Report:
     """One replica in one round: seconds by phase, bytes, error."""
 
@@ -53,11 +56,12 @@ class Report:
         """The replica is told to pause."""
         self._paused_at = asyncio.get_running_loop().time()
 
-    def paused_with_move(self, seconds: float) -> None:
-        """The call that moved spent so long pausing first; as much of it as the call took, whatever the rank says."""
-        seconds = min(max(0.0, seconds), self._phases["move"])
-        self._phases["pause"] += seconds
-        self._phases["move"] -= seconds
+    def moved_with(self, others: Mapping[str, float]) -> None:
+        """The call that moved spent so long in other phases; as much of each as the call took, whatever the rank says."""
+        for name, seconds in others.items():
+            seconds = min(max(0.0, seconds), self._phases["move"])
+            self._phases[name] = seconds
+            self._phases["move"] -= seconds
 
     def resumed(self) -> None:
         """The replica generates again."""
@@ -76,7 +80,8 @@ class Report:
         """The outcome; ends the report. The pause of a replica that was not resumed is counted up to now."""
         self.resumed()
         replica, agreement = self.replica, self.agreement
-        replica.phases = dict(self._phases)
+        phases = {name: self._phases[name] for name in _PHASES if name in self._phases}
+        replica.phases = phases
         replica.received, replica.expected = {}, 0
         version = replica.version
         verified = {answer.verified for answer in self.moved.values()}
@@ -90,7 +95,7 @@ class Report:
             delivery_reason=agreement.reason if agreement else "",
             transports=tuple(sorted({name for link in replica.links.values() for name in link.transports})),
             verified="" if self._error or not verified else "installed" if verified == {"installed"} else "received",
-            phases=dict(self._phases),
+            phases=dict(phases),
             paused_seconds=self._paused_seconds,
             error=self._error,
             parts={

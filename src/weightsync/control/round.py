@@ -33,7 +33,7 @@ from weightsync.control.report import Report, round_result
 from weightsync.control.settings import Settings
 from weightsync.control.shelves import Placement, Shelves
 from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError, StaleSource, VerificationError, WeightSyncError
-from weightsync.messages import Moved, PauseMode, PlanSlice, ReplicaResult, RoundResult
+from weightsync.messages import Moved, PlanSlice, ReplicaResult, RoundResult
 from weightsync.model import Version, fold
 from weightsync.planning.cover import Cover
 
@@ -109,16 +109,10 @@ async def _bring(order: Order, report: Report, placing: asyncio.Task[tuple[Place
         points.reached("round.agreed")
         placement, _ = placing.result() if placing.done() else await bounded("placing", limit, asyncio.shield(placing))
         points.reached("round.placed")
-        async with _turn(order, report), _paused(order, report, engines) as commit_with:
-            points.reached("round.paused")
-            with report.phase("move"):
-                moved = report.moved = await move(engines, placement.version.number, agreed, limit, _alone(order, engines))
-            report.paused_with_move(max(answer.pause_seconds for answer in moved.values()))
-            points.reached("round.moved")
-            with report.phase("verify"):
-                await verify(agreed, moved, placement, limit)
-            points.reached("round.verified")
-            commit_with(placement.version)
+        bring = _at_once if len(engines) == 1 else _step_by_step
+        async with _turn(order, report), _out_of_service(order, report, engines) as serves:
+            await bring(order, report, engines, agreed, placement)
+            serves(placement.version)
     except WeightSyncError as error:
         report.failed(error)
     except Exception as error:  # noqa: BLE001 - reported as this replica's result: a bug met here must not fail the others
@@ -210,7 +204,7 @@ async def _settled(order: Order, replica: Replica) -> None:
 
 
 class _Permit:
-    """What :func:`_paused` lends: called with the version, after verification, it lets the pause end in commit and resume."""
+    """What :func:`_out_of_service` lends: called with the version that every rank has committed and generates with."""
 
     def __init__(self) -> None:
         self.version: Version | None = None
@@ -220,8 +214,8 @@ class _Permit:
 
 
 @asynccontextmanager
-async def _paused(order: Order, report: Report, engines: Engines) -> AsyncIterator[_Permit]:
-    """The replica does not generate inside. Two ways out: commit and resume of every rank, or quarantine of every rank.
+async def _out_of_service(order: Order, report: Report, engines: Engines) -> AsyncIterator[_Permit]:
+    """The replica gets no requests inside. Two ways out: every rank serves a new version, or quarantine of every rank.
 
     Whoever leaves without having called the permit, by an error, by cancellation or by mistake, leaves a dirty replica.
     """
@@ -231,20 +225,10 @@ async def _paused(order: Order, report: Report, engines: Engines) -> AsyncIterat
     permit = _Permit()
     report.paused()
     try:
-        with report.phase("pause"):
-            if _alone(order, engines) is None:
-                await pause(engines, order)
         yield permit
         if permit.version is None:
-            raise WeightSyncError("a pause ended without a verified version")
-        with report.phase("commit"):
-            alone = _alone(order, engines) is not None
-            await commit(engines, permit.version, order.limit, alone)
-            points.reached("round.committed")
-            if not alone:
-                await resume(engines, order.limit)
-            points.reached("round.resumed")
-            replica.succeed(links, permit.version)
+            raise WeightSyncError("a replica was taken out of service, and not updated")
+        replica.succeed(links, permit.version)
         report.resumed()
     except BaseException as error:
         reason = str(error) or type(error).__name__
@@ -254,12 +238,43 @@ async def _paused(order: Order, report: Report, engines: Engines) -> AsyncIterat
         raise
 
 
-def _alone(order: Order, engines: Engines) -> PauseMode | None:
-    """How to pause a rank that is a whole replica: no other rank must have paused before it moves, or committed before it resumes.
+async def _step_by_step(order: Order, report: Report, engines: Engines, agreed: Agreement, placement: Placement) -> None:
+    """Each step in all ranks before the next in any: nobody moves while another generates, nor resumes before all committed."""
+    version, limit = placement.version, order.limit
+    with report.phase("pause"):
+        await pause(engines, order)
+    points.reached("round.paused")
+    with report.phase("move"):
+        moved = report.moved = await move(engines, version.number, agreed, limit)
+    points.reached("round.moved")
+    with report.phase("verify"):
+        await verify(agreed, moved, placement, limit)
+    points.reached("round.verified")
+    with report.phase("commit"):
+        await commit(engines, version, limit)
+        points.reached("round.committed")
+        await resume(engines, limit)
+    points.reached("round.resumed")
 
-    So it does two things in one exchange, twice. The order of things at the rank is the same.
+
+async def _at_once(order: Order, report: Report, engines: Engines, agreed: Agreement, placement: Placement) -> None:
+    """The same steps of a rank that is a whole replica, in one exchange: it compares with the version's digest by itself.
+
+    What it reports is compared here once more, tensor by tensor: to name those that differ, and so as not to believe it.
     """
-    return order.settings.pause_mode if len(engines) == 1 else None
+    version, mode = placement.version, order.settings.pause_mode
+    points.reached("round.paused")
+    with report.phase("move"):
+        updated = await on_all("update", order.limit, engines, lambda link, left: link.node.update(version, mode, left))
+    points.reached("round.moved")
+    [(member, answer)] = updated.items()
+    report.moved = _whole(agreed, {member: answer.moved})
+    with report.phase("verify"):
+        await verify(agreed, report.moved, placement, order.limit)
+    points.reached("round.verified")
+    if not answer.committed:
+        raise VerificationError(f"{member} did not commit what it says that it installed")
+    report.moved_with({"pause": answer.pause_seconds, "commit": answer.commit_seconds})
 
 
 async def pause(engines: Engines, order: Order) -> None:
@@ -267,11 +282,12 @@ async def pause(engines: Engines, order: Order) -> None:
     await on_all("pause", order.limit, engines, lambda link, left: link.node.pause(order.settings.pause_mode, left))
 
 
-async def move(
-    engines: Engines, number: int, agreed: Agreement, limit: Limit, pausing: PauseMode | None = None
-) -> dict[str, Moved]:
-    """Every rank (pauses, if so told, and) fetches its bytes and reads back what it installed. A part, or nothing, is an error."""
-    moved = await on_all("move", limit, engines, lambda link, left: link.node.move(number, left, pausing))
+async def move(engines: Engines, number: int, agreed: Agreement, limit: Limit) -> dict[str, Moved]:
+    """Every rank fetches its bytes and reads back what it installed. A part, or nothing, is an error."""
+    return _whole(agreed, await on_all("move", limit, engines, lambda link, left: link.node.move(number, left)))
+
+
+def _whole(agreed: Agreement, moved: dict[str, Moved]) -> dict[str, Moved]:
     for member, answer in moved.items():
         wanted: PlanSlice = agreed.slices[member]
         if answer.nbytes != wanted.nbytes:
@@ -298,9 +314,9 @@ async def verify(agreed: Agreement, moved: Mapping[str, Moved], placement: Place
         check()
 
 
-async def commit(engines: Engines, version: Version, limit: Limit, resuming: bool = False) -> None:
-    """Every rank finishes, flushes its caches and takes the label; and generates again, if so told."""
-    await on_all("commit", limit, engines, lambda link, left: link.node.commit(version, left, resuming))
+async def commit(engines: Engines, version: Version, limit: Limit) -> None:
+    """Every rank finishes, flushes its caches and takes the label."""
+    await on_all("commit", limit, engines, lambda link, left: link.node.commit(version, left))
 
 
 async def resume(engines: Engines, limit: Limit) -> None:

@@ -14,6 +14,7 @@ from weightsync.planning.side import Geometries, Rows, Side, geometries
 
 __all__ = ["Cover", "collisions", "cover", "listed", "printed"]
 
+Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
@@ -56,6 +57,8 @@ class Cover:
         self._begin = np.concatenate([[0], np.cumsum(counts)[:-1]]).reshape(len(side.members), len(kinds)) if len(kinds) else None
         leader = index.order[index.first[:-1]][index.box]
         self._copy = leader != np.arange(len(rows))
+        self._copied = bool(self._copy.any())
+        self._firsts: dict[int, tuple[Int64, Int32]] = {}
         self._leader_member, self._leader_order = rows.member[leader], rows.order[leader]
 
     def total(self, digests: Mapping[str, UInt64]) -> UInt64:
@@ -70,12 +73,15 @@ class Cover:
         for index, (name, layout) in enumerate(zip(self.members, self._side.layouts, strict=True)):
             if not len(layout) or self._begin is None:
                 continue
-            mine, first = digests[name], self._side.first[index]
-            order = np.arange(len(layout), dtype=np.int64) - first[layout.tensor]
+            mine = digests[name]
+            held, first = self._held(index)
+            if not self._copied:  # the usual case, in every round of every replica
+                sums[held] += np.add.reduceat(mine, first)
+                continue
+            order = np.arange(len(layout), dtype=np.int64) - self._side.first[index][layout.tensor]
             entry = self._begin[index, self._kinds.of[layout.tensor]] + order
             copy = self._copy[entry]
-            held = np.flatnonzero(np.diff(first))
-            sums[held] += np.add.reduceat(np.where(copy, np.uint64(0), mine), first[held])
+            sums[held] += np.add.reduceat(np.where(copy, np.uint64(0), mine), first)
             rows = np.flatnonzero(copy)
             leaders = self._leader_member[entry[rows]]
             for other in np.flatnonzero(np.bincount(leaders)) if len(rows) else ():
@@ -94,6 +100,14 @@ class Cover:
                 + shortened(lines, len(differing), "; ")
             )
         return sums
+
+    def _held(self, index: int) -> tuple[Int64, Int32]:
+        """The tensors of which a member holds rows, and the first row of each: found once."""
+        if index not in self._firsts:
+            first = self._side.first[index]
+            held = np.flatnonzero(np.diff(first))
+            self._firsts[index] = held, first[held]
+        return self._firsts[index]
 
     def check(self, digests: Mapping[str, UInt64], expected: UInt64) -> None:
         """Raise :class:`~weightsync.errors.VerificationError` unless the digests add up to ``expected``, ``uint64[tensors]``.

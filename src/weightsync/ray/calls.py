@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,13 +41,16 @@ def call(actor: Any, function: Callable[..., object], *arguments: object, retrie
 
 _OTHERS = 0.5
 """Seconds that others may still answer after one failed: what they say may be nearer to the cause."""
+_UNDER_WAY = 2.0
+"""Seconds after which a call has surely reached its actor. Where one is cancelled before, the actor may wait half a minute for it,
+and then drops whatever was asked after it (Ray 2.60: "timed out waiting for seq_no")."""
 
 
 class Calls:
     """Calls under way, one a place. Either :meth:`wait` or ``await`` :meth:`join`, once."""
 
     def __init__(self, what: str, asked: Sequence[tuple[Place, Any]]) -> None:
-        self._what = what
+        self._what, self._since = what, time.monotonic()
         self._asked = [(place, ref, ref.future()) for place, ref in asked]
 
     def wait(self, timeout: float) -> list[Any]:
@@ -65,7 +69,7 @@ class Calls:
             raise
 
     async def join(self, timeout: float) -> list[Any]:
-        """The same for an event loop; cancelling it withdraws what has not begun."""
+        """The same for an event loop. Cancelling it withdraws what has not begun after some seconds; before, it goes on unheard."""
         try:
             futures = [asyncio.wrap_future(future) for _, _, future in self._asked]
             for one in futures:  # looked at, whenever it comes, so that asyncio does not complain
@@ -95,6 +99,8 @@ class Calls:
         return [future.result(0) for _, _, future in self._asked]
 
     def _withdraw(self) -> None:
+        if time.monotonic() - self._since < _UNDER_WAY:
+            return
         for _, ref, future in self._asked:
             if not future.done() and ray.is_initialized():
                 ray.cancel(ref)

@@ -5,29 +5,41 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from weightsync import points
 from weightsync.deadline import Deadline
-from weightsync.errors import Aborted, DeadlineExceeded, LoadError, PlanMismatch, ProtocolError, WeightSyncError
-from weightsync.messages import Body, Commit, Done, Host, Move, Moved, Pause, PlanSlice, Prepare, Prepared, Quarantine, Resume
-from weightsync.model import Layout, Manifest, Version
+from weightsync.errors import Aborted, DeadlineExceeded, LoadError, PlanMismatch, ProtocolError
+from weightsync.garbage import no_collection
+from weightsync.messages import (
+    Body,
+    Commit,
+    Done,
+    Host,
+    Move,
+    Moved,
+    Pause,
+    PlanSlice,
+    Prepare,
+    Prepared,
+    Quarantine,
+    Resume,
+    Update,
+    Updated,
+)
+from weightsync.model import Layout, Manifest, Version, fold
+from weightsync.planning.cover import Cover
 from weightsync.roles.adapter import EngineAdapter
 from weightsync.roles.device_memory import device_of, pointers_of
 from weightsync.roles.device_streaming import bucket_bytes_for
-from weightsync.roles.moving import Clock, no_collection
+from weightsync.roles.filling import Clock, Filling
 from weightsync.roles.read_back import ReadBack
 from weightsync.roles.route import Route, StagingSettings
 from weightsync.tensors.memory import layout_in_place
-from weightsync.tensors.staging import Staging
 from weightsync.transports.cuda_ipc import CudaIpc
 
 __all__ = ["EngineRole"]
@@ -59,7 +71,6 @@ class EngineRole:
         self._encrypted = encrypted
         self.transports = tuple(transports)
         self.here = here
-        self._progress = progress
         self.manifest: Manifest = adapter.manifest()
         self._pointers: list[int] = []
         self.layout, self._addresses = self._look()
@@ -75,6 +86,7 @@ class EngineRole:
         self._quarantined = threading.Event()
         self._kept_paused = False
         self._turn = threading.Lock()
+        self._filling = Filling(adapter, self._read_back, self._check_abort, progress)
 
     def _look(self) -> tuple[Layout | None, tuple[int, ...]]:
         """The engine's parameters as they lie in memory now; ``None`` if it can only be streamed to.
@@ -127,12 +139,11 @@ class EngineRole:
             case Pause():
                 self._pause(body, timeout)
             case Move():
-                return self._pause_and_move(body, Deadline(timeout))
+                return self._move(body.number, Deadline(timeout))
             case Commit():
-                deadline = Deadline(timeout)
                 self._commit(body.version)
-                if body.resume:
-                    self._resume(deadline.remaining("resuming"))
+            case Update():
+                return self._update(body, Deadline(timeout))
             case Resume():
                 self._resume(timeout)
             case _:
@@ -184,14 +195,6 @@ class EngineRole:
         self.adapter.pause(body.mode, timeout)
         self._state = "paused"
 
-    def _pause_and_move(self, body: Move, deadline: Deadline) -> Moved:
-        if body.pause is None:
-            return self._move(body.number, deadline)
-        started = time.perf_counter()
-        self._pause(Pause(body.pause), deadline.remaining("pausing"))
-        paused = time.perf_counter() - started
-        return msgspec.structs.replace(self._move(body.number, deadline), pause_seconds=paused)
-
     def _move(self, number: int, deadline: Deadline) -> Moved:
         route = self._route
         if self._state not in ("paused", "moved") or route is None:
@@ -207,7 +210,7 @@ class EngineRole:
             for source in route.sources:
                 source.begin(number, deadline)
             with no_collection():
-                digests, verified = self._fill(route, clock, deadline)
+                digests, verified = self._filling.run(route, clock, deadline)
             for source in route.sources:
                 source.end(deadline)
             self._check_abort()
@@ -235,147 +238,6 @@ class EngineRole:
         self._drop_route()
         self._route = self._new_route(route.plan, layout, addresses, deadline)
         return self._route
-
-    def _fill(
-        self, route: Route, clock: Clock, deadline: Deadline
-    ) -> tuple[npt.NDArray[np.uint64], Literal["installed", "received"]]:
-        digests = np.zeros(len(route.layout), np.uint64)
-        if route.staging is not None:
-            if route.device is not None:
-                digests = self._stream_device(route, route.staging, digests, clock, deadline)
-            else:
-                self._stream(route, route.staging, digests, clock, deadline)
-            return self._installed(route, digests, clock)
-        if route.device is not None:
-            return self._fill_device(route, digests, clock, deadline), "installed"
-        done = 0
-        for group, nbytes in enumerate(route.group_bytes):
-            self._receive(route, group, digests, clock, deadline)
-            done += nbytes
-            self._arrived(route, done)
-        return digests, "installed"
-
-    def _fill_device(
-        self, route: Route, digests: npt.NDArray[np.uint64], clock: Clock, deadline: Deadline
-    ) -> npt.NDArray[np.uint64]:
-        """All sources in one launch, then all rows' digests in another; both complete on return."""
-        started = time.perf_counter()
-        self._check_abort()
-        with torch.cuda.device(route.device):
-            if route.combined is not None:
-                route.combined.read(0, deadline)
-            received = time.perf_counter()
-            if route.digest_of is not None:
-                digests = route.digest_of.take(route.addresses)
-        clock.receive += received - started
-        clock.digest += time.perf_counter() - received
-        return digests
-
-    def _stream_device(
-        self, route: Route, staging: Staging, digests: npt.NDArray[np.uint64], clock: Clock, deadline: Deadline
-    ) -> npt.NDArray[np.uint64]:
-        """Fill buckets of GPU memory beside the engine's loader. The digests of what it was handed, unless all is read back."""
-        if route.stream is None:
-            return digests
-        digest = None if route.settings.reads_back else route.digest_of
-        done = 0
-
-        def load(bucket: int) -> None:
-            self._load(staging, bucket)
-
-        def progress(bucket: int) -> None:
-            nonlocal done
-            done += route.group_bytes[bucket]
-            self._arrived(route, done)
-
-        waited, worked = route.stream.run(load, self._check_abort, progress, deadline, digest)
-        clock.receive += waited
-        clock.load += worked
-        return digests if digest is None else digest.taken()
-
-    def _arrived(self, route: Route, nbytes: int) -> None:
-        if nbytes < route.nbytes:  # that all are here, the answer says
-            self._progress(nbytes)
-
-    def _receive(self, route: Route, group: int, digests: npt.NDArray[np.uint64], clock: Clock, deadline: Deadline) -> None:
-        started = time.perf_counter()
-        self._check_abort()
-        for source in route.sources:
-            source.read(group, deadline, digests)
-            points.reached("engine.group")
-        clock.receive += time.perf_counter() - started
-
-    def _stream(self, route: Route, staging: Staging, digests: npt.NDArray[np.uint64], clock: Clock, deadline: Deadline) -> None:
-        """Hand bucket k to the engine's loader while bucket k+1 arrives in the other half of the ring."""
-
-        def fetch(bucket: int) -> None:
-            self._receive(route, bucket, digests, clock, deadline)
-
-        done, count = 0, len(route.groups)
-        receiver = ThreadPoolExecutor(1, thread_name_prefix="weightsync-receive")
-        arriving = receiver.submit(fetch, 0) if count else None
-        try:
-            for bucket in range(count):
-                if arriving is not None:
-                    arriving.result(deadline.remaining("receiving a bucket"))
-                ahead = staging.buffers > 1
-                arriving = receiver.submit(fetch, bucket + 1) if ahead and bucket + 1 < count else None
-                started = time.perf_counter()
-                self._load(staging, bucket)
-                clock.load += time.perf_counter() - started
-                if not ahead and bucket + 1 < count:
-                    arriving = receiver.submit(fetch, bucket + 1)
-                done += route.group_bytes[bucket]
-                self._arrived(route, done)
-        except BaseException:
-            route.abort()  # so that the receiver's thread ends soon
-            self._release(route, arriving)
-            raise
-        finally:
-            receiver.shutdown(wait=False, cancel_futures=True)
-
-    def _release(self, route: Route, arriving: Future[None] | None) -> None:
-        """Wait a little for the receiver's thread; if it does not end, let it free the staging that it still writes to."""
-        if arriving is None or arriving.cancel():
-            return
-        with suppress(Exception):  # the error that brought us here is the one to report
-            arriving.result(_RECEIVER_SECONDS)
-        if not arriving.done():
-            self._route = None
-            arriving.add_done_callback(lambda _: route.close())
-
-    def _load(self, staging: Staging, bucket: int) -> None:
-        self._check_abort()
-        tensors = staging.tensors(bucket)
-        left = iter(tensors)
-        try:
-            self.adapter.load(left)
-        except WeightSyncError:
-            raise
-        except Exception as error:
-            names = ", ".join(name for name, _ in tensors[:3])
-            raise LoadError(
-                f"the {self.adapter.name} loader raised on a bucket of {len(tensors)} tensors ({names}, ...): {error!r}"
-            ) from error
-        missed = sum(1 for _ in left)
-        if missed:
-            raise LoadError(
-                f"the {self.adapter.name} loader took {len(tensors) - missed} of the {len(tensors)} tensors of a bucket"
-            )
-
-    def _installed(
-        self, route: Route, received: npt.NDArray[np.uint64], clock: Clock
-    ) -> tuple[npt.NDArray[np.uint64], Literal["installed", "received"]]:
-        """Digest the parameters themselves where they are whole, plain copies; else what the loader was given must do."""
-        started = time.perf_counter()
-        shards = None if self.adapter.loads_late else self.adapter.shards()
-        digests = self._read_back.digests(shards, route.layout.tensor)
-        if digests is None:
-            if route.settings.reads_back and route.device is not None:
-                raise PlanMismatch("the loader gave the engine other parameters than it had: restart this rank's weightsync.Engine")
-            return received, "received"
-        clock.digest += time.perf_counter() - started
-        return digests, "installed"
 
     def _check_abort(self) -> None:
         if self._quarantined.is_set():
@@ -406,6 +268,28 @@ class EngineRole:
             self.adapter.pause("abort", timeout)
             raise Aborted("the round was aborted while this engine rank resumed; it is paused again")
         self._state = "serving"
+
+    def _update(self, body: Update, deadline: Deadline) -> Updated:
+        """A whole round: what the coordinator would compare between move and commit, the rank that holds everything does."""
+        version, route = body.version, self._route
+        if route is None:
+            raise ProtocolError("an update needs a prepared plan")
+        cover = route.cover  # made while still serving, once for a plan
+        started = time.perf_counter()
+        self._pause(Pause(body.mode), deadline.remaining("pausing"))
+        paused = time.perf_counter()
+        moved = self._move(version.number, deadline)
+        came = time.perf_counter()
+        if not self._holds(version, moved, cover):
+            return Updated(moved, False, paused - started, 0.0)  # in which tensors, the coordinator finds
+        deadline.remaining("committing")
+        self._commit(version)
+        self._resume(deadline.remaining("resuming"))
+        return Updated(moved, True, paused - started, time.perf_counter() - came)
+
+    def _holds(self, version: Version, moved: Moved, cover: Cover) -> bool:
+        digests = np.frombuffer(moved.digests, "<u8").astype(np.uint64, copy=False)
+        return fold(cover.total({"": digests})) == version.digest
 
     def _quarantine(self, timeout: float) -> Done:
         self._kept_paused = True

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, PlanMismatch, TransportError, TransportUnavailable
 from weightsync.messages import Host, PlanSlice, SourceAddress
 from weightsync.model import Layout, Manifest
+from weightsync.planning.cover import Cover, cover
 from weightsync.planning.pieces import Pieces
 from weightsync.roles.device_memory import DeviceDigest
 from weightsync.roles.device_streaming import DeviceStream
@@ -159,6 +162,7 @@ class Route:
         """Seconds of each part of :meth:`open`: ``tiles``, ``connect``, ``map`` (which prepares the sources), ``tables``."""
         self._aborted = threading.Event()
         self._owned = ExitStack()
+        self._user: Future[None] | None = None
         if plan.delivery == "direct":
             if own is None or own.digest != self.layout.digest:
                 raise PlanMismatch(
@@ -238,9 +242,21 @@ class Route:
         for source in list(self.sources):
             source.abort()
 
+    @cached_property
+    def cover(self) -> Cover:
+        """What this rank receives, as ``""``. Raises :class:`~weightsync.errors.LayoutError` unless it is everything."""
+        return cover(self._manifest, {"": self.layout}, "this engine rank")
+
+    def lend(self, user: Future[None]) -> None:
+        """A thread that did not end in time still writes to the staging: :meth:`close` leaves everything to its end."""
+        self._user = user
+
     def close(self) -> None:
         """Close the connections and free the staging."""
-        self._owned.close()
+        if self._user is not None and not self._user.done():
+            self._user.add_done_callback(lambda _: self._owned.close())
+        else:
+            self._owned.close()
 
 
 def _rows_of(layout: Layout, region: int) -> tuple[int, int]:

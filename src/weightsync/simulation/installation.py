@@ -15,6 +15,7 @@ import weightsync.agents.workers
 import weightsync.control.replicas
 import weightsync.deadline
 import weightsync.roles.engine
+import weightsync.roles.filling
 import weightsync.roles.route
 import weightsync.roles.trainer
 from weightsync.control import agreement
@@ -99,7 +100,8 @@ def installed(world: World) -> Iterator[None]:
             (weightsync.control.replicas, "time", clock),
             (weightsync.roles.engine, "time", clock),
             (weightsync.roles.engine, "threading", locks),
-            (weightsync.roles.engine, "ThreadPoolExecutor", simulated.Executor),
+            (weightsync.roles.filling, "time", clock),
+            (weightsync.roles.filling, "ThreadPoolExecutor", simulated.Executor),
             (weightsync.roles.trainer, "time", clock),
             (weightsync.roles.trainer, "threading", locks),
             (weightsync.roles.trainer, "FollowedShards", followed),

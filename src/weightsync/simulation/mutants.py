@@ -149,7 +149,12 @@ def _ignoring_deadline(phase: str) -> Mutant:
 
 
 def _digest_not_compared() -> AbstractContextManager[None]:
-    return replaced((Cover, "check", lambda cover, digests, expected: None))
+    unchecked = (Cover, "check", lambda cover, digests, expected: None)
+    return replaced(unchecked, (EngineRole, "_holds", lambda role, version, moved, cover: True))
+
+
+def _rank_not_comparing() -> AbstractContextManager[None]:
+    return replaced((EngineRole, "_holds", lambda role, version, moved, cover: True))
 
 
 def _one_rank_verified() -> AbstractContextManager[None]:
@@ -280,6 +285,7 @@ MUTANTS: dict[str, Mutant] = {
     "deadline ignored in move": _ignoring_deadline("move"),
     "deadline ignored in commit": _ignoring_deadline("commit"),
     "digest not compared": _digest_not_compared,
+    "a replica's only rank does not compare": _rank_not_comparing,
     "only rank 0 verified": _one_rank_verified,
     "quarantine skipped": _quarantine_skipped,
     "stale shelf published": _stale_shelf,

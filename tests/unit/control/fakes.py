@@ -19,7 +19,7 @@ from weightsync.control import Coordinator, Settings
 from weightsync.control.nodes import EngineRank, TrainerRank
 from weightsync.control.status import ReplicaStatus
 from weightsync.errors import Aborted, LoadError, PeerLost, StaleSource
-from weightsync.messages import Delivery, Host, Moved, Offer, PauseMode, PlanSlice, Prepared, RoundResult
+from weightsync.messages import Delivery, Host, Moved, Offer, PauseMode, PlanSlice, Prepared, RoundResult, Updated
 from weightsync.model import Layout, Manifest, TensorSpec, Version
 
 HOST = Host("here", "memory")
@@ -344,9 +344,7 @@ class FakeEngine:
         await self._enter("pause")
         self.process.generating = False
 
-    async def move(self, number: int, timeout: float, pause: PauseMode | None = None) -> Moved:
-        if pause is not None:
-            await self.pause(pause, timeout)
+    async def move(self, number: int, timeout: float) -> Moved:
         process, world = self.process, self.process.world
         plan, layout = process.plan, process.layout
         assert plan is not None
@@ -377,7 +375,7 @@ class FakeEngine:
             return Moved(plan.nbytes, b"", 0, 0, 0, "installed")
         return Moved(plan.nbytes, digests, 0, 0, 0, "installed")
 
-    async def commit(self, version: Version, timeout: float, resume: bool = False) -> None:
+    async def commit(self, version: Version, timeout: float) -> None:
         process = self.process
         kind = await self._enter("commit")
         if process.generating:
@@ -388,8 +386,6 @@ class FakeEngine:
         process.label = version
         if kind == "late":
             raise LoadError("the caches would not empty")
-        if resume:
-            await self.resume(timeout)
 
     async def resume(self, timeout: float) -> None:
         process = self.process
@@ -403,6 +399,15 @@ class FakeEngine:
         process.generating = True
         if kind == "late":
             raise PeerLost("the answer got lost")
+
+    async def update(self, version: Version, mode: PauseMode, timeout: float) -> Updated:
+        await self.pause(mode, timeout)
+        moved = await self.move(version.number, timeout)
+        if not self.process.holds(version.number):
+            return Updated(moved, False, 0, 0)
+        await self.commit(version, timeout)
+        await self.resume(timeout)
+        return Updated(moved, True, 0, 0)
 
     async def quarantine(self, reason: str, timeout: float) -> None:
         # Agents answer it on a thread of its own, so what was sent later may have begun when it takes effect.

@@ -49,6 +49,8 @@ from weightsync.messages import (
     Published,
     Quarantine,
     Resume,
+    Update,
+    Updated,
     Welcome,
     decode,
     encode,
@@ -306,9 +308,13 @@ async def test_answers_of_the_wrong_kind_or_size_are_refused() -> None:
     node = engine_that_says(Done())
     with pytest.raises(ProtocolError, match="no plan"):
         await node.move(1, 1.0)
+    with pytest.raises(ProtocolError, match="no plan"):
+        await node.update(version, "abort", 1.0)
     await node.prepare(plan_slice(), 1.0)
     with pytest.raises(ProtocolError, match="answered Move with Done"):
         await node.move(1, 1.0)
+    with pytest.raises(ProtocolError, match="answered Update with Done"):
+        await node.update(version, "abort", 1.0)
     await node.pause("abort", 1.0)
     await node.commit(version, 1.0)
     await node.resume(1.0)
@@ -317,6 +323,10 @@ async def test_answers_of_the_wrong_kind_or_size_are_refused() -> None:
     await node.prepare(plan_slice(), 1.0)
     with pytest.raises(ProtocolError, match="8 bytes of digests"):
         await node.move(1, 1.0)
+    short = engine_that_says(Updated(Moved(28, digests[:8], 0, 0, 0, "installed"), True, 0, 0))
+    await short.prepare(plan_slice(), 1.0)
+    with pytest.raises(ProtocolError, match="8 bytes of digests"):
+        await short.update(version, "abort", 1.0)
     for asked in (node.pause("abort", 1.0), node.commit(version, 1.0), node.resume(1.0), node.quarantine("", 1.0)):
         with pytest.raises(ProtocolError, match="with Moved"):
             await asked
@@ -339,10 +349,12 @@ async def test_a_round_over_connections() -> None:
                 return await fake.prepare(plan, timeout)
             case Pause(mode=mode):
                 await fake.pause(mode, timeout)
-            case Move(number=number, pause=pause):
-                return await fake.move(number, timeout, pause)
-            case Commit(version=version, resume=resume):
-                await fake.commit(version, timeout, resume)
+            case Move(number=number):
+                return await fake.move(number, timeout)
+            case Commit(version=version):
+                await fake.commit(version, timeout)
+            case Update(version=version, mode=mode):
+                return await fake.update(version, mode, timeout)
             case Resume():
                 await fake.resume(timeout)
             case Quarantine(reason=reason):

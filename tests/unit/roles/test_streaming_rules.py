@@ -10,13 +10,13 @@ import torch
 
 from weightsync.adapters.module import ModuleAdapter
 from weightsync.errors import Aborted, ConfigurationError, LayoutError, ProtocolError
+from weightsync.garbage import no_collection
 from weightsync.messages import Move, PlanSlice, Prepare
 from weightsync.model import Layout, Manifest, TensorSpec
 from weightsync.planning.buckets import staging_layout
 from weightsync.roles.adapter import EngineAdapter
 from weightsync.roles.device_streaming import bucket_bytes_for
 from weightsync.roles.engine import EngineRole
-from weightsync.roles.moving import no_collection
 from weightsync.roles.read_back import ReadBack
 from weightsync.roles.route import Route, StagingSettings
 from weightsync.tensors.shards import shards_of

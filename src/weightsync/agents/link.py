@@ -86,6 +86,7 @@ class Link:
         self._calls_worker = Worker(f"weightsync-calls-{name}", handle)
         self._quarantine_worker = Worker(f"weightsync-quarantine-{name}", handle)
         self._borrowed: asyncio.AbstractEventLoop | None = None
+        self._closing = threading.Lock()
         self._ended = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task[None] | None = None
@@ -194,7 +195,8 @@ class Link:
             with contextlib.suppress(RuntimeError):  # it has ended by itself
                 loop.call_soon_threadsafe(main.cancel)
         end = time.monotonic() + timeout
-        borrowed, self._borrowed = self._borrowed, None
+        with self._closing:
+            borrowed, self._borrowed = self._borrowed, None
         if borrowed is not None:
             ended = _runs_here(borrowed) or self._ended.wait(timeout)
             if not shared_loop.give_back(max(0.05, end - time.monotonic())) or not ended:

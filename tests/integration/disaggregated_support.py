@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import closing, contextmanager
 from typing import Any
 
 import httpx
 import torch
+from tests.integration.nursery import Child
 
 from weightsync.deadline import Deadline
 from weightsync.transports.groups import Group, Rendezvous, init_custom_process_group
-
-HERE = Path(__file__).parent
 
 
 class Server:
     """One server process; ``post`` and ``get`` talk to it."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int, token: str | None) -> None:
+    def __init__(self, process: Child, port: int, token: str | None) -> None:
         self.process, self.url = process, f"http://127.0.0.1:{port}"
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         limits = httpx.Limits(max_keepalive_connections=0)  # a connection that is kept would look like a leak
@@ -59,31 +55,15 @@ class Server:
 
 
 @contextmanager
-def serving(program: str = "disaggregated_server.py", **wish: Any) -> Iterator[Server]:
+def serving(program: str = "tests.integration.disaggregated_server", **wish: Any) -> Iterator[Server]:
     """A server as wished."""
     wish = {"ranks": 1} | wish
-    process = subprocess.Popen(
-        [sys.executable, str((HERE / program).resolve()), json.dumps(wish)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        line = process.stdout.readline()
+    with closing(Child(program, json.dumps(wish))) as process:
+        line = process.output.readline()
         assert line.strip().isdigit(), f"the server did not start: {line}"
         server = Server(process, int(line), wish.get("token"))
         with server.http:
             yield server
-    finally:
-        process.stdin.close()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(10)
-        process.stdout.close()
 
 
 class Sender:

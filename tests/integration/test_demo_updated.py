@@ -25,7 +25,7 @@ def gloo() -> None:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with serving("demo_updated.py", token="a-token-of-sixteen-or-more") as found:
+    with serving("tests.integration.demo_updated", token="a-token-of-sixteen-or-more") as found:
         yield found
 
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from tests.integration.disaggregated_server import checkpoint
 from tests.integration.disaggregated_support import Server, serving
+from tests.integration.nursery import start_nursery
 from typer.testing import CliRunner
 
 from weightsync.adapters.checkpoints import INDEX
@@ -19,14 +20,15 @@ from weightsync.cli.main import app
 from weightsync.deadline import Deadline
 from weightsync.transports.groups import Rendezvous, init_custom_process_group
 
-CONFORMANCE = "../contract/engines/conformance_server.py"
+CONFORMANCE = "tests.contract.engines.conformance_server"
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def gloo() -> None:
-    """Gloo keeps a pipe from its first group on, for the life of the process."""
+    """Gloo keeps a pipe from its first group on, for the life of the process; the nursery a socket."""
+    start_nursery()
     rendezvous = Rendezvous("127.0.0.1", 1, Deadline(10))
     init_custom_process_group("gloo", 0, 1, "first", Deadline(10), rendezvous=rendezvous).close()
 

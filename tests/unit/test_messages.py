@@ -55,7 +55,9 @@ def _frames(kind: type[Any]) -> st.SearchStrategy[Any]:
     return made.map(lambda body: Answer(1, body)) if kind in BODIES else made
 
 
-ALL = [*BODIES, *(kind for kind in FRAMES if kind not in (Call, Answer)), Call, Answer]
+ALL: list[type[Any]] = [*BODIES, *(kind for kind in FRAMES if kind not in (Call, Answer)), Call, Answer]
+MADE = {kind: _frames(kind) for kind in ALL}
+"""Once: Hypothesis takes longer to look through a new strategy than to draw from one."""
 several = settings(max_examples=25, suppress_health_check=list(HealthCheck))
 
 
@@ -68,7 +70,7 @@ def test_every_message_of_the_module_is_among_them() -> None:
 @several
 @given(data=st.data())
 def test_there_and_back(kind: type[Any], data: st.DataObject) -> None:
-    frame = data.draw(_frames(kind))
+    frame = data.draw(MADE[kind])
     assert decode(encode(frame)) == frame
 
 
@@ -76,7 +78,7 @@ def test_there_and_back(kind: type[Any], data: st.DataObject) -> None:
 @several
 @given(data=st.data())
 def test_cut_off_or_lengthened_it_is_refused(kind: type[Any], data: st.DataObject) -> None:
-    whole = encode(data.draw(_frames(kind)))
+    whole = encode(data.draw(MADE[kind]))
     cut = data.draw(st.integers(0, len(whole) - 1))
     for wrong in (whole[:cut], whole + b"\0", whole + whole):
         with pytest.raises(ProtocolError):
@@ -87,7 +89,7 @@ def test_cut_off_or_lengthened_it_is_refused(kind: type[Any], data: st.DataObjec
 @several
 @given(data=st.data())
 def test_changed_it_is_another_message_or_refused(kind: type[Any], data: st.DataObject) -> None:
-    whole = bytearray(encode(data.draw(_frames(kind))))
+    whole = bytearray(encode(data.draw(MADE[kind])))
     for _ in range(data.draw(st.integers(1, 3))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     try:

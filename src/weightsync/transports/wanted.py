@@ -38,21 +38,21 @@ class Wanted:
 
     def expected(self, source: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         """The target after a transfer, by plain slices."""
-        result = np.full(len(self.target), _GAP, np.uint8)
+        result, base = np.full(len(self.target), _GAP, np.uint8), self.address
         for tiles in self.groups:
             for start, stride, target, target_stride, rows, size in tiles.table[:, 1:7].tolist():
                 for row in range(rows):
-                    first = target - self.address + row * target_stride
+                    first = target - base + row * target_stride
                     result[first : first + size] = source[start + row * stride :][:size]
         return result
 
     def digests(self) -> npt.NDArray[np.uint64]:
         """What reading tiles with keys (:func:`keyed`) adds up to, from the target as it is now each run as a box."""
-        total = [0] * sum(map(len, self.groups))
+        total, base = [0] * sum(map(len, self.groups)), self.address
         for tiles in self.groups:
             for target, stride, rows, size, row, lead, lead_step, byte, byte_step, blocks in tiles.table[:, 3:].tolist():
                 for run in range(rows):
-                    first = target - self.address + run * stride
+                    first = target - base + run * stride
                     values = torch.from_numpy(self.target[first : first + size].reshape(1, size))
                     shape, starts = (1 << 40, 4 * BLOCK * blocks), (lead + run * lead_step, byte + run * byte_step)
                     total[row] += digest_box(values, shape, starts)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.integration.disaggregated_server import checkpoint
 from tests.integration.disaggregated_support import Server, serving
+from tests.integration.nursery import start_nursery
 
 from weightsync.adapters.clients import Bucket, UpdateClient
 from weightsync.adapters.disaggregated.client import WeightUpdateClient
@@ -45,13 +46,14 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 @pytest.fixture(scope="module", autouse=True)
 def gloo() -> None:
-    """Gloo keeps a pipe from its first group on, for the life of the process."""
+    """Gloo keeps a pipe from its first group on, for the life of the process; the nursery a socket."""
+    start_nursery()
     rendezvous = Rendezvous("127.0.0.1", 1, Deadline(10))
     init_custom_process_group("gloo", 0, 1, "first", Deadline(10), rendezvous=rendezvous).close()
 
 
 def _program(engine: str) -> str:
-    return "disaggregated_server.py" if engine == "weightsync" else "../contract/engines/conformance_server.py"
+    return "tests.integration.disaggregated_server" if engine == "weightsync" else "tests.contract.engines.conformance_server"
 
 
 @pytest.fixture(scope="module", params=sorted(CLIENTS))

@@ -25,6 +25,7 @@ __all__ = ["CONTROL", "DATA", "END", "HEADER", "Channel", "FrameHeader"]
 CONTROL, DATA, END = 1, 2, 3
 HEADER = struct.Struct("<4sB3xQqIII4xQ")
 _MAGIC = b"wsf1"
+_LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)  # asked for several times a move: enums take longer to combine than the call does
 _IOV_MAX = 1024  # buffers that one system call takes
 
 
@@ -170,7 +171,7 @@ class Channel:
     def peer_lives(self) -> bool:
         """Whether the peer has not closed its end. Never blocks, and must only be asked when the peer has nothing to say."""
         try:
-            return bool(self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+            return bool(self.socket.recv(1, _LOOK))
         except BlockingIOError:
             return True
         except OSError:

@@ -1,4 +1,4 @@
-"""Holds that a speculative decoder's own model is updated with the model, in a real vLLM: its guesses show which weights it has."""
+"""Holds that what guesses for a real vLLM, a model of its own or a head, is updated too: guesses show which weights it has."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.rare]
 
 
 @pytest.mark.timeout(420)
-def test_a_draft_model_is_updated_by_a_prefix_rule(tmp_path: Path) -> None:
-    seen = run_program("vllm_drafts.py", tmp_path, ranks=1)
+@pytest.mark.parametrize("program", [["vllm_drafts.py"], ["vllm_heads.py", "eagle"], ["vllm_heads.py", "mtp"]], ids="-".join)
+def test_a_draft_is_updated_by_a_prefix_rule(tmp_path: Path, program: list[str]) -> None:
+    seen = run_program(*program, tmp_path, ranks=1)
+    assert len(seen["rounds"]) == 3
     for entry in seen["rounds"]:
         assert entry["equal"], entry  # whatever was guessed
         assert (entry["state"], entry["delivery"]) == ("loaded", "streamed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from weightsync.adapters.vllm.adapter import UNLABELLED, VllmWorkerAdapter
 from weightsync.adapters.vllm.checkpoint import Checkpoint, checkpoint_of
 from weightsync.adapters.vllm.controls import HttpControls
 from weightsync.adapters.vllm.front import Front
+from weightsync.adapters.vllm.loading import load_in_sessions
 from weightsync.adapters.vllm.pushed import PushedUpdates
 from weightsync.adapters.vllm.releases import check_release
 from weightsync.deadline import Deadline
@@ -92,11 +94,10 @@ def test_another_release_is_refused_and_says_which_are_supported(release: str) -
 
 
 class Fake:
-    """Keeps vLLM's rules: a session is opened once, and an update needs one."""
+    """Notes what it is asked for."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.session = False
         self.fail: str | None = None
         self.flushed = True
         self.hold = threading.Event()
@@ -112,26 +113,8 @@ class Fake:
         self._note(f"pause {mode}")
         self.hold.wait(5)
 
-    async def start(self) -> None:
-        self._note("start")
-        if self.session:
-            raise RuntimeError("already active")
-        self.session = True
-
-    async def start_draft(self) -> None:
-        self._note("start draft")
-        self.session = True
-
-    async def update(self) -> None:
-        self._note("update")
-        if not self.session:
-            raise RuntimeError("start comes first")
-
-    async def finish(self) -> None:
-        self._note("finish")
-        if not self.session:
-            raise RuntimeError("not active")
-        self.session = False
+    async def install(self) -> None:
+        self._note("install")
 
     async def reset_prefix_cache(self) -> bool:
         self._note("flush")
@@ -151,8 +134,8 @@ def fake() -> Fake:
 
 @pytest.fixture
 def controls(fake: Fake, no_leaks: None) -> Iterator[HttpControls]:
-    with Front(fake) as front, HttpControls(front.url, front.token) as made:
-        yield made
+    with Front(fake) as front:
+        yield HttpControls(front.url, front.token)
 
 
 def test_controls_reach_their_owner(fake: Fake, controls: HttpControls) -> None:
@@ -165,37 +148,125 @@ def test_controls_reach_their_owner(fake: Fake, controls: HttpControls) -> None:
     controls.label("run@7", 5)
     controls.resume(5)
     assert fake.calls == [
-        "pause abort", "pause wait", "pause keep", "start", "update", "finish", "flush", "flush", "label run@7", "resume",
+        "pause abort", "pause wait", "pause keep", "install", "flush", "flush", "label run@7", "resume",
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("where", ["update", "finish"])
-def test_a_load_that_failed_can_be_tried_again(fake: Fake, controls: HttpControls, where: str) -> None:
-    fake.fail = where
-    with pytest.raises(WeightSyncError, match=f"injected into {where}"):
+def test_a_load_that_failed_can_be_tried_again(fake: Fake, controls: HttpControls) -> None:
+    fake.fail = "install"
+    with pytest.raises(LoadError, match="injected into install"):
         controls.install(5)
     controls.install(5)
-    assert fake.calls[-3:] == ["start", "update", "finish"]
-    assert not fake.session
+    assert fake.calls == ["install", "install"]
 
 
-def test_a_session_left_open_is_closed_first(fake: Fake, controls: HttpControls) -> None:
-    fake.session = True
-    controls.install(5)
-    assert fake.calls == ["start", "finish", "start", "update", "finish"]
+class FakeWorker:
+    """Keeps vLLM's rules: a session is opened once, an update needs one, and ends it if it fails."""
+
+    def __init__(self, failing: str | None = None) -> None:
+        self.loaded: list[str] = []
+        self.session: str | None = None
+        self.failing = failing
+
+    def _start(self, model: str) -> None:
+        if self.session is not None:
+            raise RuntimeError("already active")
+        self.session = model
+
+    def start_weight_update(self) -> None:
+        self._start("main")
+
+    def start_draft_weight_update(self) -> None:
+        self._start("draft")
+
+    def update_weights(self, update_info: dict[str, object]) -> None:
+        if self.session is None:
+            raise RuntimeError("start comes first")
+        if self.session == self.failing:
+            self.session = None
+            raise LoadError("injected")
+        self.loaded.append(self.session)
+
+    def finish_weight_update(self) -> None:
+        if self.session is None:
+            raise RuntimeError("not active")
+        self.session = None
+
+
+@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize("left_open", [None, "main", "draft"])
+def test_a_worker_loads_in_sessions_of_its_own(draft: bool, left_open: str | None) -> None:
+    worker = FakeWorker()
+    worker.session = left_open
+    load_in_sessions(worker, draft=draft)
+    assert worker.loaded == ["draft", "main"][not draft :]
+    assert worker.session is None
+
+
+@pytest.mark.parametrize("failing", ["main", "draft"])
+def test_a_worker_that_failed_has_no_session_open(failing: str) -> None:
+    worker = FakeWorker(failing)
+    with pytest.raises(LoadError, match="injected"):
+        load_in_sessions(worker, draft=True)
+    assert worker.session is None
+    worker.failing = None
+    load_in_sessions(worker, draft=True)
+    assert worker.loaded[-2:] == ["draft", "main"]
 
 
 def test_strangers_slow_engines_and_nobody(fake: Fake, no_leaks: None) -> None:
     with Front(fake) as front:
-        with HttpControls(front.url, "guess") as stranger, pytest.raises(WeightSyncError, match="401"):
-            stranger.resume(5)
+        with pytest.raises(WeightSyncError, match="401"):
+            HttpControls(front.url, "guess").resume(5)
         fake.hold.clear()
-        with HttpControls(front.url, front.token) as waiting, pytest.raises(DeadlineExceeded, match="/pause"):
-            waiting.pause("abort", 0.2)
+        with pytest.raises(DeadlineExceeded, match="/pause"):
+            HttpControls(front.url, front.token).pause("abort", 0.2)
         fake.hold.set()
     assert "resume" not in fake.calls
-    with HttpControls(front.url, front.token) as late, pytest.raises(PeerLost, match="/resume"):
-        late.resume(5)
+    with pytest.raises(PeerLost, match="/resume"):
+        HttpControls(front.url, front.token).resume(5)
+
+
+@pytest.mark.parametrize("url", ["", "host:8000", "ftp://host", "http://"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="http://host:port"):
+        HttpControls(url)
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        (b"nonsense\r\n\r\n", PeerLost),
+        (b"", PeerLost),
+        (b'HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"succe', None),  # ended too early
+        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", WeightSyncError),
+        (b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n", WeightSyncError),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n[1]", None),  # no answer that counts
+    ],
+)
+def test_whatever_is_answered_is_no_success_or_one_of_our_errors(said: bytes, error: type[WeightSyncError] | None) -> None:
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(said)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as other:
+        answering = other.submit(answer)
+        controls = HttpControls(f"http://127.0.0.1:{listener.getsockname()[1]}/below")
+        if error is None:
+            assert controls.flush(5) is False
+        else:
+            with pytest.raises(error, match="reset_prefix_cache") as raised:
+                controls.flush(5)
+            assert type(raised.value) is error
+        answering.result(5)
+
+
+def test_workers_are_called_for_one_thing_alone(fake: Fake, controls: HttpControls) -> None:
+    with pytest.raises(WeightSyncError, match="not for 'shutdown'"):
+        controls._post("/collective_rpc", 5, body={"method": "shutdown"})
+    assert fake.calls == []
 
 
 def test_a_rank_stages_lends_nothing_and_resumes_only_what_it_loaded(fake: Fake, controls: HttpControls) -> None:
@@ -219,7 +290,7 @@ def test_a_rank_stages_lends_nothing_and_resumes_only_what_it_loaded(fake: Fake,
     assert adapter.flush() is True
     adapter.resume()
     assert fake.calls == [
-        "pause keep", f"label {UNLABELLED}", "start", "update", "finish", "flush", "label run@7", "resume",
+        "pause keep", f"label {UNLABELLED}", "install", "flush", "label run@7", "resume",
     ]  # fmt: skip
     adapter.pause("abort", 5)
     with pytest.raises(LoadError, match="2 tensors"):  # what was staged before does not count
@@ -234,7 +305,8 @@ def test_a_draft_models_tensors_are_told_apart_by_their_prefix(fake: Fake, contr
     adapter.pause("abort", 5)
     adapter.load(iter([("a", torch.zeros(2)), ("draft.a", torch.ones(2))]))
     adapter.finish(VERSION)
-    assert fake.calls[-6:] == ["start", "update", "finish", "start draft", "update", "finish"]
+    assert adapter.has_draft
+    assert fake.calls[-1] == "install"  # once for both
     assert [(name, float(value[0])) for name, value in adapter.staged()] == [("a", 0), ("tied", 0)]
     assert [(name, float(value[0])) for name, value in adapter.staged(draft=True)] == [("a", 1), ("tied", 1)]
     adapter.loaded()
@@ -242,6 +314,10 @@ def test_a_draft_models_tensors_are_told_apart_by_their_prefix(fake: Fake, contr
         adapter.resume()
     adapter.loaded(draft=True)
     adapter.resume()
+    alike = VllmWorkerAdapter(main, controls, draft_prefix="")  # both take from one checkpoint
+    alike.load(iter([("a", torch.zeros(2))]))
+    assert alike.has_draft
+    assert [name for name, _ in alike.staged(draft=True)] == [name for name, _ in alike.staged()] == ["a", "tied"]
     with pytest.raises(ConfigurationError, match="'a' must be the draft model's"):
         main.with_draft(main, "a")
 

@@ -60,7 +60,8 @@ def push(
     """Update running servers from a checkpoint on disk, without a trainer.
 
     Reads a bucket at a time, sends it to all servers at once, and says what each made of it. A server that fails is not resumed:
-    push again. Exits with 0 only if all are updated.
+    push again. Exits with 0 only if all are updated. With `--engine vllm` a draft model keeps its weights, since vLLM loads
+    it in a session of its own, from a checkpoint that is not pushed; rounds from a trainer update both.
 
     ```
     weightsync push ./step-400 --to http://head:30000 --engine sglang --label 400 --ranks 8

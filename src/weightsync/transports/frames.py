@@ -25,7 +25,7 @@ __all__ = ["CONTROL", "DATA", "END", "HEADER", "Channel", "FrameHeader"]
 CONTROL, DATA, END = 1, 2, 3
 HEADER = struct.Struct("<4sB3xQqIII4xQ")
 _MAGIC = b"wsf1"
-_LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)  # asked for several times a move: enums take longer to combine than the call does
+_LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)  # several times a move, and enums take long to combine
 _IOV_MAX = 1024  # buffers that one system call takes
 
 

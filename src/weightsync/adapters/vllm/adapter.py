@@ -32,7 +32,8 @@ class VllmWorkerAdapter(EngineAdapter):
     coordinator compared the digests. That costs host memory for one copy of the checkpoint at each rank. ``controls`` are given
     to rank 0 alone: the coordinator waits for all ranks at each step of a round, so it is enough that one of them does what
     concerns the whole engine. ``device`` is that of the worker's model. With a ``draft_prefix``, tensors whose names begin with it
-    are those of a speculative decoder's own model, which vLLM loads apart.
+    are those of a speculative decoder's own model, which vLLM loads apart; with an empty one that model takes what it needs from
+    all tensors, as the model does.
     """
 
     name = "vllm"
@@ -99,7 +100,7 @@ class VllmWorkerAdapter(EngineAdapter):
         else:
             self._complete()
             if self._controls is not None:
-                self._controls.install(_PATIENCE, draft=self._draft_prefix is not None)
+                self._controls.install(_PATIENCE)
         self._version = version
 
     def flush(self) -> bool:
@@ -108,13 +109,18 @@ class VllmWorkerAdapter(EngineAdapter):
 
     def resume(self) -> None:
         """Rank 0: label and resume. Refused by a rank that was not told to load."""
-        if len(self._loaded) < 1 + (self._draft_prefix is not None):
+        if len(self._loaded) < 1 + self.has_draft:
             raise LoadError("this vLLM worker never loaded the weights that were committed")
         if self._controls is not None:
             self._controls.label(str(self._version), _PATIENCE)
             self._controls.resume(_PATIENCE)
 
     # From here on: on the worker's own thread.
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether some of what is staged is a draft model's."""
+        return self._draft_prefix is not None
 
     def staged(self, *, draft: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """What to load into the model, or into the ``draft`` model, under the names of its checkpoint's files.
@@ -125,7 +131,7 @@ class VllmWorkerAdapter(EngineAdapter):
         prefix = self._draft_prefix
         index, manifest = self._checkpoint.manifest.index, self._checkpoint.manifest
         for name in self._checkpoint.names:
-            if (prefix is not None and name.startswith(prefix)) is draft:
+            if not prefix or name.startswith(prefix) is draft:
                 yield name.removeprefix(prefix or ""), self._memory[manifest[index[name]].name]
 
     def loaded(self, *, draft: bool = False) -> None:

@@ -57,18 +57,6 @@ class _Offline:
     ) -> list[Any]:
         return list(self._there().collective_rpc(method, timeout, args, kwargs))
 
-    def start_weight_update(self) -> None:
-        self.collective_rpc("start_weight_update")
-
-    def start_draft_weight_update(self) -> None:
-        self.collective_rpc("start_draft_weight_update")
-
-    def update_weights(self, request: dict[str, Any]) -> None:
-        self.collective_rpc("update_weights", kwargs=request)
-
-    def finish_weight_update(self) -> None:
-        self.collective_rpc("finish_weight_update")
-
     def update_weight_version(self, new_version: str) -> None:
         label = getattr(self._there(), "set_weight_version", None)  # vLLM 0.25 has no names for weights
         if label is not None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from http import HTTPStatus
-from types import TracebackType
-from typing import Protocol, Self
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Protocol
+from urllib.parse import urlencode, urlsplit
 
-import httpx
+import msgspec
 
-from weightsync.deadline import Deadline
-from weightsync.errors import DeadlineExceeded, LoadError, PeerLost, WeightSyncError
-from weightsync.messages import PauseMode
+from weightsync.errors import ConfigurationError, DeadlineExceeded, LoadError, PeerLost, WeightSyncError
+from weightsync.messages import UNREADABLE, PauseMode
 
-__all__ = ["Controls", "HttpControls"]
+__all__ = ["INSTALL", "Controls", "HttpControls"]
 
 _SHOWN = 500
+_LONGEST = 1 << 20  # bytes of an answer
+
+INSTALL = "weightsync_install"
+"""The method of vLLM's workers in which each loads what its rank has staged."""
 
 
 class Controls(Protocol):
@@ -25,8 +29,8 @@ class Controls(Protocol):
         """Return with no step running, and none starting until :meth:`resume`."""
         ...
 
-    def install(self, timeout: float, *, draft: bool = False) -> None:
-        """Every worker loads what its rank has staged, ``draft`` too; raises what any of them raised."""
+    def install(self, timeout: float) -> None:
+        """Every worker loads what its rank has staged; raises what any of them raised."""
         ...
 
     def flush(self, timeout: float) -> bool:
@@ -46,14 +50,22 @@ class HttpControls:
     """:class:`Controls` of the vLLM server at ``url``, or of the stand-in that :mod:`weightsync.adapters.vllm.front` serves.
 
     ``token`` is sent as a bearer token. Raises :class:`~weightsync.errors.PeerLost` if nobody answers,
-    :class:`~weightsync.errors.DeadlineExceeded`, and :class:`~weightsync.errors.WeightSyncError` with what the server said.
+    :class:`~weightsync.errors.DeadlineExceeded`, and :class:`~weightsync.errors.WeightSyncError` with what the server said;
+    :class:`~weightsync.errors.ConfigurationError` if ``url`` is none of HTTP.
     """
+
+    # Not httpx: an engine stands still meanwhile, and that takes twice as long for a small request.
 
     def __init__(self, url: str, token: str = "") -> None:
         self._url = url.rstrip("/")
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        limits = httpx.Limits(max_keepalive_connections=0)  # vLLM closes one after an error, which the next request would meet
-        self._http = httpx.Client(base_url=self._url, headers=headers, trust_env=False, limits=limits)  # no proxy sees the token
+        self._headers = {"Content-Type": "application/json"}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
+        found = urlsplit(self._url)
+        if found.scheme not in ("http", "https") or not found.hostname:
+            raise ConfigurationError(f"{url!r} is not the URL of a vLLM server; write it as http://host:port")
+        self._host, self._path = found.netloc.rpartition("@")[2], found.path
+        self._kind = HTTPSConnection if found.scheme == "https" else HTTPConnection
 
     def join(self, init_info: dict[str, object], timeout: float) -> None:
         """Have every worker join a coordinator."""
@@ -63,33 +75,14 @@ class HttpControls:
         """Stop generating. Caches are kept here: whether dropping them worked is looked at in :meth:`flush`."""
         self._post("/pause", timeout, mode=mode, clear_cache="false")
 
-    def install(self, timeout: float, *, draft: bool = False) -> None:
-        """One session of vLLM's, or two: start, update (every worker loads), finish.
-
-        A session that a failure left open in some worker is closed first. Raises :class:`~weightsync.errors.LoadError`.
-        """
-        deadline = Deadline(timeout)
-        for start in ("/start_weight_update", "/start_draft_weight_update")[: 1 + draft]:
-            try:
-                self._post(start, deadline.remaining("starting vLLM's update"))
-            except (PeerLost, DeadlineExceeded):
-                raise
-            except WeightSyncError:
-                self._close_session(deadline)
-                self._post(start, deadline.remaining("starting vLLM's update"))
-            try:
-                self._post("/update_weights", deadline.remaining("loading into vLLM"), body={"update_info": {}})
-            except (PeerLost, DeadlineExceeded):
-                raise
-            except WeightSyncError as error:
-                self._close_session(deadline)
-                raise LoadError(f"vLLM did not load what was staged: {error}") from error
-            self._post("/finish_weight_update", deadline.remaining("finishing vLLM's update"), body={})
-
-    def _close_session(self, deadline: Deadline) -> None:
-        """Workers that have no session refuse this, and the others close theirs: both are what is wanted."""
-        with contextlib.suppress(WeightSyncError):
-            self._post("/finish_weight_update", deadline.remaining("closing vLLM's update"), body={})
+    def install(self, timeout: float) -> None:
+        """One call of all workers. Raises :class:`~weightsync.errors.LoadError`."""
+        try:
+            self._post("/collective_rpc", timeout, body={"method": INSTALL})
+        except (PeerLost, DeadlineExceeded):
+            raise
+        except WeightSyncError as error:
+            raise LoadError(f"vLLM did not load what was staged: {error}") from error
 
     def flush(self, timeout: float) -> bool:
         """Drop the prefix cache and the keys and values of requests that are held: these are read anew with the new weights."""
@@ -105,28 +98,24 @@ class HttpControls:
         self._post("/resume", timeout)
 
     def _post(self, route: str, timeout: float, body: dict[str, object] | None = None, **query: str) -> dict[str, object]:
+        asked = f"{self._path}{route}?{urlencode(query)}" if query else self._path + route
         try:
-            answer = self._http.post(route, params=query, json=body, timeout=timeout)
-        except httpx.TimeoutException:
+            # A connection for each: vLLM closes one after an error, which the next request would meet.
+            with contextlib.closing(self._kind(self._host, timeout=timeout)) as connection:
+                connection.request("POST", asked, None if body is None else msgspec.json.encode(body), self._headers)
+                answer = connection.getresponse()
+                status, said = answer.status, answer.read(_LONGEST)
+        except TimeoutError:
             raise DeadlineExceeded(f"vLLM at {self._url} did not answer {route} within {timeout:.3g} s") from None
-        except httpx.HTTPError as error:
+        except (OSError, HTTPException) as error:
             raise PeerLost(f"vLLM at {self._url} does not answer {route}: {error}") from None
-        if answer.status_code == HTTPStatus.NOT_FOUND:
+        if status == HTTPStatus.NOT_FOUND:
             raise WeightSyncError(f"vLLM at {self._url} has no route {route}: start it with VLLM_SERVER_DEV_MODE=1")
-        if answer.status_code != HTTPStatus.OK:
-            raise WeightSyncError(f"{route} of vLLM at {self._url}: HTTP {answer.status_code}: {answer.text[:_SHOWN]}")
+        if status != HTTPStatus.OK:
+            text = said.decode(errors="replace")[:_SHOWN]
+            raise WeightSyncError(f"{route} of vLLM at {self._url}: HTTP {status}: {text}")
         try:
-            found = answer.json()
-        except ValueError:
+            found = msgspec.json.decode(said)
+        except UNREADABLE:
             return {}
         return found if isinstance(found, dict) else {}
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._http.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from weightsync.messages import PauseMode
 
-__all__ = ["AsyncEngine", "GeneratingEngine", "ModelConfig", "OfflineLLM"]
+__all__ = ["AsyncEngine", "GeneratingEngine", "ModelConfig", "OfflineLLM", "UpdatedWorker"]
 
 
 class OfflineLLM(Protocol):
@@ -17,22 +17,6 @@ class OfflineLLM(Protocol):
         self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> list[Any]:
         """Call a method of every worker."""
-        ...
-
-    def start_weight_update(self) -> None:
-        """Open a session."""
-        ...
-
-    def start_draft_weight_update(self) -> None:
-        """Open a session for the speculative decoder's own model."""
-        ...
-
-    def update_weights(self, request: dict[str, Any]) -> None:
-        """Load."""
-        ...
-
-    def finish_weight_update(self) -> None:
-        """Close the session."""
         ...
 
     def update_weight_version(self, new_version: str) -> None:
@@ -61,22 +45,6 @@ class AsyncEngine(Protocol):
         """Go on."""
         ...
 
-    async def start_weight_update(self) -> None:
-        """Open a session."""
-        ...
-
-    async def start_draft_weight_update(self) -> None:
-        """Open a session for the speculative decoder's own model."""
-        ...
-
-    async def update_weights(self, request: Any) -> None:  # noqa: ANN401
-        """Load."""
-        ...
-
-    async def finish_weight_update(self) -> None:
-        """Close the session."""
-        ...
-
     async def update_weight_version(self, new_version: str) -> None:
         """Name the weights."""
         ...
@@ -91,6 +59,26 @@ class GeneratingEngine(Protocol):
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str) -> AsyncIterator[Any]:  # noqa: ANN401
         """Outputs as they come."""
+        ...
+
+
+class UpdatedWorker(Protocol):
+    """The part of vLLM's worker that brings new weights: what its routes of the same names call."""
+
+    def start_weight_update(self) -> None:
+        """Open a session. Raises ``RuntimeError`` if one is open."""
+        ...
+
+    def start_draft_weight_update(self) -> None:
+        """Open a session for the speculative decoder's own model."""
+        ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load. If that fails, the session has ended."""
+        ...
+
+    def finish_weight_update(self) -> None:
+        """Close the session. Raises ``RuntimeError`` if none is open."""
         ...
 
 

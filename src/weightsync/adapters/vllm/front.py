@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from weightsync.adapters.vllm.controls import INSTALL
 from weightsync.messages import PauseMode
 
 __all__ = ["Front", "Owner"]
@@ -34,20 +35,8 @@ class Owner(Protocol):
         """No step runs when this returns."""
         ...
 
-    async def start(self) -> None:
-        """Open an update session in every worker."""
-        ...
-
-    async def start_draft(self) -> None:
-        """Open one for the speculative decoder's own model."""
-        ...
-
-    async def update(self) -> None:
+    async def install(self) -> None:
         """Every worker loads what it has staged."""
-        ...
-
-    async def finish(self) -> None:
-        """Close the session."""
         ...
 
     async def reset_prefix_cache(self) -> bool:
@@ -67,6 +56,10 @@ class _NewVersion(msgspec.Struct):
     new_version: str
 
 
+class _Called(msgspec.Struct):
+    method: str
+
+
 class Front:
     """Serves an :class:`Owner` from a thread of its own, to who knows :attr:`token`. Close it, or use it in a ``with``."""
 
@@ -77,10 +70,7 @@ class Front:
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         routes: dict[str, Callable[[Request], Awaitable[_Answer]]] = {
             "/pause": self._pause,
-            "/start_weight_update": self._start,
-            "/start_draft_weight_update": self._start_draft,
-            "/update_weights": self._update,
-            "/finish_weight_update": self._finish,
+            "/collective_rpc": self._install,
             "/reset_prefix_cache": self._reset,
             "/update_weight_version": self._label,
             "/resume": self._resume,
@@ -115,20 +105,11 @@ class Front:
                 return {"status": "paused"}
         raise ValueError(f"unknown mode {mode!r}")
 
-    async def _start(self, request: Request) -> _Answer:
-        await self._owner.start()
-        return {}
-
-    async def _start_draft(self, request: Request) -> _Answer:
-        await self._owner.start_draft()
-        return {}
-
-    async def _update(self, request: Request) -> _Answer:
-        await self._owner.update()
-        return {}
-
-    async def _finish(self, request: Request) -> _Answer:
-        await self._owner.finish()
+    async def _install(self, request: Request) -> _Answer:
+        wish = msgspec.json.decode(await request.body(), type=_Called)
+        if wish.method != INSTALL:
+            raise ValueError(f"workers are called for {INSTALL} alone, not for {wish.method!r}")
+        await self._owner.install()
         return {}
 
     async def _reset(self, request: Request) -> _Answer:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from weightsync.adapters.vllm.adapter import UNLABELLED
-from weightsync.adapters.vllm.controls import HttpControls
+from weightsync.adapters.vllm.controls import INSTALL, HttpControls
 from weightsync.adapters.vllm.engines import AsyncEngine, OfflineLLM
 from weightsync.adapters.vllm.front import Front
 from weightsync.errors import DeadlineExceeded
@@ -68,17 +68,8 @@ class _Gate:
     async def pause(self, mode: PauseMode) -> None:
         await asyncio.to_thread(self._take)
 
-    async def start(self) -> None:
-        await asyncio.to_thread(self._call, self._llm.start_weight_update)
-
-    async def start_draft(self) -> None:
-        await asyncio.to_thread(self._call, self._llm.start_draft_weight_update)
-
-    async def update(self) -> None:
-        await asyncio.to_thread(self._call, lambda: self._llm.update_weights({"update_info": {}}))
-
-    async def finish(self) -> None:
-        await asyncio.to_thread(self._call, self._llm.finish_weight_update)
+    async def install(self) -> None:
+        await asyncio.to_thread(self._call, lambda: self._llm.collective_rpc(INSTALL))
 
     async def reset_prefix_cache(self) -> bool:
         return bool(await asyncio.to_thread(self._call, lambda: self._llm.reset_prefix_cache(True, True)))
@@ -105,19 +96,8 @@ class _AsyncOwner:
     async def pause(self, mode: PauseMode) -> None:
         await self._there(self._engine.pause_generation(mode=mode, clear_cache=False))
 
-    async def start(self) -> None:
-        await self._there(self._engine.start_weight_update())
-
-    async def start_draft(self) -> None:
-        await self._there(self._engine.start_draft_weight_update())
-
-    async def update(self) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        await self._there(self._engine.update_weights(WeightTransferUpdateRequest(update_info={})))
-
-    async def finish(self) -> None:
-        await self._there(self._engine.finish_weight_update())
+    async def install(self) -> None:
+        await self._there(self._engine.collective_rpc(INSTALL))
 
     async def reset_prefix_cache(self) -> bool:
         return bool(await self._there(self._engine.reset_prefix_cache(True, True)))
@@ -265,5 +245,4 @@ def attach_server(
     :class:`~weightsync.errors.WeightSyncError` with what the server said.
     """
     info = _init_info(url, "", replica, coordinator, None, run, bucket_bytes, transports, delivery, draft_prefix)
-    with HttpControls(url) as controls:
-        controls.join(info, timeout)
+    HttpControls(url).join(info, timeout)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 
-from weightsync.adapters.vllm.engines import ModelConfig
+from weightsync.adapters.vllm.engines import ModelConfig, UpdatedWorker
 from weightsync.errors import LoadError
 
-__all__ = ["install", "install_some"]
+__all__ = ["install", "install_some", "load_in_sessions"]
 
 _SHOWN = 5
 
@@ -62,6 +63,20 @@ def install_some(model: torch.nn.Module, model_config: ModelConfig, tensors: Ite
         install(model, model_config, tensors, whole=False)
     finally:
         log.setLevel(level)
+
+
+def load_in_sessions(worker: UpdatedWorker, *, draft: bool) -> None:
+    """Have ``worker`` load in a session of its own, and its draft model in another before it; none is open afterwards.
+
+    The draft first, so that layers that vLLM lets both use (an embedding that was equal when it started) end as the model's. A
+    session that somebody left open is closed first. Raises what the worker raises.
+    """
+    for start in [*([worker.start_draft_weight_update] if draft else []), worker.start_weight_update]:
+        with suppress(RuntimeError):  # most times there is none
+            worker.finish_weight_update()
+        start()
+        worker.update_weights({})
+        worker.finish_weight_update()
 
 
 def _tied(model: torch.nn.Module) -> list[torch.nn.Module]:

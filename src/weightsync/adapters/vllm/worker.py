@@ -13,12 +13,13 @@ from typing import Any, NoReturn, get_args
 import torch
 from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.v1.worker.gpu_worker import Worker
 
 from weightsync.adapters.vllm.adapter import VllmWorkerAdapter
 from weightsync.adapters.vllm.checkpoint import Checkpoint, checkpoint_of
-from weightsync.adapters.vllm.controls import HttpControls
+from weightsync.adapters.vllm.controls import INSTALL, HttpControls
 from weightsync.adapters.vllm.direct import DirectShards, find_direct, why_streamed
-from weightsync.adapters.vllm.loading import install, install_some
+from weightsync.adapters.vllm.loading import install, install_some, load_in_sessions
 from weightsync.adapters.vllm.pushed import PushedUpdates, is_group
 from weightsync.adapters.vllm.releases import check_release, has_labels, installed_release
 from weightsync.agents.engine import Engine
@@ -69,7 +70,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
-    """Holds this worker's weightsync engine rank, and loads what it has staged when vLLM's ``update_weights`` comes."""
+    """Holds this worker's weightsync engine rank, and loads what it has staged when it is told to (:meth:`install`)."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -82,6 +83,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         self._adapter: VllmWorkerAdapter | None = None
         self._pushed: PushedUpdates | None = None
         self._streams_because = ""
+        self._within = False  # a call that all workers make together
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo | GroupInfo:
         """What vLLM's route was given, as one of two kinds."""
@@ -117,11 +119,11 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         parallel, rank, checkpoint = self.parallel_config, self._rank(), self._checkpoint()
         prefix = init_info.draft_prefix or os.environ.get("WEIGHTSYNC_DRAFT_PREFIX") or None
         if prefix is not None:
-            checkpoint = checkpoint.with_draft(self._draft_checkpoint(), prefix)
+            checkpoint, prefix = self._with_draft(checkpoint, prefix)
             wish = "streamed" if wish == "auto" else wish  # two models, two loaders
         direct = self._find_direct(checkpoint, wish, parallel.world_size_across_dp)
         with ExitStack() as owned:
-            controls = owned.enter_context(HttpControls(init_info.control, init_info.control_token)) if rank == 0 else None
+            controls = HttpControls(init_info.control, init_info.control_token) if rank == 0 else None
             adapter = VllmWorkerAdapter(checkpoint, controls, direct, self.device, prefix)
             adapter.no_shards = self._streams_because
             owned.enter_context(
@@ -147,14 +149,25 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
     def _checkpoint(self) -> Checkpoint:
         return checkpoint_of(self.model_config.model, self.model_config.revision, self.model_config.hf_config)
 
-    def _draft_checkpoint(self) -> Checkpoint:
+    def _with_draft(self, checkpoint: Checkpoint, prefix: str) -> tuple[Checkpoint, str]:
+        """Of the model and of what guesses for it, and the prefix of the latter: empty if both take from the same checkpoint."""
+        leave = "leave WEIGHTSYNC_DRAFT_PREFIX and draft_prefix unset"
+        if not hasattr(Worker, "start_draft_weight_update"):
+            raise ConfigurationError(f"vLLM {installed_release()} does not update draft models: {leave}")
         wish = self.vllm_config.speculative_config
-        if wish is None or wish.method != "draft_model":
+        draft = None if wish is None else wish.draft_model_config
+        own = draft is not None and draft.model not in (self.model_config.model, self.model_config.model_weights)
+        if wish is None or draft is None or not (own or wish.method == "mtp"):
+            method = getattr(wish, "method", None)
+            raise ConfigurationError(f"this vLLM has no draft model with weights (its speculative method is {method!r}): {leave}")
+        if own:
+            return checkpoint.with_draft(checkpoint_of(draft.model, draft.revision, draft.hf_config), prefix), prefix
+        if not any(name.startswith(prefix) for name in checkpoint.names):
             raise ConfigurationError(
-                f"this vLLM has no draft model of its own (its speculative method is {getattr(wish, 'method', None)!r}, not "
-                "'draft_model'): leave WEIGHTSYNC_DRAFT_PREFIX and draft_prefix unset"
+                f"no tensor in the checkpoint of {draft.model} begins with {prefix!r}: give what the names of its MTP heads begin "
+                f"with, or {leave}"
             )
-        return checkpoint_of(wish.draft_model_config.model, wish.draft_model_config.revision, wish.draft_model_config.hf_config)
+        return checkpoint, ""
 
     def _join_group(self, wish: GroupInfo) -> None:
         if self._adapter is not None and self._pushed is None:
@@ -215,11 +228,15 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         """Workers tell each other what failed, and if anything did, the last one raises it, alone.
 
         vLLM stops reading its workers' answers at the first that is an error, and what it did not read it takes for the answers to
-        its next call. After the last worker's there is nothing to read.
+        its next call. After the last worker's there is nothing to read. Within another, it is that one which tells.
         """
+        if self._within:
+            yield
+            return
         parallel = self.parallel_config
         alone = parallel.world_size == 1 or parallel.data_parallel_size > 1
         own: Exception | None = None
+        self._within = True
         try:
             yield
         except Exception as error:
@@ -228,6 +245,8 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
                 raise
             _log.exception("weightsync: worker %d of vLLM failed", parallel.rank)
             own = error
+        finally:
+            self._within = False
         if alone:
             return
         text = b"" if own is None else f"{type(own).__name__}: {own}".encode()[:_MAX_ERROR]
@@ -245,11 +264,22 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         if self._pushed is not None:
             self._pushed.give_up()
 
+    def install(self, worker: Worker) -> None:
+        """What rank 0 asks of all workers when a round commits: ``worker``, which holds this engine, loads what is staged.
+
+        Raises on the last worker if any of them failed.
+        """
+        with self._together():
+            load_in_sessions(worker, draft=self._joined().has_draft)
+
+    def _joined(self) -> VllmWorkerAdapter:
+        if self._adapter is None:
+            raise LoadError("this vLLM worker has not joined a coordinator: /init_weight_transfer_engine comes first")
+        return self._adapter
+
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load what this rank has staged, all of it, through vLLM's own loader."""
-        adapter = self._adapter
-        if adapter is None:
-            raise LoadError("this vLLM worker has not joined a coordinator: /init_weight_transfer_engine comes first")
+        adapter = self._joined()
         draft = self.model is not getattr(self, "_default_model", self.model)  # vLLM chose one when the session began
         install(self.model, self.model_config, adapter.staged(draft=draft))
         adapter.loaded(draft=draft)
@@ -270,3 +300,14 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         self._adapter = self._pushed = None
         self._owned.close()
         self._owned = ExitStack()
+
+
+def _install(worker: Worker) -> None:
+    engine = worker.weight_transfer_engine
+    if not isinstance(engine, WeightsyncEngine):
+        raise ConfigurationError("this vLLM worker has another backend than weightsync")
+    engine.install(worker)
+
+
+# vLLM calls its workers by a method's name, and has a place for one class with more of them, which is its user's to name.
+setattr(Worker, INSTALL, _install)

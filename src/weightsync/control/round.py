@@ -263,6 +263,7 @@ async def _at_once(order: Order, report: Report, engines: Engines, agreed: Agree
     What it reports is compared here once more, tensor by tensor: to name those that differ, and so as not to believe it.
     """
     version, mode = placement.version, order.settings.pause_mode
+    report.enter("pause")  # whoever sends requests to it shall know before it stands
     points.reached("round.paused")
     with report.phase("move"):
         updated = await on_all("update", order.limit, engines, lambda link, left: link.node.update(version, mode, left))
@@ -274,6 +275,7 @@ async def _at_once(order: Order, report: Report, engines: Engines, agreed: Agree
     points.reached("round.verified")
     if not answer.committed:
         raise VerificationError(f"{member} did not commit what it says that it installed")
+    report.enter("commit")
     report.moved_with({"pause": answer.pause_seconds, "commit": answer.commit_seconds})
 
 

@@ -331,6 +331,28 @@ async def test_a_version_of_another_run_counts_for_nothing() -> None:
 
 
 @virtual
+async def test_a_replica_of_one_rank_is_reported_in_the_same_phases() -> None:
+    """Whoever sends requests holds them back from "pause" on, and does not ask how many messages a round has."""
+    world = World()
+    world.add_trainers(1)
+    world.add_replica("r", ranks=1)
+    seen: list[object] = []
+    async with aclosing(world.coordinator.subscribe()) as events:  # type: ignore[type-var]
+        watching = asyncio.ensure_future(_collect(events, seen))
+        await world.publish(1)
+        world.delays["r/0", "pause"] = 5.0
+        publishing = asyncio.ensure_future(world.publish(2))
+        await asyncio.sleep(1.0)
+        assert [event.phase for event in seen if isinstance(event, ReplicaPhase) and event.round == 2] == ["agree", "pause", "move"]
+        await publishing
+        await world.coordinator.aclose()
+        await asyncio.wait_for(watching, 1)
+    for number in (1, 2):
+        phases = [event.phase for event in seen if isinstance(event, ReplicaPhase) and event.round == number]
+        assert phases == ["agree", "pause", "move", "verify", "commit"]
+
+
+@virtual
 async def test_status_and_events() -> None:
     world = World()
     world.add_trainers(2)

@@ -11,14 +11,15 @@ from typing import Any, Self
 
 import ray
 import torch
+from ray.exceptions import RayError
 
 from weightsync.control.status import Status
 from weightsync.deadline import Deadline
-from weightsync.errors import ConfigurationError, MembershipError, PeerLost, WeightSyncError
+from weightsync.errors import ConfigurationError, CoordinatorUnreachable, MembershipError, PeerLost, WeightSyncError
 from weightsync.messages import RoundResult
 from weightsync.ray.calls import Calls, call, handles
 from weightsync.ray.coordinator import cluster_settings, with_token
-from weightsync.ray.members import join_engine, join_trainer, leave, publish
+from weightsync.ray.members import is_joined, join_engine, join_trainer, leave, publish
 from weightsync.ray.places import Access
 from weightsync.ray.rejoining import Group, Rejoining
 from weightsync.service.auth import token_for
@@ -30,6 +31,7 @@ __all__ = ["Manager"]
 
 _log = logging.getLogger(__name__)
 _LEAVE_SECONDS = 10.0
+_ALIVE_SECONDS = 2.0
 _GRACE = 5.0
 """Seconds that an update is waited for beyond its own timeout, so that the error of whoever knows more arrives first."""
 
@@ -172,14 +174,30 @@ class Manager:
         group = self._members.group(None)
         if group is None:
             raise ConfigurationError("this manager has no trainer: call add_trainer() first")
-        # Else the trainer's other ranks would wait for the lost one until the timeout. What was pushed may be older than a join.
-        if self._members.trainer_lost() and (lost := group.missing(self.status())):
-            raise PeerLost(
-                f"{'; '.join(map(str, lost))}: not connected, its actor died or is being restarted. Go on when it has its model "
-                "again, or call add_trainer() with other actors"
-            )
+        if self._members.trainer_lost():  # else the trainer's other ranks would wait for the lost one until the timeout
+            self._refuse_lost(group)
         asked = [(place, call(group.actors[place.rank], publish, place, version, timeout)) for place in group.places]
         return Calls(f"publishing version {version}", asked)
+
+    def _refuse_lost(self, group: Group) -> None:
+        """Raise if an actor of the trainer is gone. A rank whose connection alone broke comes back by itself, and is waited for."""
+        try:
+            missing = group.missing(self.status())
+        except CoordinatorUnreachable:
+            missing = group.places
+        asked = {call(group.actors[place.rank], is_joined, place): place for place in missing}
+        # One that does not answer so soon is busy with another call, after which it publishes.
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ALIVE_SECONDS) if asked else ([], [])
+        for ref in answered:
+            try:
+                there = ray.get(ref)
+            except RayError:
+                there = False
+            if not there:
+                raise PeerLost(
+                    f"{asked[ref]}: its actor died or is being restarted. Go on when it has its model again, or call add_trainer() "
+                    "with other actors"
+                )
 
     def status(self) -> Status:
         """Who serves which version."""

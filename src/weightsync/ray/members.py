@@ -17,7 +17,7 @@ from weightsync.errors import MembershipError
 from weightsync.messages import RoundResult
 from weightsync.ray.places import Access, Place
 
-__all__ = ["join_engine", "join_trainer", "leave", "publish"]
+__all__ = ["is_joined", "join_engine", "join_trainer", "leave", "publish"]
 
 
 _lock = threading.Lock()
@@ -55,6 +55,11 @@ def _join(access: Access, place: Place, make: Callable[[], Trainer | Engine]) ->
             del _joined[key]
             before[1].close()
         _joined[key] = (access, make())
+
+
+def is_joined(_worker: Any, place: Place) -> bool:  # noqa: ANN401
+    """Whether this actor is that rank, connected or connecting again; not in a process that Ray started anew."""
+    return (place.replica, place.rank) in _joined
 
 
 def publish(_worker: Any, place: Place, number: int, timeout: float) -> RoundResult | None:  # noqa: ANN401

@@ -141,13 +141,17 @@ class CoordinatorProcess(Process):
             self.world.violated("hang", f"a round of {self._limit:g} s ended {late:.3f} s late")
 
     def _excused(self, name: str | None, error: str) -> None:
-        """Only a replica with a trouble of its own, or of a trainer's, may fail; and a whole round only with a trainer's."""
+        """Only a replica with a trouble of its own, or of a trainer's, may fail; and a whole round only with a trainer's.
+
+        One that was waiting for its turn may fail by the trouble of whoever had it, which it cannot outlast: it serves on as it was.
+        """
         world = self.world
         started, jumped, seeding = self._round
         if world.jumped != jumped or self._limit < _ROOMY or (seeding and name is None):
             return
-        ranks: list[Process] = [engine for engine in world.engines.values() if engine.name == name]
-        if any(isinstance(rank, EngineProcess) and rank.ranks != len(ranks) for rank in ranks):
+        waited = error.startswith("wait: DeadlineExceeded")
+        ranks: list[Process] = [engine for engine in world.engines.values() if engine.name == name or waited]
+        if not waited and any(isinstance(rank, EngineProcess) and rank.ranks != len(ranks) for rank in ranks):
             return
         if any(one.troubled_until + _MARGIN > started for one in (*ranks, *world.trainers.values(), self)):
             return

@@ -143,7 +143,7 @@ class CoordinatorProcess(Process):
     def _excused(self, name: str | None, error: str) -> None:
         """Only a replica with a trouble of its own, or of a trainer's, may fail; and a whole round only with a trainer's.
 
-        One that was waiting for its turn may fail by the trouble of whoever had it, which it cannot outlast: it serves on as it was.
+        One that was waiting for its turn may fail by the trouble of whoever had it, and serves on as it was.
         """
         world = self.world
         started, jumped, seeding = self._round

@@ -32,6 +32,7 @@ __all__ = ["Manager"]
 _log = logging.getLogger(__name__)
 _LEAVE_SECONDS = 10.0
 _ALIVE_SECONDS = 2.0
+"""Seconds in which an actor that lives says so, unless it is busy."""
 _GRACE = 5.0
 """Seconds that an update is waited for beyond its own timeout, so that the error of whoever knows more arrives first."""
 
@@ -190,7 +191,7 @@ class Manager:
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ALIVE_SECONDS) if asked else ([], [])
         for ref in answered:
             try:
-                there = ray.get(ref)
+                there = ray.get(ref, timeout=_ALIVE_SECONDS)
             except RayError:
                 there = False
             if not there:

@@ -130,7 +130,8 @@ class Program:
         first = self.free[name] + draw.randint(0, 3)
         if first + x.numel() > SIZE:
             return
-        self.free[name] = first + x.numel() - (draw.randint(0, 2) if self.spiteful and draw.random() < 0.2 else 0)
+        overlap = draw.randint(0, 2) if self.spiteful and draw.random() < 0.2 else 0
+        self.free[name] = max(first + x.numel() - overlap, 0)
         order = list(range(x.dim()))
         draw.shuffle(order)
         flat = self.parameters[name].view(-1)[first : first + x.numel()]

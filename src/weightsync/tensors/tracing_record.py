@@ -133,7 +133,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     return [_mixed(walk, size, old.touched, "its bytes are read as elements of another size")]
                 if not old.stale:
                     pieces += [replace(old, walk=part) for part in meet(walk, old.walk, size)]
-            if late and sum(piece.walk.size for piece in pieces) < walk.size:
+            # Plain pieces never lie on each other, mixed ones may: those do not show that nothing is left of what is stale.
+            if late and sum(piece.walk.size for piece in pieces if piece.tensor >= 0) < walk.size:
                 for old in late:
                     if meet(walk, old.walk, size):
                         pieces.append(_mixed(walk, size, old.touched, "it is partly overwritten in a buffer, then read from it"))

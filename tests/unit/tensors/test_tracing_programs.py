@@ -208,3 +208,10 @@ def test_plain_programs_are_followed_element_by_element(seed: int, round_: int) 
 def test_spiteful_programs_never_deliver_a_wrong_element(seed: int, round_: int) -> None:
     for number in range(PROGRAMS):
         run(seed + number, spiteful=True, on_meta=number % 2 == 0)
+
+
+@pytest.mark.parametrize("number", [2966440817])
+def test_programs_that_were_once_followed_wrongly(number: int) -> None:
+    """A buffer overwritten in part, twice, was taken for wholly overwritten: mixed pieces on each other were counted one by one."""
+    for on_meta in (False, True):
+        run(number, spiteful=True, on_meta=on_meta)

@@ -86,6 +86,10 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: str
 
 
+DEVICE_SCHEMES = frozenset({"cuda_ipc", "nccl"})
+"""Schemes by which bytes reach the memory of a GPU; all others reach host memory."""
+
+
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One way to reach a trainer rank's shards: a transport's scheme and its address, which only that transport understands."""
 

@@ -1,4 +1,4 @@
-"""An engine rank in a process of its own: ``python -m tests.gpu.engine_process REPLICA DEVICE [STOP [DELIVERY]]``.
+"""An engine rank in a process of its own: ``python -m tests.gpu.engine_process REPLICA DEVICE [STOP [DELIVERY [TRANSPORT]]]``.
 
 The environment says where the coordinator is. Prints ``joined``, then answers every line with the SHA-256 of its parameters. With
 ``STOP`` (``pause`` or ``finish``), it says so when a round gets there, and stands still, to be killed.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
+from typing import Literal
 
 import torch
 
@@ -66,9 +67,10 @@ class Stopping(ModuleAdapter):
 
 
 def main() -> None:
-    replica, device, stop, delivery = (*sys.argv[1:], "", "auto")[:4] if len(sys.argv) < 5 else sys.argv[1:5]
+    replica, device, stop, delivery, transport = [*sys.argv[1:], *["", "", "auto", ""][len(sys.argv) - 2 :]]
     model = Model().to(f"cuda:{device}")
-    with Engine(Stopping(model, stop), replica, delivery="streamed" if delivery == "streamed" else "auto"):
+    how: Literal["auto", "streamed"] = "streamed" if delivery == "streamed" else "auto"
+    with Engine(Stopping(model, stop), replica, delivery=how, transports=[transport] if transport else None):
         print("joined", flush=True)
         for _ in sys.stdin:
             print(fingerprint(model), flush=True)

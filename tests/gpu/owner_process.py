@@ -1,4 +1,4 @@
-"""A trainer rank in a process of its own, told what to do line by line: ``python -m tests.gpu.owner_process DEVICE SEED``.
+"""A trainer rank in a process of its own, told what to do line by line: ``python -m tests.gpu.owner_process DEVICE SEED [nccl]``.
 
 Answers every line with one line of JSON. Its regions are random bytes that the seed and the version determine.
 """
@@ -17,6 +17,7 @@ from weightsync.errors import WeightSyncError
 from weightsync.messages import Host
 from weightsync.transports.cuda_ipc import CudaIpcOwner
 from weightsync.transports.device_shelf import DeviceShelf
+from weightsync.transports.nccl import Nccl
 
 KEY = b"a run key of the gpu tests"
 LAYOUT = "0123456789abcdef0123456789abcdef"
@@ -35,16 +36,16 @@ def say(**what: Any) -> None:
 
 
 def main() -> None:
-    device, seed = int(sys.argv[1]), int(sys.argv[2])
+    device, seed, exports = int(sys.argv[1]), int(sys.argv[2]), "nccl" not in sys.argv
     torch.cuda.set_device(device)
     remembered: list[int] = []
     held = [torch.zeros(size, dtype=torch.uint8, device="cuda") for size in SIZES]
     try:
-        shelf = DeviceShelf(SIZES, LAYOUT, lambda: [one.data_ptr() for one in held] if held else remembered, device)
+        shelf = DeviceShelf(SIZES, LAYOUT, lambda: [one.data_ptr() for one in held] if held else remembered, device, exports)
     except WeightSyncError as error:
         say(error=type(error).__name__, message=str(error))
         return
-    owner = CudaIpcOwner(shelf, KEY, HERE)
+    owner = CudaIpcOwner(shelf, KEY, HERE) if exports else Nccl(buffer_bytes=2 << 20).serve(shelf, KEY, HERE)
     say(address=owner.offer.address)
     for line in sys.stdin:
         command, _, argument = line.strip().partition(" ")
@@ -67,7 +68,7 @@ def main() -> None:
             elif command == "close":
                 owner.close()
                 shelf.close()
-            say(done=command, count=shelf.exported.count)
+            say(done=command, count=shelf.exported.count if exports else 0)
         except WeightSyncError as error:
             say(error=type(error).__name__, message=str(error))
 

@@ -7,14 +7,17 @@ import json
 import sys
 import time
 
+import numpy as np
 import torch
 
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
+from weightsync.tensors.tiles import TILE_BYTES, Tiles
 from weightsync.transports.groups import Rendezvous, init_custom_process_group
-from weightsync.transports.packed_broadcast import PackedBroadcast
-from weightsync.transports.packing import BufferSettings
+from weightsync.transports.packed_broadcast import PackedBroadcast, packed_frames
+from weightsync.transports.runs import cut_tiles
 
+BUFFER = 2 << 20
 SIZES = [1, 3, 511, 512, 513, 0, 4 << 20, 100_000, 77, (5 << 20) + 9, *([40_961] * 300)]
 """Bytes of the tensors: odd ones, none, some larger than a buffer, and many."""
 
@@ -37,27 +40,25 @@ def main() -> None:
         "nccl", rank, 2, "weights", deadline, address="127.0.0.1", port=port, rendezvous=rendezvous, device=device, priority=True
     )
     mine = [torch.zeros(size, dtype=torch.uint8, device=device) for size in SIZES]
-    broadcast = PackedBroadcast(
-        group,
-        [one.data_ptr() for one in mine],
-        SIZES,
-        device,
-        BufferSettings(2 << 20, None, 3),
-        programs=0 if how == "whole" else 8,
-    )
+    where, sizes = np.array([one.data_ptr() for one in mine if len(one)]), np.array([size for size in SIZES if size])
+    one = np.ones(len(sizes), np.int64)
+    tiles = cut_tiles(Tiles(one.astype(np.int32) - 1, where, sizes, where, sizes, one, sizes), TILE_BYTES)
+    frames = packed_frames(np.array([len(tiles)]), tiles.row_bytes, BUFFER)
+    programs = {} if how == "few" else {"programs": 0}
+    broadcast = PackedBroadcast(tiles, frames, device, BUFFER, 3, [0] if rank == 0 else None, **programs)
     found: dict[str, object] = {"buffer_bytes": broadcast.buffer_bytes, "nbytes": broadcast.nbytes, "equal": []}
     equal: list[bool] = []
     for version in (1, 2, 3):
         expected = weights(version, device)
         if rank == 0:
             torch._foreach_copy_(mine, expected)  # in the caller's stream, which the broadcast has to wait for
-        broadcast.run(deadline)
+        broadcast.run(group, version, deadline)
         equal.append(all(map(torch.equal, mine, expected)))
     found["equal"] = equal
     if how == "late" and rank == 1:  # nobody sends a fourth time
         started = time.monotonic()
         try:
-            broadcast.run(Deadline(3))
+            broadcast.run(group, 4, Deadline(3))
         except WeightSyncError as error:
             found |= {"error": type(error).__name__, "seconds": time.monotonic() - started, "closed": group.closed}
     elif how == "late":

@@ -1,8 +1,12 @@
-"""An engine rank in a process of its own that reads for ever: ``python -m tests.gpu.reader_process DEVICE ADDRESS VERSION``."""
+"""An engine rank in a process of its own that reads for ever: ``python -m tests.gpu.reader_process DEVICE ADDRESS VERSION``.
+
+With ``nccl`` behind it, it reads once, begins to read, and stands still.
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
 
 import numpy as np
 import torch
@@ -12,6 +16,7 @@ from weightsync.deadline import Deadline
 from weightsync.messages import Offer
 from weightsync.tensors.tiles import Tiles
 from weightsync.transports.cuda_ipc import CudaIpc
+from weightsync.transports.nccl import Nccl
 
 
 def whole(target: int) -> Tiles:
@@ -25,7 +30,8 @@ def whole(target: int) -> Tiles:
 def main() -> None:
     device, address, version = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     torch.cuda.set_device(device)
-    source = CudaIpc(device).connect(Offer("cuda_ipc", address, HERE), KEY, Deadline(20))
+    scheme = Nccl() if "nccl" in sys.argv else CudaIpc(device)
+    source = scheme.connect(Offer(scheme.name, address, HERE), KEY, Deadline(20))
     target = torch.zeros(sum(SIZES) + 64, dtype=torch.uint8, device="cuda")
     source.prepare([whole(target.data_ptr())], LAYOUT, Deadline(20))
     while True:
@@ -33,6 +39,10 @@ def main() -> None:
         source.read(0, Deadline(20))
         source.end(Deadline(20))
         print("read", flush=True)
+        if scheme.name == "nccl":
+            source.begin(version, Deadline(20))
+            print("begun", flush=True)
+            threading.Event().wait(60)
 
 
 if __name__ == "__main__":

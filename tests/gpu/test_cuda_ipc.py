@@ -42,10 +42,10 @@ pytest.importorskip("triton", reason="needs Triton")
 class OwnerProcess:
     """The other process, and a way to talk to it."""
 
-    def __init__(self, seed: int, **environment: str) -> None:
+    def __init__(self, seed: int, *arguments: str, **environment: str) -> None:
         self.seed = seed
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.gpu.owner_process", "0", str(seed)],
+            [sys.executable, "-W", "ignore", "-m", "tests.gpu.owner_process", "0", str(seed), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -54,9 +54,12 @@ class Joined:
         made = Engine(adapter, replica, self.server.url, token=self.server.token, **options)  # type: ignore[arg-type]
         return self._owned.enter_context(made)
 
-    def process(self, replica: str, stop: str = "", delivery: str = "auto") -> subprocess.Popen[str]:
+    def process(
+        self, replica: str, stop: str = "", delivery: str = "auto", transport: str = "", device: str = ""
+    ) -> subprocess.Popen[str]:
         """An engine in another process, joined when this returns."""
-        command = [sys.executable, "-W", "ignore", "-m", "tests.gpu.engine_process", replica, far()[5:], stop, delivery]
+        where = (device or far())[5:]
+        command = [sys.executable, "-W", "ignore", "-m", "tests.gpu.engine_process", replica, where, stop, delivery, transport]
         environment = {**os.environ, "WEIGHTSYNC_COORDINATOR": self.server.url, "WEIGHTSYNC_TOKEN": self.server.token}
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         self._owned.callback(_end, process)

@@ -43,7 +43,7 @@ def _play(how: str) -> list[dict[str, Any]]:
 def test_three_versions_of_odd_tensors_arrive_through_three_small_buffers(how: str) -> None:
     for found in _play(how):
         assert found["equal"] == [True, True, True]
-        assert found["buffer_bytes"] == 3 * (2 << 20)
+        assert 0 < found["buffer_bytes"] <= 3 * (2 << 20)
         assert found["nbytes"] > 20 << 20
 
 

@@ -89,6 +89,7 @@ def owner(version: int, nbytes: int, **settings: Any) -> Iterator[tuple[Shelf, A
 
 def reader(made: Any, wanted: Wanted) -> CollectiveSource:
     source = Collective().connect(made.offer, KEY, Deadline(10))
+    assert isinstance(source, CollectiveSource)
     source.prepare(wanted.groups, DIGEST, Deadline(10))
     return source
 

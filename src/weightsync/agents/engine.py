@@ -82,7 +82,7 @@ class Engine:
         with ExitStack() as owned:
             self._role = EngineRole(
                 adapter, names, self._here, progress=self._progress, bucket_bytes=bucket_bytes, buffers=buffers,
-                encrypted=settings.data_encryption == "on",
+                encrypted=settings.data_encryption == "on", rank=rank,
             )  # fmt: skip
             if delivery == "direct" and self._role.layout is None:
                 raise ConfigurationError(f"the {adapter.name} adapter has no shards(): it can only be streamed to")

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from weightsync.bench.gpu_job import manifest_for
@@ -21,9 +22,10 @@ from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, WeightSyncError
 from weightsync.roles.device_memory import DeviceDigest, layout_by_shard
 from weightsync.tensors.shards import shard
+from weightsync.tensors.tiles import TILE_BYTES, Tiles
 from weightsync.transports.groups import Enqueue, Group, Rendezvous, init_custom_process_group
-from weightsync.transports.packed_broadcast import PROGRAMS, PackedBroadcast
-from weightsync.transports.packing import BufferSettings
+from weightsync.transports.packed_broadcast import PROGRAMS, PackedBroadcast, packed_frames
+from weightsync.transports.runs import cut_tiles
 
 __all__ = ["main"]
 
@@ -89,18 +91,21 @@ class _Rank:
         self._packed = None
         torch.cuda.empty_cache()
         before, started = torch.cuda.memory_allocated(), time.perf_counter()
-        sizes = [len(tensor) for tensor in self._tensors]
+        sizes = np.array([len(tensor) for tensor in self._tensors], np.int64)
+        where, one = np.array(self._addresses, np.int64), np.ones(len(sizes), np.int64)
+        tiles = cut_tiles(Tiles(one.astype(np.int32) - 1, where, sizes, where, sizes, one, sizes), TILE_BYTES)
         self._packed = PackedBroadcast(
-            self._groups[group], self._addresses, sizes, self._device, BufferSettings(buffer_bytes, None, num_buffers),
-            PROGRAMS if programs is None else programs,
+            tiles, packed_frames(np.array([len(tiles)]), tiles.row_bytes, buffer_bytes), self._device, buffer_bytes, num_buffers,
+            [0] if self._rank == 0 else None, PROGRAMS if programs is None else programs,
         )  # fmt: skip
+        self._packed_group = self._groups[group]
         return {"seconds": time.perf_counter() - started, "bytes": torch.cuda.memory_allocated() - before}
 
     def measure(self, kind: str, group: str, rounds: int) -> list[tuple[float, float]]:
         """Begin and end of each round, on a clock that all processes of this machine share; the first one warms up."""
         joined = self._groups[group]
         if kind == "packed" and self._packed is not None:
-            run: Callable[[], None] = lambda: self._packed.run(Deadline(_SECONDS)) if self._packed else None  # noqa: E731
+            run: Callable[[], None] = lambda: self._packed.run(self._packed_group, 0, Deadline(_SECONDS)) if self._packed else None  # noqa: E731
         elif kind in ("flat", "by_tensor", "concatenated"):
             work: Callable[[Enqueue], None] = getattr(self, f"_{kind}")
             run = lambda: joined.on_device(self._device, work, Deadline(_SECONDS))  # noqa: E731

@@ -33,6 +33,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """The GPU of each trainer rank, which holds that part of every tensor that FSDP would."""
     to: tuple[int, ...]
     """The GPU of each engine rank, which holds that part that tensor parallelism would."""
+    transport: str = "cuda_ipc"
     bucket_bytes: int = 0
     buffers: int = 2
 

@@ -52,6 +52,7 @@ class _TrainerRank:
 
     def __init__(self, job: Job, rank: int) -> None:
         self._rank, self._world, self._device = rank, len(job.on), job.on[rank]
+        self._transport = job.transport
         torch.cuda.set_device(self._device)
         # The mesh is never used to communicate, so its process group need not exist.
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -76,7 +77,9 @@ class _TrainerRank:
 
     def join(self, url: str, token: str) -> dict[str, Any]:
         started = time.perf_counter()
-        self._trainer = Trainer(self._state, url, token=token, rank=self._rank, world_size=self._world)
+        self._trainer = Trainer(
+            self._state, url, token=token, rank=self._rank, world_size=self._world, transports=[self._transport]
+        )
         return {"seconds": time.perf_counter() - started, "live": self._trainer._role.live}
 
     def change(self, version: int) -> None:
@@ -150,7 +153,7 @@ class _EngineRank:
         started = time.perf_counter()
         self._engine = Engine(
             self._adapter, "replica", url, token=token, rank=self._rank, world_size=len(self._job.to), delivery=self._job.delivery,
-            bucket_bytes=self._job.bucket_bytes or None, buffers=self._job.buffers,
+            bucket_bytes=self._job.bucket_bytes or None, buffers=self._job.buffers, transports=[self._job.transport],
         )  # fmt: skip
         return {"seconds": time.perf_counter() - started}
 

@@ -97,7 +97,7 @@ def _round(job: Job, trainers: Sequence[Peer], engines: Sequence[Peer], version:
     ended = _together(engines, do="last")
     result = told[0]["result"]
     (replica,) = result["replicas"]
-    other = any(one["serving"] != version for one in ended) or replica["transports"] != ["cuda_ipc"]
+    other = any(one["serving"] != version for one in ended) or replica["transports"] != [job.transport]
     if other or replica["delivery"] != job.delivery:
         raise RoundFailed(f"the round was not what is measured: {replica}")
     whole = job.delivery == "direct" or len(job.to) == 1

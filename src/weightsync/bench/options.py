@@ -34,6 +34,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Suite ``gpu``: whether they share GPUs."""
     delivery: str = ""
     """Suite ``gpu``: ``direct``, ``streamed``, or both; ``broadcast``: whole models from one GPU to ``target`` others over NCCL."""
+    transport: str = "cuda_ipc"
+    """Suite ``gpu``: ``cuda_ipc``, or ``nccl`` (to other GPUs only)."""
     bucket_bytes: int = 0
     """Suite ``gpu``, streamed: of one staging bucket; 0: from the free memory."""
     buffers: int = 2
@@ -47,5 +49,9 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigurationError("a benchmark needs at least one round")
         if self.delivery not in ("", "direct", "streamed", "broadcast"):
             raise ConfigurationError(f"delivery is direct, streamed or broadcast, not {self.delivery!r}")
+        if self.transport not in ("cuda_ipc", "nccl"):
+            raise ConfigurationError(f"transport is cuda_ipc or nccl, not {self.transport!r}")
+        if self.transport == "nccl" and self.placement != "separate":
+            raise ConfigurationError("NCCL does not send from a GPU to itself: give placement separate with transport nccl")
         if self.bucket_bytes < 0 or self.buffers not in (1, 2):
             raise ConfigurationError("bucket_bytes must not be negative, and there are 1 or 2 buffers")

@@ -303,6 +303,7 @@ def bench(
     target: Annotated[str, typer.Option(help="`gpu`: engine ranks, `tp=N`.")] = "tp=1",
     placement: Annotated[str, typer.Option(help="`gpu`: `separate` GPUs, or the same: `colocated`.")] = "colocated",
     delivery: Annotated[str, typer.Option(help="`gpu`: `direct`, `streamed` (both if not given) or `broadcast`.")] = "",
+    transport: Annotated[str, typer.Option(help="`gpu`: `cuda_ipc`, or `nccl` to other GPUs.")] = "cuda_ipc",
     bucket: Annotated[str, typer.Option(help="`gpu`, streamed: one staging buffer; from the free memory if not given.")] = "",
     buffers: Annotated[int, typer.Option(min=1, max=2, help="`gpu`, streamed: how many.")] = 2,
     json: JsonLast = False,
@@ -320,7 +321,7 @@ def bench(
         options = importlib.import_module("weightsync.bench.options").BenchOptions(
             suite=suite, size=parse_size(size), tensors=tensors, only=tuple(only or ()), rounds=rounds, json=json,
             model=model, source=source, target=target, placement=placement, delivery=delivery,
-            bucket_bytes=parse_size(bucket) if bucket else 0, buffers=buffers,
+            transport=transport, bucket_bytes=parse_size(bucket) if bucket else 0, buffers=buffers,
         )  # fmt: skip
         run = importlib.import_module("weightsync.bench.main").run
     raise typer.Exit(int(run(options) or 0))

@@ -10,7 +10,7 @@ from typing import Literal
 
 from weightsync.control.nodes import EngineRank, TrainerRank
 from weightsync.errors import ConfigurationError, LayoutError
-from weightsync.messages import PlanSlice, SourceAddress
+from weightsync.messages import DEVICE_SCHEMES, PlanSlice, SourceAddress
 from weightsync.model import Layout, Manifest
 from weightsync.planning.buckets import staging_layout
 from weightsync.planning.cover import Cover, cover
@@ -19,7 +19,6 @@ from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
 __all__ = ["Agreement", "agree_on", "choose_delivery", "cover_trainers", "key_of"]
 
 _TRAINER = "the trainer"
-_ON_DEVICE = "cuda_ipc"
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,12 +87,17 @@ def choose_delivery(
         if rank.device_memory and not _writes_on_device(source, rank)
     ]
     if out_of_reach:
-        return "streamed", f"auto: GPU memory cannot be read in place at {out_of_reach[0]} (copies, or another host)"
+        return "streamed", f"auto: GPU memory cannot be written directly at {out_of_reach[0]} (copies, or another host)"
     return "direct", "auto: every rank offers a layout"
 
 
 def _writes_on_device(source: TrainerRank, engine: EngineRank) -> bool:
-    return any(offer.scheme == _ON_DEVICE and offer.host.name == engine.host.name for offer in source.offers)
+    return any(
+        offer.scheme in DEVICE_SCHEMES
+        and offer.scheme in engine.transports
+        and (offer.scheme == "nccl" or offer.host.name == engine.host.name)
+        for offer in source.offers
+    )
 
 
 def cover_trainers(manifest: Manifest, trainers: Mapping[str, TrainerRank]) -> Cover:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from weightsync.errors import LayoutError, TransportUnavailable
+from weightsync.messages import DEVICE_SCHEMES
 from weightsync.model import Layout, Manifest
 from weightsync.roles.device_memory import DeviceDigest, Form, device_of, forms_of, layout_by_shard
 from weightsync.tensors.shards import Shard, dtype_name
@@ -26,8 +27,8 @@ def obstacle_to_live(manifest: Manifest, shards: Sequence[Shard], schemes: Seque
 
     Does not look at whether the memory can be exported; :class:`LivePlacer` raises if not.
     """
-    if all(scheme.name != "cuda_ipc" for scheme in schemes):
-        return "cuda_ipc is not among this trainer's transports"
+    if all(scheme.name not in DEVICE_SCHEMES for scheme in schemes):
+        return "cuda_ipc and nccl are not among this trainer's transports"
     device = device_of(shards)
     if device is None or device.type != "cuda":
         return "the shards of this trainer rank are not all on one CUDA device"
@@ -42,10 +43,11 @@ class LivePlacer:
     """Publishes shards that lie on one CUDA device without moving them: "placing" is only taking their digests.
 
     At every placing ``state`` is looked at anew, so a parameter that was given other memory since (of the same shape, strides
-    and dtype) is exported anew. Raises :class:`~weightsync.errors.TransportUnavailable` for memory that CUDA IPC cannot share.
+    and dtype) is exported anew. With ``exports`` it is for CUDA IPC: then raises
+    :class:`~weightsync.errors.TransportUnavailable` for memory that cannot be shared so.
     """
 
-    def __init__(self, manifest: Manifest, state: State, shards: Sequence[Shard]) -> None:
+    def __init__(self, manifest: Manifest, state: State, shards: Sequence[Shard], exports: bool = True) -> None:
         device = device_of(shards)
         if device is None or device.type != "cuda":
             raise TransportUnavailable("shards that are not all on one CUDA device cannot be read in place")
@@ -58,7 +60,7 @@ class LivePlacer:
         self.layout: Layout = layout_by_shard(manifest, shards)
         self._digest = DeviceDigest(manifest, self.layout, device)
         self._digest.build(self._look())
-        self.shelf = DeviceShelf(self.layout.regions, self.layout.digest, self._look, device.index)
+        self.shelf = DeviceShelf(self.layout.regions, self.layout.digest, self._look, device.index, exports)
         self._held = []
 
     def _look(self) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded, LoadError, PlanMismatch, ProtocolError
 from weightsync.garbage import no_collection
 from weightsync.messages import (
+    DEVICE_SCHEMES,
     Body,
     Commit,
     Done,
@@ -40,7 +41,6 @@ from weightsync.roles.filling import Clock, Filling
 from weightsync.roles.read_back import ReadBack
 from weightsync.roles.route import Route, StagingSettings
 from weightsync.tensors.memory import layout_in_place
-from weightsync.transports.cuda_ipc import CudaIpc
 
 __all__ = ["EngineRole"]
 
@@ -66,8 +66,10 @@ class EngineRole:
         bucket_bytes: int | None = None,
         buffers: int = 2,
         encrypted: bool = False,
+        rank: int = 0,
     ) -> None:
         self.adapter = adapter
+        self._rank = rank
         self._encrypted = encrypted
         self.transports = tuple(transports)
         self.here = here
@@ -91,11 +93,11 @@ class EngineRole:
     def _look(self) -> tuple[Layout | None, tuple[int, ...]]:
         """The engine's parameters as they lie in memory now; ``None`` if it can only be streamed to.
 
-        That is so too for parameters on a CUDA device without ``cuda_ipc`` among the transports, and for those on several devices.
+        That is so too for parameters on several devices, or on a CUDA device with neither ``cuda_ipc`` nor ``nccl`` allowed.
         """
         shards = self.adapter.shards()
         device = None if shards is None else device_of(shards)
-        if shards is None or device is None or (device.type != "cpu" and CudaIpc.name not in self.transports):
+        if shards is None or device is None or (device.type != "cpu" and not DEVICE_SCHEMES & set(self.transports)):
             return None, ()
         self._device = device if device.type == "cuda" else None
         self._pointers = pointers_of(shards)
@@ -103,8 +105,8 @@ class EngineRole:
         return layout, addresses
 
     def _staging_device(self) -> torch.device | None:
-        """The CUDA device where buckets for the engine's loader belong, if trainers' GPU memory can be read from there."""
-        if CudaIpc.name not in self.transports:
+        """The CUDA device where buckets for the engine's loader belong, if bytes can come straight to it."""
+        if not DEVICE_SCHEMES & set(self.transports):
             return None
         device = self.adapter.device()
         if device is None:
@@ -169,7 +171,7 @@ class EngineRole:
             if device is not None and not self.adapter.loads_late and self._read_back.look(self.adapter.shards()):
                 settings = replace(settings, reads_back=True)
                 self._read_back.build()
-        route = Route(self.manifest, plan, layout, addresses, device, settings)
+        route = Route(self.manifest, plan, layout, addresses, device, settings, self._rank)
         self._opening = route
         try:
             if self._closed:
@@ -207,12 +209,8 @@ class EngineRole:
             self.adapter.wake_weights()
             if route.plan.delivery == "direct":
                 route = self._where_it_is(route, deadline)
-            for source in route.sources:
-                source.begin(number, deadline)
             with no_collection():
-                digests, verified = self._filling.run(route, clock, deadline)
-            for source in route.sources:
-                source.end(deadline)
+                digests, verified = self._filling.run(route, number, clock, deadline)
             self._check_abort()
         except BaseException:
             self._drop_route()  # connections may be beyond use, or aborted: the next round makes new ones

@@ -20,6 +20,7 @@ from weightsync.roles.adapter import EngineAdapter
 from weightsync.roles.read_back import ReadBack
 from weightsync.roles.route import Route
 from weightsync.tensors.staging import Staging
+from weightsync.transports.cuda_waiting import wait_for_device
 
 __all__ = ["Clock", "Filling"]
 
@@ -52,18 +53,29 @@ class Filling:
         self._check_abort, self._progress = check_abort, progress
 
     def run(
-        self, route: Route, clock: Clock, deadline: Deadline
+        self, route: Route, number: int, clock: Clock, deadline: Deadline
     ) -> tuple[npt.NDArray[np.uint64], Literal["installed", "received"]]:
-        """The digest of every row, and whether of the parameters themselves. Raises as sources, loaders and deadlines do."""
+        """The digest of every row of version ``number``, and whether of the parameters themselves.
+
+        Raises as sources, loaders and deadlines do.
+        """
+        route.begin(number, deadline)
+        found = self._fill(route, number, clock, deadline)
+        route.end(deadline)
+        return found
+
+    def _fill(
+        self, route: Route, number: int, clock: Clock, deadline: Deadline
+    ) -> tuple[npt.NDArray[np.uint64], Literal["installed", "received"]]:
         digests = np.zeros(len(route.layout), np.uint64)
         if route.staging is not None:
-            if route.device is not None:
+            if route.device is not None and not route.carried:
                 digests = self._stream_device(route, route.staging, digests, clock, deadline)
             else:
-                self._stream(route, route.staging, digests, clock, deadline)
+                digests = self._stream(route, route.staging, digests, clock, deadline)
             return self._installed(route, digests, clock)
         if route.device is not None:
-            return self._fill_device(route, digests, clock, deadline), "installed"
+            return self._fill_device(route, number, digests, clock, deadline), "installed"
         done = 0
         for group, nbytes in enumerate(route.group_bytes):
             self._receive(route, group, digests, clock, deadline)
@@ -72,14 +84,21 @@ class Filling:
         return digests, "installed"
 
     def _fill_device(
-        self, route: Route, digests: npt.NDArray[np.uint64], clock: Clock, deadline: Deadline
+        self, route: Route, number: int, digests: npt.NDArray[np.uint64], clock: Clock, deadline: Deadline
     ) -> npt.NDArray[np.uint64]:
-        """All sources in one launch, then all rows' digests in another; both complete on return."""
+        """All mapped sources in one launch, the others in turn, then all rows' digests in another; complete on return."""
         started = time.perf_counter()
         self._check_abort()
         with torch.cuda.device(route.device):
             if route.combined is not None:
                 route.combined.read(0, deadline)
+            for source in route.carried:
+                self._check_abort()
+                source.begin(number, deadline)
+                self._check_abort()  # a begin forgets that it was aborted before
+                source.read(0, deadline)
+                points.reached("engine.group")
+                source.end(deadline)
             received = time.perf_counter()
             if route.digest_of is not None:
                 digests = route.digest_of.take(route.addresses)
@@ -113,6 +132,20 @@ class Filling:
         if nbytes < route.nbytes:  # that all are here, the answer says
             self._progress(nbytes)
 
+    def _receive_on_device(self, route: Route, bucket: int, clock: Clock, deadline: Deadline) -> None:
+        """Fill a bucket in GPU memory of which parts, or all, are carried, and begin to digest it."""
+        started = time.perf_counter()
+        self._check_abort()
+        with torch.cuda.device(route.device):
+            if route.combined is not None:
+                route.combined.read(bucket, deadline)
+            for source in route.carried:
+                source.read(bucket, deadline)
+                points.reached("engine.group")
+            if route.digest_of is not None and not route.settings.reads_back:
+                route.digest_of.launch(*route.groups[bucket])
+        clock.receive += time.perf_counter() - started
+
     def _receive(self, route: Route, group: int, digests: npt.NDArray[np.uint64], clock: Clock, deadline: Deadline) -> None:
         started = time.perf_counter()
         self._check_abort()
@@ -121,11 +154,16 @@ class Filling:
             points.reached("engine.group")
         clock.receive += time.perf_counter() - started
 
-    def _stream(self, route: Route, staging: Staging, digests: npt.NDArray[np.uint64], clock: Clock, deadline: Deadline) -> None:
+    def _stream(
+        self, route: Route, staging: Staging, digests: npt.NDArray[np.uint64], clock: Clock, deadline: Deadline
+    ) -> npt.NDArray[np.uint64]:
         """Hand bucket k to the engine's loader while bucket k+1 arrives in the other half of the ring."""
 
         def fetch(bucket: int) -> None:
-            self._receive(route, bucket, digests, clock, deadline)
+            if route.device is not None:
+                self._receive_on_device(route, bucket, clock, deadline)
+            else:
+                self._receive(route, bucket, digests, clock, deadline)
 
         done, count = 0, len(route.groups)
         receiver = ThreadPoolExecutor(1, thread_name_prefix="weightsync-receive")
@@ -138,6 +176,8 @@ class Filling:
                 arriving = receiver.submit(fetch, bucket + 1) if ahead and bucket + 1 < count else None
                 started = time.perf_counter()
                 self._load(staging, bucket)
+                if route.device is not None:
+                    wait_for_device(route.device, deadline, "the engine's loader")  # its bucket is filled anew after the next
                 clock.load += time.perf_counter() - started
                 if not ahead and bucket + 1 < count:
                     arriving = receiver.submit(fetch, bucket + 1)
@@ -149,6 +189,9 @@ class Filling:
             raise
         finally:
             receiver.shutdown(wait=False, cancel_futures=True)
+        if route.device is None or route.digest_of is None or route.settings.reads_back:
+            return digests
+        return route.digest_of.taken()
 
     def _release(self, route: Route, arriving: Future[None] | None) -> None:
         """Wait a little for the receiver's thread; if it does not end, let it free the staging that it still writes to."""

@@ -15,7 +15,7 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, PlanMismatch, TransportError, TransportUnavailable
-from weightsync.messages import Host, PlanSlice, SourceAddress
+from weightsync.messages import DEVICE_SCHEMES, Host, PlanSlice, SourceAddress
 from weightsync.model import Layout, Manifest
 from weightsync.planning.cover import Cover, cover
 from weightsync.planning.pieces import Pieces
@@ -25,7 +25,7 @@ from weightsync.tensors.staging import Staging, check_size
 from weightsync.tensors.tiles import tiles_of
 from weightsync.transports.base import Source
 from weightsync.transports.choice import choose
-from weightsync.transports.cuda_ipc import CombinedRead, CudaIpc, CudaIpcSource
+from weightsync.transports.cuda_ipc import CombinedRead, CudaIpcSource
 from weightsync.transports.registry import scheme
 from weightsync.transports.tcp import in_clear
 
@@ -70,7 +70,7 @@ def _connect(
     Where bytes leave the machine, none comes without encryption if they must be ``encrypted``.
     """
     failures: list[str] = []
-    fitting = [name for name in allowed if (name == CudaIpc.name) == (device is not None)]
+    fitting = [name for name in allowed if (name in DEVICE_SCHEMES) == (device is not None)]
     try:
         offers = choose(address.offers, fitting, here)
     except TransportUnavailable as error:
@@ -93,12 +93,13 @@ def _connect(
 
 def _advice(offered: Sequence[str], allowed: Sequence[str], device: torch.device | None) -> str:
     """What to change where one side is in GPU memory and the other is not."""
-    if device is not None and CudaIpc.name not in offered:
+    if device is not None and not DEVICE_SCHEMES & set(offered) & set(allowed):
         return (
-            f".\nThis engine rank's parameters are on {device}, where only cuda_ipc writes. Give the trainer transports with "
-            "cuda_ipc, all its shards on one CUDA device and no dtype to convert to; or give this engine delivery='streamed'"
+            f".\nThis engine rank's parameters are on {device}, where only cuda_ipc (this host) and nccl write. Give the trainer "
+            "transports with cuda_ipc, all its shards on one CUDA device and no dtype to convert to; or give both sides nccl; "
+            "or this engine delivery='streamed'"
         )
-    if device is None and CudaIpc.name in offered and set(allowed) - {CudaIpc.name}:
+    if device is None and DEVICE_SCHEMES & set(offered) and set(allowed) - DEVICE_SCHEMES:
         return (
             ".\nThe trainer's GPU memory is read in place, by engine ranks on a CUDA device of the same host; this one receives in "
             "host memory. Give the trainer transports=['shared_memory', 'tcp'], or let the adapter's device() name a CUDA device"
@@ -106,9 +107,10 @@ def _advice(offered: Sequence[str], allowed: Sequence[str], device: torch.device
     return ""
 
 
-def _read_in_place(plan: PlanSlice, allowed: Sequence[str]) -> bool:
-    """Whether all the bytes of this plan are in GPU memory that is read where it is."""
-    return CudaIpc.name in allowed and all(any(one.scheme == CudaIpc.name for one in source.offers) for source in plan.sources)
+def _reaches_devices(plan: PlanSlice, allowed: Sequence[str]) -> bool:
+    """Whether all the bytes of this plan can come straight to a GPU."""
+    usable = DEVICE_SCHEMES & set(allowed)
+    return all(any(one.scheme in usable for one in source.offers) for source in plan.sources)
 
 
 class _Split:
@@ -128,9 +130,13 @@ class Route:
 
     ``addresses`` are those of the engine's own regions (direct delivery); for streamed delivery the route owns the staging, whose
     size it states in :attr:`staging_bytes` and which :class:`StagingSettings` bounds. ``device`` is the CUDA device that holds the
-    regions, or on which staging belongs, ``None`` for host memory. On a device all sources are read in one launch
-    (:attr:`combined`), all at once or bucket by bucket (:attr:`stream`), and digested in another (:attr:`digest_of`). Trainers that
-    serve copies in host memory are streamed to host memory, wherever the engine is.
+    regions, or on which staging belongs, ``None`` for host memory. On a device all sources that it maps are read in one launch
+    (:attr:`combined`), the others (:attr:`carried`) one after the other, and all is digested in another (:attr:`digest_of`);
+    all at once, or bucket by bucket, by :attr:`stream` if it maps them all. Trainers that serve copies in host memory, and not by
+    ``nccl``, are streamed to host memory, wherever the engine is.
+
+    ``turn`` is this rank's number in its replica: where it reads directly from one source after the other, it begins with that one,
+    so that the ranks do not all ask the same trainer rank at once.
 
     Made, then opened: another thread may :meth:`abort` it meanwhile, and close it in any case.
     """
@@ -143,6 +149,7 @@ class Route:
         addresses: tuple[int, ...],
         device: torch.device | None = None,
         settings: StagingSettings = StagingSettings(),
+        turn: int = 0,
     ) -> None:
         self._manifest = manifest
         self.plan = plan
@@ -155,6 +162,8 @@ class Route:
         self.addresses = addresses
         self.settings = settings
         self.sources: list[Source] = []
+        self.carried: list[Source] = []
+        self._turn = turn
         self.schemes: list[str] = []
         self.group_bytes: list[int] = []
         self.nbytes = 0
@@ -182,7 +191,7 @@ class Route:
         plan, manifest = self.plan, self._manifest
         clock = _Split(self.times)
         if plan.delivery == "streamed":
-            if not _read_in_place(plan, allowed):
+            if not _reaches_devices(plan, allowed):
                 self.device = None
             self.staging = Staging(manifest, self.layout, device=self.device, buffers=self.settings.buffers)
             self._owned.callback(self.staging.close)
@@ -213,18 +222,36 @@ class Route:
 
     def _combine(self, manifest: Manifest, device: torch.device) -> None:
         """Build both tables of a route whose targets are on a CUDA device, so that the first round does not have to."""
-        on_device = [source for source in self.sources if isinstance(source, CudaIpcSource)]
-        if len(on_device) != len(self.sources):
-            raise TransportUnavailable(f"a transport registered as {CudaIpc.name} does not write to {device}")
-        if on_device and len(self.layout):
+        mapped = [source for source in self.sources if isinstance(source, CudaIpcSource)]
+        carried = [source for source in self.sources if not isinstance(source, CudaIpcSource)]
+        first = self._turn % len(carried) if carried and self.staging is None else 0
+        self.carried = carried[first:] + carried[:first]
+        if mapped and len(self.layout):
             with torch.cuda.device(device):
-                self.combined = CombinedRead(on_device)
+                self.combined = CombinedRead(mapped)
                 self.combined.build()
-                if self.staging is not None:
+                if self.staging is not None and not carried:
                     self.stream = DeviceStream(self.combined, self.staging, self.groups, device)
         self.digest_of = DeviceDigest(manifest, self.layout, device)
         if self.staging is None or not self.settings.reads_back:
             self.digest_of.build(self.addresses)
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether carried sources are begun, read and ended one after the other: all of each, straight to where it belongs."""
+        return self.staging is None and bool(self.carried)
+
+    def begin(self, number: int, deadline: Deadline) -> None:
+        """Begin to read version ``number`` from every source, but those that are read in turn."""
+        for source in self.sources:
+            if not (self.in_turn and source in self.carried):
+                source.begin(number, deadline)
+
+    def end(self, deadline: Deadline) -> None:
+        """End what :meth:`begin` began."""
+        for source in self.sources:
+            if not (self.in_turn and source in self.carried):
+                source.end(deadline)
 
     @property
     def staging_bytes(self) -> int:

@@ -6,6 +6,7 @@ That is a shelf in host memory, which takes a copy, or, on a CUDA device, the sh
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ import torch
 
 from weightsync import points
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, TransportUnavailable
-from weightsync.messages import Body, Done, Host, Offer, Place, Placed
+from weightsync.messages import DEVICE_SCHEMES, Body, Done, Host, Offer, Place, Placed
 from weightsync.model import Layout, Manifest
 from weightsync.roles.device_memory import wait_for_devices
 from weightsync.roles.device_publication import LivePlacer, obstacle_to_live
@@ -24,13 +25,14 @@ from weightsync.tensors.memory import packed_layout
 from weightsync.tensors.placing import Placer
 from weightsync.tensors.shards import FollowedShards, Shard
 from weightsync.transports.base import Owner, Scheme
-from weightsync.transports.cuda_ipc import CudaIpc, CudaIpcOwner
+from weightsync.transports.cuda_ipc import CudaIpc
 from weightsync.transports.device_shelf import DeviceShelf
 from weightsync.transports.shelf import Shelf
 
 __all__ = ["TrainerRole"]
 
 _PLACING_SECONDS = 60.0
+_log = logging.getLogger(__name__)
 
 
 class TrainerRole:
@@ -38,10 +40,10 @@ class TrainerRole:
 
     ``state`` is a module or a state dict whose tensors are plain (held whole) or DTensors.
 
-    Where ``cuda_ipc`` is among the schemes, all shards are on one CUDA device, in memory that CUDA IPC can share, and nothing is
-    converted, that memory itself is served (:attr:`live`), by ``cuda_ipc`` alone, and costs nothing more. Else the shards are
-    copied to a shelf, served by every other scheme, which costs one copy of this rank's shards in host memory, in the published
-    dtype, for as long as the role lives. Raises what :func:`~weightsync.tensors.shards.shards_of` and
+    Where all shards are on one CUDA device and nothing is converted, that memory itself is served (:attr:`live`) by those of
+    ``cuda_ipc`` (memory that it can share) and ``nccl`` that are among the schemes, and costs nothing more. Without them the shards
+    are copied to a shelf, served by every other scheme and ``nccl``, which costs one copy of this rank's shards in host memory, in
+    the published dtype, for as long as the role lives. Raises what :func:`~weightsync.tensors.shards.shards_of` and
     :class:`~weightsync.transports.shelf.Shelf` raise, and :class:`~weightsync.errors.TransportUnavailable` if ``cuda_ipc`` is the
     only scheme and cannot be used.
     """
@@ -79,7 +81,9 @@ class TrainerRole:
                 self.layout: Layout = self._live.layout
                 self.shelf, self._placer = self._live.shelf, self._live
                 owned.callback(self.shelf.close)
-                self._serve(CudaIpcOwner(self._live.shelf, key, here), owned)
+                for scheme in schemes:
+                    if scheme.name in DEVICE_SCHEMES and (scheme.name != CudaIpc.name or self._live.shelf.exports):
+                        self._serve(scheme.serve(self._live.shelf, key, here), owned)
             else:
                 self._shards = shards
                 self.layout = packed_layout(self.manifest, shards)
@@ -188,11 +192,17 @@ def _in_place(
 ) -> LivePlacer | None:
     """A placer for the shards where they are, or ``None``. Raises if ``schemes`` leave no other way."""
     reason = obstacle_to_live(manifest, shards, schemes)
-    if reason is None:
+    names = {scheme.name for scheme in schemes}
+    if reason is None and CudaIpc.name in names:
         try:
             return LivePlacer(manifest, state, shards)
         except TransportUnavailable as error:
             reason = str(error)
+            if (names & DEVICE_SCHEMES) - {CudaIpc.name}:
+                _log.info("serving this trainer rank's GPU memory by NCCL alone: %s", reason)
+                return LivePlacer(manifest, state, shards, exports=False)
+    elif reason is None:
+        return LivePlacer(manifest, state, shards, exports=False)
     if schemes and all(scheme.name == CudaIpc.name for scheme in schemes):
         raise TransportUnavailable(
             f"cuda_ipc, the only transport allowed, cannot be used: {reason}. Allow shared_memory or tcp too, which read a copy"

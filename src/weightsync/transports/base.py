@@ -1,8 +1,9 @@
 """How opaque bytes cross from a trainer rank's shelf to an engine rank's memory. Transports know no model.
 
 The trainer side of a transport is an :class:`Owner`: it lets authenticated readers reach one
-:class:`~weightsync.transports.shelf.Shelf` (``cuda_ipc``: one :class:`~weightsync.transports.device_shelf.DeviceShelf`, the memory
-of a GPU in place; its sources write to a GPU, all others to host memory).
+:class:`~weightsync.transports.shelf.Shelf`, or the memory of a GPU in place
+(:class:`~weightsync.transports.device_shelf.DeviceShelf`; ``cuda_ipc`` and ``nccl``, whose sources write to a GPU, all others to
+host memory).
 The engine side is a :class:`Source`: one reader's connection to one owner. The reader dictates the geometry: which bytes of
 which region go where, as :class:`~weightsync.tensors.tiles.Tiles`, given once by :meth:`Source.prepare` and used every round.
 
@@ -13,7 +14,7 @@ them (TCP): the owner packs the tiles that were asked for into buckets and sends
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,6 @@ import numpy.typing as npt
 from weightsync.deadline import Deadline
 from weightsync.messages import Host, Offer
 from weightsync.tensors.tiles import Tiles
-from weightsync.transports.shelf import Shelf
 
 __all__ = ["Owner", "Scheme", "Source"]
 
@@ -109,8 +109,8 @@ class Scheme(Protocol):
         """Whether a reader on ``here`` could use this offer. Pure; nothing is tried."""
         ...
 
-    def serve(self, shelf: Shelf, key: bytes, here: Host) -> Owner:
-        """Let readers that prove to know ``key`` (the run's secret) reach ``shelf``."""
+    def serve(self, shelf: Any, key: bytes, here: Host) -> Owner:  # noqa: ANN401 - a shelf of the kind that it can read
+        """Let readers that prove to know ``key`` (the run's secret) reach ``shelf``, of a kind that the scheme can serve."""
         ...
 
     def connect(self, offer: Offer, key: bytes, deadline: Deadline) -> Source:

@@ -21,10 +21,11 @@ import torch.distributed as dist
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError
 from weightsync.messages import Host, Offer
-from weightsync.transports.collective_owner import CollectiveOwner
+from weightsync.transports.collective_owner import CollectiveOwner, GatheringOwner
 from weightsync.transports.collective_source import CollectiveSource
 from weightsync.transports.frames import Channel
 from weightsync.transports.handshake import greet_owner
+from weightsync.transports.joining import JoiningSource
 from weightsync.transports.packing import BufferSettings
 from weightsync.transports.shelf import Shelf
 from weightsync.transports.tcp import Tcp, open_channel, parse_address
@@ -66,7 +67,7 @@ class Collective(Tcp):
         if self._chosen:
             return self
         of = self.buffers
-        return Collective(
+        return type(self)(
             host, self._port, self._advertise, buffer_bytes=of.buffer_bytes, buffer_memory_ratio=of.buffer_memory_ratio,
             num_buffers=of.num_buffers, gather_seconds=self.gather_seconds,
         )  # fmt: skip
@@ -75,7 +76,7 @@ class Collective(Tcp):
         """Itself. Raises :class:`~weightsync.errors.ConfigurationError` if it is to encrypt, which process groups cannot."""
         if encrypt:
             raise ConfigurationError(
-                "transport 'collective' cannot encrypt: leave it out, or say that the network is trusted "
+                f"transport {self.name!r} cannot encrypt: leave it out, or say that the network is trusted "
                 "(WEIGHTSYNC_DATA_ENCRYPTION=off)"
             )
         return self
@@ -84,11 +85,11 @@ class Collective(Tcp):
         """See :class:`weightsync.transports.base.Scheme`."""
         return None if dist.is_available() and dist.is_gloo_available() else "this torch was built without gloo"
 
-    def serve(self, shelf: Shelf, key: bytes, here: Host) -> CollectiveOwner:
+    def serve(self, shelf: Shelf, key: bytes, here: Host) -> GatheringOwner:
         """See :class:`weightsync.transports.base.Scheme`."""
         return CollectiveOwner(shelf, key, here, (self._bind, self._port, self._advertise), self.buffers, self.gather_seconds)
 
-    def connect(self, offer: Offer, key: bytes, deadline: Deadline) -> CollectiveSource:
+    def connect(self, offer: Offer, key: bytes, deadline: Deadline) -> JoiningSource:
         """See :class:`weightsync.transports.base.Scheme`."""
         host, port, owner_id = parse_address(offer.address)
 

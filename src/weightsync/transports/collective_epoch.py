@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -17,26 +18,19 @@ from weightsync.tensors.tiles import Tiles
 from weightsync.transports.frames import DATA, HEADER, FrameHeader
 from weightsync.transports.groups import Group, Rendezvous, init_custom_process_group
 
-__all__ = ["Epoch"]
+__all__ = ["Epoch", "HostEpoch"]
 
 
-class Epoch:
-    """Made with :meth:`opened`, then joined, then used by one thread at a time, but for :meth:`close`."""
+class Epoch(ABC):
+    """A group that ``readers`` may join from now on, at ``address`` and :attr:`port`; used by one thread, but for :meth:`close`."""
 
-    def __init__(self, rendezvous: Rendezvous, size: int, buffer_bytes: int, num_buffers: int, interface: str) -> None:
+    def __init__(self, address: str, readers: int, deadline: Deadline) -> None:
         self.name = secrets.token_hex(16)
-        self.buffer_bytes = buffer_bytes
-        self.port = rendezvous.port
-        self._rendezvous: Rendezvous | None = rendezvous
-        self._size, self._interface = size, interface
-        self._buffers = [np.empty(buffer_bytes, np.uint8) for _ in range(num_buffers)]
+        self._rendezvous: Rendezvous | None = Rendezvous(address, readers + 1, deadline)
+        self.port = self._rendezvous.port
+        self._size = readers + 1
         self._group: Group | None = None
         self._closed = False
-
-    @classmethod
-    def opened(cls, address: str, readers: int, buffer_bytes: int, num_buffers: int, deadline: Deadline) -> Epoch:
-        """A group that ``readers`` may join now, at ``address`` and :attr:`port`. Allocates the buffers."""
-        return cls(Rendezvous(address, readers + 1, deadline), readers + 1, buffer_bytes, num_buffers, address)
 
     @property
     def closed(self) -> bool:
@@ -50,37 +44,78 @@ class Epoch:
             if self._closed:
                 raise PeerLost("the group of this broadcast was closed")
             return
-        group = init_custom_process_group(
-            "gloo", 0, self._size, self.name, deadline, rendezvous=rendezvous, interface=self._interface
-        )
+        group = self._enter(rendezvous, deadline)
         self._group = group
         if self._closed:
             group.close()
             raise PeerLost("the group of this broadcast was closed")
 
+    def joined(self) -> Group:
+        """The group. Raises :class:`~weightsync.errors.PeerLost` if it was closed."""
+        group = self._group
+        if group is None or self._closed:
+            raise PeerLost("the group of this broadcast was closed")
+        return group
+
+    @abstractmethod
+    def _enter(self, rendezvous: Rendezvous, deadline: Deadline) -> Group:
+        """Rank 0 of the group."""
+
+    @abstractmethod
     def send(
         self,
         tiles: Tiles,
         frames: npt.NDArray[np.int64],
-        payload: int,
+        regions: Sequence[int],
         version: int,
         check: Callable[[], None],
         deadline: Deadline,
     ) -> None:
-        """Broadcast all ``frames`` of ``tiles`` of the memory at ``payload``; each after its header, which readers check.
+        """Broadcast all ``frames`` of ``tiles`` of the memory at ``regions``; each after its header, which readers check.
 
-        The next ones are packed while one is on its way. ``check`` is called after each packing, and raises if that was too late.
+        The next ones are packed while one is on its way. ``check`` is called again and again, and raises if that was too late.
         """
-        group = self._group
-        if group is None or self._closed:
-            raise PeerLost("the group of this broadcast was closed")
+
+    def close(self) -> None:
+        """Leave the group, so that all who are in it notice, and end a :meth:`join` that waits. Safe twice, from any thread."""
+        self._closed = True
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+        if self._group is not None:
+            self._group.close()
+
+
+class HostEpoch(Epoch):
+    """From host memory, over gloo. Allocates the buffers."""
+
+    def __init__(self, address: str, readers: int, buffer_bytes: int, num_buffers: int, deadline: Deadline) -> None:
+        super().__init__(address, readers, deadline)
+        self._interface = address
+        self._buffers = [np.empty(buffer_bytes, np.uint8) for _ in range(num_buffers)]
+
+    def _enter(self, rendezvous: Rendezvous, deadline: Deadline) -> Group:
+        return init_custom_process_group(
+            "gloo", 0, self._size, self.name, deadline, rendezvous=rendezvous, interface=self._interface
+        )
+
+    def send(
+        self,
+        tiles: Tiles,
+        frames: npt.NDArray[np.int64],
+        regions: Sequence[int],
+        version: int,
+        check: Callable[[], None],
+        deadline: Deadline,
+    ) -> None:
+        """See :meth:`Epoch.send`."""
+        group, addresses = self.joined(), tuple(regions)
 
         def pack(sequence: int) -> torch.Tensor:
             number, offset, first, last, nbytes = frames[sequence].tolist()
             buffer = self._buffers[sequence % len(self._buffers)]
             header = FrameHeader(DATA, sequence, version, number, first - offset, last - offset, nbytes)
             buffer[: HEADER.size] = np.frombuffer(header.pack(), np.uint8)
-            gather_tiles(tiles, (payload,), buffer.ctypes.data + HEADER.size, first, last)
+            gather_tiles(tiles, addresses, buffer.ctypes.data + HEADER.size, first, last)
             check()
             return torch.from_numpy(buffer[: HEADER.size + nbytes])
 
@@ -94,11 +129,3 @@ class Epoch:
                     group.broadcast([packed[sequence].result(deadline.remaining("packing a bucket"))], deadline)
             finally:
                 packed.clear()  # an error in one of them would keep this frame, and so the shelf's memory
-
-    def close(self) -> None:
-        """Leave the group, so that all who are in it notice, and end a :meth:`join` that waits. Safe twice, from any thread."""
-        self._closed = True
-        if self._rendezvous is not None:
-            self._rendezvous.close()
-        if self._group is not None:
-            self._group.close()

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import math
 import threading
+from abc import abstractmethod
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import cached_property
 from hashlib import blake2b
 
-import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from weightsync.deadline import Deadline
 from weightsync.errors import PeerLost, ProtocolError, StaleSource, WeightSyncError, to_wire
-from weightsync.messages import Host, Offer
+from weightsync.messages import Host
 from weightsync.tensors.tiles import TILE_BYTES, Tiles
-from weightsync.transports.collective_epoch import Epoch
-from weightsync.transports.frames import END, HEADER, Channel, FrameHeader
+from weightsync.transports.collective_epoch import Epoch, HostEpoch
+from weightsync.transports.collective_source import host_frames
+from weightsync.transports.device_shelf import DeviceShelf
+from weightsync.transports.frames import END, Channel, FrameHeader
 from weightsync.transports.memory import available_bytes
 from weightsync.transports.packing import BufferSettings
 from weightsync.transports.requests import REQUEST_BYTES, Fail, Join, Ready, Start, Want, ask, next_control
-from weightsync.transports.sending import frames_of, wanted_tiles
-from weightsync.transports.shelf import Shelf
-from weightsync.transports.tcp import TcpOwner, tune
+from weightsync.transports.sending import wanted_tiles
+from weightsync.transports.shelf import Header, Shelf
+from weightsync.transports.tcp import ListeningOwner, tune
 
-__all__ = ["DEFAULT_BUFFER", "CollectiveOwner"]
+__all__ = ["DEFAULT_BUFFER", "CollectiveOwner", "GatheringOwner"]
+
+Int64 = npt.NDArray[np.int64]
 
 DEFAULT_BUFFER = 16 << 20
 _IDLE_SECONDS = 3600.0
@@ -34,12 +41,11 @@ _NOTHING = b""
 
 
 class _Member:
-    """One authenticated reader, and what it wants."""
+    """One authenticated reader, and what it wants of a shelf with ``header``."""
 
-    def __init__(self, channel: Channel, shelf: Shelf) -> None:
+    def __init__(self, channel: Channel, header: Header) -> None:
         self.channel = channel
-        self.header = shelf.header
-        self.payload = shelf.payload  # keeps the memory mapped whatever happens to the shelf
+        self.header = header
         self.wish = _NOTHING  # a digest of all that it wants: equal for readers that can share a broadcast
         self.tiles, self.frames = Tiles.empty(), np.empty((0, 5), np.int64)
         self.transfer: _Transfer | None = None
@@ -69,38 +75,56 @@ class _Transfer:
             self.epoch.close()
 
 
-class CollectiveOwner(TcpOwner):
+class GatheringOwner(ListeningOwner):
     """Serves one shelf: a thread for each reader's connection, and one for each broadcast that runs.
 
-    Holds ``num_buffers`` buffers for each group of readers.
+    Holds ``num_buffers`` buffers for each group of readers. What is memory here, and which group broadcasts it, a subclass says.
     """
 
     def __init__(
         self,
-        shelf: Shelf,
+        shelf: Shelf | DeviceShelf,
         key: bytes,
         here: Host,
         where: tuple[str, int, str | None],
         buffers: BufferSettings,
         gather_seconds: float,
     ) -> None:
-        self._layout_digest = shelf.layout_digest
+        self._shelf, self._layout_digest, self._sizes = shelf, shelf.layout_digest, shelf.sizes
         self._buffers, self._gather_seconds = buffers, gather_seconds
         self._lock = threading.RLock()
         self._members: set[_Member] = set()
         self._gathering: dict[tuple[bytes, int], _Transfer] = {}
         self._running: set[_Transfer] = set()
         self._epochs: dict[bytes, tuple[Epoch, tuple[_Member, ...]]] = {}
-        super().__init__(shelf, key, here, *where)
+        super().__init__(key, here, *where)
+
+    _held: object = None  # what keeps the memory mapped, whatever happens to the shelf, until this owner is closed
 
     @property
-    def offer(self) -> Offer:
-        """See :class:`weightsync.transports.base.Owner`."""
-        return msgspec.structs.replace(super().offer, scheme="collective")
+    @abstractmethod
+    def _regions(self) -> Sequence[int]:
+        """Where the regions lie now."""
+
+    @cached_property
+    @abstractmethod
+    def _bucket_bytes(self) -> int:
+        """The size of a buffer: the same for all readers, from the first one on."""
+
+    @abstractmethod
+    def _cut(self, counts: Int64, sizes: Int64) -> Int64:
+        """The frames of tiles of ``sizes`` bytes, of which each group has so many."""
+
+    @abstractmethod
+    def _opened(self, readers: int, deadline: Deadline) -> Epoch:
+        """A group for so many readers."""
+
+    def _ready(self) -> Ready:
+        return Ready()
 
     def _serve(self, channel: Channel) -> None:
         tune(channel.socket)
-        member = _Member(channel, self._shelf)
+        member = _Member(channel, self._shelf.header)
         with self._lock:
             self._members.add(member)
         try:
@@ -111,7 +135,7 @@ class CollectiveOwner(TcpOwner):
                 try:
                     if isinstance(request, Want):
                         self._remember(member, request)
-                        ask(channel, Ready(), Deadline(_ANSWER_SECONDS))
+                        ask(channel, self._ready(), Deadline(_ANSWER_SECONDS))
                     elif isinstance(request, Start):
                         self._start(member, request)
                     else:
@@ -125,17 +149,11 @@ class CollectiveOwner(TcpOwner):
         with self._lock:
             member.wish = _NOTHING
             self._forget(member)
-        tiles, counts = wanted_tiles(want, self._layout_digest, len(member.payload), TILE_BYTES)
-        sizes = tiles.rows * tiles.row_bytes
-        payload = self._bucket_bytes() - HEADER.size
-        # A bucket takes one tile more than the last multiple: so this is what never gets larger than a buffer.
-        member.tiles, member.frames = tiles, frames_of(counts, sizes, payload - int(sizes.max(initial=0)))
+        tiles, counts = wanted_tiles(want, self._layout_digest, self._sizes, TILE_BYTES)
+        member.tiles, member.frames = tiles, self._cut(counts, tiles.rows * tiles.row_bytes)
         with self._lock:
             member.wish = blake2b(want.counts + want.tiles, digest_size=16).digest()
             self._look(member.wish)
-
-    def _bucket_bytes(self) -> int:
-        return self._buffers.bytes_each(available_bytes() or 0, DEFAULT_BUFFER)
 
     # Gathering.
 
@@ -210,19 +228,20 @@ class CollectiveOwner(TcpOwner):
 
     def _send(self, transfer: _Transfer, members: tuple[_Member, ...]) -> None:
         failure: Fail | None = None
-        first = members[0]
+        first, held = members[0], self._held
         header, frames = first.header, first.frames
         try:
             stamp = header.require(transfer.version)
             epoch = self._epoch(transfer, members)
             epoch.send(
-                first.tiles, frames, first.payload.ctypes.data, transfer.version,
+                first.tiles, frames, self._regions, transfer.version,
                 lambda: header.require_unchanged(stamp), transfer.deadline,
             )  # fmt: skip
             header.require_unchanged(stamp)
         except WeightSyncError as caught:
             why = isinstance(caught, PeerLost) and transfer.failed
             failure = Fail(*to_wire(PeerLost(why) if why else caught))  # the error itself would keep the shelf's memory mapped
+        del held
         with self._lock:
             for member in members:
                 member.transfer = None
@@ -250,14 +269,14 @@ class CollectiveOwner(TcpOwner):
         if epoch is not None:
             members = before  # each has its rank already, whoever asked first this time
         if epoch is None:
-            epoch = Epoch.opened(self.bound, len(members), self._bucket_bytes(), self._buffers.num_buffers, transfer.deadline)
+            epoch = self._opened(len(members), transfer.deadline)
         with self._lock:
             transfer.epoch = epoch
             if transfer.failed:
                 epoch.close()
                 raise PeerLost(transfer.failed)
         for rank, member in enumerate(members, 1):
-            member.tell(Join(epoch.name, rank, len(members) + 1, epoch.port, epoch.buffer_bytes))
+            member.tell(Join(epoch.name, rank, len(members) + 1, epoch.port, self._bucket_bytes))
         epoch.join(transfer.deadline)
         with self._lock:
             self._epochs[transfer.wish] = (epoch, members)
@@ -281,3 +300,36 @@ class CollectiveOwner(TcpOwner):
         for transfer in running:
             if transfer.thread is not None:
                 transfer.thread.join(_CLOSE_SECONDS)
+        self._held = None
+
+
+class CollectiveOwner(GatheringOwner):
+    """The sender of scheme ``collective``: a shelf in host memory, over gloo."""
+
+    scheme = "collective"
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        key: bytes,
+        here: Host,
+        where: tuple[str, int, str | None],
+        buffers: BufferSettings,
+        gather_seconds: float,
+    ) -> None:
+        self._held, self._address = shelf.payload, shelf.address
+        super().__init__(shelf, key, here, where, buffers, gather_seconds)
+
+    @property
+    def _regions(self) -> Sequence[int]:
+        return (self._address,)
+
+    @cached_property
+    def _bucket_bytes(self) -> int:
+        return self._buffers.bytes_each(available_bytes() or 0, DEFAULT_BUFFER)
+
+    def _cut(self, counts: Int64, sizes: Int64) -> Int64:
+        return host_frames(counts, sizes, self._bucket_bytes)
+
+    def _opened(self, readers: int, deadline: Deadline) -> Epoch:
+        return HostEpoch(self.bound, readers, self._bucket_bytes, self._buffers.num_buffers, deadline)

@@ -10,21 +10,27 @@ import numpy.typing as npt
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.errors import Aborted, DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, from_wire
+from weightsync.errors import Aborted, DeadlineExceeded, ProtocolError, WeightSyncError
 from weightsync.tensors.copies import check_keys, scatter_and_digest, scatter_tiles
-from weightsync.tensors.tiles import TILE_BYTES
-from weightsync.transports.frames import CONTROL, DATA, END, HEADER, Channel, FrameHeader
+from weightsync.transports.frames import DATA, HEADER, Channel, FrameHeader
 from weightsync.transports.groups import Group, init_custom_process_group
+from weightsync.transports.joining import JoiningSource
 from weightsync.transports.memory import available_bytes
-from weightsync.transports.packing import LEAST_BUFFER, MOST_BUFFER, BufferSettings
-from weightsync.transports.receiving import CarriedSource
-from weightsync.transports.requests import ANSWER_BYTES, Fail, Join, Start, ask, decode_control, next_control
+from weightsync.transports.packing import BufferSettings
+from weightsync.transports.requests import Join
 from weightsync.transports.sending import frames_of
 
-__all__ = ["CollectiveSource"]
+__all__ = ["CollectiveSource", "host_frames"]
 
-_WHY_SECONDS = 1.0  # how long the owner has to say why a broadcast broke
 _CLOSE_SECONDS = 5.0
+
+
+def host_frames(counts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], buffer_bytes: int) -> npt.NDArray[np.int64]:
+    """The frames that both ends make of tiles of ``sizes`` bytes: each with its header in one buffer.
+
+    A frame takes one tile more than the last multiple: so this is what never gets larger than a buffer.
+    """
+    return frames_of(counts, sizes, buffer_bytes - HEADER.size - int(sizes.max(initial=0)))
 
 
 class _Incoming:
@@ -101,34 +107,24 @@ class _Incoming:
         return not self._thread.is_alive()
 
 
-class CollectiveSource(CarriedSource):
-    """A :class:`~weightsync.transports.base.Source` that takes part in broadcasts. Holds ``num_buffers`` of the owner's buckets.
-
-    Asks, and learns of failures, over its connection to the owner; the connection goes when a transfer is given up, by which the
-    owner and with it the other readers notice.
-    """
-
-    _largest_tile = TILE_BYTES
+class CollectiveSource(JoiningSource):
+    """A :class:`~weightsync.transports.base.Source` of scheme ``collective``. Holds ``num_buffers`` of the owner's buckets."""
 
     def __init__(
         self, dial: Callable[[Callable[[Channel], None], Deadline], Channel], deadline: Deadline, host: str, buffers: BufferSettings
     ) -> None:
-        self._host, self._settings = host, buffers
         self._incoming: _Incoming | None = None
-        self._group: Group | None = None
         self._buffers: list[npt.NDArray[np.uint8]] = []
-        super().__init__(dial, deadline)
+        super().__init__(dial, deadline, host, buffers)
 
     def _drop(self) -> None:
         incoming, self._incoming = self._incoming, None
-        group, self._group = self._group, None
         super()._drop()
         if incoming is not None:
             incoming.end(Aborted("the transfer was given up"))
             if not incoming.ended(0):
                 self._buffers = []  # a broadcast still writes there
-        if group is not None:
-            group.close()
+        self._drop_group()
         if incoming is not None:
             incoming.ended(_CLOSE_SECONDS if self._closed else 0)
 
@@ -137,80 +133,28 @@ class CollectiveSource(CarriedSource):
             self._drop()
         super()._idle()
 
-    def begin(self, version: int, deadline: Deadline) -> None:
-        """See :meth:`weightsync.transports.base.Source.begin`. Returns when the group of readers is complete."""
-        self._idle()
-        channel = self._connected(deadline)
-        try:
-            ask(channel, Start(version, deadline.remaining("beginning a transfer")), deadline)
-            answer = next_control(channel, ANSWER_BYTES, deadline)
-        except WeightSyncError:
-            self._drop()
-            raise
-        if isinstance(answer, Fail):
-            raise from_wire(answer.kind, answer.message)
-        try:
-            if not isinstance(answer, Join):
-                raise ProtocolError(f"{channel.peer} answered {type(answer).__name__} to the beginning of a transfer")
-            group = self._join(channel, answer, deadline)
-        except WeightSyncError as error:
-            raise self._why(channel, error, deadline) from error
-        self._incoming = _Incoming(group, self._frames(answer.buffer_bytes), version, self._buffers, deadline)
+    def _enter(self, channel: Channel, join: Join, deadline: Deadline) -> Group:
+        here = str(channel.socket.getsockname()[0])
+        return init_custom_process_group(
+            "gloo", join.rank, join.size, join.epoch, deadline, address=self._host, port=join.port, interface=here
+        )
 
-    def _join(self, channel: Channel, join: Join, deadline: Deadline) -> Group:
-        if (
-            not LEAST_BUFFER // 2 <= join.buffer_bytes <= MOST_BUFFER
-            or not 0 < join.rank < join.size
-            or not 0 < join.port < 1 << 16
-        ):
-            raise ProtocolError(f"{channel.peer} named an impossible group")
-        if not self._buffers or len(self._buffers[0]) != join.buffer_bytes:
-            needed, free = self._settings.num_buffers * join.buffer_bytes, available_bytes()
+    def _make_room(self, channel: Channel, buffer_bytes: int) -> None:
+        if not self._buffers or len(self._buffers[0]) != buffer_bytes:
+            needed, free = self._settings.num_buffers * buffer_bytes, available_bytes()
             if free is not None and needed > free:
                 raise ProtocolError(f"{channel.peer} broadcasts in buckets of which {needed:,} bytes do not fit here")
-            self._buffers = [np.empty(join.buffer_bytes, np.uint8) for _ in range(self._settings.num_buffers)]
-        group, self._group = self._group, None
-        if group is not None and (group.name != join.epoch or group.closed):
-            group.close()
-            group = None
-        if group is None:
-            here = str(channel.socket.getsockname()[0])
-            group = init_custom_process_group(
-                "gloo", join.rank, join.size, join.epoch, deadline, address=self._host, port=join.port, interface=here
-            )
-        self._group = group
-        return group
+            self._buffers = [np.empty(buffer_bytes, np.uint8) for _ in range(self._settings.num_buffers)]
 
-    def _frames(self, buffer_bytes: int) -> npt.NDArray[np.int64]:
-        """The buckets that the owner makes of what was asked for."""
-        counts = np.array([len(tiles) for tiles in self._groups], np.int64)
-        sizes = [tiles.rows * tiles.row_bytes for tiles in self._groups]
-        flat = np.concatenate(sizes) if sizes else np.empty(0, np.int64)
-        return frames_of(counts, flat, buffer_bytes - HEADER.size - int(flat.max(initial=0)))
-
-    def _why(self, channel: Channel, error: WeightSyncError, deadline: Deadline) -> WeightSyncError:
-        """What the owner says of a broadcast that broke, else ``error``; lets go of everything."""
-        found = error
-        if self._aborted:
-            found = Aborted("the transfer was aborted")
-        elif isinstance(error, PeerLost):
-            try:
-                answer = next_control(channel, ANSWER_BYTES, Deadline(_WHY_SECONDS))
-                if isinstance(answer, Fail):
-                    found = from_wire(answer.kind, answer.message)
-            except WeightSyncError as silence:
-                if isinstance(silence, PeerLost):
-                    found = silence
-        self._drop()
-        return found
+    def _begun(self, channel: Channel, group: Group, version: int, deadline: Deadline) -> None:
+        frames = host_frames(*self._wanted(), len(self._buffers[0]))
+        self._incoming = _Incoming(group, frames, version, self._buffers, deadline)
 
     def _under_way(self) -> tuple[Channel, _Incoming]:
-        if self._aborted:
-            self._drop()
-            raise Aborted("the transfer was aborted")
-        if self._channel is None or self._incoming is None:
+        channel = self._channel_in_use()
+        if self._incoming is None:
             raise ProtocolError("a transfer was continued that was not begun, or that failed")
-        return self._channel, self._incoming
+        return channel, self._incoming
 
     def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
         """See :meth:`weightsync.transports.base.Source.read`."""
@@ -235,7 +179,7 @@ class CollectiveSource(CarriedSource):
                 unpacked = last - offset
                 incoming.give_back()
         except WeightSyncError as error:
-            raise self._why(channel, error, deadline) from error
+            raise self._why(channel, error) from error
         except BaseException:
             self._drop()
             raise
@@ -246,13 +190,7 @@ class CollectiveSource(CarriedSource):
         try:
             if incoming.done != len(incoming.frames):
                 raise ProtocolError("not every group was read")
-            header = FrameHeader.unpack(channel.receive(HEADER.size, deadline))
-            if header.kind == CONTROL:
-                answer = decode_control(channel, header, ANSWER_BYTES, deadline)
-                if isinstance(answer, Fail):
-                    raise from_wire(answer.kind, answer.message)
-            if header[:3] != (END, len(incoming.frames), incoming.version):
-                raise ProtocolError(f"{channel.peer} was not at the end of its transfer")
+            self._take_end(channel, len(incoming.frames), incoming.version, deadline)
             if not incoming.ended(deadline.remaining("ending the transfer")):
                 raise DeadlineExceeded(f"a broadcast did not end within {deadline.seconds:g} s")
         except BaseException:

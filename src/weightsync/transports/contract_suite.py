@@ -119,7 +119,8 @@ class TransportContract:
             owner = OwnerHere(self.where, self.arguments, key, nbytes, digest)
         try:
             yield owner
-            assert owner.close() == []
+            left = owner.close()
+            assert left == [], left
         finally:
             if isinstance(owner, OwnerProcess):
                 owner.kill()

@@ -11,7 +11,6 @@ import os
 import socket
 import struct
 import sys
-import threading
 from collections.abc import Sequence
 
 import msgspec
@@ -22,11 +21,9 @@ import torch
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     Aborted,
-    DeadlineExceeded,
     PeerLost,
     ProtocolError,
     StaleSource,
-    TransportError,
     TransportUnavailable,
 )
 from weightsync.messages import UNREADABLE, Host, Offer
@@ -34,6 +31,7 @@ from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.cuda.copies import TileCopy
 from weightsync.tensors.tiles import Tiles
 from weightsync.transports.cuda_driver import close_handle, driver_problem, open_handle, reach_device
+from weightsync.transports.cuda_waiting import wait_for_event
 from weightsync.transports.device_shelf import DeviceShelf, Exported, export_count, this_process
 from weightsync.transports.frames import Channel
 from weightsync.transports.handshake import HELLO_SECONDS
@@ -221,7 +219,7 @@ class CudaIpcSource:
     def finish(self, deadline: Deadline) -> None:
         """Wait for what was launched last."""
         if self._running is not None:
-            _wait(self._running, deadline, f"reading device memory of {self._channel.peer}")
+            wait_for_event(self._running, deadline, f"reading device memory of {self._channel.peer}")
             self._running = None
 
     def require_unchanged(self, deadline: Deadline) -> None:
@@ -252,31 +250,6 @@ class CudaIpcSource:
         if self._running is None or self._running.query():  # type: ignore[no-untyped-call]
             for address in opened.values():
                 close_handle(address, self.device)
-
-
-def _wait(event: torch.cuda.Event, deadline: Deadline, what: str) -> None:
-    """Wait for ``event``. Raises :class:`~weightsync.errors.DeadlineExceeded`, or what the device reports as a TransportError.
-
-    CUDA offers no wait that ends by itself, so a thread waits, and is left behind if the device never answers.
-    """
-    if event.query():  # type: ignore[no-untyped-call]
-        return
-    done = threading.Event()
-    failed: list[RuntimeError] = []
-
-    def synchronize() -> None:
-        try:
-            event.synchronize()
-        except RuntimeError as error:
-            failed.append(error)
-        finally:
-            done.set()
-
-    threading.Thread(target=synchronize, name="weightsync-cuda-wait", daemon=True).start()
-    if not done.wait(deadline.remaining(what)):
-        raise DeadlineExceeded(f"{what} did not finish within {deadline.seconds:g} s")
-    if failed:
-        raise TransportError(f"{what}: {failed[0]}") from failed[0]
 
 
 class CombinedRead:
@@ -326,7 +299,7 @@ class CombinedRead:
 
     def wait(self, event: torch.cuda.Event, deadline: Deadline, what: str) -> None:
         """Wait for ``event``. Raises DeadlineExceeded, or what the device reports as a TransportError."""
-        _wait(event, deadline, what)
+        wait_for_event(event, deadline, what)
 
     def read(self, group: int, deadline: Deadline) -> None:
         """Return when every byte of this group is in place. Raises as :meth:`weightsync.transports.base.Source.read` does."""

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weightsync.errors import LayoutError, ProtocolError
+from weightsync.errors import LayoutError, ProtocolError, TransportUnavailable
 from weightsync.transports.cuda_driver import HANDLE_BYTES, Allocation, allocation_of, export_handle, still_allocated
-from weightsync.transports.shelf import HEADER_BYTES, Shelf
+from weightsync.transports.shelf import HEADER_BYTES, Header, Shelf
 
 __all__ = ["DeviceShelf", "Exported", "export_count", "this_process"]
 
@@ -73,11 +73,12 @@ class Exported(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeviceShelf:
-    """Regions of one GPU's memory, readable by other processes of this machine while they hold a version.
+    """Regions of one GPU's memory, readable by other processes while they hold a version.
 
     ``addresses()`` tells where the regions (of ``sizes`` bytes, those of the layout with digest ``layout_digest``) lie *now*; it
     is asked at every placing, so that memory that was freed, moved or put on another allocation since is exported anew and
-    never read stale. Raises :class:`~weightsync.errors.TransportUnavailable` for memory that CUDA IPC cannot share, and
+    never read stale. With ``exports``, processes of this machine may map them: then it raises
+    :class:`~weightsync.errors.TransportUnavailable` for memory that CUDA IPC cannot share, and
     :class:`~weightsync.errors.StaleSource` for memory that is not allocated.
 
     ::
@@ -88,15 +89,26 @@ class DeviceShelf:
         shelf.withdraw()            # now it may step
     """
 
-    def __init__(self, sizes: Sequence[int], layout_digest: str, addresses: Callable[[], Sequence[int]], device: int) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        layout_digest: str,
+        addresses: Callable[[], Sequence[int]],
+        device: int,
+        exports: bool = True,
+    ) -> None:
         self.sizes = tuple(sizes)
         self.layout_digest = layout_digest
         self.device = device
         self._addresses = addresses
         self._cell = Shelf(0, layout_digest)
         self._found: tuple[tuple[Allocation, ...], tuple[int, ...]] = ((), ())
+        self.exports = exports
+        self._exported: Exported | None = None
+        self.addresses: tuple[int, ...] = ()
+        """Where the regions lay at the last placing."""
         try:
-            self.exported = self._export()
+            self._look()
         except BaseException:
             self._cell.close()
             raise
@@ -112,18 +124,36 @@ class DeviceShelf:
         return self._cell.memory
 
     @property
+    def header(self) -> Header:
+        """What readers look at to know the version."""
+        return self._cell.header
+
+    @property
+    def exported(self) -> Exported:
+        """What a reader must know to map the regions. Raises TransportUnavailable where they are not to be mapped."""
+        if self._exported is None:
+            raise TransportUnavailable("this trainer rank's device memory is not shared by CUDA IPC")
+        return self._exported
+
+    @property
     def version(self) -> int:
         """The version that readers find, or :data:`~weightsync.transports.shelf.EMPTY`."""
         return self._cell.version
 
-    def _export(self) -> Exported:
-        """Look where the regions are, and make new handles if that is anywhere else than before."""
+    def _look(self) -> None:
+        """Look where the regions are."""
         addresses = tuple(self._addresses())
         if len(addresses) != len(self.sizes):
             raise LayoutError(f"{len(addresses)} addresses for {len(self.sizes)} regions of device memory")
+        if self.exports:
+            self._exported = self._export(addresses)
+        self.addresses = addresses
+
+    def _export(self, addresses: tuple[int, ...]) -> Exported:
+        """The same as before, or new handles if the regions are anywhere else."""
         allocations, where = self._found
-        if addresses == where and still_allocated(allocations, self.device):
-            return self.exported
+        if self._exported is not None and addresses == where and still_allocated(allocations, self.device):
+            return self._exported
         held: list[Allocation] = []
         number = np.zeros(len(addresses), np.int64)
         known: dict[int, int] = {}
@@ -132,6 +162,8 @@ class DeviceShelf:
             address, size = addresses[index], self.sizes[index]
             if not spans or not spans[-1][0] <= address < spans[-1][1]:
                 one = allocation_of(address, self.device)
+                if not one.exportable:
+                    export_handle(one)  # raises: an expandable segment may end in the middle of a region
                 spans.append((one.base, one.base + one.nbytes))
                 known[one.base] = len(held)
                 held.append(one)
@@ -139,8 +171,8 @@ class DeviceShelf:
                 raise LayoutError(f"a region of {size:,} bytes at {address:#x} reaches past its allocation")
             number[index] = known[spans[-1][0]]
         found = (tuple(held), addresses)
-        if found == self._found:
-            return self.exported
+        if self._exported is not None and found == self._found:
+            return self._exported
         handles = tuple(export_handle(one) for one in held)
         offset = np.array(addresses, np.int64) - np.array([*(one.base for one in held), 0], np.int64)[number]
         words = self.page.view(np.int64)
@@ -154,7 +186,6 @@ class DeviceShelf:
             sizes=tuple(one.nbytes for one in held),
             columns=np.stack([number, offset, np.array(self.sizes, np.int64)]).astype("<i8").tobytes(),
         )
-        self.exported = exported
         self._found = found
         words[_EXPORTS_WORD] = exported.count
         return exported
@@ -167,7 +198,7 @@ class DeviceShelf:
         nothing published. Raises :class:`~weightsync.errors.VersionError` as a shelf does, and what the class says of memory.
         """
         with self._cell.placing(number):
-            self._export()
+            self._look()
             yield
             torch.cuda.synchronize(self.device)
 

@@ -160,6 +160,23 @@ class Channel:
             raise ProtocolError(f"{self.peer} sent no descriptor of its shelf")
         return data, fds[0]
 
+    def next_kind(self, deadline: Deadline) -> int:
+        """The kind of the frame that comes next, once its header is here; it stays to be received. Raises as :meth:`receive` does.
+
+        Another thread may do so while nothing else is received.
+        """
+        while True:
+            self.bound(socket.SO_RCVTIMEO, deadline, "waiting for")
+            try:
+                data = self.socket.recv(HEADER.size, socket.MSG_PEEK | socket.MSG_WAITALL)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise self.lost(error) from error
+            if len(data) < HEADER.size:
+                raise self.lost()
+            return FrameHeader.unpack(data).kind
+
     def wait_for_end(self) -> None:
         """Return when the peer closes the connection or says anything, or :meth:`abort` is called."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 0))  # ended by either end's close

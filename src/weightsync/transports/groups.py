@@ -35,7 +35,7 @@ _FIRST_DEVICE = {"gloo": "cpu", "nccl": "cuda"}
 """The device under whose prefix torch keeps a backend's keys, where one backend serves all devices of a group."""
 _ROOT = 0
 _FOREVER = timedelta(days=1)
-_ABORT_SECONDS = 5.0
+_ABORT_SECONDS = 1.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 _log = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ class Group:
         self._process_group, self._store = process_group, store  # NCCL meets there only when it is first used
         self._turn = threading.Lock()
         self._closed = False
+        self._over = threading.Event()
 
     def broadcast(self, tensors: Sequence[torch.Tensor], deadline: Deadline) -> None:
         """Send (rank 0) or receive (others) the bytes of contiguous ``tensors``, one collective each, in order; returns when done.
@@ -92,7 +93,8 @@ class Group:
         stream of its own, after all that the caller's current stream holds; it must wait for other streams that it uses. Raises
         as :meth:`broadcast` does.
         """
-        self._run(lambda process_group, what: _through_nccl(process_group, device, work, deadline, what), deadline)
+        over = self._over = threading.Event()
+        self._run(lambda process_group, what: _through_nccl(process_group, device, work, deadline, what, over), deadline)
 
     def _run(self, broadcasts: Callable[[Any, str], None], deadline: Deadline) -> None:
         what = f"a broadcast in group {self.name!r}"
@@ -104,7 +106,10 @@ class Group:
                 raise PeerLost(f"group {self.name!r} was destroyed")
             try:
                 broadcasts(process_group, what)
-            except (RuntimeError, WeightSyncError) as error:
+            except WeightSyncError:
+                self._closed = True
+                raise
+            except RuntimeError as error:
                 self._closed = True
                 raise self._failure(error, deadline) from error
             finally:
@@ -115,8 +120,6 @@ class Group:
                 self._forget()
 
     def _failure(self, error: Exception, deadline: Deadline) -> WeightSyncError:
-        if isinstance(error, WeightSyncError):
-            return error
         text = _first_line(error)
         if self._closed and "abort" in text.lower():
             return PeerLost(f"group {self.name!r} was destroyed in the middle of a broadcast")
@@ -135,6 +138,7 @@ class Group:
         process_group = self._process_group
         if process_group is not None and self.backend == "nccl":
             process_group.abort()
+        self._over.set()
         del process_group
         if self._turn.acquire(blocking=False):  # else whoever holds it forgets when the collective ends
             try:
@@ -232,14 +236,16 @@ def _through_nccl(
     work: Callable[[Enqueue], None],
     deadline: Deadline,
     what: str,
+    over: threading.Event,
 ) -> None:
-    """Do ``work`` on another thread, wait for it and for the GPU, and abort when the deadline comes.
+    """Do ``work`` on another thread, wait for it and for the GPU, and abort when the deadline comes, or whoever sets ``over``.
 
-    Torch's own timeout is not used: its watchdog answers one by dumping its records and ending the process, at the peers too.
+    An abort does not end the wait for peers that never came, in which the thread is then left behind. Torch's own timeout is not
+    used: its watchdog answers one by dumping its records and ending the process, at the peers too.
     """
     torch.cuda.current_stream(device).synchronize()  # what fills or last used this memory
     own: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    errors: list[RuntimeError] = []
+    errors: list[Exception] = []
     done = threading.Event()
 
     def run() -> None:
@@ -247,18 +253,24 @@ def _through_nccl(
             with torch.cuda.device(device), torch.cuda.stream(own):
                 work(lambda tensor: _broadcast(process_group, tensor, _FOREVER).wait())
                 torch.cuda.current_stream(device).synchronize()
-        except RuntimeError as error:
-            errors.append(error)
+        except Exception as error:  # noqa: BLE001 - raised again by who waits
+            errors.append(error.with_traceback(None))  # which would keep this frame, and so buffers
         finally:
             done.set()
+            over.set()
 
     threading.Thread(target=run, name="weightsync-nccl", daemon=True).start()
-    if not done.wait(deadline.remaining(what)):
+    in_time = over.wait(deadline.remaining(what))
+    if not done.is_set():
         process_group.abort()
         done.wait(_ABORT_SECONDS)
+        errors.clear()
+        if in_time:
+            raise PeerLost(f"{what} was ended: the group was destroyed")
         raise DeadlineExceeded(f"{what} did not finish within {deadline.seconds:g} s")
     if errors:
-        raise errors[0]
+        process_group.abort()  # what was queued would wait for its peers
+        raise errors.pop()  # one that stays in the list would keep this frame
 
 
 def _gloo(store: Any, rank: int, world_size: int, patience: timedelta, interface: str) -> Any:  # noqa: ANN401 - private to torch

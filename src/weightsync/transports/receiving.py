@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -107,6 +108,10 @@ class CarriedSource:
         if not isinstance(answer, Ready):
             self._drop()
             raise ProtocolError(f"{channel.peer} answered {type(answer).__name__} to a table of tiles")
+        self._take_ready(answer)
+
+    def _take_ready(self, ready: Ready) -> None:
+        """What else the owner said when it was ready."""
 
     # The contract.
 
@@ -115,7 +120,8 @@ class CarriedSource:
         self._idle()
         self._want, self._groups = None, []
         for tiles in groups:
-            check_tiles(tiles, (_LARGEST,))  # before any work; how large the shelf is only the owner knows
+            # Before any work; which regions there are, and how large, only the owner knows.
+            check_tiles(replace(tiles, region=np.zeros_like(tiles.region)), (_LARGEST,))
         cut = [cut_tiles(tiles, self._largest_tile) for tiles in groups]
         if len(cut) > MAX_GROUPS or sum(map(len, cut)) > MAX_TILES:
             raise ProtocolError(f"more than {MAX_GROUPS} groups or {MAX_TILES} tiles for one source: split the plan")

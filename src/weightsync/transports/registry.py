@@ -21,13 +21,14 @@ __all__ = ["BUILT_IN", "OPT_IN", "known", "register", "scheme"]
 BUILT_IN: dict[str, tuple[str, str]] = {
     "inproc": ("weightsync.transports.inproc:InProcess", ""),
     "cuda_ipc": ("weightsync.transports.cuda_ipc:CudaIpc", ""),
+    "nccl": ("weightsync.transports.nccl:Nccl", ""),
     "shared_memory": ("weightsync.transports.shared_memory:SharedMemory", ""),
     "tcp": ("weightsync.transports.tcp:Tcp", ""),
     "collective": ("weightsync.transports.collective:Collective", ""),
 }
 """Name to where its class is, and what to install if that cannot be imported; fastest first."""
 
-OPT_IN = frozenset({"collective"})
+OPT_IN = frozenset({"collective", "nccl"})
 """Built-in schemes that are used only where they are named: one reader's fate there depends on the others'."""
 
 _GROUP = "weightsync.transports"

@@ -55,7 +55,9 @@ class Start(_Struct, frozen=True):
 
 
 class Ready(_Struct, frozen=True):
-    """The tiles are inside the shelf and remembered."""
+    """The tiles are inside the shelf and remembered. ``device`` names the GPU that will send them, where one does."""
+
+    device: str = ""
 
 
 class Fail(_Struct, frozen=True):
@@ -66,7 +68,7 @@ class Fail(_Struct, frozen=True):
 
 
 class Join(_Struct, frozen=True):
-    """Of ``collective``, to a :class:`Start`: the broadcast begins, to all readers that have joined this epoch's group.
+    """Of ``collective`` and ``nccl``, to a :class:`Start`: the broadcast begins, to all readers in this epoch's group.
 
     A reader that is in another epoch's group leaves it and joins this one, as ``rank`` of ``size``, at ``port`` of the owner.
     Buckets have at most ``buffer_bytes`` bytes, header included.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +59,7 @@ class Sender:
 
     def _remember(self, want: Want) -> None:
         self._frames = np.empty((0, 5), np.int64)
-        tiles, counts = wanted_tiles(want, self._layout_digest, len(self._payload), FRAME_BYTES)
+        tiles, counts = wanted_tiles(want, self._layout_digest, (len(self._payload),), FRAME_BYTES)
         self._tiles, self._frames = tiles, frames_of(counts, tiles.rows * tiles.row_bytes)
 
     def _stream(self, version: int, deadline: Deadline) -> None:
@@ -74,11 +75,11 @@ class Sender:
         channel.send([FrameHeader(END, len(self._frames), version).pack()], deadline)
 
 
-def wanted_tiles(want: Want, layout_digest: str, nbytes: int, largest: int) -> tuple[Tiles, npt.NDArray[np.int64]]:
-    """The tiles that ``want`` asks for of a shelf of ``nbytes`` bytes, and how many each group has: checked, as a peer sent them.
+def wanted_tiles(want: Want, layout_digest: str, regions: Sequence[int], largest: int) -> tuple[Tiles, npt.NDArray[np.int64]]:
+    """The tiles that ``want`` asks for of ``regions`` (bytes of each), and how many each group has: checked, as a peer sent them.
 
     Raises :class:`~weightsync.errors.StaleSource` for another layout, and :class:`~weightsync.errors.ProtocolError` for tiles that
-    leave the shelf or have more than ``largest`` bytes.
+    leave their region or have more than ``largest`` bytes.
     """
     if want.layout_digest != layout_digest:
         raise StaleSource(f"this trainer rank has layout {layout_digest}, but the plan was made for {want.layout_digest}")
@@ -88,12 +89,12 @@ def wanted_tiles(want: Want, layout_digest: str, nbytes: int, largest: int) -> t
     table = np.frombuffer(want.tiles, "<i8").astype(np.int64).reshape(-1, 5)
     if np.any((counts < 0) | (counts > MAX_TILES)) or int(counts.sum()) != len(table):
         raise ProtocolError("the groups of wanted tiles do not add up to the table")
-    if np.any((table[:, 0] < 0) | (table[:, 0] > 0)):
+    if np.any((table[:, 0] < 0) | (table[:, 0] >= len(regions))):
         raise ProtocolError("a copy table names a memory region that does not exist")
     nowhere = np.zeros(len(table), np.int64)
     region, source, stride, rows, row_bytes = (np.ascontiguousarray(column) for column in table.T)
     tiles = Tiles(region.astype(np.int32), source, stride, nowhere, nowhere, rows, row_bytes)
-    check_tiles(tiles, (nbytes,))
+    check_tiles(tiles, regions)
     if np.any(rows * row_bytes > largest):
         raise ProtocolError(f"a wanted tile has more than {largest} bytes")
     return tiles, counts

@@ -107,6 +107,8 @@ class Shelf:
         if nbytes < 0:
             raise ConfigurationError(f"a shelf cannot have {nbytes} bytes")
         self.nbytes = nbytes
+        self.sizes = (nbytes,)
+        """Bytes of each region of the layout."""
         self.layout_digest = layout_digest
         self._memory = allocate(HEADER_BYTES + nbytes)
         self._bytes: npt.NDArray[np.uint8] | None = np.frombuffer(self._memory.map, np.uint8)

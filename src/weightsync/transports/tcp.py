@@ -11,6 +11,7 @@ import ipaddress
 import secrets
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from weightsync.transports.registry import scheme
 from weightsync.transports.sending import Sender
 from weightsync.transports.shelf import Shelf
 
-__all__ = ["Tcp", "TcpOwner", "in_clear", "open_channel", "parse_address", "tune"]
+__all__ = ["ListeningOwner", "Tcp", "TcpOwner", "in_clear", "open_channel", "parse_address", "tune"]
 
 _Address = tuple[int, tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]]  # a family, and what connect() takes
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a host that vanished is noticed within a minute
@@ -83,12 +84,13 @@ def in_clear(offer: Offer) -> bool:
     return isinstance(scheme(offer.scheme), Tcp) and not _Where.parse(offer.address).fingerprint
 
 
-class TcpOwner:
-    """Listens on one address and serves each authenticated reader in a thread."""
+class ListeningOwner(ABC):
+    """Listens on one address and serves each authenticated reader in a thread. ``scheme`` is what its offer says."""
+
+    scheme = ""
 
     def __init__(
         self,
-        shelf: Shelf,
         key: bytes,
         here: Host,
         bind: str,
@@ -96,7 +98,6 @@ class TcpOwner:
         advertise: str | None,
         encrypt: bool | None = False,  # None: beyond loopback
     ) -> None:
-        self._shelf = shelf
         owner_id = secrets.token_bytes(ID_BYTES)
         try:
             family, kind, _, _, where = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -125,8 +126,8 @@ class TcpOwner:
                 context, fingerprint = owner_context()
                 address += f"/{fingerprint.hex()}"
                 make = functools.partial(EncryptedChannel, context=context)
-            self._offer = Offer(scheme=Tcp.name, address=address, host=here)
-            self._listener = Listener(sock, "tcp", check_key(key), owner_id, self._serve, channel=make)
+            self._offer = Offer(scheme=self.scheme, address=address, host=here)
+            self._listener = Listener(sock, self.scheme, check_key(key), owner_id, self._serve, channel=make)
         except BaseException:
             sock.close()
             raise
@@ -136,13 +137,36 @@ class TcpOwner:
         """See :class:`weightsync.transports.base.Owner`."""
         return self._offer
 
+    @abstractmethod
     def _serve(self, channel: Channel) -> None:
-        tune(channel.socket)
-        Sender(self._shelf, channel).run()
+        """Answer one reader, until it goes away."""
 
     def close(self) -> None:
         """See :class:`weightsync.transports.base.Owner`."""
         self._listener.close()
+
+
+class TcpOwner(ListeningOwner):
+    """Sends each reader what it asks for."""
+
+    scheme = "tcp"
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        key: bytes,
+        here: Host,
+        bind: str,
+        port: int,
+        advertise: str | None,
+        encrypt: bool | None = False,
+    ) -> None:
+        self._shelf = shelf
+        super().__init__(key, here, bind, port, advertise, encrypt)
+
+    def _serve(self, channel: Channel) -> None:
+        tune(channel.socket)
+        Sender(self._shelf, channel).run()
 
 
 class Tcp:
@@ -180,7 +204,7 @@ class Tcp:
             return False
         return offer.host.name == here.name or not _is_loopback(host)
 
-    def serve(self, shelf: Shelf, key: bytes, here: Host) -> TcpOwner:
+    def serve(self, shelf: Shelf, key: bytes, here: Host) -> ListeningOwner:
         """See :class:`weightsync.transports.base.Scheme`."""
         return TcpOwner(shelf, key, here, self._bind, self._port, self._advertise, self._encrypt)
 

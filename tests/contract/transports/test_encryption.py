@@ -24,7 +24,7 @@ from weightsync.transports.collective import Collective
 from weightsync.transports.encryption import owner_context
 from weightsync.transports.host import this_host
 from weightsync.transports.shelf import Shelf
-from weightsync.transports.tcp import Tcp, TcpOwner
+from weightsync.transports.tcp import ListeningOwner, Tcp
 from weightsync.transports.wanted import Wanted, big
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -44,7 +44,7 @@ def shelf() -> Iterator[Shelf]:
 
 
 @pytest.fixture(params=[True, False], ids=["encrypted", "plain"])
-def owner(request: pytest.FixtureRequest, shelf: Shelf) -> Iterator[TcpOwner]:
+def owner(request: pytest.FixtureRequest, shelf: Shelf) -> Iterator[ListeningOwner]:
     owner = Tcp(encrypt=request.param).serve(shelf, KEY, this_host())
     yield owner
     owner.close()
@@ -129,7 +129,7 @@ class Neighbour:
             sock.close()
 
 
-def test_a_neighbour_reads_weights_only_where_nothing_is_encrypted(owner: TcpOwner) -> None:
+def test_a_neighbour_reads_weights_only_where_nothing_is_encrypted(owner: ListeningOwner) -> None:
     with contextlib.closing(Neighbour(parts(owner.offer)[0])) as neighbour:
         wanted = transfer(elsewhere(owner.offer, port=neighbour.port))
     assert bytes(wanted.target).count(SECRET) > 1000
@@ -139,7 +139,7 @@ def test_a_neighbour_reads_weights_only_where_nothing_is_encrypted(owner: TcpOwn
 
 @encrypted
 @pytest.mark.parametrize("where", [200, 1000, 1 << 20])
-def test_a_bit_that_was_changed_on_the_way_ends_the_connection(owner: TcpOwner, where: int) -> None:
+def test_a_bit_that_was_changed_on_the_way_ends_the_connection(owner: ListeningOwner, where: int) -> None:
     """In the handshake, after it, and among the weights."""
     with contextlib.closing(Neighbour(parts(owner.offer)[0], flip=where)) as neighbour, pytest.raises(WeightSyncError) as raised:
         transfer(elsewhere(owner.offer, port=neighbour.port))
@@ -147,7 +147,7 @@ def test_a_bit_that_was_changed_on_the_way_ends_the_connection(owner: TcpOwner, 
 
 
 @encrypted
-def test_another_certificate_is_not_believed_and_hears_nothing(owner: TcpOwner) -> None:
+def test_another_certificate_is_not_believed_and_hears_nothing(owner: ListeningOwner) -> None:
     """Of whoever answers in the owner's place, with TLS of their own."""
     context, _ = owner_context()
     heard: list[bytes] = []
@@ -168,13 +168,13 @@ def test_another_certificate_is_not_believed_and_hears_nothing(owner: TcpOwner) 
 
 
 @encrypted
-def test_the_certificate_alone_opens_nothing(owner: TcpOwner) -> None:
+def test_the_certificate_alone_opens_nothing(owner: ListeningOwner) -> None:
     with pytest.raises((AuthenticationError, PeerLost)):
         transfer(owner.offer, b"another key than the one of the run")
 
 
 @encrypted
-def test_an_address_without_its_fingerprint_leads_to_a_clear_refusal(owner: TcpOwner) -> None:
+def test_an_address_without_its_fingerprint_leads_to_a_clear_refusal(owner: ListeningOwner) -> None:
     """A downgrade: somebody has cut it off, or gave an old address."""
     with pytest.raises(AuthenticationError, match="takes encrypted connections only"):
         transfer(elsewhere(owner.offer, fingerprint=""))
@@ -182,13 +182,13 @@ def test_an_address_without_its_fingerprint_leads_to_a_clear_refusal(owner: TcpO
 
 
 @plain
-def test_an_owner_that_does_not_encrypt_though_its_address_says_so(owner: TcpOwner) -> None:
+def test_an_owner_that_does_not_encrypt_though_its_address_says_so(owner: ListeningOwner) -> None:
     with pytest.raises((AuthenticationError, PeerLost), match=r"does not encrypt|went away"):
         transfer(elsewhere(owner.offer, fingerprint="ab" * 32))
 
 
 @encrypted
-def test_old_tls_is_not_spoken(owner: TcpOwner) -> None:
+def test_old_tls_is_not_spoken(owner: ListeningOwner) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -197,7 +197,7 @@ def test_old_tls_is_not_spoken(owner: TcpOwner) -> None:
 
 
 @encrypted
-def test_an_owner_that_dies_in_the_handshake(owner: TcpOwner) -> None:
+def test_an_owner_that_dies_in_the_handshake(owner: ListeningOwner) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def die() -> None:

@@ -15,7 +15,7 @@ from weightsync.deadline import Deadline
 from weightsync.transports.host import this_host
 from weightsync.transports.listener import Listener
 from weightsync.transports.shelf import Shelf
-from weightsync.transports.tcp import Tcp, TcpOwner
+from weightsync.transports.tcp import ListeningOwner, Tcp
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -24,7 +24,7 @@ PLACES = 32
 
 
 @pytest.fixture
-def owner() -> Iterator[TcpOwner]:
+def owner() -> Iterator[ListeningOwner]:
     shelf = Shelf(4096, "layout")
     owner = Tcp().serve(shelf, KEY, this_host())
     yield owner
@@ -32,7 +32,7 @@ def owner() -> Iterator[TcpOwner]:
     shelf.close()
 
 
-def connect(owner: TcpOwner, host: str) -> socket.socket:
+def connect(owner: ListeningOwner, host: str) -> socket.socket:
     port = int(owner.offer.address.partition("/")[0].rpartition(":")[2])
     return socket.create_connection(("127.0.0.1", port), timeout=5, source_address=(host, 0))
 
@@ -47,7 +47,7 @@ def is_open(sock: socket.socket) -> bool:
         return False
 
 
-def test_a_flood_pushes_out_itself(owner: TcpOwner) -> None:
+def test_a_flood_pushes_out_itself(owner: ListeningOwner) -> None:
     with contextlib.ExitStack() as held:
         lonely = held.enter_context(connect(owner, "127.0.0.2"))
         flood = [held.enter_context(connect(owner, "127.0.0.3")) for _ in range(2 * PLACES)]
@@ -59,7 +59,7 @@ def test_a_flood_pushes_out_itself(owner: TcpOwner) -> None:
         assert is_open(flood[-1])
 
 
-def test_a_reader_gets_in_and_stays_while_strangers_knock(owner: TcpOwner) -> None:
+def test_a_reader_gets_in_and_stays_while_strangers_knock(owner: ListeningOwner) -> None:
     stop = threading.Event()
     made = [0]
 

@@ -59,7 +59,7 @@ def test_the_device_of_shards() -> None:
 
 def test_host_memory_is_copied_and_says_why() -> None:
     manifest, shards = shards_of(_state())
-    assert "not among" in (obstacle_to_live(manifest, shards, [SharedMemory()]) or "")
+    assert "are not among" in (obstacle_to_live(manifest, shards, [SharedMemory()]) or "")
     assert "not all on one CUDA device" in (obstacle_to_live(manifest, shards, [CudaIpc(), SharedMemory()]) or "")
     with pytest.raises(TransportUnavailable, match=r"not all on one CUDA device.*shared_memory or tcp"):
         TrainerRole(_state(), [CudaIpc()], _KEY, this_host())

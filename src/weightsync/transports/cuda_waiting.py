@@ -1,0 +1,44 @@
+"""Waits for a CUDA device that end by themselves."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from weightsync.deadline import Deadline
+from weightsync.errors import DeadlineExceeded, TransportError
+
+__all__ = ["wait_for_device", "wait_for_event"]
+
+
+def wait_for_event(event: torch.cuda.Event, deadline: Deadline, what: str) -> None:
+    """Wait for ``event``. Raises :class:`~weightsync.errors.DeadlineExceeded`, or what the device reports as a TransportError.
+
+    CUDA offers no wait that ends by itself, so a thread waits, and is left behind if the device never answers.
+    """
+    if event.query():  # type: ignore[no-untyped-call]
+        return
+    done = threading.Event()
+    failed: list[RuntimeError] = []
+
+    def synchronize() -> None:
+        try:
+            event.synchronize()
+        except RuntimeError as error:
+            failed.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=synchronize, name="weightsync-cuda-wait", daemon=True).start()
+    if not done.wait(deadline.remaining(what)):
+        raise DeadlineExceeded(f"{what} did not finish within {deadline.seconds:g} s")
+    if failed:
+        raise TransportError(f"{what}: {failed[0]}") from failed[0]
+
+
+def wait_for_device(device: torch.device, deadline: Deadline, what: str) -> None:
+    """Wait for all that is in the current stream of ``device``. Raises as :func:`wait_for_event` does."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    wait_for_event(event, deadline, what)

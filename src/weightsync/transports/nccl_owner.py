@@ -1,0 +1,114 @@
+"""The sender of scheme ``nccl``: GPU memory in place, or a shelf in host memory that its GPU can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.deadline import Deadline
+from weightsync.messages import Host
+from weightsync.tensors.tiles import Tiles
+from weightsync.transports.collective_epoch import Epoch
+from weightsync.transports.collective_owner import GatheringOwner
+from weightsync.transports.device_shelf import DeviceShelf
+from weightsync.transports.groups import Group, Rendezvous, init_custom_process_group
+from weightsync.transports.packed_broadcast import DEFAULT_BUFFER, PackedBroadcast, packed_frames
+from weightsync.transports.packing import BufferSettings
+from weightsync.transports.pinning import Pinned
+from weightsync.transports.requests import Ready
+from weightsync.transports.shelf import Shelf
+
+__all__ = ["NcclOwner", "name_of_gpu"]
+
+Int64 = npt.NDArray[np.int64]
+
+
+def name_of_gpu(device: torch.device) -> str:
+    """What no other GPU is called, on any host."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+class NcclOwner(GatheringOwner):
+    """Holds ``num_buffers`` buffers of GPU memory, and a table of tiles, for each group of readers."""
+
+    scheme = "nccl"
+
+    def __init__(
+        self,
+        shelf: Shelf | DeviceShelf,
+        key: bytes,
+        here: Host,
+        where: tuple[str, int, str | None],
+        buffers: BufferSettings,
+        gather_seconds: float,
+    ) -> None:
+        self._pinned: Pinned | None = None
+        if isinstance(shelf, DeviceShelf):
+            self._device = torch.device("cuda", shelf.device)
+        else:
+            self._device = torch.device("cuda", torch.cuda.current_device())
+            self._held = self._pinned = Pinned(shelf.payload, self._device)
+        super().__init__(shelf, key, here, where, buffers, gather_seconds)
+
+    @property
+    def _regions(self) -> Sequence[int]:
+        if isinstance(self._shelf, DeviceShelf):
+            return self._shelf.addresses
+        return () if self._pinned is None else (self._pinned.address,)
+
+    @cached_property
+    def _bucket_bytes(self) -> int:
+        return self._buffers.bytes_each(torch.cuda.mem_get_info(self._device)[0], DEFAULT_BUFFER)
+
+    def _cut(self, counts: Int64, sizes: Int64) -> Int64:
+        return packed_frames(counts, sizes, self._bucket_bytes)
+
+    def _opened(self, readers: int, deadline: Deadline) -> Epoch:
+        return _DeviceEpoch(self.bound, readers, self._bucket_bytes, self._buffers.num_buffers, self._device, deadline)
+
+    def _ready(self) -> Ready:
+        return Ready(name_of_gpu(self._device))
+
+    def close(self) -> None:
+        """See :class:`weightsync.transports.base.Owner`."""
+        super().close()
+        if self._pinned is not None:
+            self._pinned.close()
+
+
+class _DeviceEpoch(Epoch):
+    """Over NCCL."""
+
+    def __init__(
+        self, address: str, readers: int, buffer_bytes: int, num_buffers: int, device: torch.device, deadline: Deadline
+    ) -> None:
+        super().__init__(address, readers, deadline)
+        self._buffer_bytes, self._num_buffers, self._device = buffer_bytes, num_buffers, device
+        self._made_for: tuple[int, ...] = ()
+        self._end: PackedBroadcast | None = None
+
+    def _enter(self, rendezvous: Rendezvous, deadline: Deadline) -> Group:
+        return init_custom_process_group(
+            "nccl", 0, self._size, self.name, deadline, rendezvous=rendezvous, device=self._device, priority=True
+        )
+
+    def send(
+        self,
+        tiles: Tiles,
+        frames: Int64,
+        regions: Sequence[int],
+        version: int,
+        check: Callable[[], None],
+        deadline: Deadline,
+    ) -> None:
+        """See :meth:`Epoch.send`."""
+        group = self.joined()
+        if self._end is None or tuple(regions) != self._made_for:  # the trainer's memory moved; what is wanted stays the same
+            self._end = None  # two would not fit
+            self._end = PackedBroadcast(tiles, frames, self._device, self._buffer_bytes, self._num_buffers, regions)
+            self._made_for = tuple(regions)
+        self._end.run(group, version, deadline, check=check)

@@ -1,9 +1,10 @@
 # mypy: ignore-errors
-# ruff: noqa: ANN001, ANN201
-"""Direct delivery into a real vLLM through its plugin: ``python -m tests.gpu.measure_vllm tiny|MODEL [ROUNDS]``.
+# ruff: noqa: ANN001, ANN003, ANN201, ANN202
+"""Direct delivery into a real vLLM by its plugin: ``python -m tests.gpu.measure_vllm tiny|MODEL [ROUNDS [RANKS [TRANSPORT]]]``.
 
 ``tiny``: a small random Qwen3 checkpoint, graphs captured, updates; prints one line of JSON that ``test_vllm_direct.py`` looks at.
-``MODEL``: a model of the GPU suite, shapes only; the time from pause to resume. The trainer has the last GPU, vLLM the first.
+``MODEL``: a model of the GPU suite, shapes only; the time from pause to resume. vLLM has the first GPUs (``RANKS``, tensor
+parallel), and as many FSDP ranks of a trainer the last ones.
 vLLM and weightsync's entry point are on the path.
 """
 
@@ -14,7 +15,7 @@ import os
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -74,7 +75,7 @@ def change(model, seed):
 
 
 @contextmanager
-def vllm_joined(folder, dummy, server):
+def vllm_joined(folder, dummy, server, ranks=1, transport=None):
     from vllm import LLM
     from vllm.config import WeightTransferConfig
 
@@ -84,12 +85,14 @@ def vllm_joined(folder, dummy, server):
     llm = LLM(
         model=str(folder), load_format="dummy" if dummy else "auto", skip_tokenizer_init=True, dtype="bfloat16", seed=0,
         gpu_memory_utilization=0.45 if dummy else 0.1, max_model_len=256, max_num_seqs=4, enforce_eager=False,
+        tensor_parallel_size=ranks,
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4]},
         weight_transfer_config=WeightTransferConfig(backend="weightsync"),
     )  # fmt: skip
     started = time.perf_counter() - began
     began = time.perf_counter()
-    with attach(llm, "vllm-0", server.url, token=server.token) as attached:
+    transports = [transport] if transport else None
+    with attach(llm, "vllm-0", server.url, token=server.token, transports=transports) as attached:
         seen = {"vllm_start_s": round(started, 1), "join_s": round(time.perf_counter() - began, 2)}
         print("JOINED " + json.dumps(seen), flush=True)
         yield llm, attached, seen
@@ -126,17 +129,20 @@ def installed(model):
     return {n: (p.data_ptr(), int(p.detach().flatten().view(torch.int16).long().sum())) for n, p in model.named_parameters()}
 
 
-def check_tiny():
+def check_tiny(ranks, transport):
     from weightsync.service.server import BackgroundServer
     from weightsync.service.settings import ServerSettings
 
     with tempfile.TemporaryDirectory() as folder, BackgroundServer(ServerSettings.load({}, port=0)) as server:
         reference = tiny(folder)
-        with vllm_joined(folder, False, server) as (llm, attached, seen):
-            model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
-            calls, own = [], model.load_weights
-            model.load_weights = lambda weights: calls.append("load_weights") or own(weights)
-            with weightsync.Trainer(reference, server.url, token=server.token) as trainer:
+        with vllm_joined(folder, False, server, ranks, transport) as (llm, attached, seen):
+            model, calls = torch.nn.Module(), []
+            if ranks == 1:  # else it is in other processes
+                model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+                own = model.load_weights
+                model.load_weights = lambda weights: calls.append("load_weights") or own(weights)
+            transports = [transport] if transport else None
+            with weightsync.Trainer(reference, server.url, token=server.token, transports=transports) as trainer:
                 places = {name: where for name, (where, _) in installed(model).items()}
                 prompts, wanted, gap = decided(reference)
                 seen |= {"before": tokens(llm, attached, prompts)[1], "wanted": wanted, "gap": gap, "updates": []}
@@ -154,40 +160,54 @@ def check_tiny():
                         "warm": warm, "cached": cached, "paused_ms": round(1000 * replica.paused_seconds, 2),
                         "in_place": places == {name: where for name, (where, _) in installed(model).items()},
                     })  # fmt: skip
+                seen |= {"loader_calls": calls}
+                if ranks > 1:
+                    print("RESULT " + json.dumps(seen), flush=True)
+                    return
                 direct, model.load_weights = installed(model), own
                 from safetensors.torch import save_file
 
                 state = {name: value.contiguous() for name, value in reference.state_dict().items()}
                 save_file(state, Path(folder) / "model.safetensors", {"format": "pt"})
                 llm.collective_rpc("reload_weights")  # vLLM's own way, from the file
-                seen |= {"loader_calls": calls, "bits_of_own_loading": direct == installed(model)}
+                seen |= {"bits_of_own_loading": direct == installed(model)}
     print("RESULT " + json.dumps(seen), flush=True)
 
 
-def measure(name, rounds):
+def measure(name, rounds, ranks, transport):
     from weightsync.bench.gpu_job import manifest_for
     from weightsync.bench.peer import Peer
     from weightsync.service.server import BackgroundServer
     from weightsync.service.settings import ServerSettings
 
-    job = {"name": "vllm", "model": name, "delivery": "direct", "on": [torch.cuda.device_count() - 1], "to": [0]}
+    count = torch.cuda.device_count()
+    job = {"name": "vllm", "model": name, "delivery": "direct", "on": list(range(count - ranks, count)), "to": list(range(ranks))}
+    if transport:
+        job["transport"] = transport
     with tempfile.TemporaryDirectory() as folder, BackgroundServer(ServerSettings.load({}, port=0, heartbeat=60.0)) as server:
         shapes_only(folder, manifest_for(name))
-        with (
-            vllm_joined(folder, True, server) as (llm, attached, _),
-            Peer("weightsync.bench.gpu_rank", {"role": "trainer", "rank": 0, "job": job}) as trainer,
-        ):
+        with vllm_joined(folder, True, server, ranks, transport) as (llm, attached, _), ExitStack() as owned:
+            trainers = [
+                owned.enter_context(Peer("weightsync.bench.gpu_rank", {"role": "trainer", "rank": rank, "job": job}))
+                for rank in range(ranks)
+            ]
+
+            def all_of(**command):
+                for one in trainers:
+                    one.tell(**command)
+                return [one.hear(120) for one in trainers]
+
             before = tokens(llm, attached)[1]
-            print(trainer.hear(120))
-            trainer.ask(do="join", url=server.url, token=server.token)
+            print([one.hear(120) for one in trainers])
+            all_of(do="join", url=server.url, token=server.token)
             for version in range(rounds):
-                trainer.ask(do="change", version=version)
-                told = trainer.ask(do="publish", version=version)
+                all_of(do="change", version=version)
+                told = all_of(do="publish", version=version)[0]
                 if "error" in told:
                     raise RuntimeError(told["error"])
                 (replica,) = told["answer"]["result"]["replicas"]
                 print(json.dumps({
-                    "version": replica["version"], "delivery": replica["delivery"], "verified": replica["verified"],
+                    **{name: replica[name] for name in ("version", "transports", "delivery", "verified")},
                     "paused_ms": round(1000 * replica["paused_seconds"], 2),
                     "publish_ms": round(1000 * (told["answer"]["ended"] - told["answer"]["begun"]), 2),
                     "phases_ms": {name: round(1000 * value, 2) for name, value in replica["phases"].items()},
@@ -197,9 +217,10 @@ def measure(name, rounds):
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "tiny":
-        check_tiny()
+    what, rounds, ranks, transport = [*sys.argv[1:], *["", "4", "1", ""][len(sys.argv) - 1 :]]
+    if what == "tiny":
+        check_tiny(int(ranks), transport)
     else:
-        measure(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 4)
+        measure(what, int(rounds), int(ranks), transport)
     sys.stdout.flush()
     os._exit(0)

@@ -8,8 +8,10 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,20 +22,21 @@ pytestmark = [
 ]
 
 
-def test_updates_give_transformers_tokens_with_graphs_captured_before() -> None:
+def _updated(ranks: int, transport: str) -> dict[str, Any]:
+    """What three updates of a tiny model did, the third with the weights of the second."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     process = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.measure_vllm", "tiny"],
+        [sys.executable, "-m", "tests.gpu.measure_vllm", "tiny", "3", str(ranks), transport],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280, cwd=ROOT, env=environment, check=False,
     )  # fmt: skip
     results = [line.removeprefix("RESULT ") for line in process.stdout.splitlines() if line.startswith("RESULT ")]
     assert process.returncode == 0, process.stdout[-4000:]
     assert results, process.stdout[-4000:]
-    seen = json.loads(results[0])
+    seen: dict[str, Any] = json.loads(results[0])
     assert seen["before"] == seen["wanted"]  # vLLM and Transformers agree at all, also after the trial
     assert len(seen["updates"]) == 3, seen
     for update in seen["updates"]:
-        assert (update["delivery"], update["transports"], update["verified"]) == ("direct", ["cuda_ipc"], "installed"), update
+        assert (update["delivery"], update["transports"], update["verified"]) == ("direct", [transport], "installed"), update
         assert str(update["published"]) in update["version"]
         assert update["answers"] == update["wanted"], update
         assert update["in_place"]
@@ -43,4 +46,14 @@ def test_updates_give_transformers_tokens_with_graphs_captured_before() -> None:
     first, second, _ = (update["answers"] for update in seen["updates"])
     assert first != second
     assert seen["loader_calls"] == []
-    assert seen["bits_of_own_loading"] is True
+    return seen
+
+
+def test_updates_give_transformers_tokens_with_graphs_captured_before() -> None:
+    assert _updated(1, "cuda_ipc")["bits_of_own_loading"] is True
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three CUDA devices")
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
+def test_two_tensor_parallel_ranks_give_the_same(transport: str) -> None:
+    _updated(2, transport)

@@ -20,10 +20,13 @@ def trainer(rank: int, *schemes: str, host: Host = HERE) -> TrainerRank:
     )  # fmt: skip
 
 
-def engine(rank: int = 0, *, layout: bool = True, delivery: Delivery = "auto", why: str = "", on_gpu: bool = False) -> EngineRank:
+def engine(
+    rank: int = 0, *, layout: bool = True, delivery: Delivery = "auto", why: str = "", on_gpu: bool = False,
+    transports: tuple[str, ...] = ("cuda_ipc", "tcp"),
+) -> EngineRank:  # fmt: skip
     return EngineRank(
         member=f"vllm/{rank}", replica="vllm", rank=rank, world_size=2, session="s", host=HERE, manifest=MANIFEST,
-        layout=rows_layout(MANIFEST, rank, 2) if layout else None, transports=("cuda_ipc", "tcp"), delivery=delivery,
+        layout=rows_layout(MANIFEST, rank, 2) if layout else None, transports=transports, delivery=delivery,
         no_layout=why, device_memory=on_gpu,
     )  # fmt: skip
 
@@ -56,6 +59,13 @@ def test_gpu_memory_is_written_only_from_gpus_of_its_host(trainers: list[Trainer
     assert ("trainer/" in reason) == (delivery == "streamed")
     assert chosen(trainers, [engine(0)])[0] == "direct"  # host memory takes from anywhere
     assert chosen(trainers, [engine(0, on_gpu=True, delivery="direct")])[0] == "direct"  # asked for
+
+
+def test_nccl_writes_gpu_memory_of_other_hosts_where_both_sides_allow_it() -> None:
+    there = [trainer(0, "cuda_ipc", "nccl"), trainer(1, "nccl", host=THERE)]
+    assert chosen(there, [engine(0, on_gpu=True, transports=("cuda_ipc", "nccl"))])[0] == "direct"
+    assert chosen(there, [engine(0, on_gpu=True)])[0] == "streamed"
+    assert chosen([trainer(0, "tcp")], [engine(0, on_gpu=True, transports=("nccl", "tcp"))])[0] == "streamed"
 
 
 def test_a_plan_is_made_anew_when_that_changes() -> None:

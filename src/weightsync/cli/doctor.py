@@ -159,7 +159,7 @@ def _peer_access(name: str) -> Finding:
 
 
 def _nccl(name: str) -> Finding:
-    cost = "no collective transport between GPUs"
+    cost = "no transport nccl, by which GPUs of several hosts exchange weights"
     if importlib.util.find_spec("torch") is None:
         return Finding(name, "missing", "cannot look without torch", cost)
     import torch

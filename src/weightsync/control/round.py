@@ -43,7 +43,7 @@ Trainers = Mapping[str, Link[TrainerNode]]
 Engines = Mapping[str, Link[EngineNode]]
 
 _log = logging.getLogger(__name__)
-_ROWS_AT_ONCE = 4096  # so many digests are added up sooner than a thread is asked to
+_ROWS_AT_ONCE = 1 << 17  # so many digests are compared (1 ms at most) sooner than a thread is asked to
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,38 @@ def listed(manifest: Manifest, kinds: Geometries, problems: Mapping[int, str]) -
     return len(bad), shortened(lines, len(bad), "\n  ")
 
 
+@dataclass(frozen=True, eq=False)
+class _Share:
+    """How one member's digests count: its rows by tensor, and those that are copies of another member's, which do not."""
+
+    held: Int64 | slice
+    """The tensors of which it holds rows."""
+    first: Int32 | None
+    """The first row of each of them; ``None`` where each has one row."""
+    copied: Int64
+    """Rows that are copies."""
+    copies: list[tuple[str, Int64, Int64]]
+    """The same by the member that leads: its name, rows here, and the rows there that they must equal."""
+
+
+def _share(side: Side, member: int, kinds: Geometries, begin: Int64, rows: Rows, leader: Int64) -> _Share:
+    """Of one member. ``begin[kind]``: its first entry of that geometry in ``rows``; ``leader``: who leads each entry's box."""
+    first, layout = side.first[member], side.layouts[member]
+    held = np.flatnonzero(np.diff(first))
+    every = slice(None) if len(held) == len(side.manifest) else held
+    single = None if len(held) == len(layout) else first[held]
+    copied, copies = np.zeros(0, np.int64), list[tuple[str, Int64, Int64]]()
+    if np.any(leader != np.arange(len(leader))):
+        entry = begin[kinds.of[layout.tensor]] + np.arange(len(layout), dtype=np.int64) - first[layout.tensor]
+        copied = np.flatnonzero(leader[entry] != entry)
+        lead = leader[entry[copied]]
+        for other in np.unique(rows.member[lead]).tolist():
+            mine = copied[rows.member[lead] == other]
+            theirs = side.first[other, layout.tensor[mine]] + rows.order[leader[entry[mine]]]
+            copies.append((side.members[other], mine, theirs.astype(np.int64)))
+    return _Share(every, single, copied, copies)
+
+
 class Cover:
     """The boxes of one side, which partition every tensor; made by :func:`cover`.
 
@@ -51,15 +84,13 @@ class Cover:
 
     def __init__(self, side: Side, whose: str, kinds: Geometries, rows: Rows, index: BoxIndex) -> None:
         self.manifest, self.members, self.whose = side.manifest, side.members, whose
-        self._side, self._kinds = side, kinds
+        self._side = side
         # rows are ordered by member, geometry, order: where each member's rows of each geometry begin
         counts = np.bincount(rows.member * len(kinds) + rows.group, minlength=len(side.members) * len(kinds))
-        self._begin = np.concatenate([[0], np.cumsum(counts)[:-1]]).reshape(len(side.members), len(kinds)) if len(kinds) else None
+        begin = (np.cumsum(counts) - counts).reshape(len(side.members), len(kinds))
         leader = index.order[index.first[:-1]][index.box]
-        self._copy = leader != np.arange(len(rows))
-        self._copied = bool(self._copy.any())
-        self._firsts: dict[int, tuple[Int64, Int32]] = {}
-        self._leader_member, self._leader_order = rows.member[leader], rows.order[leader]
+        # Now, not when digests come: engines stand still then.
+        self._shares = [_share(side, member, kinds, begin[member], rows, leader) for member in range(len(side.members))]
 
     def total(self, digests: Mapping[str, UInt64]) -> UInt64:
         """Digest of each tensor, ``uint64[tensors]``, from the digest of each row of each member's layout.
@@ -70,26 +101,17 @@ class Cover:
         self._check_complete(digests)
         sums = np.zeros(len(self.manifest), np.uint64)
         differing: dict[int, set[str]] = {}
-        for index, (name, layout) in enumerate(zip(self.members, self._side.layouts, strict=True)):
-            if not len(layout) or self._begin is None:
+        for name, layout, share in zip(self.members, self._side.layouts, self._shares, strict=True):
+            if not len(layout):
                 continue
             mine = digests[name]
-            held, first = self._held(index)
-            if not self._copied:  # the usual case, in every round of every replica
-                sums[held] += np.add.reduceat(mine, first)
-                continue
-            order = np.arange(len(layout), dtype=np.int64) - self._side.first[index][layout.tensor]
-            entry = self._begin[index, self._kinds.of[layout.tensor]] + order
-            copy = self._copy[entry]
-            sums[held] += np.add.reduceat(np.where(copy, np.uint64(0), mine), first)
-            rows = np.flatnonzero(copy)
-            leaders = self._leader_member[entry[rows]]
-            for other in np.flatnonzero(np.bincount(leaders)) if len(rows) else ():
-                chosen = rows[leaders == other]
-                tensor = layout.tensor[chosen]
-                theirs = digests[self.members[other]][self._side.first[other, tensor] + self._leader_order[entry[chosen]]]
-                for bad in tensor[theirs != mine[chosen]].tolist():
-                    differing.setdefault(bad, set()).update((self.members[other], name))
+            for other, rows, theirs in share.copies:
+                for bad in layout.tensor[rows[digests[other][theirs] != mine[rows]]].tolist():
+                    differing.setdefault(bad, set()).update((other, name))
+            if len(share.copied):
+                mine = mine.copy()
+                mine[share.copied] = 0
+            sums[share.held] += mine if share.first is None else np.add.reduceat(mine, share.first)
         if differing:
             lines = [
                 f"{self.manifest[tensor].name} (on {shortened(n for n in self.members if n in differing[tensor])})"
@@ -100,14 +122,6 @@ class Cover:
                 + shortened(lines, len(differing), "; ")
             )
         return sums
-
-    def _held(self, index: int) -> tuple[Int64, Int32]:
-        """The tensors of which a member holds rows, and the first row of each: found once."""
-        if index not in self._firsts:
-            first = self._side.first[index]
-            held = np.flatnonzero(np.diff(first))
-            self._firsts[index] = held, first[held]
-        return self._firsts[index]
 
     def check(self, digests: Mapping[str, UInt64], expected: UInt64) -> None:
         """Raise :class:`~weightsync.errors.VerificationError` unless the digests add up to ``expected``, ``uint64[tensors]``.

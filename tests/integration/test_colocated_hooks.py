@@ -91,3 +91,16 @@ def test_phases_in_order_and_restored_after_a_failure(server: BackgroundServer, 
         adapter.broken = False
         assert trainer.publish(3, timeout=20).ok
         assert torch.equal(target.weight, source.weight)
+
+
+def test_weights_that_wake_elsewhere_are_written_where_they_are_then(server: BackgroundServer) -> None:
+    source, target = torch.nn.Linear(64, 8), torch.nn.Linear(64, 8)
+    with (
+        Trainer(source, server.url, token=server.token, transports=["shared_memory"]) as trainer,
+        Engine(Sleeping(target, []), "r", server.url, token=server.token, delivery="direct", transports=["shared_memory"]),
+    ):
+        for number in (1, 2, 3):
+            torch.nn.init.normal_(source.weight)
+            (replica,) = trainer.publish(number, timeout=20).replicas
+            assert replica.delivery == "direct"
+            assert torch.equal(target.weight, source.weight)

@@ -79,7 +79,7 @@ class DeviceDigest:
 
     def build(self, addresses: Sequence[int]) -> None:
         """Make tables for regions at ``addresses``, unless those in hand are of the same."""
-        if tuple(addresses) != self._addresses:
+        if addresses is not self._addresses and tuple(addresses) != self._addresses:
             with torch.cuda.device(self._device):
                 self._digest = LayoutDigest(self._manifest, self._layout, addresses, self._device)
             self._addresses = tuple(addresses)

@@ -69,6 +69,7 @@ class EngineRole:
         rank: int = 0,
     ) -> None:
         self.adapter = adapter
+        self._sleeps = type(adapter).wake_weights is not EngineAdapter.wake_weights
         self._rank = rank
         self._encrypted = encrypted
         self.transports = tuple(transports)
@@ -101,7 +102,9 @@ class EngineRole:
             return None, ()
         self._device = device if device.type == "cuda" else None
         self._pointers = pointers_of(shards)
-        layout, addresses = layout_in_place(self.manifest, shards)
+        # Rows are cut so that a processor's cache holds them until they are digested; a GPU digests all at once.
+        cut = {} if self._device is None else {"block_bytes": None}
+        layout, addresses = layout_in_place(self.manifest, shards, **cut)
         return layout, addresses
 
     def _staging_device(self) -> torch.device | None:
@@ -139,7 +142,7 @@ class EngineRole:
             case Prepare():
                 return self._prepare(body, Deadline(timeout))
             case Pause():
-                self._pause(body, timeout)
+                self._pause(body, Deadline(timeout))
             case Move():
                 return self._move(body.number, Deadline(timeout))
             case Commit():
@@ -189,7 +192,10 @@ class EngineRole:
         if route is not None:
             route.close()
 
-    def _pause(self, body: Pause, timeout: float) -> None:
+    def _pause(self, body: Pause, deadline: Deadline) -> None:
+        if self._route is not None and not self._sleeps:
+            self._follow_memory(self._route, deadline)  # while the engine still serves: for ten thousands it takes milliseconds
+        timeout = deadline.remaining("pausing")
         self._quarantined.clear()
         self._kept_paused = False
         self._state = "pausing"  # from here on nothing is attested: whoever connects meanwhile must not count on this rank
@@ -207,8 +213,8 @@ class EngineRole:
         clock = Clock()
         try:
             self.adapter.wake_weights()
-            if route.plan.delivery == "direct":
-                route = self._where_it_is(route, deadline)
+            if self._sleeps:
+                route = self._follow_memory(route, deadline)
             with no_collection():
                 digests, verified = self._filling.run(route, number, clock, deadline)
             self._check_abort()
@@ -226,9 +232,9 @@ class EngineRole:
             verified=verified,
         )
 
-    def _where_it_is(self, route: Route, deadline: Deadline) -> Route:
-        """The route to the parameters' memory of now: an engine that slept may have given them another since it prepared."""
-        if pointers_of(self.adapter.shards() or ()) == self._pointers:
+    def _follow_memory(self, route: Route, deadline: Deadline) -> Route:
+        """The route to where the parameters are now: an engine may have given them other memory since it prepared."""
+        if route.plan.delivery != "direct" or pointers_of(self.adapter.shards() or ()) == self._pointers:
             return route
         layout, addresses = self._look()
         if self._device != route.device or layout is None or layout.digest != route.layout.digest:
@@ -274,7 +280,7 @@ class EngineRole:
             raise ProtocolError("an update needs a prepared plan")
         cover = route.cover  # made while still serving, once for a plan
         started = time.perf_counter()
-        self._pause(Pause(body.mode), deadline.remaining("pausing"))
+        self._pause(Pause(body.mode), deadline)
         paused = time.perf_counter()
         moved = self._move(version.number, deadline)
         came = time.perf_counter()

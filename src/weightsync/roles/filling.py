@@ -86,12 +86,14 @@ class Filling:
     def _fill_device(
         self, route: Route, number: int, digests: npt.NDArray[np.uint64], clock: Clock, deadline: Deadline
     ) -> npt.NDArray[np.uint64]:
-        """All mapped sources in one launch, the others in turn, then all rows' digests in another; complete on return."""
+        """All mapped sources in one launch, the others in turn, then all rows' digests in another; complete on return.
+
+        The digests are queued before the bytes are there: the device does not wait for the host in between.
+        """
         started = time.perf_counter()
         self._check_abort()
         with torch.cuda.device(route.device):
-            if route.combined is not None:
-                route.combined.read(0, deadline)
+            event = None if route.combined is None else route.combined.launch(0, deadline)
             for source in route.carried:
                 self._check_abort()
                 source.begin(number, deadline)
@@ -99,9 +101,14 @@ class Filling:
                 source.read(0, deadline)
                 points.reached("engine.group")
                 source.end(deadline)
+            if route.digest_of is not None:
+                route.digest_of.build(route.addresses)
+                route.digest_of.launch(0, len(route.layout))
+            if route.combined is not None and event is not None:
+                route.combined.settle(event, deadline)
             received = time.perf_counter()
             if route.digest_of is not None:
-                digests = route.digest_of.take(route.addresses)
+                digests = route.digest_of.taken()
         clock.receive += received - started
         clock.digest += time.perf_counter() - received
         return digests

@@ -10,7 +10,7 @@ import torch
 
 from weightsync.errors import LayoutError
 from weightsync.model import Box, Layout, Manifest
-from weightsync.roles.device_memory import DeviceDigest, device_of, pointers_of, wait_for_devices
+from weightsync.roles.device_memory import DeviceDigest, device_of, pointers_of
 from weightsync.tensors.digest import digest_rows
 from weightsync.tensors.memory import layout_in_place
 from weightsync.tensors.shards import Shard
@@ -24,6 +24,7 @@ class ReadBack:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._where: list[int] | None = None
+        self._part = 0  # the first shard that is not whole
         self._layout: Layout | None = None
         self._addresses: tuple[int, ...] = ()
         self._device: torch.device | None = None
@@ -31,8 +32,8 @@ class ReadBack:
 
     def look(self, shards: Sequence[Shard] | None) -> bool:
         """Whether ``shards`` can be read back as what a trainer publishes: all of them whole, and none of another dtype."""
-        if shards is None:
-            return False
+        if shards is None or (self._part < len(shards) and not _whole(shards[self._part])):
+            return False  # perhaps as it was the last time, which takes no further look
         where = pointers_of(shards)
         if where != self._where:
             self._where, self._digest = where, None
@@ -41,7 +42,8 @@ class ReadBack:
 
     def _find(self, shards: Sequence[Shard]) -> tuple[Layout | None, tuple[int, ...], torch.device | None]:
         device = device_of(shards)
-        if device is None or device.type not in ("cpu", "cuda") or any(one.box != Box.whole(one.shape) for one in shards):
+        self._part = next((index for index, one in enumerate(shards) if not _whole(one)), len(shards))
+        if device is None or device.type not in ("cpu", "cuda") or self._part < len(shards):
             return None, (), None
         try:
             layout, addresses = layout_in_place(self._manifest, shards, block_bytes=None)
@@ -61,8 +63,12 @@ class ReadBack:
             return None
         self.build()
         if self._digest is not None:
-            wait_for_devices(shards or ())
+            torch.cuda.synchronize(self._device)  # for what a loader queued, in whatever stream
             return self._digest.take(self._addresses)
         digests = np.zeros(len(self._layout), np.uint64)
         digest_rows(self._manifest, self._layout, self._addresses, 0, len(self._layout), digests)
         return digests
+
+
+def _whole(one: Shard) -> bool:
+    return one.box == Box.whole(one.shape)

@@ -58,6 +58,10 @@ class Epoch(ABC):
         return group
 
     @abstractmethod
+    def meet(self, tiles: Tiles, frames: npt.NDArray[np.int64], regions: Sequence[int], deadline: Deadline) -> None:
+        """Do now, with those who joined, what the first :meth:`send` of the same would have to do first."""
+
+    @abstractmethod
     def _enter(self, rendezvous: Rendezvous, deadline: Deadline) -> Group:
         """Rank 0 of the group."""
 
@@ -97,6 +101,9 @@ class HostEpoch(Epoch):
         return init_custom_process_group(
             "gloo", 0, self._size, self.name, deadline, rendezvous=rendezvous, interface=self._interface
         )
+
+    def meet(self, tiles: Tiles, frames: npt.NDArray[np.int64], regions: Sequence[int], deadline: Deadline) -> None:
+        """See :meth:`Epoch.meet`. Who has joined is connected."""
 
     def send(
         self,

@@ -23,9 +23,9 @@ from weightsync.transports.device_shelf import DeviceShelf
 from weightsync.transports.frames import END, Channel, FrameHeader
 from weightsync.transports.memory import available_bytes
 from weightsync.transports.packing import BufferSettings
-from weightsync.transports.requests import REQUEST_BYTES, Fail, Join, Ready, Start, Want, ask, next_control
+from weightsync.transports.requests import REQUEST_BYTES, Fail, Join, Meet, Ready, Start, Want, ask, next_control
 from weightsync.transports.sending import wanted_tiles
-from weightsync.transports.shelf import Header, Shelf
+from weightsync.transports.shelf import EMPTY, Header, Shelf
 from weightsync.transports.tcp import ListeningOwner, tune
 
 __all__ = ["DEFAULT_BUFFER", "CollectiveOwner", "GatheringOwner"]
@@ -38,6 +38,7 @@ _LONGEST_SECONDS = 3600.0
 _ANSWER_SECONDS = 10.0
 _CLOSE_SECONDS = 10.0
 _NOTHING = b""
+_MEETING = EMPTY  # instead of a version: nothing is sent
 
 
 class _Member:
@@ -138,6 +139,8 @@ class GatheringOwner(ListeningOwner):
                         ask(channel, self._ready(), Deadline(_ANSWER_SECONDS))
                     elif isinstance(request, Start):
                         self._start(member, request)
+                    elif isinstance(request, Meet):
+                        self._meet(member, request)
                     else:
                         raise ProtocolError(f"a reader does not say {type(request).__name__}")
                 except (StaleSource, ProtocolError) as error:
@@ -157,17 +160,24 @@ class GatheringOwner(ListeningOwner):
 
     # Gathering.
 
+    def _meet(self, member: _Member, request: Meet) -> None:
+        """Make the group of a reader who alone wants what it wants. Who shares gets one when all begin."""
+        deadline = _within(member, request.seconds)
+        with self._lock:
+            alone = all(one is member or one.wish != member.wish for one in self._members)
+            if alone:
+                transfer = member.transfer = _Transfer(member.wish, _MEETING, deadline)
+                transfer.members.append(member)
+                self._run(transfer)
+        if not alone:
+            member.channel.send([FrameHeader(END, 0, _MEETING).pack()], Deadline(_ANSWER_SECONDS))
+
     def _start(self, member: _Member, request: Start) -> None:
-        if not member.wish:
-            raise ProtocolError("a transfer was begun before anything was wanted")
-        if math.isnan(request.seconds):
-            raise ProtocolError("a transfer within no number of seconds")
+        deadline = _within(member, request.seconds)
         member.header.require(request.version)
-        seconds = min(max(request.seconds, 1e-3), _LONGEST_SECONDS)
         with self._lock:
             key = (member.wish, request.version)
             transfer = self._gathering.get(key)
-            deadline = Deadline(seconds)
             if transfer is None:
                 transfer = self._gathering[key] = _Transfer(*key, deadline)
             elif deadline.at > transfer.deadline.at:
@@ -199,11 +209,14 @@ class GatheringOwner(ListeningOwner):
         if transfer.timer is not None:
             transfer.timer.cancel()
         if transfer.members:
-            transfer.thread = threading.Thread(
-                target=self._send, args=(transfer, tuple(transfer.members)), name="weightsync-collective-send", daemon=True
-            )
-            self._running.add(transfer)
-            transfer.thread.start()
+            self._run(transfer)
+
+    def _run(self, transfer: _Transfer) -> None:
+        transfer.thread = threading.Thread(
+            target=self._send, args=(transfer, tuple(transfer.members)), name="weightsync-collective-send", daemon=True
+        )
+        self._running.add(transfer)
+        transfer.thread.start()
 
     def _leave(self, member: _Member) -> None:
         """A reader's connection ended: nobody waits for it, and what it was a part of ends."""
@@ -229,15 +242,18 @@ class GatheringOwner(ListeningOwner):
     def _send(self, transfer: _Transfer, members: tuple[_Member, ...]) -> None:
         failure: Fail | None = None
         first, held = members[0], self._held
-        header, frames = first.header, first.frames
+        header, frames, sent = first.header, first.frames, 0
         try:
-            stamp = header.require(transfer.version)
-            epoch = self._epoch(transfer, members)
-            epoch.send(
-                first.tiles, frames, self._regions, transfer.version,
-                lambda: header.require_unchanged(stamp), transfer.deadline,
-            )  # fmt: skip
-            header.require_unchanged(stamp)
+            if transfer.version == _MEETING:
+                self._epoch(transfer, members).meet(first.tiles, frames, self._regions, transfer.deadline)
+            else:
+                stamp = header.require(transfer.version)
+                epoch, sent = self._epoch(transfer, members), len(frames)
+                epoch.send(
+                    first.tiles, frames, self._regions, transfer.version,
+                    lambda: header.require_unchanged(stamp), transfer.deadline,
+                )  # fmt: skip
+                header.require_unchanged(stamp)
         except WeightSyncError as caught:
             why = isinstance(caught, PeerLost) and transfer.failed
             failure = Fail(*to_wire(PeerLost(why) if why else caught))  # the error itself would keep the shelf's memory mapped
@@ -252,7 +268,7 @@ class GatheringOwner(ListeningOwner):
             if transfer.epoch is not None:
                 transfer.epoch.close()
         else:
-            end = FrameHeader(END, len(frames), transfer.version).pack()
+            end = FrameHeader(END, sent, transfer.version).pack()
             for member in members:
                 with suppress(WeightSyncError, OSError):
                     member.channel.send([end], Deadline(_ANSWER_SECONDS))
@@ -301,6 +317,15 @@ class GatheringOwner(ListeningOwner):
             if transfer.thread is not None:
                 transfer.thread.join(_CLOSE_SECONDS)
         self._held = None
+
+
+def _within(member: _Member, seconds: float) -> Deadline:
+    """Of what a reader asks for: within bounds, and after it said what it wants."""
+    if not member.wish:
+        raise ProtocolError("a transfer was begun before anything was wanted")
+    if math.isnan(seconds):
+        raise ProtocolError("a transfer within no number of seconds")
+    return Deadline(min(max(seconds, 1e-3), _LONGEST_SECONDS))
 
 
 class CollectiveOwner(GatheringOwner):

@@ -106,9 +106,17 @@ class _DeviceEpoch(Epoch):
         deadline: Deadline,
     ) -> None:
         """See :meth:`Epoch.send`."""
-        group = self.joined()
-        if self._end is None or tuple(regions) != self._made_for:  # the trainer's memory moved; what is wanted stays the same
+        self._made(tiles, frames, regions).run(self.joined(), version, deadline, check=check)
+
+    def meet(self, tiles: Tiles, frames: Int64, regions: Sequence[int], deadline: Deadline) -> None:
+        """See :meth:`Epoch.meet`: make buffers and tables, and connect, which a communicator does with its first broadcast."""
+        self._made(tiles, frames, regions)
+        self.joined().broadcast([torch.zeros(1, dtype=torch.uint8, device=self._device)], deadline)
+
+    def _made(self, tiles: Tiles, frames: Int64, regions: Sequence[int]) -> PackedBroadcast:
+        """The one in hand, unless the trainer's memory moved; what is wanted stays the same."""
+        if self._end is None or tuple(regions) != self._made_for:
             self._end = None  # two would not fit
             self._end = PackedBroadcast(tiles, frames, self._device, self._buffer_bytes, self._num_buffers, regions)
             self._made_for = tuple(regions)
-        self._end.run(group, version, deadline, check=check)
+        return self._end

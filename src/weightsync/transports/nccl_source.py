@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.errors import ProtocolError, TransportUnavailable, WeightSyncError
+from weightsync.errors import DeadlineExceeded, ProtocolError, TransportUnavailable, WeightSyncError, from_wire
 from weightsync.tensors.tiles import Tiles
 from weightsync.transports.frames import END, Channel
 from weightsync.transports.groups import Group, init_custom_process_group
@@ -18,7 +18,8 @@ from weightsync.transports.joining import JoiningSource
 from weightsync.transports.nccl_owner import name_of_gpu
 from weightsync.transports.packed_broadcast import PackedBroadcast, frames_of_groups, packed_frames
 from weightsync.transports.packing import BufferSettings
-from weightsync.transports.requests import Join, Ready
+from weightsync.transports.requests import ANSWER_BYTES, Fail, Join, Meet, Ready, ask, next_control
+from weightsync.transports.shelf import EMPTY
 
 __all__ = ["NcclSource"]
 
@@ -90,6 +91,29 @@ class NcclSource(JoiningSource):
         """See :meth:`weightsync.transports.base.Source.prepare`."""
         self._end = None
         super().prepare(groups, layout_digest, deadline)
+        channel = self._channel
+        if channel is not None:
+            self._meet(channel, deadline)
+
+    def _meet(self, channel: Channel, deadline: Deadline) -> None:
+        """Have buffers, tables and a connected group, if nobody else wants the same, before an engine stands still for it."""
+        try:
+            ask(channel, Meet(deadline.remaining("meeting")), deadline)
+            if channel.next_kind(deadline) != END:
+                answer = next_control(channel, ANSWER_BYTES, deadline)
+                if isinstance(answer, Fail):
+                    raise from_wire(answer.kind, answer.message)
+                if not isinstance(answer, Join):
+                    raise ProtocolError(f"{channel.peer} answered {type(answer).__name__} to a meeting")
+                group = self._join(channel, answer, deadline)
+                self._watch = _Watch(channel, group, deadline)
+                group.broadcast([torch.zeros(1, dtype=torch.uint8, device=self.device)], deadline)
+                if not self._watch.ended(deadline.remaining("meeting")):
+                    raise DeadlineExceeded(f"a meeting with {channel.peer} did not end within {deadline.seconds:g} s")
+                self._watch = None
+            self._take_end(channel, 0, EMPTY, deadline)
+        except WeightSyncError as error:
+            raise self._why(channel, error) from error
 
     def _take_ready(self, ready: Ready) -> None:
         if ready.device == name_of_gpu(self.device):

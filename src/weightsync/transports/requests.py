@@ -16,6 +16,7 @@ __all__ = [
     "REQUEST_BYTES",
     "Fail",
     "Join",
+    "Meet",
     "Ready",
     "Request",
     "Start",
@@ -54,6 +55,15 @@ class Start(_Struct, frozen=True):
     seconds: float
 
 
+class Meet(_Struct, frozen=True):
+    """Of ``nccl``, before anything is paused: let the group connect within ``seconds``; answered by :class:`Join` and an end.
+
+    Or by the end alone, where other readers want the same: with whom a group is made is known when they begin.
+    """
+
+    seconds: float
+
+
 class Ready(_Struct, frozen=True):
     """The tiles are inside the shelf and remembered. ``device`` names the GPU that will send them, where one does."""
 
@@ -81,7 +91,7 @@ class Join(_Struct, frozen=True):
     buffer_bytes: int
 
 
-Request = Want | Start | Ready | Fail | Join
+Request = Want | Start | Meet | Ready | Fail | Join
 
 _decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 

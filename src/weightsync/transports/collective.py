@@ -30,7 +30,9 @@ from weightsync.transports.packing import BufferSettings
 from weightsync.transports.shelf import Shelf
 from weightsync.transports.tcp import Tcp, open_channel, parse_address
 
-__all__ = ["Collective"]
+__all__ = ["Collective", "dial_owner"]
+
+Dial = Callable[[Callable[[Channel], None], Deadline], Channel]
 
 _MOST_SECONDS = 3600.0
 
@@ -91,11 +93,17 @@ class Collective(Tcp):
 
     def connect(self, offer: Offer, key: bytes, deadline: Deadline) -> JoiningSource:
         """See :class:`weightsync.transports.base.Scheme`."""
-        host, port, owner_id = parse_address(offer.address)
-
-        def dial(adopt: Callable[[Channel], None], deadline: Deadline) -> Channel:
-            channel = open_channel(host, port, adopt, deadline)
-            greet_owner(channel, key, owner_id, deadline)
-            return channel
-
+        host, dial = dial_owner(offer, key)
         return CollectiveSource(dial, deadline, host, self.buffers)
+
+
+def dial_owner(offer: Offer, key: bytes) -> tuple[str, Dial]:
+    """The owner's host, and how to connect to it. Raises :class:`~weightsync.errors.ProtocolError` for an impossible address."""
+    host, port, owner_id = parse_address(offer.address)
+
+    def dial(adopt: Callable[[Channel], None], deadline: Deadline) -> Channel:
+        channel = open_channel(host, port, adopt, deadline)
+        greet_owner(channel, key, owner_id, deadline)
+        return channel
+
+    return host, dial

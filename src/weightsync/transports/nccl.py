@@ -8,22 +8,17 @@ cannot use it: they have ``cuda_ipc``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 
 from weightsync.deadline import Deadline
 from weightsync.errors import TransportUnavailable
 from weightsync.messages import Host, Offer
-from weightsync.transports.collective import Collective
+from weightsync.transports.collective import Collective, dial_owner
 from weightsync.transports.device_shelf import DeviceShelf
-from weightsync.transports.frames import Channel
-from weightsync.transports.handshake import greet_owner
 from weightsync.transports.nccl_owner import NcclOwner
 from weightsync.transports.nccl_source import NcclSource
 from weightsync.transports.shelf import Shelf
-from weightsync.transports.tcp import open_channel, parse_address
 
 __all__ = ["Nccl"]
 
@@ -48,14 +43,8 @@ class Nccl(Collective):
 
     def connect(self, offer: Offer, key: bytes, deadline: Deadline) -> NcclSource:
         """See :class:`weightsync.transports.base.Scheme`."""
-        host, port, owner_id = parse_address(offer.address)
-
-        def dial(adopt: Callable[[Channel], None], deadline: Deadline) -> Channel:
-            channel = open_channel(host, port, adopt, deadline)
-            greet_owner(channel, key, owner_id, deadline)
-            return channel
-
         reason = self.unavailable()
         if reason is not None:
             raise TransportUnavailable(reason)
+        host, dial = dial_owner(offer, key)
         return NcclSource(dial, deadline, host, self.buffers, torch.device("cuda", torch.cuda.current_device()))

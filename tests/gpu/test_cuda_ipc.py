@@ -5,18 +5,16 @@ With two GPUs or more the reader has another device than the owner, with one the
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests.gpu.owner_process import HERE, KEY, LAYOUT, SIZES, contents
+from tests.gpu.processes import OwnerProcess
 from tests.gpu.reader_process import whole
 
 from weightsync.deadline import Deadline
@@ -30,50 +28,12 @@ from weightsync.errors import (
     TransportUnavailable,
     VersionError,
 )
-from weightsync.messages import Offer
 from weightsync.transports.cuda_ipc import CombinedRead, CudaIpc, CudaIpcSource
 from weightsync.transports.device_shelf import DeviceShelf
 from weightsync.transports.shelf import EMPTY, Shelf
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default::DeprecationWarning")]
 pytest.importorskip("triton", reason="needs Triton")
-
-
-class OwnerProcess:
-    """The other process, and a way to talk to it."""
-
-    def __init__(self, seed: int, *arguments: str, **environment: str) -> None:
-        self.seed = seed
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.gpu.owner_process", "0", str(seed), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **environment},
-        )
-        self.hello = self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return answer
-
-    def tell(self, line: str) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    @property
-    def offer(self) -> Offer:
-        return Offer("cuda_ipc", self.hello["address"], HERE)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait(10)
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
-            stream.close()
 
 
 class Reader:

@@ -5,9 +5,7 @@ With two GPUs or more the engine has another device than the trainer, with one t
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -15,76 +13,16 @@ from contextlib import ExitStack
 import pytest
 import torch
 from tests.gpu.engine_process import Model, fingerprint
+from tests.gpu.processes import Joined, change, far, fingerprint_of, line_of
 
 from weightsync.adapters.module import ModuleAdapter
-from weightsync.agents.engine import Engine
-from weightsync.agents.trainer import Trainer
 from weightsync.errors import ConfigurationError, LayoutError, RoundFailed, TransportUnavailable
-from weightsync.roles.adapter import EngineAdapter
 from weightsync.service.server import BackgroundServer
 from weightsync.service.settings import ServerSettings
 from weightsync.transports.shelf import EMPTY
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default::DeprecationWarning")]
 pytest.importorskip("triton", reason="needs Triton")
-
-
-def far() -> str:
-    """The engine's device."""
-    return f"cuda:{torch.cuda.device_count() - 1}"
-
-
-def change(module: torch.nn.Module, seed: int) -> None:
-    generator = torch.Generator(device="cuda:0").manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cuda:0"))
-
-
-class Joined:
-    """Trainer and engine ranks of this process, and engine processes, at one coordinator."""
-
-    def __init__(self, server: BackgroundServer, owned: ExitStack) -> None:
-        self.server, self._owned = server, owned
-
-    def trainer(self, state: torch.nn.Module, **options: object) -> Trainer:
-        return self._owned.enter_context(Trainer(state, self.server.url, token=self.server.token, **options))  # type: ignore[arg-type]
-
-    def engine(self, adapter: EngineAdapter, replica: str = "here", **options: object) -> Engine:
-        made = Engine(adapter, replica, self.server.url, token=self.server.token, **options)  # type: ignore[arg-type]
-        return self._owned.enter_context(made)
-
-    def process(
-        self, replica: str, stop: str = "", delivery: str = "auto", transport: str = "", device: str = ""
-    ) -> subprocess.Popen[str]:
-        """An engine in another process, joined when this returns."""
-        where = (device or far())[5:]
-        command = [sys.executable, "-W", "ignore", "-m", "tests.gpu.engine_process", replica, where, stop, delivery, transport]
-        environment = {**os.environ, "WEIGHTSYNC_COORDINATOR": self.server.url, "WEIGHTSYNC_TOKEN": self.server.token}
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-        self._owned.callback(_end, process)
-        assert _line(process) == "joined"
-        return process
-
-
-def _line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
-def _fingerprint(process: subprocess.Popen[str]) -> str:
-    assert process.stdin is not None
-    process.stdin.write("?\n")
-    process.stdin.flush()
-    return _line(process)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.wait(10)
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            stream.close()
 
 
 @pytest.fixture
@@ -116,7 +54,7 @@ def test_reader_killed_in_the_middle_holds_up_neither_the_trainer_nor_the_others
         with ExitStack() as killing:
 
             def kill(victim: subprocess.Popen[str] = victim, stop: str = stop) -> None:
-                if _line(victim) == stop:
+                if line_of(victim) == stop:
                     victim.kill()
 
             killer = threading.Thread(target=kill)
@@ -162,7 +100,7 @@ def test_three_changed_versions_in_two_processes(joined: Joined, source: Model) 
         change(source, number)
         (replica,) = trainer.publish(number, timeout=30).replicas
         assert (replica.version, replica.transports, replica.verified) == (number, ("cuda_ipc",), "installed")
-        assert _fingerprint(other) == fingerprint(source)
+        assert fingerprint_of(other) == fingerprint(source)
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -180,7 +118,7 @@ def test_shards_that_were_given_other_memory_are_exported_anew(joined: Joined, s
             torch.cuda.empty_cache()  # so that the old memory is really unmapped
         change(source, number)
         assert trainer.publish(number, timeout=30).ok
-        assert _fingerprint(other) == fingerprint(source)
+        assert fingerprint_of(other) == fingerprint(source)
 
 
 def test_parameters_that_were_given_other_memory_are_written_where_they_are(joined: Joined, source: Model, target: Model) -> None:
@@ -216,11 +154,11 @@ def test_nothing_is_read_after_publish_returned(joined: Joined, source: Model, t
     assert fingerprint(target) == expected
     assert trainer._role.shelf.version == EMPTY
     late = joined.process("late")  # a joiner is not seeded from memory that is being trained
-    assert _fingerprint(late) not in (expected, fingerprint(source))
+    assert fingerprint_of(late) not in (expected, fingerprint(source))
     change(source, 3)
     result = trainer.publish(3, timeout=30)
     assert {replica.name: replica.version for replica in result.replicas} == {"early": 3, "late": 3}
-    assert _fingerprint(late) == fingerprint(target) == fingerprint(source)
+    assert fingerprint_of(late) == fingerprint(target) == fingerprint(source)
 
 
 def test_work_that_is_still_queued_on_another_stream_is_waited_for(joined: Joined, source: Model, target: Model) -> None:
@@ -362,7 +300,7 @@ def test_streamed_reader_in_another_process_that_is_killed_hurts_nobody(joined: 
     joined.engine(Loading(target), delivery="streamed", bucket_bytes=1 << 20)
     victim = joined.process("victim", "finish", "streamed")
     change(source, 1)
-    killer = threading.Thread(target=lambda: victim.kill() if _line(victim) == "finish" else None)
+    killer = threading.Thread(target=lambda: victim.kill() if line_of(victim) == "finish" else None)
     killer.start()
     result = trainer.publish(1, timeout=30)
     killer.join(20)
@@ -372,4 +310,4 @@ def test_streamed_reader_in_another_process_that_is_killed_hurts_nobody(joined: 
     change(source, 2)
     outcome = {replica.name: replica for replica in trainer.publish(2, timeout=30).replicas}
     assert outcome["other"].transports == ("cuda_ipc",)
-    assert _fingerprint(other) == fingerprint(source)
+    assert fingerprint_of(other) == fingerprint(source)

@@ -18,9 +18,8 @@ import pytest
 import torch
 from tests.gpu.engine_process import Model, fingerprint
 from tests.gpu.owner_process import HERE, KEY, LAYOUT, SIZES, contents
+from tests.gpu.processes import Joined, OwnerProcess, change, end_of, fingerprint_of, line_of
 from tests.gpu.reader_process import whole
-from tests.gpu.test_cuda_ipc import OwnerProcess
-from tests.gpu.test_gpu_rounds import Joined, _end, _fingerprint, _line, change
 
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, PeerLost, StaleSource, TransportUnavailable, WeightSyncError
@@ -122,7 +121,7 @@ def test_a_reader_that_dies_leaves_the_owner_to_the_next(owner: OwnerProcess) ->
     command = [sys.executable, "-W", "ignore", "-m", "tests.gpu.reader_process", last, owner.hello["address"], "1", "nccl"]
     victim = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        assert [_line(victim), _line(victim)] == ["read", "begun"]
+        assert [line_of(victim), line_of(victim)] == ["read", "begun"]
         victim.kill()
         victim.wait(10)
         started = time.monotonic()
@@ -132,7 +131,7 @@ def test_a_reader_that_dies_leaves_the_owner_to_the_next(owner: OwnerProcess) ->
         reader.source.close()
         assert time.monotonic() - started < 20
     finally:
-        _end(victim)
+        end_of(victim)
 
 
 def test_an_abort_ends_a_read_that_waits(owner: OwnerProcess, reader: Reader) -> None:
@@ -167,7 +166,7 @@ def test_versions_reach_an_engine_by_nccl(joined: Joined, delivery: str) -> None
         (replica,) = result.replicas
         expected = ("direct" if delivery == "auto" else "streamed", ("nccl",), "installed")
         assert (replica.delivery, replica.transports, replica.verified) == expected
-        assert _fingerprint(engine) == fingerprint(source)
+        assert fingerprint_of(engine) == fingerprint(source)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three CUDA devices")
@@ -178,13 +177,13 @@ def test_replicas_that_want_the_same_share_a_broadcast_and_a_lost_one_does_not_s
     for number in (1, 2):
         change(source, number)
         assert trainer.publish(number, timeout=60).ok
-        assert {_fingerprint(one) for one in engines} == {fingerprint(source)}
+        assert {fingerprint_of(one) for one in engines} == {fingerprint(source)}
     engines[0].kill()
     engines[0].wait(10)
     change(source, 3)
     result = trainer.publish(3, timeout=60)
     assert [one.version for one in result.replicas if one.name == "r2"] == [3]
-    assert _fingerprint(engines[1]) == fingerprint(source)
+    assert fingerprint_of(engines[1]) == fingerprint(source)
 
 
 def test_shards_in_host_memory_reach_a_gpu(joined: Joined) -> None:
@@ -199,7 +198,7 @@ def test_shards_in_host_memory_reach_a_gpu(joined: Joined) -> None:
         result = trainer.publish(number, timeout=60)
         assert result.ok, result
         assert result.replicas[0].transports == ("nccl",)
-        assert _fingerprint(engine) == fingerprint(source)
+        assert fingerprint_of(engine) == fingerprint(source)
 
 
 def test_memory_that_cannot_be_mapped_goes_by_nccl(joined: Joined) -> None:
@@ -212,11 +211,11 @@ def test_memory_that_cannot_be_mapped_goes_by_nccl(joined: Joined) -> None:
     trainer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         for _ in range(2):
-            said = json.loads(_line(trainer))
+            said = json.loads(line_of(trainer))
             assert (said["ok"], said["transports"], said["schemes"]) == (True, ["nccl"], ["nccl"])
-            assert _fingerprint(engine) == said["published"]
+            assert fingerprint_of(engine) == said["published"]
             assert trainer.stdin is not None
             trainer.stdin.write("\n")
             trainer.stdin.flush()
     finally:
-        _end(trainer)
+        end_of(trainer)

@@ -34,3 +34,7 @@ class TestNccl(TransportContract):
 
     def test_digests_need_keys(self) -> None:
         pytest.skip("it takes none")
+
+    @pytest.mark.rare  # a launch for each of a thousand groups, which a GPU never has
+    def test_twenty_thousand_tiles_in_a_thousand_groups(self) -> None:
+        super().test_twenty_thousand_tiles_in_a_thousand_groups()

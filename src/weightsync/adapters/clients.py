@@ -6,6 +6,7 @@ it: the request from a thread, the bytes through the group meanwhile, and no wai
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -105,7 +106,7 @@ def bucket_body(specs: Sequence[TensorSpec], group: str) -> dict[str, Any]:
     }
 
 
-class UpdateClient:
+class UpdateClient(ABC):
     """One engine to be updated. Derive from it for a kind of engine; methods that it does not have raise ``ConfigurationError``.
 
     An update is ``pause``, ``begin``, ``update`` for every bucket (``last`` with the last), ``commit``, ``flush`` (true where the
@@ -144,42 +145,42 @@ class UpdateClient:
 
     # What an engine's own file says.
 
-    def _init(self, wish: GroupWish) -> Call:
-        raise NotImplementedError
+    @abstractmethod
+    def _init(self, wish: GroupWish) -> Call: ...
 
-    def _destroy(self) -> Call | None:
-        raise NotImplementedError
+    @abstractmethod
+    def _destroy(self) -> Call | None: ...
 
-    def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> Call:
-        raise NotImplementedError
+    @abstractmethod
+    def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> Call: ...
 
+    @abstractmethod
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
         """Stop generating; what running requests come to is for ``mode`` to say, as far as the engine knows it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def resume(self, deadline: Deadline) -> None:
         """Generate again."""
-        raise NotImplementedError
 
+    @abstractmethod
     def flush(self, deadline: Deadline) -> None:
         """Drop caches made with the old weights. Raises :class:`~weightsync.errors.LoadError` if the engine did not."""
-        raise NotImplementedError
 
+    @abstractmethod
     def version(self, deadline: Deadline) -> str | None:
         """The label of the weights that the engine says it serves; ``None`` where it says nothing."""
-        raise NotImplementedError
 
     def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline) -> None:
         """Start an update to ``label``; ``fingerprint`` is that of the manifest of everything that will be sent, if it is known."""
         self.label = label or ""
 
+    @abstractmethod
     def commit(self, digests: Mapping[str, str], deadline: Deadline) -> str:
         """End an update of which everything was sent, and say in words what the engine made of it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def abort(self, deadline: Deadline) -> None:
         """Give an update up, as far as the engine has a way to."""
-        raise NotImplementedError
 
     # The same for all.
 

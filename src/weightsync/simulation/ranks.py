@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +107,7 @@ class _Link(Link):
         return task.result()
 
 
-class Agent(Process):
+class Agent(Process, ABC):
     """A process with a link to the coordinator."""
 
     def __init__(self, world: World, name: str, rank: int, ranks: int) -> None:
@@ -121,9 +122,9 @@ class Agent(Process):
         self.crash()
         self.world.restart_later(self)
 
+    @abstractmethod
     def close(self, timeout: float = 5.0) -> None:
         """Leave in good order."""
-        raise NotImplementedError
 
 
 class _Adapter(EngineAdapter):

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.deadline import Deadline
-from weightsync.errors import PeerLost, ProtocolError, StaleSource, WeightSyncError, to_wire
+from weightsync.errors import PeerLost, ProtocolError, StaleSource, TransportUnavailable, WeightSyncError, to_wire
 from weightsync.messages import Host
 from weightsync.tensors.tiles import TILE_BYTES, Tiles
 from weightsync.transports.collective_epoch import Epoch, HostEpoch
@@ -98,9 +98,20 @@ class GatheringOwner(ListeningOwner):
         self._gathering: dict[tuple[bytes, int], _Transfer] = {}
         self._running: set[_Transfer] = set()
         self._epochs: dict[bytes, tuple[Epoch, tuple[_Member, ...]]] = {}
-        super().__init__(key, here, *where)
+        self._held = self._hold(shelf)  # keeps the memory mapped, whatever happens to the shelf, until this owner is closed
+        try:
+            super().__init__(key, here, *where)
+        except BaseException:
+            self._release()
+            raise
 
-    _held: object = None  # what keeps the memory mapped, whatever happens to the shelf, until this owner is closed
+    @abstractmethod
+    def _hold(self, shelf: Shelf | DeviceShelf) -> object:
+        """Take the memory of ``shelf``; what keeps it. Raises TransportUnavailable for a kind that this owner cannot send from."""
+
+    def _release(self) -> None:
+        """Let go of it."""
+        self._held = None
 
     @property
     @abstractmethod
@@ -316,7 +327,7 @@ class GatheringOwner(ListeningOwner):
         for transfer in running:
             if transfer.thread is not None:
                 transfer.thread.join(_CLOSE_SECONDS)
-        self._held = None
+        self._release()
 
 
 def _within(member: _Member, seconds: float) -> Deadline:
@@ -333,17 +344,11 @@ class CollectiveOwner(GatheringOwner):
 
     scheme = "collective"
 
-    def __init__(
-        self,
-        shelf: Shelf,
-        key: bytes,
-        here: Host,
-        where: tuple[str, int, str | None],
-        buffers: BufferSettings,
-        gather_seconds: float,
-    ) -> None:
-        self._held, self._address = shelf.payload, shelf.address
-        super().__init__(shelf, key, here, where, buffers, gather_seconds)
+    def _hold(self, shelf: Shelf | DeviceShelf) -> object:
+        if isinstance(shelf, DeviceShelf):
+            raise TransportUnavailable("'collective' sends from host memory, and this shelf lies on a GPU: use 'nccl'")
+        self._address = shelf.address
+        return shelf.payload
 
     @property
     def _regions(self) -> Sequence[int]:

@@ -20,10 +20,12 @@ from typing import NamedTuple
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded, PeerLost, ProtocolError
 
-__all__ = ["CONTROL", "DATA", "END", "HEADER", "Channel", "FrameHeader"]
+__all__ = ["CONTROL", "DATA", "END", "HEADER", "VERSION_AT", "Channel", "FrameHeader"]
 
 CONTROL, DATA, END = 1, 2, 3
 HEADER = struct.Struct("<4sB3xQqIII4xQ")
+VERSION_AT = struct.calcsize("<4sB3xQ")
+"""Where a header holds the version: eight bytes."""
 _MAGIC = b"wsf1"
 _LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)  # several times a move, and enums take long to combine
 _IOV_MAX = 1024  # buffers that one system call takes

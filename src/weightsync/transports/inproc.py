@@ -72,6 +72,9 @@ class InProcessSource(MappedSource):
         super().__init__(shelf.memory, shelf.nbytes, shelf.layout_digest, "the trainer rank in this process")
         self._lives = True
 
+    def _release(self) -> None:
+        """Nothing is held but the memory."""
+
     def _owner_lives(self) -> bool:
         return self._lives
 

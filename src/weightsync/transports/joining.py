@@ -15,7 +15,7 @@ from weightsync.transports.frames import CONTROL, END, HEADER, Channel, FrameHea
 from weightsync.transports.groups import Group
 from weightsync.transports.packing import LEAST_BUFFER, MOST_BUFFER, BufferSettings
 from weightsync.transports.receiving import CarriedSource
-from weightsync.transports.requests import ANSWER_BYTES, Fail, Join, Start, ask, decode_control, next_control
+from weightsync.transports.requests import ANSWER_BYTES, Fail, Join, Start, decode_control, next_control
 
 __all__ = ["JoiningSource"]
 
@@ -59,14 +59,7 @@ class JoiningSource(CarriedSource):
         """See :meth:`weightsync.transports.base.Source.begin`. Returns when the group of readers is complete."""
         self._idle()
         channel = self._connected(deadline)
-        try:
-            ask(channel, Start(version, deadline.remaining("beginning a transfer")), deadline)
-            answer = next_control(channel, ANSWER_BYTES, deadline)
-        except WeightSyncError:
-            self._drop()
-            raise
-        if isinstance(answer, Fail):
-            raise from_wire(answer.kind, answer.message)
+        answer = self._asked(channel, Start(version, deadline.remaining("beginning a transfer")), deadline)
         try:
             if not isinstance(answer, Join):
                 raise ProtocolError(f"{channel.peer} answered {type(answer).__name__} to the beginning of a transfer")

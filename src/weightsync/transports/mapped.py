@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,7 +17,7 @@ from weightsync.transports.shelf import HEADER_BYTES, Header
 __all__ = ["MappedSource"]
 
 
-class MappedSource:
+class MappedSource(ABC):
     """A :class:`~weightsync.transports.base.Source` over ``memory``, ``uint8[header + nbytes]``: an owner's whole shelf.
 
     The mapping outlives the owner, so its death is looked for: ``begin``, ``read`` and ``end`` raise
@@ -38,10 +39,11 @@ class MappedSource:
         self._stop = np.zeros(1, np.int8)
         self._aborted = False
 
+    @abstractmethod
     def _owner_lives(self) -> bool:
         """Whether the owner still serves. Never blocks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _release(self) -> None:
         """Let go of what the subclass holds. Called once."""
 

@@ -10,14 +10,12 @@ import numpy.typing as npt
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.messages import Host
 from weightsync.tensors.tiles import Tiles
 from weightsync.transports.collective_epoch import Epoch
 from weightsync.transports.collective_owner import GatheringOwner
 from weightsync.transports.device_shelf import DeviceShelf
 from weightsync.transports.groups import Group, Rendezvous, init_custom_process_group
 from weightsync.transports.packed_broadcast import DEFAULT_BUFFER, PackedBroadcast, packed_frames
-from weightsync.transports.packing import BufferSettings
 from weightsync.transports.pinning import Pinned
 from weightsync.transports.requests import Ready
 from weightsync.transports.shelf import Shelf
@@ -37,22 +35,20 @@ class NcclOwner(GatheringOwner):
 
     scheme = "nccl"
 
-    def __init__(
-        self,
-        shelf: Shelf | DeviceShelf,
-        key: bytes,
-        here: Host,
-        where: tuple[str, int, str | None],
-        buffers: BufferSettings,
-        gather_seconds: float,
-    ) -> None:
-        self._pinned: Pinned | None = None
+    _pinned: Pinned | None = None
+
+    def _hold(self, shelf: Shelf | DeviceShelf) -> object:
         if isinstance(shelf, DeviceShelf):
             self._device = torch.device("cuda", shelf.device)
-        else:
-            self._device = torch.device("cuda", torch.cuda.current_device())
-            self._held = self._pinned = Pinned(shelf.payload, self._device)
-        super().__init__(shelf, key, here, where, buffers, gather_seconds)
+            return None
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._pinned = Pinned(shelf.payload, self._device)
+        return self._pinned
+
+    def _release(self) -> None:
+        super()._release()
+        if self._pinned is not None:
+            self._pinned.close()
 
     @property
     def _regions(self) -> Sequence[int]:
@@ -72,12 +68,6 @@ class NcclOwner(GatheringOwner):
 
     def _ready(self) -> Ready:
         return Ready(name_of_gpu(self._device))
-
-    def close(self) -> None:
-        """See :class:`weightsync.transports.base.Owner`."""
-        super().close()
-        if self._pinned is not None:
-            self._pinned.close()
 
 
 class _DeviceEpoch(Epoch):

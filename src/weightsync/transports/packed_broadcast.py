@@ -20,7 +20,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, ProtocolError, TransportUnavailable
 from weightsync.tensors.cuda.copies import TileCopy
 from weightsync.tensors.tiles import Tiles
-from weightsync.transports.frames import DATA, HEADER, FrameHeader
+from weightsync.transports.frames import DATA, HEADER, VERSION_AT, FrameHeader
 from weightsync.transports.groups import Enqueue, Group
 from weightsync.transports.sending import frames_of
 
@@ -95,7 +95,8 @@ class PackedBroadcast:
         regions: Sequence[int] | None = None,
         programs: int = PROGRAMS,
     ) -> None:
-        self._frames, self._device, self._sends = frames, device, regions is not None
+        self._device, self._sends = device, regions is not None
+        self._due = _headers_of(frames)
         self._sizes = (frames[:, 4] + _ALIGNMENT).tolist()
         each = min(buffer_bytes, max(self._sizes, default=0))
         count = min(num_buffers, len(frames))
@@ -134,26 +135,19 @@ class PackedBroadcast:
         ``check`` is called before each, and raises to end it. Raises as :meth:`Group.on_device` does, and
         :class:`~weightsync.errors.ProtocolError` at a reader to which other frames came than were due.
         """
-        first, end = frames or (0, len(self._frames))
-        due = self._due(version)
+        first, end = frames or (0, len(self._due))
+        due = self._due[first:end]
+        due[:, VERSION_AT : VERSION_AT + 8] = np.array([version], "<i8").view(np.uint8)
 
         def work(broadcast: Enqueue) -> None:
             if self._sends:
-                self._headers.copy_(torch.from_numpy(due))
+                self._headers[first:end].copy_(torch.from_numpy(due))
             self._enqueue(broadcast, first, end, check)
 
         if first < end:
             group.on_device(self._device, work, deadline)
             if not self._sends:
                 self._check_headers(due, first, end)
-
-    def _due(self, version: int) -> npt.NDArray[np.uint8]:
-        """The header of each frame of ``version``, ``uint8[frames, 64]``."""
-        due = np.zeros(self._headers.shape, np.uint8)
-        for sequence, (number, offset, first, last, nbytes) in enumerate(self._frames.tolist()):
-            header = FrameHeader(DATA, sequence, version, number, first - offset, last - offset, nbytes)
-            due[sequence, : HEADER.size] = np.frombuffer(header.pack(), np.uint8)
-        return due
 
     def _enqueue(self, broadcast: Enqueue, first: int, end: int, check: Callable[[], None]) -> None:
         begun = torch.cuda.current_stream(self._device)
@@ -176,11 +170,20 @@ class PackedBroadcast:
 
     def _check_headers(self, due: npt.NDArray[np.uint8], first: int, end: int) -> None:
         found = self._headers[first:end].cpu().numpy()
-        wrong = np.flatnonzero((found != due[first:end]).any(axis=1))
+        wrong = np.flatnonzero((found != due).any(axis=1))
         if len(wrong):
             at = int(wrong[0])
-            came, wanted = (FrameHeader.unpack(one[: HEADER.size].tobytes()) for one in (found[at], due[first + at]))
+            came, wanted = (FrameHeader.unpack(one[: HEADER.size].tobytes()) for one in (found[at], due[at]))
             raise ProtocolError(f"a broadcast brought frame {tuple(came)} where {tuple(wanted)} was due")
+
+
+def _headers_of(frames: Int64) -> npt.NDArray[np.uint8]:
+    """The header of each frame, ``uint8[frames, 64]``, but for the version: made once, as a round must not wait for it."""
+    headers = np.zeros((len(frames), _HEADER), np.uint8)
+    for sequence, (number, offset, first, last, nbytes) in enumerate(frames.tolist()):
+        header = FrameHeader(DATA, sequence, 0, number, first - offset, last - offset, nbytes)
+        headers[sequence, : HEADER.size] = np.frombuffer(header.pack(), np.uint8)
+    return headers
 
 
 def frames_of_groups(frames: Int64, groups: int) -> list[tuple[int, int]]:

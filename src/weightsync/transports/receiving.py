@@ -14,7 +14,18 @@ from weightsync.errors import Aborted, PeerLost, ProtocolError, WeightSyncError,
 from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.tiles import Tiles
 from weightsync.transports.frames import CONTROL, DATA, END, HEADER, Channel, FrameHeader
-from weightsync.transports.requests import ANSWER_BYTES, MAX_GROUPS, Fail, Ready, Start, Want, ask, decode_control, next_control
+from weightsync.transports.requests import (
+    ANSWER_BYTES,
+    MAX_GROUPS,
+    Fail,
+    Ready,
+    Request,
+    Start,
+    Want,
+    ask,
+    decode_control,
+    next_control,
+)
 from weightsync.transports.runs import FRAME_BYTES, MAX_FRAME_BYTES, MAX_TILES, cut_tiles
 from weightsync.transports.tile_stream import TileStream
 
@@ -97,18 +108,23 @@ class CarriedSource:
         return channel
 
     def _send_want(self, channel: Channel, want: Want, deadline: Deadline) -> None:
+        answer = self._asked(channel, want, deadline)
+        if not isinstance(answer, Ready):
+            self._drop()
+            raise ProtocolError(f"{channel.peer} answered {type(answer).__name__} to a table of tiles")
+        self._take_ready(answer)
+
+    def _asked(self, channel: Channel, request: Request, deadline: Deadline) -> Request:
+        """What the owner answers, unless that is its failure, which is raised; the connection stays."""
         try:
-            ask(channel, want, deadline)
+            ask(channel, request, deadline)
             answer = next_control(channel, ANSWER_BYTES, deadline)
         except WeightSyncError:
             self._drop()
             raise
         if isinstance(answer, Fail):
             raise from_wire(answer.kind, answer.message)
-        if not isinstance(answer, Ready):
-            self._drop()
-            raise ProtocolError(f"{channel.peer} answered {type(answer).__name__} to a table of tiles")
-        self._take_ready(answer)
+        return answer
 
     def _take_ready(self, ready: Ready) -> None:
         """What else the owner said when it was ready."""

@@ -57,7 +57,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of this file. An agent and a coordinator that differ refuse each other with a message that names both."""
 
 UNREADABLE: tuple[type[Exception], ...] = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -177,6 +177,8 @@ class Hello(_Struct, frozen=True):
     """What this engine rank serves already, after a coordinator's restart."""
     published: Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)] = -1
     """The last version number that this trainer rank published, after a coordinator's restart."""
+    live: bool = False
+    """This trainer rank's own memory is read in place: a version can be read until its publication is over, and no later."""
 
     def __repr__(self) -> str:
         return f"<Hello of {self.role} {self.name}/{self.rank}>"  # the key is not for logs
@@ -226,6 +228,15 @@ class Prepared(_Struct, frozen=True):
 
     digest: str
     transports: Annotated[tuple[str, ...], _Many]
+
+
+class CheckSources(_Struct, frozen=True):
+    """Look, while still serving, whether this version can be read; answered by :class:`Done`, or StaleSource.
+
+    Asked before a replica is re-seeded: one that serves is not taken out of service for bytes that nobody holds any more.
+    """
+
+    number: _Number
 
 
 class Pause(_Struct, frozen=True):
@@ -347,6 +358,7 @@ Body = (
     | Placed
     | Prepare
     | Prepared
+    | CheckSources
     | Pause
     | Move
     | Moved

@@ -82,14 +82,14 @@ class Engine:
         with ExitStack() as owned:
             self._role = EngineRole(
                 adapter, names, self._here, progress=self._progress, bucket_bytes=bucket_bytes, buffers=buffers,
-                encrypted=settings.data_encryption == "on", rank=rank,
+                encrypted=settings.data_encryption == "on", rank=rank, member=f"{replica}/{rank}",
             )  # fmt: skip
             if delivery == "direct" and self._role.layout is None:
                 raise ConfigurationError(f"the {adapter.name} adapter has no shards(): it can only be streamed to")
             self._link = Link(
                 settings,
                 hello=self._hello,
-                handle=self._role.handle,
+                receive=self._role.receive,
                 on_lost=lambda _: self._role.abort(),
                 name=f"{replica}-{rank}",
             )

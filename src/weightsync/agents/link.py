@@ -24,7 +24,7 @@ from websockets.exceptions import ConnectionClosed
 
 from weightsync.agents.dial import dial
 from weightsync.agents.loop import shared_loop
-from weightsync.agents.workers import Handler, Worker
+from weightsync.agents.workers import Handler, Received, Worker, received_for
 from weightsync.control.calls import Calls
 from weightsync.deadline import Deadline
 from weightsync.errors import (
@@ -47,6 +47,8 @@ _log = logging.getLogger(__name__)
 _FIRST_PAUSE = 0.05
 _STEADY_SECONDS = 5.0
 _PROGRESS_SECONDS = 0.1
+_LATE_SECONDS = 0.06  # after a call's own deadline, whose error says more
+_LONGEST_SECONDS = 86400.0
 _GRACE = 1.0
 """Seconds that a caller's thread waits longer than the call itself, so that the call's own error arrives first."""
 
@@ -65,10 +67,11 @@ def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
 class Link:
     """One rank's connection to the coordinator.
 
-    ``hello`` is asked before every attempt, so that what the rank serves or published is current; ``handle`` runs the
-    coordinator's calls and may block; ``on_welcome`` and ``on_lost`` tell of every connection made and lost. ``hello`` and
-    the two callbacks run on the thread of all links: they must return at once and not call back into the link, but for
-    :meth:`progress`. The order of calls is :meth:`connect` once, then anything, then :meth:`close`.
+    ``hello`` is asked before every attempt, so that what the rank serves or published is current. ``handle`` runs the
+    coordinator's calls and may block; or ``receive`` is given each call when it arrives, and returns what runs it. ``on_welcome``
+    and ``on_lost`` tell of every connection made and lost. ``hello``, ``receive`` and the two callbacks run on the thread of all
+    links: they must return at once and not call back into the link, but for :meth:`progress`. The order of calls is
+    :meth:`connect` once, then anything, then :meth:`close`.
     """
 
     def __init__(
@@ -76,15 +79,21 @@ class Link:
         settings: ClientSettings,
         *,
         hello: Callable[[], Hello],
-        handle: Handler,
+        handle: Handler | None = None,
+        receive: Callable[[Body], Received] | None = None,
         on_welcome: Callable[[Welcome], None] | None = None,
         on_lost: Callable[[str], None] | None = None,
         name: str = "agent",
     ) -> None:
         self._settings, self._name = settings, name
         self._hello, self._on_welcome, self._on_lost = hello, on_welcome, on_lost
-        self._calls_worker = Worker(f"weightsync-calls-{name}", handle)
-        self._quarantine_worker = Worker(f"weightsync-quarantine-{name}", handle)
+        if receive is None:
+            if handle is None:
+                raise ConfigurationError("a link needs handle or receive, to answer the coordinator's calls")
+            receive = received_for(handle)
+        self._receive = receive
+        self._calls_worker = Worker(f"weightsync-calls-{name}")
+        self._quarantine_worker = Worker(f"weightsync-quarantine-{name}")
         self._borrowed: asyncio.AbstractEventLoop | None = None
         self._closing = threading.Lock()
         self._ended = threading.Event()
@@ -96,6 +105,10 @@ class Link:
         # Only the loop's thread touches these.
         self._calls: Calls | None = None
         self._send: Callable[[Frame], Awaitable[None]] | None = None
+        self._socket: ClientConnection | None = None
+        self._refused = False
+        self._answering = 0
+        self._leaving: asyncio.Future[None] | None = None
         self._connected = asyncio.Event()
         self._trouble = "not connected yet"
         # Progress: the newest count, and whether a report of it is under way.
@@ -272,7 +285,7 @@ class Link:
         calls = Calls(send, self._dispatch)
         reason = "the link was closed"
         try:
-            self._calls, self._send, self._trouble = calls, send, ""
+            self._calls, self._send, self._socket, self._trouble = calls, send, socket, ""
             self._connected.set()
             if self._on_welcome is not None:
                 self._on_welcome(welcome)
@@ -281,7 +294,7 @@ class Link:
             reason = await self._read(socket, calls)
         finally:
             self._connected.clear()
-            self._calls = self._send = None
+            self._calls = self._send = self._socket = None
             lost = f"the connection to the coordinator at {self._settings.coordinator} ended: {reason}"
             calls.close(LinkLost(lost))
             await socket.close(1000, "the agent left")
@@ -304,8 +317,45 @@ class Link:
             return str(error)
 
     async def _dispatch(self, body: Body, timeout: float) -> Body:
+        call, what = self._receive(body), type(body).__name__
         worker = self._quarantine_worker if isinstance(body, Quarantine) else self._calls_worker
-        return await asyncio.wrap_future(worker.submit(body, timeout))
+        job = worker.submit(call.run, what, timeout)
+        outcome = asyncio.wrap_future(job)
+        self._answering += 1
+        try:
+            await asyncio.wait([outcome], timeout=min(call.patience, timeout + _LATE_SECONDS))
+            if not outcome.done() and not job.running():  # the call before it hangs, and was given up by the coordinator
+                self._connect_again_after(worker)
+                raise DeadlineExceeded(f"{what} did not get its turn within {min(call.patience, timeout):.3g} s: {call.withdraw()}")
+            if not outcome.done():
+                await asyncio.wait([outcome], timeout=max(0.0, timeout + _LATE_SECONDS - call.patience))
+            if not outcome.done():
+                raise DeadlineExceeded(f"{what} did not finish within {timeout:.3g} s: {call.withdraw()}")
+            answer = outcome.result()
+        except asyncio.CancelledError:
+            call.withdraw()
+            raise
+        finally:
+            self._answering -= 1
+            if not outcome.cancel() and not outcome.cancelled():
+                outcome.exception()  # looked at, should the call have been withdrawn in the same moment
+        if answer is None:
+            raise ProtocolError(f"{what} was not answered")
+        return answer
+
+    def _connect_again_after(self, worker: Worker) -> None:
+        """A call was refused: when what hangs has ended, say Hello again, so that the coordinator looks at this rank anew."""
+        if self._refused:
+            return
+        self._refused = True
+        free = asyncio.wrap_future(worker.submit(lambda _: None, "next", _LONGEST_SECONDS))
+        free.add_done_callback(self._connect_again)
+
+    def _connect_again(self, free: asyncio.Future[Body | None]) -> None:
+        self._refused = False
+        if self._socket is None or self._answering or free.cancelled() or free.exception() is not None:
+            return  # there is another connection, or the coordinator is at it again already
+        self._leaving = asyncio.ensure_future(self._socket.close(1000, "this rank answers again"))
 
     async def _ask(self, body: Body, deadline: Deadline) -> Body:
         what = f"{type(body).__name__} to the coordinator at {self._settings.coordinator}"

@@ -137,6 +137,7 @@ class Trainer:
             protocol=PROTOCOL, run=self._run, role="trainer", name="trainer", rank=self.rank, world_size=self.world_size,
             session=self._session, host=self._here, pid=os.getpid(), manifest=role.manifest.tensors,
             layout=role.layout.to_columns(), offers=role.offers, key=role.key, published=self._published,
+            live=role.live,
         )  # fmt: skip
 
     @property

@@ -156,7 +156,7 @@ class Coordinator:
     def _start_publication(self, number: int, limit: Limit) -> asyncio.Task[RoundResult]:
         left = limit.at - asyncio.get_running_loop().time()
         grace = min(self.settings.grace, left / 3)  # a short publication must not end later for the sake of a long quarantine
-        return self._spawn(self._publish(number, Limit(limit.seconds, at=limit.at - 1.5 * grace), grace))
+        return self._spawn(self._publish(number, Limit(left - 1.5 * grace), grace))
 
     async def _publish(self, number: int, limit: Limit, grace: float) -> RoundResult:
         self._publications += 1
@@ -168,7 +168,10 @@ class Coordinator:
                     raise VersionError(f"version {number} cannot be published: the last one is {self._shelves.last}")
                 replicas = [r for r in self._members.replicas.values() if r.state != "lost" and r.refusal is None]
                 self._wanted.difference_update(replica.name for replica in replicas if replica.complete)
-                result = await self._run(number, False, replicas, limit, grace)
+                try:
+                    result = await self._run(number, False, replicas, limit, grace)
+                finally:
+                    self._shelves.publication_ended()
                 if self.settings.retry:
                     self._wanted.update(replica.name for replica in replicas if replica.state == "dirty")
                 return result
@@ -249,8 +252,7 @@ class Coordinator:
                 raise Aborted("a publication took precedence over re-seeding")
             found = [self._members.replicas[name] for name in names if name in self._members.replicas]
             replicas = [replica for replica in found if replica.complete and replica.refusal is None]
-            current = self._shelves.current(self._members.trainers)
-            number = current.version.number if current is not None else self._shelves.last
+            number = self._shelves.require(self._members.trainers).version.number
             task: asyncio.Task[RoundResult] = self._spawn(self._run(number, True, replicas, limit, self.settings.grace))
             self._seeding = task
             try:

@@ -15,6 +15,8 @@ __all__ = ["Limit", "Link", "bounded", "in_thread", "on_all"]
 T = TypeVar("T")
 N = TypeVar("N", TrainerNode, EngineNode)
 
+_ANSWER_SECONDS = 0.25  # sooner than the round gives up, a rank says by itself what took it so long
+
 _abandoned: set[asyncio.Future[Any]] = set()
 
 
@@ -29,7 +31,7 @@ class Limit:
         """Seconds left, above zero. Raises :class:`~weightsync.errors.DeadlineExceeded` saying that ``what`` took too long."""
         left = self.at - asyncio.get_running_loop().time()
         if left <= 0:
-            raise DeadlineExceeded(f"{what} did not finish within {self.seconds:g} s")
+            raise DeadlineExceeded(f"no time is left for {what}: the {self.seconds:.3g} s of the round are over")
         return left
 
 
@@ -106,7 +108,8 @@ async def on_all(
     cancelled is not waited for.
     """
     left = limit.remaining(what)
-    outcomes = {member: link.start(call(link, left)) for member, link in links.items()}
+    told = left - min(_ANSWER_SECONDS, left / 10)
+    outcomes = {member: link.start(call(link, told)) for member, link in links.items()}
     try:
         if outcomes:
             await asyncio.wait(outcomes.values(), timeout=left, return_when=asyncio.FIRST_EXCEPTION)
@@ -117,7 +120,7 @@ async def on_all(
                 raise _named(member, error) from error
         late = [member for member, outcome in outcomes.items() if not outcome.done()]
         if late:
-            raise DeadlineExceeded(f"{what}: no answer from {', '.join(late)} within {limit.seconds:g} s")
+            raise DeadlineExceeded(f"{what}: no answer from {', '.join(late)} within {left:.3g} s")
         return {member: outcome.result() for member, outcome in outcomes.items()}
     finally:
         for outcome in outcomes.values():
@@ -134,10 +137,12 @@ async def in_thread(what: str, limit: Limit, work: Callable[[], T]) -> T:
 async def bounded(what: str, limit: Limit, awaitable: Awaitable[T]) -> T:
     """What ``awaitable`` gives before the limit; it is cancelled there. Raises :class:`~weightsync.errors.DeadlineExceeded`."""
     scope = asyncio.timeout_at(limit.at)
+    started = asyncio.get_running_loop().time()
     try:
         async with scope:
             return await awaitable
     except TimeoutError:
         if scope.expired():
-            raise DeadlineExceeded(f"{what} did not finish within {limit.seconds:g} s") from None
+            waited = asyncio.get_running_loop().time() - started
+            raise DeadlineExceeded(f"{what} did not finish within {waited:.3g} s") from None
         raise

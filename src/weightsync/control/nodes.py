@@ -32,6 +32,8 @@ class TrainerRank:
     key: bytes = field(default=b"", repr=False)
     """The secret that readers of this rank's shelf must know; passed on in each plan's ``SourceAddress``."""
     published: int = -1
+    live: bool = False
+    """Its own memory is read in place, and only until a publication is over."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,10 @@ class EngineNode(Protocol):
 
     async def prepare(self, plan: PlanSlice, timeout: float) -> Prepared:
         """Get ready for a plan while still serving."""
+        ...
+
+    async def check_sources(self, number: int, timeout: float) -> None:
+        """Raise :class:`~weightsync.errors.StaleSource` if version ``number`` cannot be read; the rank serves on."""
         ...
 
     async def pause(self, mode: PauseMode, timeout: float) -> None:

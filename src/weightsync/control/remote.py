@@ -14,6 +14,7 @@ from weightsync.errors import ConfigurationError, MembershipError, ProtocolError
 from weightsync.messages import (
     PROTOCOL,
     Body,
+    CheckSources,
     Commit,
     Done,
     Hello,
@@ -88,6 +89,7 @@ def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
             offers=hello.offers,
             key=hello.key,
             published=hello.published,
+            live=hello.live,
         )
     return EngineRank(
         member=member,
@@ -165,6 +167,10 @@ class RemoteEngine:
         self._plan = plan
         return answer
 
+    async def check_sources(self, number: int, timeout: float) -> None:
+        """Look whether a version can be read."""
+        await self._do(CheckSources(number), timeout)
+
     async def pause(self, mode: PauseMode, timeout: float) -> None:
         """Stop generating."""
         await self._do(Pause(mode), timeout)
@@ -207,7 +213,7 @@ class RemoteEngine:
             raise ProtocolError(f"{self._rank.member} sent {len(moved.digests)} bytes of digests, not 8 for each of {rows} rows")
         return moved
 
-    async def _do(self, body: Pause | Commit | Resume | Quarantine, timeout: float) -> None:
+    async def _do(self, body: CheckSources | Pause | Commit | Resume | Quarantine, timeout: float) -> None:
         answer = await self._calls.call(body, timeout)
         if not isinstance(answer, Done):
             raise _unexpected(self._rank.member, type(body).__name__, answer)

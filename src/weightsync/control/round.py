@@ -32,7 +32,7 @@ from weightsync.control.replicas import Replica
 from weightsync.control.report import Report, round_result
 from weightsync.control.settings import Settings
 from weightsync.control.shelves import Placement, Shelves
-from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError, StaleSource, VerificationError, WeightSyncError
+from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError, VerificationError, WeightSyncError
 from weightsync.messages import Moved, PlanSlice, ReplicaResult, RoundResult
 from weightsync.model import Version, fold
 from weightsync.planning.cover import Cover
@@ -109,6 +109,9 @@ async def _bring(order: Order, report: Report, placing: asyncio.Task[tuple[Place
         points.reached("round.agreed")
         placement, _ = placing.result() if placing.done() else await bounded("placing", limit, asyncio.shield(placing))
         points.reached("round.placed")
+        if order.seeding:  # a replica that serves is not paused for a version that is not there any more
+            number = placement.version.number
+            await on_all("check", limit, engines, lambda link, left: link.node.check_sources(number, left))
         bring = _at_once if len(engines) == 1 else _step_by_step
         async with _turn(order, report), _out_of_service(order, report, engines) as serves:
             await bring(order, report, engines, agreed, placement)
@@ -144,10 +147,7 @@ async def place(order: Order) -> tuple[Placement, float]:
     The version exists from here on: its digest is the sum of what every rank saw in its own memory while it copied.
     """
     if order.seeding:
-        held = order.shelves.current(order.trainers)
-        if held is None:
-            raise StaleSource("the trainer's shelves hold no version to seed from; the next publication brings one")
-        return held, 0.0
+        return order.shelves.require(order.trainers), 0.0
     started, limit = asyncio.get_running_loop().time(), order.limit
     ranks = {member: link.node.rank for member, link in order.trainers.items()}
     manifest = next(iter(ranks.values())).manifest
@@ -169,7 +169,8 @@ async def place(order: Order) -> tuple[Placement, float]:
             )
     totals = await in_thread("adding up the trainer's digests", limit, lambda: cover.total(digests))
     version = Version(order.settings.run, order.number, manifest.fingerprint, fold(totals))
-    placement = Placement(version, totals, {member: rank.session for member, rank in ranks.items()})
+    live = any(rank.live for rank in ranks.values())
+    placement = Placement(version, totals, {member: rank.session for member, rank in ranks.items()}, live)
     order.shelves.hold(placement)
     return placement, asyncio.get_running_loop().time() - started
 

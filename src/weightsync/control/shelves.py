@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from weightsync.control.link import Link
 from weightsync.control.nodes import TrainerNode
+from weightsync.errors import StaleSource
 from weightsync.model import Version
 
 __all__ = ["Placement", "Shelves"]
@@ -24,6 +25,8 @@ class Placement:
     version: Version
     digests: npt.NDArray[np.uint64]
     sessions: dict[str, str]
+    live: bool = False
+    """Whether any of it is a trainer rank's own memory, which is readable only until the publication is over."""
 
 
 class Shelves:
@@ -56,8 +59,27 @@ class Shelves:
         while len(self.published) > _REMEMBERED:
             del self.published[next(iter(self.published))]
 
+    def publication_ended(self) -> None:
+        """What was read in place cannot be read any more: the trainer goes on with its memory."""
+        if self._placement is not None and self._placement.live:
+            self._placement = None
+
     def current(self, trainers: Mapping[str, Link[TrainerNode]]) -> Placement | None:
-        """What can be read now from ``trainers``: nothing if a process that placed is gone, even if another took its rank."""
+        """What can be read now from ``trainers``.
+
+        Nothing if a process that placed is gone, even if another took its rank, or if the publication of memory that is read in
+        place is over.
+        """
         here = {member: link.node.rank.session for member, link in trainers.items()}
         held = self._placement
         return held if held is not None and held.sessions == here else None
+
+    def require(self, trainers: Mapping[str, Link[TrainerNode]]) -> Placement:
+        """The same. Raises :class:`~weightsync.errors.StaleSource` if nothing can be read."""
+        found = self.current(trainers)
+        if found is None:
+            raise StaleSource(
+                "no version can be read from the trainer now, so nothing can be seeded; the next publication brings one "
+                "(GPU memory that is published in place can be read only until publish returns)"
+            )
+        return found

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -18,6 +20,7 @@ from weightsync.garbage import no_collection
 from weightsync.messages import (
     DEVICE_SCHEMES,
     Body,
+    CheckSources,
     Commit,
     Done,
     Host,
@@ -35,6 +38,7 @@ from weightsync.messages import (
 from weightsync.model import Layout, Manifest, Version, fold
 from weightsync.planning.cover import Cover
 from weightsync.roles.adapter import EngineAdapter
+from weightsync.roles.adapter_calls import AdapterCalls
 from weightsync.roles.device_memory import device_of, pointers_of
 from weightsync.roles.device_streaming import bucket_bytes_for
 from weightsync.roles.filling import Clock, Filling
@@ -42,16 +46,48 @@ from weightsync.roles.read_back import ReadBack
 from weightsync.roles.route import Route, StagingSettings
 from weightsync.tensors.memory import layout_in_place
 
-__all__ = ["EngineRole"]
+__all__ = ["EngineRole", "ReceivedCall"]
 
-_RECEIVER_SECONDS = 5.0  # after an abort, a read looks at it every few hundred KiB
+_State = Literal["serving", "pausing", "paused", "moved", "committed"]
+_PATIENCE = 5.0
+
+
+@dataclass(frozen=True, eq=False)
+class ReceivedCall:
+    """A call of the coordinator, from its arrival on. It runs on another thread than it arrives on, and later.
+
+    An abort ends every call that arrived before it, also one that has not begun, and none that arrives afterwards.
+    """
+
+    role: EngineRole
+    body: Body
+    number: int
+    """Calls are numbered as they arrive."""
+    aborts: int
+    """The number of the newest abort when this call arrived."""
+    patience: float = _PATIENCE
+    """Seconds that this call may wait for the call before it, which the coordinator has given up, to end."""
+
+    def run(self, timeout: float) -> Body:
+        """Answer the call. Raises :class:`~weightsync.errors.Aborted` if it was aborted since it arrived."""
+        return self.role.answer(self, timeout)
+
+    def withdraw(self) -> str:
+        """Nobody waits for the answer any more: abort the call, unless it is a quarantine. Returns what the rank is doing."""
+        if not isinstance(self.body, Quarantine):
+            self.role.abort()
+        return self.role.occupation
 
 
 class EngineRole:
     """Runs one engine rank through rounds, on behalf of the coordinator.
 
     It enforces on its own side what must never happen, whatever the coordinator says: :class:`Resume` is refused unless the
-    last bytes written were committed, :class:`Commit` unless a move ended well, and a move before a pause.
+    last bytes written were committed, :class:`Commit` unless a move ended well, and a move before a pause. A call that was
+    aborted after it arrived changes nothing more: every later step of it compares the number of the newest abort with the one
+    that the call found when it arrived.
+
+    ``member`` names this rank in errors.
     """
 
     _device: torch.device | None = None  # the CUDA device that holds the parameters, where they are written directly
@@ -67,8 +103,11 @@ class EngineRole:
         buffers: int = 2,
         encrypted: bool = False,
         rank: int = 0,
+        member: str = "this engine rank",
     ) -> None:
         self.adapter = adapter
+        self._calls = AdapterCalls(adapter, member)
+        self._member = member
         self._sleeps = type(adapter).wake_weights is not EngineAdapter.wake_weights
         self._rank = rank
         self._encrypted = encrypted
@@ -82,21 +121,25 @@ class EngineRole:
         self._settings = StagingSettings(bucket_bytes or bucket_bytes_for(self._staging_on), buffers)
         self._read_back = ReadBack(self.manifest)
         self.serving: Version | None = None
-        self._state: Literal["serving", "pausing", "paused", "moved", "committed"] = "serving"
+        self._state: _State = "serving"
         self._route: Route | None = None
         self._opening: Route | None = None
         self._closed = False
-        self._quarantined = threading.Event()
-        self._kept_paused = False
+        self._numbers, self._abort_numbers = itertools.count(1), itertools.count(1)
+        self._aborts = 0
+        self._call = ReceivedCall(self, Done(), 0, 0)
+        self._resumed_by = 0
         self._turn = threading.Lock()
-        self._filling = Filling(adapter, self._read_back, self._check_abort, progress)
+        # Held for the moment in which an abort is noted or the state changes, so that what attests says after an abort stays true.
+        self._changing = threading.Lock()
+        self._filling = Filling(adapter, self._calls, self._read_back, self._check_abort, progress)
 
     def _look(self) -> tuple[Layout | None, tuple[int, ...]]:
         """The engine's parameters as they lie in memory now; ``None`` if it can only be streamed to.
 
         That is so too for parameters on several devices, or on a CUDA device with neither ``cuda_ipc`` nor ``nccl`` allowed.
         """
-        shards = self.adapter.shards()
+        shards = self._calls.shards()
         device = None if shards is None else device_of(shards)
         if shards is None or device is None or (device.type != "cpu" and not DEVICE_SCHEMES & set(self.transports)):
             return None, ()
@@ -123,40 +166,64 @@ class EngineRole:
         """The most that a plan may ask for as one staging bucket (the largest tensor, if that is more)."""
         return self._settings.bucket_bytes
 
+    def receive(self, body: Body) -> ReceivedCall:
+        """Take note of a call when it arrives, before it waits for its turn. Never blocks. A :class:`Quarantine` aborts here."""
+        if isinstance(body, Quarantine):
+            self.abort()
+        return ReceivedCall(self, body, next(self._numbers), self._aborts)
+
     def handle(self, body: Body, timeout: float) -> Body:
-        """Answer a call of the coordinator.
+        """Answer a call of the coordinator that arrives now."""
+        return self.receive(body).run(timeout)
+
+    def answer(self, call: ReceivedCall, timeout: float) -> Body:
+        """Run a call that was received.
 
         One at a time, except :class:`Quarantine`, which may come from another thread while a move runs and ends it.
         """
-        if isinstance(body, Quarantine):
-            return self._quarantine(timeout)
-        with self._turn:
-            try:
-                return self._answer(body, timeout)
-            finally:
-                if self._closed:  # meanwhile: whoever closed did not wait for this to end
-                    self._drop_route()
+        deadline = Deadline(timeout)
+        points.reached(f"engine.received.{type(call.body).__name__.lower()}")
+        quarantining = isinstance(call.body, Quarantine)
+        if not self._turn.acquire(timeout=timeout):
+            never = "; it is never resumed from here" if quarantining else ""
+            raise DeadlineExceeded(f"{self.occupation}, so {type(call.body).__name__} did not get its turn in {timeout:g} s{never}")
+        try:
+            if quarantining:
+                return self._quarantine(call, deadline)
+            self._call = call
+            self._check_abort()
+            return self._answer(call.body, deadline)
+        finally:
+            if self._closed:  # meanwhile: whoever closed did not wait for this to end
+                self._drop_route()
+            self._turn.release()
 
-    def _answer(self, body: Body, timeout: float) -> Body:
+    @property
+    def occupation(self) -> str:
+        """What this rank is doing now, for people: the adapter's method that it is inside of, and for how long."""
+        return self._calls.running or f"{self._member} is busy with {type(self._call.body).__name__}"
+
+    def _answer(self, body: Body, deadline: Deadline) -> Body:
         match body:
             case Prepare():
-                return self._prepare(body, Deadline(timeout))
+                return self._prepare(body, deadline)
+            case CheckSources():
+                self._check_sources(body.number, deadline)
             case Pause():
-                self._pause(body, Deadline(timeout))
+                self._pause(body, deadline)
             case Move():
-                return self._move(body.number, Deadline(timeout))
+                return self._move(body.number, deadline)
             case Commit():
                 self._commit(body.version)
             case Update():
-                return self._update(body, Deadline(timeout))
+                return self._update(body, deadline)
             case Resume():
-                self._resume(timeout)
+                self._resume(deadline)
             case _:
                 raise ProtocolError(f"an engine rank does not understand {type(body).__name__}")
         return Done()
 
     def _prepare(self, body: Prepare, deadline: Deadline) -> Prepared:
-        points.reached("engine.prepare")
         layout, addresses = self._look()
         if body.plan.delivery == "direct" and (layout is None or self.layout is None or layout.digest != self.layout.digest):
             raise PlanMismatch("the engine rebuilt its parameters since it joined: restart this rank's weightsync.Engine")
@@ -171,7 +238,7 @@ class EngineRole:
         device, settings = self._device, self._settings
         if plan.delivery == "streamed":
             device = self._staging_on
-            if device is not None and not self.adapter.loads_late and self._read_back.look(self.adapter.shards()):
+            if device is not None and not self.adapter.loads_late and self._read_back.look(self._calls.shards()):
                 settings = replace(settings, reads_back=True)
                 self._read_back.build()
         route = Route(self.manifest, plan, layout, addresses, device, settings, self._rank)
@@ -179,6 +246,7 @@ class EngineRole:
         try:
             if self._closed:
                 raise Aborted("this engine rank was closed")
+            self._check_abort()  # an abort before the route was in its place did not reach it
             route.open(self.transports, self.here, deadline, self._encrypted)
         except BaseException:
             route.close()
@@ -192,36 +260,53 @@ class EngineRole:
         if route is not None:
             route.close()
 
+    def _check_sources(self, number: int, deadline: Deadline) -> None:
+        if self._route is None:
+            raise ProtocolError("looking for a version needs a prepared plan")
+        self._route.require(number, deadline)
+
+    def _become(self, state: _State) -> None:
+        """Enter ``state``, unless the call was aborted: then raise, and change nothing."""
+        with self._changing:
+            self._check_abort()
+            self._state = state
+
     def _pause(self, body: Pause, deadline: Deadline) -> None:
-        if self._route is not None and not self._sleeps:
-            self._follow_memory(self._route, deadline)  # while the engine still serves: for ten thousands it takes milliseconds
-        timeout = deadline.remaining("pausing")
-        self._quarantined.clear()
-        self._kept_paused = False
-        self._state = "pausing"  # from here on nothing is attested: whoever connects meanwhile must not count on this rank
+        served = self._state == "serving"
+        self._become("pausing")  # from here on nothing is attested: whoever connects meanwhile must not count on this rank
+        points.reached("engine.pausing")
+        try:
+            if self._route is not None and not self._sleeps:
+                self._follow_memory(self._route, deadline)  # while the engine still generates: it may take seconds
+            timeout = deadline.remaining("pausing")
+        except BaseException:
+            if served:  # nothing was changed; but after an abort, somebody may have been told that this rank serves nothing
+                with suppress(Aborted):
+                    self._become("serving")
+            raise
         points.reached("engine.pause")
-        self.adapter.pause(body.mode, timeout)
+        self._calls.pause(body.mode, timeout)
         self._state = "paused"
+        self._check_abort()
 
     def _move(self, number: int, deadline: Deadline) -> Moved:
         route = self._route
-        if self._state not in ("paused", "moved") or route is None:
+        if self._state not in ("paused", "moved") or not self._calls.paused or route is None:
             raise ProtocolError("a move needs a prepared plan and a paused engine")
+        self._become("paused")
         self.serving = None  # from here to the commit this rank's bytes have no name
-        self._state = "paused"
         points.reached("engine.move")
         clock = Clock()
         try:
-            self.adapter.wake_weights()
+            self._calls.wake_weights()
             if self._sleeps:
                 route = self._follow_memory(route, deadline)
             with no_collection():
                 digests, verified = self._filling.run(route, number, clock, deadline)
-            self._check_abort()
+            self._become("moved")
         except BaseException:
             self._drop_route()  # connections may be beyond use, or aborted: the next round makes new ones
             raise
-        self._state = "moved"
         points.reached("engine.moved")
         return Moved(
             nbytes=route.nbytes,
@@ -234,7 +319,7 @@ class EngineRole:
 
     def _follow_memory(self, route: Route, deadline: Deadline) -> Route:
         """The route to where the parameters are now: an engine may have given them other memory since it prepared."""
-        if route.plan.delivery != "direct" or pointers_of(self.adapter.shards() or ()) == self._pointers:
+        if route.plan.delivery != "direct" or pointers_of(self._calls.shards() or ()) == self._pointers:
             return route
         layout, addresses = self._look()
         if self._device != route.device or layout is None or layout.digest != route.layout.digest:
@@ -244,34 +329,36 @@ class EngineRole:
         return self._route
 
     def _check_abort(self) -> None:
-        if self._quarantined.is_set():
+        if self._aborts != self._call.aborts:
             raise Aborted("the round was aborted for this engine rank")
 
     def _commit(self, version: Version) -> None:
         if self._state != "moved":
             raise ProtocolError("a commit needs a move that ended well")
         points.reached("engine.finish")
-        self.adapter.finish(version)
+        self._calls.finish(version)
         points.reached("engine.flush")
-        self.adapter.wake_cache()
-        if not self.adapter.flush():
+        self._calls.wake_cache()
+        if not self._calls.flush():
             raise LoadError("the engine refused to drop caches made with the old weights")
-        self._check_abort()
+        self._become("committed")
         self.serving = version
-        self._state = "committed"
         points.reached("engine.committed")
 
-    def _resume(self, timeout: float) -> None:
+    def _resume(self, deadline: Deadline) -> None:
         if self._state != "committed":
             raise ProtocolError("this engine rank holds bytes that were not committed: it is not resumed")
+        self._check_abort()
         points.reached("engine.resume")
-        self.adapter.resume()
+        self._calls.resume()
         points.reached("engine.resumed")
-        if self._kept_paused:  # a quarantine came meanwhile, and gave up waiting
+        try:
+            self._become("serving")
+        except Aborted:
             self._state, self.serving = "paused", None
-            self.adapter.pause("abort", timeout)
-            raise Aborted("the round was aborted while this engine rank resumed; it is paused again")
-        self._state = "serving"
+            self._pause_late(deadline)
+            raise Aborted("the round was aborted while this engine rank resumed; it is paused again") from None
+        self._resumed_by = self._call.number
 
     def _update(self, body: Update, deadline: Deadline) -> Updated:
         """A whole round: what the coordinator would compare between move and commit, the rank that holds everything does."""
@@ -288,29 +375,25 @@ class EngineRole:
             return Updated(moved, False, paused - started, 0.0)  # in which tensors, the coordinator finds
         deadline.remaining("committing")
         self._commit(version)
-        self._resume(deadline.remaining("resuming"))
+        deadline.remaining("resuming")
+        self._resume(deadline)
         return Updated(moved, True, paused - started, time.perf_counter() - came)
 
     def _holds(self, version: Version, moved: Moved, cover: Cover) -> bool:
         digests = np.frombuffer(moved.digests, "<u8").astype(np.uint64, copy=False)
         return fold(cover.total({"": digests})) == version.digest
 
-    def _quarantine(self, timeout: float) -> Done:
-        self._kept_paused = True
-        self.abort()
-        if not self._turn.acquire(timeout=timeout):  # what runs looks at the flag at every group; a stuck loader does not
-            raise DeadlineExceeded(
-                f"the {self.adapter.name} engine is still busy after {timeout:g} s; it is never resumed from here"
-            )
-        try:
-            self.serving = None
-            if self._state in ("serving", "pausing"):
-                self._state = "paused"  # whatever pausing does: without a commit this rank is not resumed
-                self.adapter.pause("abort", timeout)
-            self._state = "paused"
-        finally:
-            self._turn.release()
+    def _quarantine(self, call: ReceivedCall, deadline: Deadline) -> Done:
+        if self._resumed_by > call.number:
+            return Done()  # a round that was ordered after this quarantine has brought a version
+        self.serving = None
+        self._state = "paused"  # whatever pausing does: without a commit this rank is not resumed
+        self._pause_late(deadline)
         return Done()
+
+    def _pause_late(self, deadline: Deadline) -> None:
+        """Pause what must not generate, also when the time for it is over."""
+        self._calls.pause("abort", max(deadline.at - time.monotonic(), _PATIENCE))
 
     @property
     def attests(self) -> Version | None:
@@ -318,8 +401,9 @@ class EngineRole:
         return self.serving if self._state == "serving" else None
 
     def abort(self) -> None:
-        """End a move that runs, soon: the coordinator that ordered it is gone. Never blocks; the engine stays paused."""
-        self._quarantined.set()
+        """End every call that has arrived, soon: nobody waits for it. Never blocks; an engine that is paused stays paused."""
+        with self._changing:
+            self._aborts = next(self._abort_numbers)
         for route in (self._route, self._opening):
             if route is not None:
                 route.abort()

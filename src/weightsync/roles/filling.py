@@ -17,6 +17,7 @@ from weightsync import points
 from weightsync.deadline import Deadline
 from weightsync.errors import LoadError, PlanMismatch, WeightSyncError
 from weightsync.roles.adapter import EngineAdapter
+from weightsync.roles.adapter_calls import AdapterCalls
 from weightsync.roles.read_back import ReadBack
 from weightsync.roles.route import Route
 from weightsync.tensors.staging import Staging
@@ -47,9 +48,14 @@ class Filling:
     """
 
     def __init__(
-        self, adapter: EngineAdapter, read_back: ReadBack, check_abort: Callable[[], None], progress: Callable[[int], None]
+        self,
+        adapter: EngineAdapter,
+        calls: AdapterCalls,
+        read_back: ReadBack,
+        check_abort: Callable[[], None],
+        progress: Callable[[int], None],
     ) -> None:
-        self._adapter, self._read_back = adapter, read_back
+        self._adapter, self._calls, self._read_back = adapter, calls, read_back
         self._check_abort, self._progress = check_abort, progress
 
     def run(
@@ -214,7 +220,7 @@ class Filling:
         tensors = staging.tensors(bucket)
         left = iter(tensors)
         try:
-            self._adapter.load(left)
+            self._calls.load(left)
         except WeightSyncError:
             raise
         except Exception as error:
@@ -233,7 +239,7 @@ class Filling:
     ) -> tuple[npt.NDArray[np.uint64], Literal["installed", "received"]]:
         """Digest the parameters themselves where they are whole, plain copies; else what the loader was given must do."""
         started = time.perf_counter()
-        shards = None if self._adapter.loads_late else self._adapter.shards()
+        shards = None if self._adapter.loads_late else self._calls.shards()
         digests = self._read_back.digests(shards, route.layout.tensor)
         if digests is None:
             if route.settings.reads_back and route.device is not None:

@@ -26,6 +26,7 @@ from weightsync.tensors.tiles import tiles_of
 from weightsync.transports.base import Source
 from weightsync.transports.choice import choose
 from weightsync.transports.cuda_ipc import CombinedRead, CudaIpcSource
+from weightsync.transports.mapped import MappedSource
 from weightsync.transports.registry import scheme
 from weightsync.transports.tcp import in_clear
 
@@ -240,6 +241,15 @@ class Route:
     def in_turn(self) -> bool:
         """Whether carried sources are begun, read and ended one after the other: all of each, straight to where it belongs."""
         return self.staging is None and bool(self.carried)
+
+    def require(self, number: int, deadline: Deadline) -> None:
+        """Raise :class:`~weightsync.errors.StaleSource` if a source that maps its owner's memory does not hold this version.
+
+        A source that carries bytes looks when it begins.
+        """
+        for source in self.sources:
+            if isinstance(source, MappedSource | CudaIpcSource):
+                source.require(number, deadline)
 
     def begin(self, number: int, deadline: Deadline) -> None:
         """Begin to read version ``number`` from every source, but those that are read in turn."""

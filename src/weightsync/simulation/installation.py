@@ -14,6 +14,7 @@ import weightsync.agents.link
 import weightsync.agents.workers
 import weightsync.control.replicas
 import weightsync.deadline
+import weightsync.roles.adapter_calls
 import weightsync.roles.engine
 import weightsync.roles.filling
 import weightsync.roles.route
@@ -98,6 +99,7 @@ def installed(world: World) -> Iterator[None]:
             (agreement, "cover", _cover),
             (weightsync.deadline, "time", clock),
             (weightsync.control.replicas, "time", clock),
+            (weightsync.roles.adapter_calls, "time", clock),
             (weightsync.roles.engine, "time", clock),
             (weightsync.roles.engine, "threading", locks),
             (weightsync.roles.filling, "time", clock),

@@ -17,11 +17,12 @@ from weightsync.control.coordinator import Coordinator
 from weightsync.control.link import Limit
 from weightsync.control.replicas import Replica
 from weightsync.control.round import Engines
+from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, WeightSyncError
-from weightsync.messages import Done
+from weightsync.messages import Done, Pause
 from weightsync.model import Version
 from weightsync.planning.cover import Cover
-from weightsync.roles.engine import EngineRole
+from weightsync.roles.engine import EngineRole, ReceivedCall
 from weightsync.roles.trainer import TrainerRole
 from weightsync.simulation.installation import replaced
 from weightsync.simulation.transfer import SimulatedSource
@@ -32,15 +33,15 @@ __all__ = ["MUTANTS"]
 Mutant = Callable[[], AbstractContextManager[None]]
 
 
-def _resumed_whatever(role: EngineRole, timeout: float) -> None:
-    role.adapter.resume()
+def _resumed_whatever(role: EngineRole, deadline: Deadline) -> None:
+    role._calls.resume()
     role._state = "serving"
 
 
-def _resumed_unless_uncommitted(role: EngineRole, timeout: float) -> None:
+def _resumed_unless_uncommitted(role: EngineRole, deadline: Deadline) -> None:
     if role._state != "committed":
         raise WeightSyncError("not committed")
-    _resumed_whatever(role, timeout)
+    _resumed_whatever(role, deadline)
 
 
 def _resume_before_verify() -> AbstractContextManager[None]:
@@ -198,20 +199,19 @@ def _late_commit() -> AbstractContextManager[None]:
 
     def committing(role: EngineRole, version: Version) -> None:
         commit(role, version)
-        role.adapter.resume()
+        role._calls.resume()
 
-    def quarantining(role: EngineRole, timeout: float) -> Done:
+    def quarantining(role: EngineRole, call: ReceivedCall, deadline: Deadline) -> Done:
         return Done()
 
     return replaced((EngineRole, "_commit", committing), (EngineRole, "_quarantine", quarantining))
 
 
 def _attested_while_pausing() -> AbstractContextManager[None]:
-    def broken(role: EngineRole, body: Any, timeout: float) -> None:  # noqa: ANN401
-        role._quarantined.clear()
-        role._kept_paused = False
-        role.adapter.pause(body.mode, timeout)
+    def broken(role: EngineRole, body: Pause, deadline: Deadline) -> None:
+        role._calls.pause(body.mode, deadline.remaining("pausing"))
         role._state = "paused"
+        role._check_abort()
 
     return replaced((EngineRole, "_pause", broken))
 
@@ -268,10 +268,9 @@ def _rounds_at_the_same_time() -> AbstractContextManager[None]:
 
 
 def _pause_not_awaited() -> AbstractContextManager[None]:
-    def broken(role: EngineRole, body: Any, timeout: float) -> None:  # noqa: ANN401
-        role._quarantined.clear()
-        role._kept_paused = False
+    def broken(role: EngineRole, body: Pause, deadline: Deadline) -> None:
         role._state = "paused"
+        role._calls.paused = True
 
     return replaced((EngineRole, "_pause", broken))
 

@@ -197,7 +197,7 @@ class EngineProcess(Agent):
         self._content: int | None = -1
         self._stale = False
         self.engine = Engine.__new__(Engine)
-        role = EngineRole(_Adapter(self, kind != "opaque"), ["simulated"], self.host, progress=self._progress)
+        role = EngineRole(_Adapter(self, kind != "opaque"), ["simulated"], self.host, progress=self._progress, member=self.member)
         delivery: Delivery = "direct" if kind == "direct" else "streamed"
         self.role = role
         fields = {
@@ -205,7 +205,9 @@ class EngineProcess(Agent):
             "_bucket_bytes": 96, "_here": self.host, "_role": role,
         }  # fmt: skip
         vars(self.engine).update(fields)
-        self.link = _Link(_SETTINGS, hello=self.engine._hello, handle=role.handle, on_lost=lambda _: role.abort(), name=self.member)
+        self.link = _Link(
+            _SETTINGS, hello=self.engine._hello, receive=role.receive, on_lost=lambda _: role.abort(), name=self.member
+        )
         self.link.process = self
         self.link.connect()
 

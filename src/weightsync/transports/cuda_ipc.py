@@ -188,6 +188,12 @@ class CudaIpcSource:
         self.groups = tuple(groups)
         self._open(deadline)
 
+    def require(self, version: int, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.mapped.MappedSource.require`."""
+        self._aborted = False
+        self._check(deadline, f"looking for version {version}")
+        self._header.require(version)
+
     def begin(self, version: int, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Source.begin`. Waits for work that this process has on the device."""
         self._aborted, self._stamp = False, None

@@ -72,6 +72,12 @@ class MappedSource(ABC):
             check_tiles(tiles, self._regions)
         self._groups = tuple(groups)
 
+    def require(self, version: int, deadline: Deadline) -> None:
+        """Raise :class:`~weightsync.errors.StaleSource` unless the owner holds this version now. Begins nothing."""
+        self._aborted = False
+        self._check(deadline, f"looking for version {version}")
+        self._header.require(version)
+
     def begin(self, version: int, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Source.begin`."""
         self._clear()

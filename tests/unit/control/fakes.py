@@ -340,6 +340,13 @@ class FakeEngine:
             process.content = np.full(len(process.layout), SCRAMBLED, np.int64)
         return Prepared("other" if kind == "other" else plan.digest, ("memory",))
 
+    async def check_sources(self, number: int, timeout: float) -> None:
+        await self._enter("check")
+        for source in [] if self.process.plan is None else self.process.plan.sources:
+            trainer = self.process.world.trainers.get(source.member)
+            if trainer is None or trainer.placed != number:
+                raise StaleSource(f"{source.member} does not hold {number}")
+
     async def pause(self, mode: PauseMode, timeout: float) -> None:
         await self._enter("pause")
         self.process.generating = False

@@ -293,6 +293,7 @@ def test_a_rank_stages_lends_nothing_and_resumes_only_what_it_loaded(fake: Fake,
         "pause keep", f"label {UNLABELLED}", "install", "flush", "label run@7", "resume",
     ]  # fmt: skip
     adapter.pause("abort", 5)
+    adapter.begin()
     with pytest.raises(LoadError, match="2 tensors"):  # what was staged before does not count
         adapter.finish(VERSION)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ class _Faulty(EngineAdapter):
     """The adapter under test, except that it raises where it is told to."""
 
     def __init__(self, inner: EngineAdapter) -> None:
-        self.inner, self.fault, self.name = inner, "", inner.name
+        self.inner, self.fault, self.name, self.stopped = inner, "", inner.name, False
 
     def _maybe(self, where: str) -> None:
         if self.fault == where:
@@ -57,8 +57,13 @@ class _Faulty(EngineAdapter):
         return self.inner.shards()
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
-        self.inner.pause(mode, timeout)
+        if not self.stopped:  # one that raised comes again, and the adapter under test is paused once
+            self.inner.pause(mode, timeout)
+            self.stopped = True
         self._maybe("pause")
+
+    def begin(self) -> None:
+        self.inner.begin()
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         given = list(tensors)
@@ -76,6 +81,7 @@ class _Faulty(EngineAdapter):
     def resume(self) -> None:
         self._maybe("resume")
         self.inner.resume()
+        self.stopped = False
 
 
 class AdapterContract:
@@ -137,12 +143,11 @@ class AdapterContract:
         assert adapter.manifest().nbytes
         assert adapter.manifest().fingerprint == adapter.manifest().fingerprint
 
-    def test_it_pauses_twice_and_takes_no_step_meanwhile(self) -> None:
+    @pytest.mark.parametrize("mode", get_args(PauseMode))
+    def test_it_takes_no_step_while_it_is_paused(self, mode: PauseMode) -> None:
         engine, adapter = self.engine()
-        modes: tuple[PauseMode, ...] = ("abort", "wait", "keep")
-        for mode in modes:
-            adapter.pause(mode, _SECONDS)
-            assert not self.generates(engine), mode
+        adapter.pause(mode, _SECONDS)
+        assert not self.generates(engine)
 
     @pytest.mark.parametrize("number", range(3))
     def test_changed_versions_arrive_bit_for_bit(self, server: BackgroundServer, owned: ExitStack, number: int) -> None:

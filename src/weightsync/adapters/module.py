@@ -67,7 +67,10 @@ class ModuleAdapter(EngineAdapter):
             if not self._changed.wait_for(lambda: not self._users, timeout):
                 raise DeadlineExceeded(f"the module was in use for more than {timeout:g} s (in_use() never ended)")
             self.version = None
-        self._own = None  # the next load looks where the parameters are, once for all buckets
+
+    def begin(self) -> None:
+        """The next load looks where the parameters are, once for all buckets."""
+        self._own = None
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy whole tensors into the parameters of the same names."""

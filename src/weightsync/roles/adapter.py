@@ -1,4 +1,4 @@
-"""What weightsync asks of a rollout engine: seven small methods, of which most engines need four."""
+"""What weightsync asks of a rollout engine: small methods, of which most engines need four."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["EngineAdapter"]
 class EngineAdapter:
     """One engine rank, as weightsync sees it. Derive from it; the defaults suit an engine that has nothing to do there.
 
-    Calls come one at a time from weightsync's own thread, in the order of the round: ``pause``, ``wake_weights``, then ``load``
-    (streamed delivery) or writes into the memory of ``shards`` (direct delivery), ``finish``, ``wake_cache``, ``flush``,
-    ``resume``. After a failure the next call is ``pause`` of a later round, with the engine never resumed in between. An exception
-    makes the replica dirty.
+    Calls come one at a time from weightsync's own thread, in the order of the round: ``pause``, ``begin``, ``wake_weights``, then
+    ``load`` (streamed delivery) or writes into the memory of ``shards`` (direct delivery), ``finish``, ``wake_cache``, ``flush``,
+    ``resume``. An exception makes the replica dirty: the engine stays paused, and a later round goes on with ``begin``. The
+    library remembers that the engine is paused: ``pause`` comes again only after ``resume``, or after one of the two raised.
     """
 
     name = "custom"
@@ -47,7 +47,13 @@ class EngineAdapter:
         return None
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
-        """Return within ``timeout`` seconds with no generation step running, and none starting until ``resume``."""
+        """Return within ``timeout`` seconds with no generation step running, and none starting until ``resume``.
+
+        If it raises, it is called again. A call that does not return keeps this rank out of rounds until it does; errors name it.
+        """
+
+    def begin(self) -> None:
+        """Paused, and a round is about to bring weights: forget what an earlier round that failed left behind."""
 
     def wake_weights(self) -> None:
         """Paused, and about to be written: an engine that gave its weights' memory away (colocated) takes it again now.

@@ -60,6 +60,11 @@ class AdapterCalls:
             self._adapter.pause(mode, timeout)
         self.paused = True
 
+    def begin(self) -> None:
+        """See :meth:`EngineAdapter.begin`."""
+        with self._call("begin"):
+            self._adapter.begin()
+
     def wake_weights(self) -> None:
         """See :meth:`EngineAdapter.wake_weights`."""
         with self._call("wake_weights"):

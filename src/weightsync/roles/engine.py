@@ -49,7 +49,7 @@ from weightsync.tensors.memory import layout_in_place
 __all__ = ["EngineRole", "ReceivedCall"]
 
 _State = Literal["serving", "pausing", "paused", "moved", "committed"]
-_PATIENCE = 5.0
+_PAUSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +65,11 @@ class ReceivedCall:
     """Calls are numbered as they arrive."""
     aborts: int
     """The number of the newest abort when this call arrived."""
-    patience: float = _PATIENCE
-    """Seconds that this call may wait for the call before it, which the coordinator has given up, to end."""
+
+    @property
+    def patience(self) -> float:
+        """Seconds that this call may wait for the call before it, which the coordinator has given up, to end."""
+        return self.role.patience
 
     def run(self, timeout: float) -> Body:
         """Answer the call. Raises :class:`~weightsync.errors.Aborted` if it was aborted since it arrived."""
@@ -89,6 +92,9 @@ class EngineRole:
 
     ``member`` names this rank in errors.
     """
+
+    patience = 5.0
+    """Seconds after which a call that still waits for its turn is refused."""
 
     _device: torch.device | None = None  # the CUDA device that holds the parameters, where they are written directly
 
@@ -298,6 +304,7 @@ class EngineRole:
         points.reached("engine.move")
         clock = Clock()
         try:
+            self._calls.begin()
             self._calls.wake_weights()
             if self._sleeps:
                 route = self._follow_memory(route, deadline)
@@ -393,7 +400,7 @@ class EngineRole:
 
     def _pause_late(self, deadline: Deadline) -> None:
         """Pause what must not generate, also when the time for it is over."""
-        self._calls.pause("abort", max(deadline.at - time.monotonic(), _PATIENCE))
+        self._calls.pause("abort", max(deadline.at - time.monotonic(), _PAUSE_SECONDS))
 
     @property
     def attests(self) -> Version | None:

@@ -229,10 +229,12 @@ def test_a_rank_that_was_written_resumes_without_any_loading_and_one_that_was_st
     assert adapter.shards() is found.now()
     assert adapter.device() is None
     adapter.pause("abort", 1)
+    adapter.begin()
     adapter.wake_weights()
     adapter.finish(VERSION)
     adapter.resume()
     adapter.pause("abort", 1)
+    adapter.begin()
     with pytest.raises(LoadError, match="never loaded"):  # paused, and nothing came
         adapter.resume()
     adapter.load([("embed.weight", torch.zeros(5, WIDE, dtype=torch.bfloat16))])

@@ -71,11 +71,14 @@ class VllmWorkerAdapter(EngineAdapter):
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """Rank 0: pause the engine, and take the label away."""
-        self._arrived.clear()
-        self._loaded.clear()
         if self._controls is not None:
             self._controls.pause(mode, timeout)
             self._controls.label(UNLABELLED, timeout)
+
+    def begin(self) -> None:
+        """Nothing has arrived yet."""
+        self._arrived.clear()
+        self._loaded.clear()
 
     def wake_weights(self) -> None:
         """About to be written: wait for what vLLM's last step still reads of the weights on the device."""

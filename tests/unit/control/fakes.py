@@ -101,6 +101,10 @@ class World:
     log: list[tuple[float, str, str]] = field(default_factory=list)
     """When each call on an engine rank took effect: time, member, phase."""
     sessions: int = 0
+    live: bool = False
+    """Trainers' memory is read in place: gone when a publication is over."""
+    tells: bool = True
+    """Whether they say so when they join."""
 
     def __post_init__(self) -> None:
         self.coordinator = Coordinator(self.settings)
@@ -142,6 +146,8 @@ class World:
         """As all trainer ranks do."""
         asking = [self.coordinator.publish(member, number, timeout) for member in list(self.trainers)]
         results = await asyncio.gather(*asking, return_exceptions=True)
+        for trainer in self.trainers.values():
+            trainer.placed = None if self.live else trainer.placed
         for result in results:
             if isinstance(result, BaseException):
                 raise result
@@ -236,7 +242,7 @@ class TrainerProcess(_Process):
         self.placed: int | None = None
         self.make: Callable[[], TrainerRank] = lambda: TrainerRank(
             self.member, rank, count, session, HOST, manifest, rows_layout(manifest, rank, count), (Offer("memory", "x", HOST),),
-            published=self.placed if self.placed is not None else published,
+            published=self.placed if self.placed is not None else published, live=world.live and world.tells,
         )  # fmt: skip
 
     def connect(self) -> None:

@@ -2,7 +2,8 @@
 
 An **agent** (one a trainer or engine rank) opens the connection and says :class:`Hello`; the coordinator answers
 :class:`Welcome` or :class:`Refused`. From then on either side sends :class:`Call` and gets exactly one :class:`Answer` or
-:class:`Failure` with the same id; :class:`Cancel` withdraws a call whose asker gave up. :class:`Progress` needs no answer.
+:class:`Failure` with the same id; :class:`Cancel` withdraws a call whose asker gave up. :class:`Progress` and
+:class:`Notice` need no answer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import msgspec
 from weightsync.errors import ProtocolError
 from weightsync.model.layout import LayoutColumns
 from weightsync.model.manifest import TensorSpec
-from weightsync.model.version import Version
+from weightsync.model.result import ReplicaResult, RoundResult
+from weightsync.model.version import FIRST_EPOCH, Version
 
 __all__ = [
     "PROTOCOL",
@@ -23,6 +25,7 @@ __all__ = [
     "Body",
     "Call",
     "Cancel",
+    "CannotPublish",
     "Commit",
     "Delivery",
     "Done",
@@ -32,6 +35,7 @@ __all__ = [
     "Host",
     "Move",
     "Moved",
+    "Notice",
     "Offer",
     "Pause",
     "PauseMode",
@@ -46,12 +50,14 @@ __all__ = [
     "Published",
     "Quarantine",
     "Refused",
+    "ReplicaList",
     "ReplicaResult",
     "Resume",
     "RoundResult",
     "SourceAddress",
     "Update",
     "Updated",
+    "WaitForReplicas",
     "Welcome",
     "decode",
     "encode",
@@ -65,6 +71,7 @@ UNREADABLE: tuple[type[Exception], ...] = (msgspec.DecodeError, UnicodeDecodeErr
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 """Of a version; shelves hold it as an int64."""
+_Epoch = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
 _Few = msgspec.Meta(max_length=64)
 _Many = msgspec.Meta(max_length=1 << 20)
 """Of what there is one of for each rank or tensor. MessagePack says a count before the items: beyond this it is not read on."""
@@ -179,6 +186,10 @@ class Hello(_Struct, frozen=True):
     """The last version number that this trainer rank published, after a coordinator's restart."""
     live: bool = False
     """This trainer rank's own memory is read in place: a version can be read until its publication is over, and no later."""
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)] = 0
+    """The epoch in which this trainer rank publishes; 0 until the coordinator has said it with the first :class:`Place`."""
+    new_epoch: bool = False
+    """Whether this trainer rank was made with ``new_epoch=True``."""
 
     def __repr__(self) -> str:
         return f"<Hello of {self.role} {self.name}/{self.rank}>"  # the key is not for logs
@@ -189,6 +200,10 @@ class Welcome(_Struct, frozen=True):
 
     member: str
     run: str
+    last: Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)] = -1
+    """For a trainer rank: the highest version number of its epoch that is known."""
+    refusal: str = ""
+    """For an engine rank: why no round takes its replica in, though it is connected."""
 
 
 class Refused(_Struct, frozen=True):
@@ -205,6 +220,8 @@ class Place(_Struct, frozen=True):
     """Copy the shards to where readers find them, under this number; answered by :class:`Placed`."""
 
     number: _Number
+    epoch: _Epoch = FIRST_EPOCH
+    """What the number belongs to; a trainer rank reports it when it connects again."""
 
 
 class Placed(_Struct, frozen=True):
@@ -303,44 +320,31 @@ class Quarantine(_Struct, frozen=True):
 
 
 class Publish(_Struct, frozen=True):
-    """A trainer rank has weights to publish under this number; answered by :class:`Published` when the round is over."""
+    """A trainer rank has weights to publish under this number (``None``: the next); answered by :class:`Published`."""
 
-    number: _Number
-
-
-class ReplicaResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What became of one replica in one round."""
-
-    name: str
-    state: str
-    version: int | None
-    digest: str | None
-    nbytes: int
-    delivery: str
-    transports: tuple[str, ...]
-    verified: str
-    phases: dict[str, float]
-    """Seconds by phase: agree, pause, move, verify, commit."""
-    paused_seconds: float
-    error: str | None = None
-    parts: dict[str, float] = {}
-    """Seconds inside the move: receive, load, digest; of the slowest rank each. Parts overlap, so they need not add up."""
-    delivery_reason: str = ""
-    """Why this delivery and not the other."""
+    number: _Number | None = None
+    call: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
+    """Counts this rank's publications: the same again means that the connection broke before the answer came."""
 
 
-class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One attempt to bring replicas to a version: a result for each of them."""
+class CannotPublish(_Struct, frozen=True):
+    """A trainer rank failed before it could ask to publish: the other ranks need not wait for it. Answered by :class:`Done`."""
 
-    round: int
-    version: Version
-    ok: bool
-    nbytes: int
-    seconds: float
-    phases: dict[str, float]
-    """Seconds by phase that concern all replicas: agree, place."""
-    replicas: tuple[ReplicaResult, ...]
-    error: str | None = None
+    number: _Number | None
+    kind: str
+    message: Annotated[str, msgspec.Meta(max_length=4000)]
+
+
+class WaitForReplicas(_Struct, frozen=True):
+    """A trainer rank waits for so many replicas that rounds can take in; answered by :class:`ReplicaList`."""
+
+    count: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+
+
+class ReplicaList(_Struct, frozen=True):
+    """The replicas that rounds can take in."""
+
+    names: Annotated[tuple[str, ...], _Many]
 
 
 class Published(_Struct, frozen=True):
@@ -368,7 +372,10 @@ Body = (
     | Updated
     | Quarantine
     | Publish
+    | CannotPublish
     | Published
+    | WaitForReplicas
+    | ReplicaList
     | Done
 )
 
@@ -408,7 +415,13 @@ class Progress(_Struct, frozen=True):
     nbytes: int
 
 
-Frame = Hello | Welcome | Refused | Call | Answer | Failure | Cancel | Progress
+class Notice(_Struct, frozen=True):
+    """Something that the agent's log shall show: for whom a call waits, or why rounds leave a replica out. Needs no answer."""
+
+    text: Annotated[str, msgspec.Meta(max_length=4000)]
+
+
+Frame = Hello | Welcome | Refused | Call | Answer | Failure | Cancel | Progress | Notice
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError as FutureCancelled
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Self
 
@@ -24,8 +24,10 @@ from websockets.exceptions import ConnectionClosed
 
 from weightsync.agents.dial import dial
 from weightsync.agents.loop import shared_loop
+from weightsync.agents.notices import tell
 from weightsync.agents.workers import Handler, Received, Worker, received_for
 from weightsync.control.calls import Calls
+from weightsync.control.notices import NOTICE_SECONDS, reminding
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     Aborted,
@@ -35,9 +37,10 @@ from weightsync.errors import (
     PeerLost,
     ProtocolError,
     WeightSyncError,
+    from_wire,
 )
 from weightsync.messages import Body, Frame, Hello, Progress, Quarantine, Welcome, decode, encode
-from weightsync.service.endpoint import unreachable
+from weightsync.service.endpoint import CLOSE_NORMAL, unreachable
 from weightsync.service.settings import ClientSettings
 
 __all__ = ["Link", "LinkLost"]
@@ -83,6 +86,7 @@ class Link:
         receive: Callable[[Body], Received] | None = None,
         on_welcome: Callable[[Welcome], None] | None = None,
         on_lost: Callable[[str], None] | None = None,
+        on_notice: Callable[[str], None] | None = None,
         name: str = "agent",
     ) -> None:
         self._settings, self._name = settings, name
@@ -92,6 +96,7 @@ class Link:
                 raise ConfigurationError("a link needs handle or receive, to answer the coordinator's calls")
             receive = received_for(handle)
         self._receive = receive
+        self._on_notice = on_notice or (lambda text: tell(_log, f"{name}: {text}"))
         self._calls_worker = Worker(f"weightsync-calls-{name}")
         self._quarantine_worker = Worker(f"weightsync-quarantine-{name}")
         self._borrowed: asyncio.AbstractEventLoop | None = None
@@ -140,8 +145,12 @@ class Link:
             raise ConfigurationError("a link connects once; make a new one")
         self._borrowed = shared_loop.borrow()
         asyncio.run_coroutine_threadsafe(self._run(), self._borrowed)
+        timeout = self._settings.connect_timeout + 2 * _GRACE
+        soon = min(NOTICE_SECONDS, timeout)
         try:
-            return self._first.result(self._settings.connect_timeout + 2 * _GRACE)
+            if not wait([self._first], soon).done:
+                tell(_log, f"{self._name}: waiting for the coordinator at {self._settings.coordinator} ({self._trouble})")
+            return self._first.result(timeout - soon)
         except TimeoutError:
             self.close()
             raise CoordinatorUnreachable(unreachable(self._settings, "the connection did not come to stand in time")) from None
@@ -253,6 +262,7 @@ class Link:
             timeout = self._settings.connect_timeout if welcomed else first.remaining("connecting to the coordinator")
             try:
                 socket, welcome = await dial(self._settings, self._hello(), timeout)
+                await self._look_for_refusal(socket, welcome)
             except CoordinatorUnreachable as error:
                 if not welcomed and first.at - time.monotonic() <= pause:
                     raise
@@ -270,6 +280,16 @@ class Link:
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, self._settings.reconnect_seconds)
 
+    async def _look_for_refusal(self, socket: ClientConnection, welcome: Welcome) -> None:
+        """Rounds leave this rank out: an error for one that joins first; one that was here before stays, and says so."""
+        if not welcome.refusal:
+            return
+        if self._first.done():
+            self._on_notice(f"rounds leave this rank out: {welcome.refusal}")
+            return
+        await socket.close(CLOSE_NORMAL, "the agent left")
+        raise from_wire(*welcome.refusal.split(": ", 1))
+
     def _note(self, trouble: str) -> None:
         if trouble != self._trouble:  # once, not at every attempt
             _log.warning("%s: %s", self._name, trouble)
@@ -282,7 +302,7 @@ class Link:
             except ConnectionClosed as error:
                 raise LinkLost(f"the coordinator at {self._settings.coordinator} is gone: {error}") from None
 
-        calls = Calls(send, self._dispatch)
+        calls = Calls(send, self._dispatch, on_notice=self._on_notice)
         reason = "the link was closed"
         try:
             self._calls, self._send, self._socket, self._trouble = calls, send, socket, ""
@@ -297,7 +317,7 @@ class Link:
             self._calls = self._send = self._socket = None
             lost = f"the connection to the coordinator at {self._settings.coordinator} ended: {reason}"
             calls.close(LinkLost(lost))
-            await socket.close(1000, "the agent left")
+            await socket.close(CLOSE_NORMAL, "the agent left")
         self._note(lost)
         if self._on_lost is not None:
             self._on_lost(reason)
@@ -361,12 +381,16 @@ class Link:
         what = f"{type(body).__name__} to the coordinator at {self._settings.coordinator}"
         try:
             async with asyncio.timeout(deadline.remaining(what)):
-                await self._connected.wait()
+                with reminding(self._tell_waiting):
+                    await self._connected.wait()
         except TimeoutError:
             raise DeadlineExceeded(f"{what} was not sent within {deadline.seconds:g} s: {self._trouble}") from None
         if self._calls is None:
             raise LinkLost(f"{what} was not sent: {self._trouble}")
         return await self._calls.call(body, deadline.remaining(what))
+
+    def _tell_waiting(self) -> None:
+        self._on_notice(f"waiting for the coordinator at {self._settings.coordinator} ({self._trouble})")
 
     def _schedule_progress(self) -> None:
         loop = asyncio.get_running_loop()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 import os
 import secrets
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Literal, Self, overload
 
@@ -30,8 +31,19 @@ from weightsync.errors import (
     RoundFailed,
     VersionError,
     WeightSyncError,
+    to_wire,
 )
-from weightsync.messages import PROTOCOL, Hello, Publish, Published, RoundResult
+from weightsync.messages import (
+    PROTOCOL,
+    CannotPublish,
+    Hello,
+    Publish,
+    Published,
+    ReplicaList,
+    RoundResult,
+    WaitForReplicas,
+    Welcome,
+)
 from weightsync.roles.trainer import TrainerRole
 from weightsync.service.auth import is_loopback
 from weightsync.service.server import BackgroundServer
@@ -44,6 +56,9 @@ from weightsync.transports.tcp import Tcp
 __all__ = ["Trainer"]
 
 _MAX_ADDRESS = 8192
+_TELLING_SECONDS = 5.0  # for the word that this rank cannot publish
+_MESSAGE_CHARS = 4000
+_log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -57,7 +72,8 @@ class Trainer:
     converted and ``transports`` allow ``cuda_ipc`` (by default all are allowed), they are read where they are, by engine ranks
     of GPUs of the same host and by no others. Where trainer and engine share a GPU, ``offload`` is called at the beginning of every
     publication, to make room for the engine (optimizer states, say; the weights must stay), and ``restore`` at its end, also if it
-    failed. Close it, or use it in a ``with``.
+    failed. With ``new_epoch=True`` on every rank, version numbers begin anew: for a trainer that goes on from an earlier
+    checkpoint, and publishes numbers that an earlier trainer of the run used. Close it, or use it in a ``with``.
 
     Raises :class:`~weightsync.errors.CoordinatorUnreachable`, :class:`~weightsync.errors.AuthenticationError`,
     :class:`~weightsync.errors.MembershipError` (another trainer has this run),
@@ -67,6 +83,7 @@ class Trainer:
     ::
 
         trainer = weightsync.Trainer(model, coordinator="http://head:7400")
+        trainer.wait_for_replicas(1, timeout=600)
         for step, batch in enumerate(data):
             train_step(model, batch)
             if step % 4 == 0:
@@ -89,11 +106,16 @@ class Trainer:
         transports: Sequence[str] | None = None,
         offload: Callable[[], object] | None = None,
         restore: Callable[[], object] | None = None,
+        new_epoch: bool = False,
     ) -> None:
         self._offload, self._restore = offload, restore
         self.rank, self.world_size = place_in_world(rank, world_size)
         self._run, self._session = run, uuid.uuid4().hex
+        self._new_epoch = new_epoch
         self._published = -1
+        self._last = -1
+        self._calls = 0
+        self._missed: dict[str, str] = {}
         self._publishing = threading.Lock()
         self._here = this_host()
         with ExitStack() as owned:
@@ -105,7 +127,9 @@ class Trainer:
             owned.callback(self._role.close)
             self._background = ThreadPoolExecutor(1, thread_name_prefix="weightsync-publish")
             owned.callback(self._background.shutdown, wait=False, cancel_futures=True)
-            self._link = Link(settings, hello=self._hello, handle=self._role.handle, name=f"trainer-{self.rank}")
+            self._link = Link(
+                settings, hello=self._hello, handle=self._role.handle, on_welcome=self._welcomed, name=f"trainer-{self.rank}"
+            )
             owned.callback(self._link.close)
             self._link.connect()
             self._owned = owned.pop_all()
@@ -137,7 +161,7 @@ class Trainer:
             protocol=PROTOCOL, run=self._run, role="trainer", name="trainer", rank=self.rank, world_size=self.world_size,
             session=self._session, host=self._here, pid=os.getpid(), manifest=role.manifest.tensors,
             layout=role.layout.to_columns(), offers=role.offers, key=role.key, published=self._published,
-            live=role.live,
+            live=role.live, epoch=role.epoch, new_epoch=self._new_epoch,
         )  # fmt: skip
 
     @property
@@ -145,73 +169,118 @@ class Trainer:
         """Variables with which an engine's process finds and is admitted by this trainer's coordinator. Holds the token."""
         return agent_environment(self._settings)
 
-    @overload
-    def publish(self, number: int, *, timeout: float = ..., snapshot: Literal[False] = ...) -> RoundResult: ...
-    @overload
-    def publish(self, number: int, *, timeout: float = ..., snapshot: Literal[True]) -> Future[RoundResult]: ...
+    def _welcomed(self, welcome: Welcome) -> None:
+        self._last = max(self._last, welcome.last)
 
-    def publish(self, number: int, *, timeout: float = 300.0, snapshot: bool = False) -> RoundResult | Future[RoundResult]:
-        """Bring the weights as they are now to every replica, as version ``number`` (larger than any before it).
+    @property
+    def last_version(self) -> int | None:
+        """The highest version number that is known in this trainer's epoch, whoever published it; ``None`` before the first.
+
+        ``publish()`` without a number takes the next.
+        """
+        return self._last if self._last >= 0 else None
+
+    def wait_for_replicas(self, count: int = 1, timeout: float = 600.0) -> tuple[str, ...]:
+        """Wait until ``count`` replicas have joined whole and hold this trainer's tensors; return the names of all that do.
+
+        Any rank may call it. Raises :class:`~weightsync.errors.DeadlineExceeded` saying who is there, and what the others lack.
+        """
+        self._check_open()
+        deadline = Deadline(timeout)
+        while True:
+            try:
+                answer = self._link.call(WaitForReplicas(count), deadline.remaining(f"waiting for {count} replicas"))
+            except LinkLost:
+                continue  # the next call waits for the connection to come back
+            if not isinstance(answer, ReplicaList):
+                raise ProtocolError(f"the coordinator answered a wait for replicas with {type(answer).__name__}")
+            return answer.names
+
+    @overload
+    def publish(self, number: int | None = ..., *, timeout: float = ..., snapshot: Literal[False] = ...) -> RoundResult: ...
+    @overload
+    def publish(self, number: int | None = ..., *, timeout: float = ..., snapshot: Literal[True]) -> Future[RoundResult]: ...
+
+    def publish(
+        self, number: int | None = None, *, timeout: float = 300.0, snapshot: bool = False
+    ) -> RoundResult | Future[RoundResult]:
+        """Bring the weights as they are now to every replica, as version ``number``: larger than any before it, or the next.
 
         Every trainer rank calls this with the same number. Returns the round's result when the replicas serve the version;
         with ``snapshot=True`` as soon as this rank's shards are copied, with a future of the result. Once it returned, the
         trainer's memory is not read any more, even if the engines have not finished.
 
         Raises :class:`~weightsync.errors.VersionError` (published before, or other ranks publish another number),
-        :class:`~weightsync.errors.ConfigurationError` (a timeout that is none, or ``snapshot=True`` of GPU memory that is published
-        in place), :class:`~weightsync.errors.Aborted` (after :meth:`close`),
+        :class:`~weightsync.errors.ConfigurationError` (an invalid timeout, or ``snapshot=True`` of GPU memory that is published
+        in place), :class:`~weightsync.errors.Aborted` (after :meth:`close`, or another rank failed before it could publish),
+        :class:`~weightsync.errors.PeerLost` (another rank is gone),
         :class:`~weightsync.errors.DeadlineExceeded` (a rank never came, or the round took too long) and
         :class:`~weightsync.errors.RoundFailed` when fewer replicas than the coordinator's policy requires took the version;
         the future raises the same. Replicas that failed never serve in between: see the result's ``replicas``.
         """
-        number = _version_number(number)
+        number = None if number is None else _version_number(number)
         if not (math.isfinite(timeout) and timeout > 0):
             raise ConfigurationError(
                 f"publish(timeout={timeout!r}) leaves no time to publish: give the seconds that it may take, more than zero"
             )
-        if self._closed:
-            raise Aborted("this trainer was closed and cannot publish any more: publish before close(), or make a new Trainer")
+        self._check_open()
         deadline = Deadline(timeout)
-        if snapshot and self._role.live:
-            raise ConfigurationError(
-                "snapshot=True needs a copy of the weights, and this trainer publishes its GPU memory in place (cuda_ipc): publish "
-                'without it, or make the trainer with transports=["shared_memory", "tcp"], which copies to host memory first'
-            )
-        with self._publishing, self._colocated():
-            points.reached("trainer.publish")
-            placed = self._role.arm(number)
-            try:
-                if not snapshot:
-                    return self._ask(number, deadline)
-                asked = self._background.submit(self._ask, number, deadline)
-                asked.add_done_callback(lambda _: placed.set())
-                if not placed.wait(deadline.remaining(f"placing version {number}")):
-                    raise DeadlineExceeded(
-                        f"version {number} was not placed within {timeout:g} s: its rank may not publish it later"
-                    )
-                if asked.done():
-                    asked.result(0)
-                return asked
-            finally:
-                self._role.disarm()
-
-    @contextmanager
-    def _colocated(self) -> Iterator[None]:
-        """Between ``offload`` and ``restore``."""
-        if self._offload is not None:
-            self._offload()
+        if not self._publishing.acquire(timeout=timeout):
+            raise DeadlineExceeded(f"another thread of this trainer rank was still publishing after {timeout:g} s")
         try:
-            yield
+            return self._publish(number, deadline, snapshot)
         finally:
-            if self._restore is not None:
-                self._restore()
+            self._publishing.release()
 
-    def _ask(self, number: int, deadline: Deadline) -> RoundResult:
+    def _publish(self, number: int | None, deadline: Deadline, snapshot: bool) -> RoundResult | Future[RoundResult]:
+        with ExitStack() as undo:
+            try:
+                if self._restore is not None:
+                    undo.callback(self._restore)
+                if self._offload is not None:
+                    self._offload()
+                if snapshot and self._role.live:
+                    raise ConfigurationError(
+                        "snapshot=True needs a copy of the weights, and this trainer publishes its GPU memory in place (cuda_ipc): "
+                        'publish without it, or make the trainer with transports=["shared_memory", "tcp"], which copies first'
+                    )
+                points.reached("trainer.publish")
+                placed = self._role.arm(number)
+            except BaseException as error:
+                self._tell_others(number, error, deadline)
+                raise
+            undo.callback(self._role.disarm)
+            self._calls += 1
+            if not snapshot:
+                return self._ask(number, self._calls, deadline)
+            asked = self._background.submit(self._ask, number, self._calls, deadline)
+            asked.add_done_callback(lambda _: placed.set())
+            what = "the next version" if number is None else f"version {number}"
+            if not placed.wait(deadline.remaining(f"placing {what}")):
+                raise DeadlineExceeded(f"{what} was not placed within {deadline.seconds:g} s: its rank may not publish it later")
+            if asked.done():
+                asked.result(0)
+            return asked
+
+    def _tell_others(self, number: int | None, error: BaseException, deadline: Deadline) -> None:
+        """This rank fails before it asked the coordinator: without a word, the other ranks would wait for it."""
+        if self.world_size == 1:
+            return
+        kind, message = to_wire(error)
+        try:
+            left = min(_TELLING_SECONDS, deadline.remaining("telling the other ranks"))
+            self._link.call(CannotPublish(number, kind, message[:_MESSAGE_CHARS]), left)
+        except WeightSyncError as unsent:
+            _log.warning("trainer rank %d cannot publish, and could not tell the others: %s", self.rank, unsent)
+
+    def _ask(self, number: int | None, call: int, deadline: Deadline) -> RoundResult:
         lost = False
         while True:
-            timeout = deadline.remaining(f"publishing version {number}")
+            wanted = number if number is not None else self._role.placed
+            what = "the next version" if wanted is None else f"version {wanted}"
+            timeout = deadline.remaining(f"publishing {what}")
             try:
-                answer = self._link.call(Publish(number), timeout)
+                answer = self._link.call(Publish(wanted, call), timeout)
                 break
             except LinkLost:
                 lost = True  # it comes back, and the coordinator that is there then answers, or runs the round again
@@ -219,16 +288,31 @@ class Trainer:
                 if not lost:
                     raise
                 raise RoundFailed(
-                    f"the coordinator was lost during the round of version {number}, and with it the result: some replicas may "
+                    f"the coordinator was lost during the round of {what}, and with it the result: some replicas may "
                     f"serve it, the others wait for the next number ({error})"
                 ) from error
         if not isinstance(answer, Published):
             raise ProtocolError(f"the coordinator answered a publication with {type(answer).__name__}")
         points.reached("trainer.published")
-        self._published = number
-        if not answer.result.ok:
-            raise RoundFailed(f"version {number} did not reach the replicas that are required: {answer.result.error}")
-        return answer.result
+        result = answer.result
+        self._published = result.version.number
+        self._last = max(self._last, self._published)
+        self._warn_of_failures(result)
+        if not result.ok:
+            raise RoundFailed(f"version {result.version} did not reach the replicas that are required: {result.error}")
+        return result
+
+    def _warn_of_failures(self, result: RoundResult) -> None:
+        """Log which replicas the publication did not reach, where it is not the same as after the one before."""
+        missed = {one.name: one.state for one in result.replicas if one.error is not None}
+        if missed and missed != self._missed:
+            listed = "; ".join(f"{one.name} ({one.state}): {one.error}" for one in result.replicas if one.error is not None)
+            _log.warning("version %s did not reach %s", result.version, listed)
+        self._missed = missed
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Aborted("this trainer was closed and cannot publish any more: publish before close(), or make a new Trainer")
 
     def close(self) -> None:
         """Leave the coordinator, stop serving shards, free the shelf. Replicas keep what they have. Safe twice."""

@@ -17,7 +17,7 @@ __all__ = ["doctor_table", "event_line", "gigabytes_per_second", "round_view", "
 
 _COLOR = {
     "ok": "green", "limited": "yellow", "missing": "dim", "unknown": "magenta",
-    "registered": "dim", "loaded": "green", "updating": "yellow", "dirty": "red", "lost": "red",
+    "registered": "dim", "loaded": "green", "updating": "yellow", "dirty": "red", "lost": "red", "refused": "red",
 }  # fmt: skip
 _SHOWN_ROUNDS = 5
 _KIB = 1024

@@ -9,7 +9,7 @@ import math
 from collections.abc import Awaitable, Callable
 
 from weightsync.errors import Aborted, DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, from_wire, to_wire
-from weightsync.messages import Answer, Body, Call, Cancel, Failure, Frame, Progress
+from weightsync.messages import Answer, Body, Call, Cancel, Failure, Frame, Notice, Progress
 
 __all__ = ["Calls"]
 
@@ -18,6 +18,7 @@ _log = logging.getLogger(__name__)
 _ANSWER_SECONDS = 0.25  # longer than the other side was given: its own error says more than "not answered"
 _SEND_SECONDS = 30.0  # for frames that nobody waits for: answers and cancellations
 _MOST_HANDLERS = 64  # a peer that asks for more at once is not one of ours
+_NOTICE_CHARS = 4000
 _MOST_SECONDS = 7 * 86400.0
 
 
@@ -34,10 +35,12 @@ class Calls:
         send: Callable[[Frame], Awaitable[None]],
         handle: Callable[[Body, float], Awaitable[Body]],
         on_progress: Callable[[int], None] | None = None,
+        on_notice: Callable[[str], None] | None = None,
     ) -> None:
         self._send = send
         self._handle = handle
         self._on_progress = on_progress
+        self._on_notice = on_notice
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Body]] = {}
         self._handlers: dict[int, asyncio.Task[None]] = {}
@@ -103,8 +106,14 @@ class Calls:
                     raise ProtocolError(f"progress of {nbytes} bytes")
                 if self._on_progress is not None:
                     self._on_progress(nbytes)
+            case Notice(text=text) if self._on_notice is not None:
+                self._on_notice(text)
             case _:
                 raise ProtocolError(f"a {type(frame).__name__} frame does not belong after the greeting")
+
+    def notify(self, text: str) -> None:
+        """Send a :class:`~weightsync.messages.Notice`, if the connection is there. Never waits."""
+        self._post(Notice(text[:_NOTICE_CHARS]))
 
     def close(self, error: WeightSyncError | None = None) -> None:
         """The connection is over: every waiting and later call raises ``error``, every handler is cancelled. Safe twice."""

@@ -21,28 +21,35 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 from weightsync.control.agreement import Agreement
+from weightsync.control.attendance import Attendance
+from weightsync.control.epochs import REMEDY
 from weightsync.control.events import Event, Feed, Joined, Left, ReplicaBytes, RoundEnded
 from weightsync.control.link import Limit, Link
 from weightsync.control.membership import Membership
 from weightsync.control.nodes import EngineNode, TrainerNode
 from weightsync.control.rendezvous import Rendezvous
 from weightsync.control.replicas import Replica
+from weightsync.control.report import left_out
 from weightsync.control.round import Order, quarantine, run_round
 from weightsync.control.settings import Settings
 from weightsync.control.shelves import Shelves
 from weightsync.control.status import RankStatus, ReplicaStatus, Status
 from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, VersionError, WeightSyncError
-from weightsync.garbage import no_collection
-from weightsync.messages import RoundResult
+from weightsync.garbage import collecting_later
+from weightsync.messages import ReplicaResult, RoundResult
+from weightsync.model import FIRST_EPOCH
 from weightsync.planning.cover import Cover
 
 __all__ = ["Coordinator"]
 
 _log = logging.getLogger(__name__)
+_ANSWER_SECONDS = 1.0  # between the end of a round and that of its publication, for the answers
+_LARGE_ROUND = 64  # replicas: while a thousand replicas' tasks are made, collecting garbage is half of the work
+_FAN_OUT_SECONDS = 1.0
 
 
 class Coordinator:
@@ -53,7 +60,8 @@ class Coordinator:
         self._members = Membership()
         self._shelves = Shelves()
         self._feed = Feed()
-        self._rendezvous = Rendezvous(self._members, self._shelves, self._start_publication)
+        self._rendezvous = Rendezvous(self._members, self._shelves, self._start_publication, self._updating)
+        self._attendance = Attendance(self._members)
         self._turn = asyncio.Lock()
         self._publications = 0  # running or waiting for their turn
         self._seeding: asyncio.Task[RoundResult] | None = None
@@ -61,6 +69,7 @@ class Coordinator:
         self._wanted: set[str] = set()  # replicas to seed in the background
         self._tasks: set[asyncio.Task[Any]] = set()
         self._rounds = 0
+        self._without: dict[str, str] = {}  # replicas that the last publication did not reach, and their states
         self._history: deque[RoundResult] = deque(maxlen=settings.history)
         self._agreed: dict[str, Agreement] = {}
         self._covered: dict[str, Cover] = {}
@@ -68,35 +77,55 @@ class Coordinator:
 
     # Membership.
 
-    def join_trainer(self, node: TrainerNode) -> None:
-        """A trainer rank has connected.
+    def join_trainer(self, node: TrainerNode) -> int:
+        """A trainer rank has connected. Returns the last version number of its epoch, or -1.
 
         Raises :class:`~weightsync.errors.MembershipError` (rank in use by another live process, second trainer, other world
         size) or :class:`~weightsync.errors.ManifestMismatch` (other tensors than the trainer's other ranks).
         """
         self._check_open()
+        refused = {replica.name: replica.refusal for replica in self._members.replicas.values()}
         self._members.add_trainer(node)
-        self._shelves.observe(node.rank.published)
+        self._shelves.observe(node.rank.epoch or FIRST_EPOCH, node.rank.published)
         self._feed.emit(Joined(node.rank.member))
+        for replica in self._members.replicas.values():
+            if replica.links and replica.refusal not in (None, refused[replica.name]):
+                self._warn_of_refusal(replica)
+                for link in replica.links.values():
+                    link.node.notify(f"rounds leave this engine out: {replica.refusal}")
+        self._attendance.changed()
         self._seed_wanted()
+        return self._rendezvous.epochs.last(node.rank)
 
-    def join_engine(self, node: EngineNode) -> None:
+    def join_engine(self, node: EngineNode) -> str:
         """An engine rank has connected. When its replica is complete and a version is on the shelves, it is seeded.
 
-        Raises :class:`~weightsync.errors.MembershipError` (name or rank in use by another live process, other world size) or
-        :class:`~weightsync.errors.ManifestMismatch`, listing what differs from the trainer's tensors.
+        Returns why rounds leave its replica out (it holds other tensors than the trainer), or nothing. Raises
+        :class:`~weightsync.errors.MembershipError` (name or rank in use by another live process, other world size) or
+        :class:`~weightsync.errors.ManifestMismatch` (other tensors than the replica's other ranks).
         """
         self._check_open()
         replica, _ = self._members.add_engine(node)
         self._feed.emit(Joined(node.rank.member))
+        if replica.refusal is not None:
+            self._warn_of_refusal(replica)
         if replica.complete:
             self._settle(replica)
+        self._attendance.changed()
+        return replica.refusal or ""
 
-    def leave(self, node: TrainerNode | EngineNode, reason: str = "its connection closed") -> None:
-        """This connection is gone: its pending calls fail, its replica is lost. Harmless for one that was replaced meanwhile."""
-        if self._members.remove(node, reason):
+    def leave(self, node: TrainerNode | EngineNode, reason: str = "its connection closed", clean: bool = False) -> None:
+        """This connection is gone: its pending calls fail, its replica is lost. Harmless for one that was replaced meanwhile.
+
+        ``clean`` says that the agent was closed on purpose.
+        """
+        if self._members.remove(node, reason, clean):
             self._feed.emit(Left(node.rank.member, reason))
-            self._rendezvous.left(node.rank.member, reason)
+            self._rendezvous.left(node.rank.member, reason, clean)
+            self._attendance.changed()
+
+    def _warn_of_refusal(self, replica: Replica) -> None:
+        _log.warning("replica %s is refused, rounds leave it out: %s", replica.name, replica.refusal)
 
     def progress(self, node: EngineNode, nbytes: int) -> None:
         """An engine rank has ``nbytes`` of the running move in place."""
@@ -113,15 +142,15 @@ class Coordinator:
         if len(reported) > 1:
             self._distrust(replica, f"its ranks report different versions: {', '.join(sorted(map(str, reported)))}")
         elif version is not None and ours:
-            self._shelves.observe(version.number)
-            published = self._shelves.published.get(version.number)
+            self._shelves.observe(*version.order)
+            published = self._shelves.published.get(version.order)
             rivals = [
                 other
                 for other in self._members.replicas.values()
-                if other.version is not None and other.version.number == version.number and other.version != version
+                if other.version is not None and other.version.order == version.order and other.version != version
             ]
             if rivals or (published is not None and published != version):
-                why = f"version {version.number} is known with another digest than {version.digest}"
+                why = f"version {version} is known with another digest than {version.digest}"
                 for doubtful in (replica, *rivals):
                     if published is None or doubtful.version != published:
                         self._distrust(doubtful, why)
@@ -141,37 +170,58 @@ class Coordinator:
 
     # Publishing.
 
-    async def publish(self, member: str, number: int, timeout: float) -> RoundResult:
-        """A trainer rank publishes ``number``; when all ranks have asked, the round runs once and all get its result.
+    async def publish(self, member: str, number: int | None, timeout: float, call: int = 0) -> RoundResult:
+        """A trainer rank publishes ``number`` (``None``: the next). When all have asked, one round runs, and all get its result.
 
-        A rank whose connection broke while it waited may ask for the same number again, and gets the same result.
+        A rank whose connection broke while it waited asks again with the same ``call``, and gets the same result.
         The round gets what is left of the shortest ``timeout``, less the grace, so that its result still arrives in time.
         Raises :class:`~weightsync.errors.VersionError` (not above the last one, or ranks that differ),
         :class:`~weightsync.errors.MembershipError` (not a trainer rank), :class:`~weightsync.errors.DeadlineExceeded` naming the
         ranks that did not come, or what made placing fail. A round in which replicas failed is a result, not an error.
         """
         self._check_open()
-        return await self._rendezvous.publish(member, number, Limit(min(timeout, self.settings.timeout)))
+        return await self._rendezvous.publish(member, number, Limit(min(timeout, self.settings.timeout)), call)
 
-    def _start_publication(self, number: int, limit: Limit) -> asyncio.Task[RoundResult]:
+    def cannot_publish(self, member: str, number: int | None, reason: str) -> None:
+        """A trainer rank failed before it could ask to publish ``number``: the others are told, instead of waiting for it."""
+        self._check_open()
+        _log.warning("%s cannot publish: %s", member, reason)
+        self._rendezvous.cannot_publish(member, number, reason)
+
+    async def wait_for_replicas(self, member: str, count: int, timeout: float) -> tuple[str, ...]:
+        """The replicas that rounds can take in, as soon as there are ``count``; the trainer rank is told for whom it waits.
+
+        Raises :class:`~weightsync.errors.DeadlineExceeded` naming what the others lack, or
+        :class:`~weightsync.errors.MembershipError` (not a trainer rank).
+        """
+        self._check_open()
+        link = self._members.trainers.get(member)
+        if link is None:
+            raise MembershipError(f"{member} is not a rank of the trainer, and cannot wait for replicas")
+        return await self._attendance.wait(count, Limit(timeout), link.node.notify)
+
+    def _start_publication(self, epoch: int, number: int, limit: Limit) -> asyncio.Task[RoundResult]:
         left = limit.at - asyncio.get_running_loop().time()
-        grace = min(self.settings.grace, left / 3)  # a short publication must not end later for the sake of a long quarantine
-        return self._spawn(self._publish(number, Limit(left - 1.5 * grace), grace))
+        grace = min(self.settings.grace, left / 5)  # a short publication must not end later for the sake of a long quarantine
+        margin = grace + min(_ANSWER_SECONDS, left / 20)
+        return self._spawn(self._publish(number, Limit(left - margin), grace, epoch))
 
-    async def _publish(self, number: int, limit: Limit, grace: float) -> RoundResult:
+    async def _publish(self, number: int, limit: Limit, grace: float, epoch: int) -> RoundResult:
         self._publications += 1
         try:
             if self._seeding is not None:
                 self._seeding.cancel()
             async with self._take_turn(limit):
-                if number <= self._shelves.last:
-                    raise VersionError(f"version {number} cannot be published: the last one is {self._shelves.last}")
-                replicas = [r for r in self._members.replicas.values() if r.state != "lost" and r.refusal is None]
+                if (epoch, number) <= (self._shelves.epoch, self._shelves.last):
+                    raise VersionError(f"version {number} cannot be published: the last one is {self._shelves.last}. {REMEDY}")
+                replicas, others = self._members.taking_part(), self._members.left_out()
                 self._wanted.difference_update(replica.name for replica in replicas if replica.complete)
+                absent = [left_out(replica) for replica in others]
                 try:
-                    result = await self._run(number, False, replicas, limit, grace)
+                    result = await self._run(number, epoch, False, replicas, limit, grace, absent)
                 finally:
                     self._shelves.publication_ended()
+                self._warn_of_failures(result)
                 if self.settings.retry:
                     self._wanted.update(replica.name for replica in replicas if replica.state == "dirty")
                 return result
@@ -179,12 +229,35 @@ class Coordinator:
             self._publications -= 1
             self._seed_wanted()
 
-    async def _run(self, number: int, seeding: bool, replicas: Sequence[Replica], limit: Limit, grace: float) -> RoundResult:
+    def _warn_of_failures(self, result: RoundResult) -> None:
+        """Log which replicas the publication did not reach, where it is not the same as after the one before."""
+        without = {one.name: one.state for one in result.replicas if one.error is not None}
+        if without and without != self._without:
+            listed = "; ".join(f"{one.name} ({one.state}): {one.error}" for one in result.replicas if one.error is not None)
+            _log.warning("version %s did not reach %s", result.version, listed)
+        self._without = without
+
+    def _updating(self) -> str:
+        """Replicas in the middle of the running round, for messages."""
+        names = [replica.name for replica in self._members.replicas.values() if replica.state == "updating"]
+        return f": {', '.join(names)}" if names else ""
+
+    async def _run(
+        self,
+        number: int,
+        epoch: int,
+        seeding: bool,
+        replicas: Sequence[Replica],
+        limit: Limit,
+        grace: float,
+        others: Sequence[ReplicaResult] = (),
+    ) -> RoundResult:
         self._rounds += 1
         this = self._rounds
         order = Order(
             round=this,
             number=number,
+            epoch=epoch,
             seeding=seeding,
             trainers=dict(sorted(self._members.trainers.items(), key=lambda item: item[1].node.rank.rank)),
             replicas=replicas,
@@ -195,11 +268,12 @@ class Coordinator:
             emit=self._feed.emit,
             agreed=self._agreed,
             covered=self._covered,
+            left_out=others,
         )
         for name in self._agreed.keys() - self._members.replicas.keys():
             del self._agreed[name]
         try:
-            with no_collection():  # with a thousand replicas' tasks alive at once, it was half of the work
+            with collecting_later(_FAN_OUT_SECONDS) if len(replicas) >= _LARGE_ROUND else nullcontext():
                 result = await run_round(order)
         except BaseException as error:
             self._feed.emit(RoundEnded(this, None, f"{type(error).__name__}: {error}"))
@@ -252,8 +326,8 @@ class Coordinator:
                 raise Aborted("a publication took precedence over re-seeding")
             found = [self._members.replicas[name] for name in names if name in self._members.replicas]
             replicas = [replica for replica in found if replica.complete and replica.refusal is None]
-            number = self._shelves.require(self._members.trainers).version.number
-            task: asyncio.Task[RoundResult] = self._spawn(self._run(number, True, replicas, limit, self.settings.grace))
+            epoch, number = self._shelves.require(self._members.trainers).version.order
+            task: asyncio.Task[RoundResult] = self._spawn(self._run(number, epoch, True, replicas, limit, self.settings.grace))
             self._seeding = task
             try:
                 return await task
@@ -308,17 +382,18 @@ class Coordinator:
             trainer=tuple(_rank_status(link) for _, link in sorted(self._members.trainers.items())),
             replicas=tuple(self._replica_status(replica) for _, replica in sorted(self._members.replicas.items())),
             rounds=tuple(self._history),
+            epoch=self._shelves.epoch,
         )
 
     def _replica_status(self, replica: Replica) -> ReplicaStatus:
         version = replica.version
         return ReplicaStatus(
             name=replica.name,
-            state=replica.state,
+            state=replica.shown_state,
             routable=replica.routable,
             version=None if version is None else version.number,
             digest=None if version is None else version.digest,
-            staleness=self._shelves.behind(version.number) if version is not None else None,
+            staleness=self._shelves.behind(version) if version is not None else None,
             since=replica.since,
             world_size=replica.world_size,
             missing=tuple(replica.missing),
@@ -326,6 +401,7 @@ class Coordinator:
             adapter=next((link.node.rank.adapter for link in replica.links.values()), ""),
             error=replica.error,
             phases=dict(replica.phases),
+            epoch=None if version is None else version.epoch,
         )
 
     def subscribe(self) -> AsyncIterator[Event]:

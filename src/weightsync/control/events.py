@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 
 from weightsync.messages import ReplicaResult, RoundResult
+from weightsync.model import FIRST_EPOCH
 
 __all__ = [
     "Event",
@@ -48,6 +49,7 @@ class RoundStarted(_Event, frozen=True):
     number: int
     replicas: tuple[str, ...]
     seeding: bool
+    epoch: int = FIRST_EPOCH
 
 
 class ReplicaPhase(_Event, frozen=True):

@@ -30,6 +30,15 @@ class Membership:
         """The trainer's, or zero while no rank of it is here."""
         return next((link.node.rank.world_size for link in self.trainers.values()), 0)
 
+    def taking_part(self) -> list[Replica]:
+        """Replicas that a round takes in: those that fit the trainer, of which no rank was lost."""
+        return [replica for replica in self.replicas.values() if replica.state != "lost" and replica.refusal is None]
+
+    def left_out(self) -> list[Replica]:
+        """Replicas that a round misses: lost, or refused. One that was closed on purpose is not missed."""
+        taken = set(self.taking_part())
+        return [replica for replica in self.replicas.values() if replica not in taken and not replica.departed]
+
     def missing_trainers(self, present: set[str]) -> list[int]:
         """Trainer ranks that are not among ``present`` members."""
         ranks = {self.trainers[member].node.rank.rank for member in present if member in self.trainers}
@@ -70,13 +79,12 @@ class Membership:
     def add_engine(self, node: EngineNode) -> tuple[Replica, Link[EngineNode]]:
         """An engine rank joins its replica, which comes into being with its first rank.
 
-        Raises :class:`~weightsync.errors.MembershipError`, or :class:`~weightsync.errors.ManifestMismatch` listing the
-        differences if the trainer is known.
+        A replica that does not hold the trainer's tensors is known, and refused: see :attr:`Replica.refusal`. Raises
+        :class:`~weightsync.errors.MembershipError`, or :class:`~weightsync.errors.ManifestMismatch` if the ranks of the
+        replica differ.
         """
         rank = node.rank
         _check_rank(rank.member, rank.rank, rank.world_size)
-        if self.manifest is not None:
-            self.manifest.check_same(rank.manifest, rank.member)
         replica = self.replicas.get(rank.replica)
         if replica is not None:
             held = replica.links.get(rank.rank)
@@ -92,8 +100,8 @@ class Membership:
         self._judge(replica)
         return replica, link
 
-    def remove(self, node: TrainerNode | EngineNode, reason: str) -> bool:
-        """This very connection is gone. Returns whether it was still the one in use."""
+    def remove(self, node: TrainerNode | EngineNode, reason: str, clean: bool = False) -> bool:
+        """This very connection is gone, ``clean`` if its agent said goodbye. Returns whether it was still the one in use."""
         member = node.rank.member
         trainer = self.trainers.get(member)
         if trainer is not None and trainer.node is node:
@@ -103,20 +111,21 @@ class Membership:
         for replica in self.replicas.values():
             for link in replica.links.values():
                 if link.node is node:
-                    replica.detach(link, reason)
+                    replica.detach(link, reason, clean)
                     self._forget()
                     return True
         return False
 
     def _judge(self, replica: Replica) -> None:
         """Whether rounds may take this replica in."""
-        if replica.refusal is not None:
-            replica.refusal = replica.error = None
+        refusal = None
         if self.manifest is not None:
             try:
                 self.manifest.check_same(replica.manifest, f"replica {replica.name}")
             except ManifestMismatch as error:
-                replica.refusal = replica.error = f"ManifestMismatch: {error}"
+                refusal = f"ManifestMismatch: {error}"
+        if refusal is not None or replica.refusal is not None:
+            replica.refusal = replica.error = refusal
 
     def _forget(self) -> None:
         empty = sorted((replica.since, name) for name, replica in self.replicas.items() if not replica.links)

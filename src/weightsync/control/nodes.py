@@ -34,6 +34,9 @@ class TrainerRank:
     published: int = -1
     live: bool = False
     """Its own memory is read in place, and only until a publication is over."""
+    epoch: int = 0
+    """The epoch in which it publishes, if it has been told one."""
+    new_epoch: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,12 @@ class TrainerNode(Protocol):
         """What it is."""
         ...
 
-    async def place(self, number: int, timeout: float) -> npt.NDArray[np.uint64]:
-        """Make version ``number`` readable and return the digest of each row of its layout."""
+    async def place(self, number: int, timeout: float, epoch: int) -> npt.NDArray[np.uint64]:
+        """Make version ``number`` of ``epoch`` readable and return the digest of each row of its layout."""
+        ...
+
+    def notify(self, text: str) -> None:
+        """Show ``text`` in this rank's log. Returns at once; nobody waits for it to arrive."""
         ...
 
 
@@ -108,4 +115,8 @@ class EngineNode(Protocol):
 
     async def quarantine(self, reason: str, timeout: float) -> None:
         """Abort what is running and stay paused."""
+        ...
+
+    def notify(self, text: str) -> None:
+        """Show ``text`` in this rank's log. Returns at once; nobody waits for it to arrive."""
         ...

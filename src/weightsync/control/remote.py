@@ -14,6 +14,7 @@ from weightsync.errors import ConfigurationError, MembershipError, ProtocolError
 from weightsync.messages import (
     PROTOCOL,
     Body,
+    CannotPublish,
     CheckSources,
     Commit,
     Done,
@@ -30,9 +31,11 @@ from weightsync.messages import (
     Publish,
     Published,
     Quarantine,
+    ReplicaList,
     Resume,
     Update,
     Updated,
+    WaitForReplicas,
 )
 from weightsync.model import Layout, Manifest, Version
 
@@ -90,6 +93,8 @@ def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
             key=hello.key,
             published=hello.published,
             live=hello.live,
+            epoch=hello.epoch,
+            new_epoch=hello.new_epoch,
         )
     return EngineRank(
         member=member,
@@ -115,7 +120,12 @@ def answer_agent(coordinator: Coordinator, rank: TrainerRank | EngineRank) -> Ca
 
     async def handle(body: Body, timeout: float) -> Body:
         if isinstance(body, Publish) and isinstance(rank, TrainerRank):
-            return Published(await coordinator.publish(rank.member, body.number, timeout))
+            return Published(await coordinator.publish(rank.member, body.number, timeout, body.call))
+        if isinstance(body, CannotPublish) and isinstance(rank, TrainerRank):
+            coordinator.cannot_publish(rank.member, body.number, f"{body.kind}: {body.message}")
+            return Done()
+        if isinstance(body, WaitForReplicas) and isinstance(rank, TrainerRank):
+            return ReplicaList(await coordinator.wait_for_replicas(rank.member, body.count, timeout))
         raise ProtocolError(f"{rank.member} may not ask the coordinator for {type(body).__name__}")
 
     return handle
@@ -133,9 +143,13 @@ class RemoteTrainer:
         """What it is."""
         return self._rank
 
-    async def place(self, number: int, timeout: float) -> npt.NDArray[np.uint64]:
+    def notify(self, text: str) -> None:
+        """Send a notice."""
+        self._calls.notify(text)
+
+    async def place(self, number: int, timeout: float, epoch: int) -> npt.NDArray[np.uint64]:
         """Let it place ``number``; the digest of each row of its layout."""
-        answer = await self._calls.call(Place(number), timeout)
+        answer = await self._calls.call(Place(number, epoch), timeout)
         if not isinstance(answer, Placed):
             raise _unexpected(self._rank.member, "Place", answer)
         rows = len(self._rank.layout)
@@ -156,6 +170,10 @@ class RemoteEngine:
     def rank(self) -> EngineRank:
         """What it is."""
         return self._rank
+
+    def notify(self, text: str) -> None:
+        """Send a notice."""
+        self._calls.notify(text)
 
     async def prepare(self, plan: PlanSlice, timeout: float) -> Prepared:
         """Send the plan."""

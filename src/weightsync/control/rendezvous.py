@@ -4,29 +4,66 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from weightsync.control.link import Limit
+from weightsync.control.epochs import REMEDY, Epochs
+from weightsync.control.link import Limit, Link
 from weightsync.control.membership import Membership
+from weightsync.control.nodes import TrainerNode
+from weightsync.control.notices import reminding
 from weightsync.control.shelves import Shelves
 from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, PeerLost, VersionError, WeightSyncError
 from weightsync.messages import RoundResult
 
-__all__ = ["Rendezvous"]
+__all__ = ["RETURN_SECONDS", "Rendezvous"]
+
+RETURN_SECONDS = 10.0
+"""For so long a rank keeps its place among those that asked while its connection is gone."""
+
+_LAST_NUMBER = (1 << 63) - 1
+
+
+@dataclass
+class _Place:
+    """A rank that asked."""
+
+    link: Link[TrainerNode]
+    limit: Limit
+    call: int = 0
+    """Tells a call that is repeated from the next one of the same process."""
+    away: asyncio.TimerHandle | None = None
+    """Runs while its connection is gone; at its end the others stop waiting."""
+
+    @property
+    def session(self) -> str:
+        return self.link.node.rank.session
 
 
 class _Gathering:
     """Ranks that want to publish one number, and what comes of it."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int | None) -> None:
         self.number = number
-        self.asked: dict[str, Limit] = {}
-        self.sessions: dict[str, str] = {}
-        """The process behind each rank that asked."""
+        """``None`` as long as every rank leaves it to the coordinator."""
+        self.epoch = 0
+        """Known when all have asked."""
+        self.places: dict[str, _Place] = {}
         self.answered: set[str] = set()
         """Ranks that have been given the result."""
+        self.owed: dict[str, str] = {}
+        """Ranks, with their sessions, that had not asked when it failed: told as soon as they do, lest they wait in vain."""
         self.result: asyncio.Future[RoundResult] = asyncio.get_running_loop().create_future()
 
-    def fail(self, error: WeightSyncError) -> None:
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return "the next version" if self.number is None else f"version {self.number}"
+
+    def same(self, number: int | None) -> bool:
+        """Whether a rank that asks for ``number`` may mean this publication."""
+        return number is None or self.number is None or number == self.number
+
+    def fail(self, error: BaseException) -> None:
         if not self.result.done():
             self.result.set_exception(error)
             self.result.exception()  # looked at: there may be nobody left to raise it for
@@ -36,11 +73,9 @@ class _Gathering:
 
         def ended(done: asyncio.Task[RoundResult]) -> None:
             if done.cancelled():
-                self.fail(Aborted(f"the publication of version {self.number} was cancelled"))
+                self.fail(Aborted(f"the publication of {self.what} was cancelled"))
             elif (error := done.exception()) is not None:
-                if not self.result.done():
-                    self.result.set_exception(error)
-                    self.result.exception()
+                self.fail(error)
             elif not self.result.done():
                 self.result.set_result(done.result())
 
@@ -48,85 +83,186 @@ class _Gathering:
 
 
 class Rendezvous:
-    """Gathers the trainer's ranks and calls ``start(number, limit)`` when all have asked for the same number."""
+    """Gathers the trainer's ranks and calls ``start(epoch, number, limit)`` when all have asked for the same number.
 
-    def __init__(self, members: Membership, shelves: Shelves, start: Callable[[int, Limit], asyncio.Task[RoundResult]]) -> None:
+    A rank whose connection breaks keeps its place for :data:`RETURN_SECONDS`. It asks again when it is back.
+    """
+
+    def __init__(
+        self,
+        members: Membership,
+        shelves: Shelves,
+        start: Callable[[int, int, Limit], asyncio.Task[RoundResult]],
+        waiting_for: Callable[[], str] = lambda: "",
+    ) -> None:
         self._members = members
         self._shelves = shelves
         self._start = start
+        self._waiting_for = waiting_for
+        self.epochs = Epochs(shelves)
         self._gathering: _Gathering | None = None
         self._running: _Gathering | None = None
+        self._failed: _Gathering | None = None
 
-    async def publish(self, member: str, number: int, limit: Limit) -> RoundResult:
+    async def publish(self, member: str, number: int | None, limit: Limit, call: int = 0) -> RoundResult:
         """See :meth:`weightsync.control.coordinator.Coordinator.publish`."""
-        gathering = self._interrupted(member, number)
+        link = self._members.trainers.get(member)
+        if link is None:
+            raise MembershipError(f"{member} is not a rank of the trainer, and cannot publish")
+        gathering = self._interrupted(member, number, call)
         if gathering is None:
-            gathering = self._enter(member, number, limit)
-        if gathering is self._gathering and not self._members.missing_trainers(set(gathering.asked)):
-            self._gathering, self._running = None, gathering
-            gathering.follow(self._start(number, min(gathering.asked.values(), key=lambda asked: asked.at)))
+            self._tell_failure(member, number)
+            gathering = self._enter(member, number, _Place(link, limit, call))
+        if gathering is self._gathering and not self._absent(gathering):
+            self._begin(gathering)
         cancelled = True
         try:
-            await asyncio.wait([gathering.result], timeout=limit.remaining(f"the publication of version {number}"))
+            with reminding(lambda: self._remind(gathering, link)):
+                await asyncio.wait([gathering.result], timeout=limit.remaining(f"the publication of {gathering.what}"))
             cancelled = False
         finally:
             if gathering is self._gathering and not gathering.result.done():
-                self._give_up(gathering, member, cancelled)
+                self._stop_waiting(gathering, member, link, cancelled)
         if not gathering.result.done():
-            raise DeadlineExceeded(f"the round of version {number} still runs after {limit.seconds:g} s")
+            raise DeadlineExceeded(f"the round of {gathering.what} still runs after {limit.seconds:g} s")
         gathering.answered.add(member)
         return gathering.result.result()
 
-    def _interrupted(self, member: str, number: int) -> _Gathering | None:
+    def cannot_publish(self, member: str, number: int | None, reason: str) -> None:
+        """A rank failed before it could ask: the others learn it at once."""
+        gathering = self._gathering
+        if gathering is None or not gathering.same(number):
+            gathering = _Gathering(number)
+        self._fail(gathering, Aborted(f"{gathering.what} was not published: {member} failed before it could place it: {reason}"))
+        gathering.owed.pop(member, None)
+
+    def left(self, member: str, reason: str, clean: bool = False) -> None:
+        """A rank's connection is gone. If it had asked, the others wait for it a while, unless it said goodbye (``clean``)."""
+        gathering = self._gathering
+        place = None if gathering is None else gathering.places.get(member)
+        if gathering is None or place is None or self._members.trainers.get(member) is place.link:
+            return
+        if clean:
+            self._fail(gathering, PeerLost(f"{member} is gone ({reason}) while {gathering.what} was being published"))
+        else:
+            self._keep_place(gathering, member, reason)
+
+    def close(self) -> None:
+        """Nobody publishes any more."""
+        if self._gathering is not None:
+            self._fail(self._gathering, Aborted("the coordinator is closing"))
+
+    # Entering.
+
+    def _interrupted(self, member: str, number: int | None, call: int) -> _Gathering | None:
         """The publication whose result this rank never got, since its connection broke: asking again is no second publication."""
         found, link = self._running, self._members.trainers.get(member)
-        if found is None or link is None or found.number != number or member in found.answered:
+        if found is None or link is None or not found.same(number) or member in found.answered:
             return None
-        return found if found.sessions.get(member) == link.node.rank.session else None
+        place = found.places.get(member)
+        return found if place is not None and (place.session, place.call) == (link.node.rank.session, call) else None
 
-    def _enter(self, member: str, number: int, limit: Limit) -> _Gathering:
-        if member not in self._members.trainers:
-            raise MembershipError(f"{member} is not a rank of the trainer, and cannot publish")
-        running = self._running
-        last = max(self._shelves.last, running.number if running is not None and not running.result.done() else -1)
-        if number <= last:
-            raise VersionError(f"{member} cannot publish version {number}: the last one is {last}, and numbers only go up")
+    def _tell_failure(self, member: str, number: int | None) -> None:
+        failed = self._failed
+        if failed is None or self._gathering is not None:
+            return
+        if failed.owed.pop(member, None) == self._members.trainers[member].node.rank.session and failed.same(number):
+            failed.result.result()
+
+    def _enter(self, member: str, number: int | None, place: _Place) -> _Gathering:
+        self._check_number(member, place.link, number)
         if self._gathering is None:
             self._gathering = _Gathering(number)
         gathering = self._gathering
-        if gathering.number != number:
-            others = ", ".join(gathering.asked)
+        if not gathering.same(number):
+            others = ", ".join(gathering.places)
             error = VersionError(f"trainer ranks differ: {member} publishes version {number}, {others} version {gathering.number}")
-            self._gathering = None
-            gathering.fail(error)
+            self._fail(gathering, error)
+            gathering.owed.pop(member, None)
             raise error
-        if member in gathering.asked:
-            raise VersionError(f"{member} is publishing version {number} already")
-        gathering.asked[member] = limit
-        gathering.sessions[member] = self._members.trainers[member].node.rank.session
+        held = gathering.places.get(member)
+        if held is not None and held.link is place.link:
+            raise VersionError(f"{member} is publishing {gathering.what} already")
+        if held is not None and held.away is not None:
+            held.away.cancel()
+        if self._failed is not None:
+            self._failed.owed.pop(member, None)  # it meets the others here
+        gathering.number = number if gathering.number is None else gathering.number
+        gathering.places[member] = place
         return gathering
 
-    def _give_up(self, gathering: _Gathering, member: str, cancelled: bool) -> None:
-        """One rank stops waiting, by its deadline or because it was cancelled: the others would wait in vain."""
-        absent = ", ".join(map(str, self._members.missing_trainers(set(gathering.asked))))
+    def _check_number(self, member: str, link: Link[TrainerNode], number: int | None) -> None:
+        running, last = self._running, self.epochs.last(link.node.rank)
+        if running is not None and not running.result.done() and running.number is not None:
+            last = max(last, running.number)
+        if number is not None and number <= last:
+            raise VersionError(
+                f"{member} cannot publish version {number}: the last one is {last}, and numbers only go up. {REMEDY}"
+            )
+
+    def _begin(self, gathering: _Gathering) -> None:
+        """All ranks have asked: settle epoch and number, and start the round."""
+        self._gathering = None
+        ranks = [place.link.node.rank for place in gathering.places.values()]
+        try:
+            gathering.epoch = self.epochs.decide(ranks)
+            last = self._shelves.last_in(gathering.epoch)
+            if gathering.number is None:
+                gathering.number = last + 1
+            if not last < gathering.number <= _LAST_NUMBER:
+                raise VersionError(f"version {gathering.number} cannot be published: the last one is {last}. {REMEDY}")
+        except VersionError as error:
+            self._fail(gathering, error)
+            return
+        self._running = gathering
+        limit = min((place.limit for place in gathering.places.values()), key=lambda limit: limit.at)
+        gathering.follow(self._start(gathering.epoch, gathering.number, limit))
+
+    # Waiting, and giving up.
+
+    def _absent(self, gathering: _Gathering) -> str:
+        """Ranks of the trainer that have not asked, or whose connection is gone, for messages; empty if all are here."""
+        present = {member for member, place in gathering.places.items() if self._members.trainers.get(member) is place.link}
+        return ", ".join(map(str, self._members.missing_trainers(present)))
+
+    def _remind(self, gathering: _Gathering, link: Link[TrainerNode]) -> None:
+        if gathering is self._gathering:
+            link.node.notify(f"waiting for trainer rank {self._absent(gathering)} to publish {gathering.what}")
+        elif not gathering.result.done():
+            link.node.notify(f"waiting for the round of {gathering.what}{self._waiting_for()}")
+
+    def _stop_waiting(self, gathering: _Gathering, member: str, link: Link[TrainerNode], cancelled: bool) -> None:
+        """One rank's call ends, by its deadline, by being withdrawn, or with its connection."""
+        place = gathering.places.get(member)
+        if place is None or place.link is not link:
+            return  # it is back, and asked again
+        if cancelled and self._members.trainers.get(member) is not link:
+            self._keep_place(gathering, member, "its connection broke")
+            return
+        absent = self._absent(gathering)
         why = (
             f"{member} stopped waiting before trainer rank {absent} came"
             if cancelled
             else f"trainer rank {absent} did not ask for it"
         )
-        del gathering.asked[member]
-        self._gathering = None
-        gathering.fail(DeadlineExceeded(f"version {gathering.number} was not published: {why}"))
+        self._fail(gathering, DeadlineExceeded(f"{gathering.what} was not published: {why}"))
 
-    def left(self, member: str, reason: str) -> None:
-        """A rank is gone. If it is the trainer's, nobody can publish without it."""
-        gathering = self._gathering
-        if gathering is not None and member in gathering.asked:
-            self._gathering = None
-            gathering.fail(PeerLost(f"{member} is gone ({reason}) while version {gathering.number} was being published"))
+    def _keep_place(self, gathering: _Gathering, member: str, reason: str) -> None:
+        place = gathering.places[member]
+        if place.away is None:
+            why = f"{member} is gone ({reason}) while {gathering.what} was being published"
+            error = PeerLost(f"{why}, and did not come back within {RETURN_SECONDS:g} s")
+            place.away = asyncio.get_running_loop().call_later(RETURN_SECONDS, self._fail, gathering, error)
 
-    def close(self) -> None:
-        """Nobody publishes any more."""
-        if self._gathering is not None:
-            self._gathering.fail(Aborted("the coordinator is closing"))
+    def _fail(self, gathering: _Gathering, error: WeightSyncError) -> None:
+        """Everybody who asked gets ``error``, and whoever is connected and has not asked yet gets it when it does."""
+        if gathering is self._gathering:
             self._gathering = None
+        for place in gathering.places.values():
+            if place.away is not None:
+                place.away.cancel()
+        gathering.owed = {
+            member: link.node.rank.session for member, link in self._members.trainers.items() if member not in gathering.places
+        }
+        self._failed = gathering
+        gathering.fail(error)

@@ -52,6 +52,8 @@ class Replica:
         """Why the last attempt on it failed; ``None`` after a success."""
         self.refusal: str | None = None
         """Why no round takes it in (the trainer's tensors differ); ``None`` if one may."""
+        self._vanished: set[int] = set()
+        """Ranks whose connection ended without a goodbye, and that have not come back."""
         self.phases: dict[str, float] = {}
         """Seconds by phase of the last round that it took part in."""
         self.received: dict[str, int] = {}
@@ -73,6 +75,16 @@ class Replica:
     def routable(self) -> bool:
         """Whether requests may be sent to it."""
         return self.state == "loaded" and self.complete
+
+    @property
+    def shown_state(self) -> str:
+        """The state for people: a replica that is connected and that no round takes in is ``refused``."""
+        return "refused" if self.refusal is not None and self.links else self.state
+
+    @property
+    def departed(self) -> bool:
+        """Whether every rank was closed on purpose: no round misses such a replica."""
+        return not self.links and not self._vanished
 
     @property
     def missing(self) -> list[int]:
@@ -103,14 +115,17 @@ class Replica:
         if rank.manifest.fingerprint != self.manifest.fingerprint:
             self.manifest.check_same(rank.manifest, f"{rank.member}, unlike the other ranks of its replica,")
         self.links[rank.rank] = link
+        self._vanished.discard(rank.rank)
         if self.state == "lost":
             self.become("registered", error=self.error)
 
-    def detach(self, link: Link[EngineNode], reason: str) -> None:
-        """A rank's connection is gone: its calls fail, and the replica is lost at once."""
+    def detach(self, link: Link[EngineNode], reason: str, clean: bool = False) -> None:
+        """A rank's connection is gone, ``clean`` if it said goodbye: its calls fail, and the replica is lost at once."""
         link.sever(reason)
         if self.links.get(link.node.rank.rank) is link:
             del self.links[link.node.rank.rank]
+            if not clean:
+                self._vanished.add(link.node.rank.rank)
             if self.state != "lost":
                 self.become("lost", error=f"{link.member}: {reason}")
 

@@ -14,7 +14,7 @@ from weightsync.errors import to_wire
 from weightsync.messages import Moved, ReplicaResult, RoundResult
 from weightsync.model import Version
 
-__all__ = ["Report", "round_result", "shortfall"]
+__all__ = ["Report", "left_out", "round_result", "shortfall"]
 
 
 _PHASES = ("agree", "wait", "pause", "move", "verify", "commit")
@@ -103,13 +103,28 @@ class Report:
                 for part in ("receive", "load", "digest")
                 if self.moved
             },
+            epoch=None if version is None else version.epoch,
         )
         self._emit(ReplicaEnded(self._round, result))
         return result
 
 
+def left_out(replica: Replica) -> ReplicaResult:
+    """The result of a replica that a round could not take in."""
+    error = replica.refusal
+    if replica.state == "lost" or error is None:
+        error = f"PeerLost: it is not connected ({replica.error})"
+    return ReplicaResult(
+        name=replica.name, state=replica.shown_state, version=None, digest=None, nbytes=0, delivery="", transports=(),
+        verified="", phases={}, paused_seconds=0.0, error=error,
+    )  # fmt: skip
+
+
 def shortfall(require: Require, results: Sequence[ReplicaResult]) -> str | None:
-    """Why these results are not enough, or ``None``. "All" and "any" of no replicas are not enough."""
+    """Why these results are not enough, or ``None``. "All" and "any" of no replicas are not enough.
+
+    Every replica that is known counts, also one that could not take part; but not one that was closed on purpose.
+    """
     good = sum(result.error is None for result in results)
     wanted = max(1, len(results)) if require == "all" else 1 if require == "any" else require
     if good >= wanted:

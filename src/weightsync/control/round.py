@@ -53,6 +53,8 @@ class Order:
     round: int
     number: int
     """The version to publish; for seeding, the one on the shelves."""
+    epoch: int
+    """What the number belongs to."""
     seeding: bool
     """Re-seed from what the shelves hold, without placing."""
     trainers: Trainers
@@ -67,6 +69,8 @@ class Order:
     """Agreements of earlier rounds by replica: reused where nothing that they depend on has changed."""
     covered: dict[str, Cover] = field(default_factory=dict)
     """The trainer's cover by key, likewise."""
+    left_out: Sequence[ReplicaResult] = ()
+    """Replicas that cannot take part, and that the result lists and counts all the same."""
     serving: asyncio.Semaphore = field(init=False)
     """One place for each replica that may be out of service at a time."""
 
@@ -84,7 +88,8 @@ async def run_round(order: Order) -> RoundResult:
     """
     started = asyncio.get_running_loop().time()
     points.reached("round.start")
-    order.emit(RoundStarted(order.round, order.number, tuple(replica.name for replica in order.replicas), order.seeding))
+    names = tuple(replica.name for replica in order.replicas)
+    order.emit(RoundStarted(order.round, order.number, names, order.seeding, order.epoch))
     reports = [Report(replica, order.round, order.emit) for replica in order.replicas]
     try:
         async with asyncio.TaskGroup() as group:
@@ -95,7 +100,7 @@ async def run_round(order: Order) -> RoundResult:
     placement, place_seconds = placing.result()
     points.reached("round.end")
     seconds = asyncio.get_running_loop().time() - started
-    results = [task.result() for task in ended]
+    results = [*(task.result() for task in ended), *order.left_out]
     return round_result(order.round, placement.version, order.settings.require, results, place_seconds, seconds)
 
 
@@ -160,7 +165,7 @@ async def place(order: Order) -> tuple[Placement, float]:
         order.covered[key] = found
     cover = order.covered[key]
     order.shelves.clear()
-    digests = await on_all("place", limit, order.trainers, lambda link, left: link.node.place(order.number, left))
+    digests = await on_all("place", limit, order.trainers, lambda link, left: link.node.place(order.number, left, order.epoch))
     for member, rows in digests.items():
         if rows.dtype != np.uint64 or rows.shape != (len(ranks[member].layout),):
             wanted = len(ranks[member].layout)
@@ -168,7 +173,7 @@ async def place(order: Order) -> tuple[Placement, float]:
                 f"{member} sent digests of {rows.dtype}{list(rows.shape)}, not one uint64 for each of {wanted} rows"
             )
     totals = await in_thread("adding up the trainer's digests", limit, lambda: cover.total(digests))
-    version = Version(order.settings.run, order.number, manifest.fingerprint, fold(totals))
+    version = Version(order.settings.run, order.number, manifest.fingerprint, fold(totals), order.epoch)
     live = any(rank.live for rank in ranks.values())
     placement = Placement(version, totals, {member: rank.session for member, rank in ranks.items()}, live)
     order.shelves.hold(placement)

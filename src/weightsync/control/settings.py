@@ -13,7 +13,11 @@ from weightsync.messages import PauseMode
 __all__ = ["Require", "Settings"]
 
 Require = Literal["all", "any"] | int
-"""Which replicas a round needs to be ``ok``: all that took part, at least one, or at least so many (0: none)."""
+"""Which replicas a round needs to be ``ok``: all that are known, at least one, or at least so many (0: none).
+
+A replica is known from its first connection on, also while it is lost, refused (its tensors differ) or not complete. It is
+forgotten when all of its ranks were closed on purpose (``Engine.close()``, also by the end of a ``with`` block).
+"""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

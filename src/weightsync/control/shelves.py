@@ -11,7 +11,7 @@ import numpy.typing as npt
 from weightsync.control.link import Link
 from weightsync.control.nodes import TrainerNode
 from weightsync.errors import StaleSource
-from weightsync.model import Version
+from weightsync.model import FIRST_EPOCH, Version
 
 __all__ = ["Placement", "Shelves"]
 
@@ -33,19 +33,31 @@ class Shelves:
     """The shelves of all trainer ranks together. They hold one version, or, while one is being placed, none."""
 
     def __init__(self) -> None:
+        self.epoch = FIRST_EPOCH
+        """The latest epoch in which anybody is known to have published."""
         self.last = -1
-        """The highest version number that anybody is known to have published; the next one must be higher."""
-        self.published: dict[int, Version] = {}
-        """What was published through this coordinator, in order; the oldest are forgotten."""
+        """The highest version number of that epoch that is known; the next one must be higher."""
+        self.published: dict[tuple[int, int], Version] = {}
+        """What was published through this coordinator, by epoch and number, in order; the oldest are forgotten."""
         self._placement: Placement | None = None
 
-    def observe(self, number: int) -> None:
-        """Somebody knows of a version with this number."""
-        self.last = max(self.last, number)
+    @property
+    def known(self) -> bool:
+        """Whether any version is known."""
+        return self.last >= 0
 
-    def behind(self, number: int) -> int:
-        """How many publications are newer than ``number``."""
-        return sum(published > number for published in self.published)
+    def observe(self, epoch: int, number: int) -> None:
+        """Somebody knows of a version with this number; -1 is none."""
+        if number >= 0:
+            self.epoch, self.last = max((self.epoch, self.last), (epoch, number))
+
+    def last_in(self, epoch: int) -> int:
+        """The highest number that is known in ``epoch``, if that is the latest; else -1."""
+        return self.last if epoch == self.epoch else -1
+
+    def behind(self, version: Version) -> int:
+        """How many publications are newer than ``version``."""
+        return sum(order > version.order for order in self.published)
 
     def clear(self) -> None:
         """Placing begins: what was there is being overwritten."""
@@ -54,8 +66,8 @@ class Shelves:
     def hold(self, placement: Placement) -> None:
         """Every rank has placed: the version exists."""
         self._placement = placement
-        self.observe(placement.version.number)
-        self.published[placement.version.number] = placement.version
+        self.observe(*placement.version.order)
+        self.published[placement.version.order] = placement.version
         while len(self.published) > _REMEMBERED:
             del self.published[next(iter(self.published))]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from weightsync.messages import RoundResult
-from weightsync.model import Version
+from weightsync.model import FIRST_EPOCH, Version
 
 __all__ = ["RankStatus", "ReplicaStatus", "Status"]
 
@@ -24,6 +24,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     state: str
+    """``refused`` if it is connected and holds other tensors than the trainer; else see ``weightsync.control.replicas``."""
     routable: bool
     """Whether requests may be sent to it."""
     version: int | None
@@ -41,6 +42,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why the last attempt on it failed."""
     phases: dict[str, float]
     """Seconds by phase of the last round that it took part in."""
+    epoch: int | None = None
+    """The epoch of ``version``."""
 
 
 class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,7 +51,7 @@ class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     run: str
     last: int
-    """The highest published version number that is known, or -1."""
+    """The highest published version number of the latest epoch that is known, or -1."""
     version: Version | None
     """What the trainer's shelves hold now, from which replicas can be seeded."""
     busy: bool
@@ -58,3 +61,5 @@ class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replicas: tuple[ReplicaStatus, ...]
     rounds: tuple[RoundResult, ...]
     """Rounds that ended, the newest last."""
+    epoch: int = FIRST_EPOCH
+    """The latest epoch in which a version is known to have been published."""

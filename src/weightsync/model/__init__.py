@@ -4,6 +4,22 @@ from weightsync.model.box import Box
 from weightsync.model.dtypes import ITEMSIZE, itemsize
 from weightsync.model.layout import Layout
 from weightsync.model.manifest import Manifest, TensorSpec
-from weightsync.model.version import Version, fold
+from weightsync.model.result import GUARANTEES, ReplicaResult, RoundResult
+from weightsync.model.version import FIRST_EPOCH, Version, fold, label_of, parse_label
 
-__all__ = ["ITEMSIZE", "Box", "Layout", "Manifest", "TensorSpec", "Version", "fold", "itemsize"]
+__all__ = [
+    "FIRST_EPOCH",
+    "GUARANTEES",
+    "ITEMSIZE",
+    "Box",
+    "Layout",
+    "Manifest",
+    "ReplicaResult",
+    "RoundResult",
+    "TensorSpec",
+    "Version",
+    "fold",
+    "itemsize",
+    "label_of",
+    "parse_label",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import Annotated
@@ -22,6 +22,8 @@ MAX_BYTES = 1 << 60
 """Most bytes of a whole model, a tensor, or a region. No real one comes near; a forged one must not overflow the arithmetic."""
 _MAX_RANK = 16
 _MAX_NAME = 1024
+_EXAMPLES = 3  # names in a line
+_CONVERTIBLE = frozenset({"float16", "bfloat16", "float32", "float64"})
 _SHOWN = 10
 
 
@@ -135,6 +137,7 @@ class Manifest:
         theirs = {spec.name: spec for spec in engine.tensors}
         lines = [f"missing there: {name}" for name in ours if name not in theirs]
         lines += [f"unexpected there: {name}" for name in theirs if name not in ours]
+        dtypes: dict[tuple[str, str], list[str]] = {}
         for name, spec in ours.items():
             other = theirs.get(name)
             if other is None:
@@ -142,9 +145,34 @@ class Manifest:
             if spec.shape != other.shape:
                 lines.append(f"shape of {name}: {list(spec.shape)} here, {list(other.shape)} there")
             if spec.dtype != other.dtype:
-                lines.append(f"dtype of {name}: {spec.dtype} here, {other.dtype} there (convert on publishing: Trainer(dtype=...))")
+                dtypes.setdefault((spec.dtype, other.dtype), []).append(name)
             if spec.aliases != other.aliases:
                 lines.append(f"tied names of {name}: {list(spec.aliases)} here, {list(other.aliases)} there")
-        shown = "\n  ".join(lines[:_SHOWN])
-        more = f"\n  ... and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-        raise ManifestMismatch(f"{who} does not hold the trainer's tensors; {len(lines)} differences:\n  {shown}{more}")
+        count = len(lines) + sum(map(len, dtypes.values()))
+        shown = [_dtype_line(*pair, names) for pair, names in dtypes.items()][:_SHOWN]
+        shown += lines[: _SHOWN - len(shown)]
+        more = len(dtypes) + len(lines) - len(shown)
+        text = "\n  ".join(shown) + (f"\n  ... and {more} more" if more else "")
+        text += _remedy(dtypes, ours, theirs)
+        raise ManifestMismatch(f"{who} does not hold the trainer's tensors; {count} differences:\n  {text}")
+
+
+def _dtype_line(here: str, there: str, names: list[str]) -> str:
+    if len(names) == 1:
+        return f"dtype of {names[0]}: {here} here, {there} there"
+    examples = ", ".join(names[:_EXAMPLES]) + (", ..." if len(names) > _EXAMPLES else "")
+    return f"{len(names)} tensors differ in dtype: {here} here, {there} there ({examples})"
+
+
+def _remedy(
+    dtypes: Mapping[tuple[str, str], Sequence[str]], ours: Mapping[str, TensorSpec], theirs: Mapping[str, TensorSpec]
+) -> str:
+    """The argument with which the trainer publishes what the engine holds, if a conversion does it."""
+    if not dtypes or not all(here in _CONVERTIBLE and there in _CONVERTIBLE for here, there in dtypes):
+        return ""
+    # A single dtype converts every floating-point tensor, so it fits only an engine that holds all of them in it.
+    wanted = {theirs[name].dtype for name, spec in ours.items() if spec.dtype in _CONVERTIBLE and name in theirs}
+    if len(wanted) == 1:
+        return f"\nto publish what the engine holds: Trainer(..., dtype=torch.{wanted.pop()})"
+    (_, there), names = next(iter(dtypes.items()))
+    return f"\nto publish what the engine holds, give dtypes by name: Trainer(..., dtype={{{names[0]!r}: torch.{there}, ...}})"

@@ -1,15 +1,22 @@
-"""What was published: a run, an increasing number, and the digests that every copy must add up to."""
+"""What was published: a run, an epoch, an increasing number, and the digests that every copy must add up to."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Annotated
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Version", "fold"]
+__all__ = ["FIRST_EPOCH", "Version", "fold", "label_of", "parse_label"]
+
+FIRST_EPOCH = 1
+"""A run begins in this epoch. A trainer that asks for a new epoch may use numbers again that earlier epochs used."""
+
+_EPOCH_SUFFIX = re.compile(r"\.([0-9]{1,9})\Z")
+_LABEL = re.compile(r"(?:(.*)@)?([0-9]{1,19})", re.DOTALL)
 
 
 def fold(digests: npt.NDArray[np.uint64]) -> str:
@@ -17,8 +24,29 @@ def fold(digests: npt.NDArray[np.uint64]) -> str:
     return hashlib.blake2b(np.ascontiguousarray(digests, "<u8").tobytes(), digest_size=8).hexdigest()
 
 
+def label_of(run: str, epoch: int, number: int) -> str:
+    """``run@400`` in the first epoch, ``run.2@400`` in the second.
+
+    A run whose id ends in a dot and digits always has its epoch in the label, so that no label has two meanings.
+    """
+    plain = epoch == FIRST_EPOCH and _EPOCH_SUFFIX.search(run) is None
+    return f"{run}@{number}" if plain else f"{run}.{epoch}@{number}"
+
+
+def parse_label(label: str) -> tuple[str | None, int, int] | None:
+    """Run (``None`` if the label is a bare number), epoch and number of a label; ``None`` for text that is no label."""
+    match = _LABEL.fullmatch(label)
+    if match is None:
+        return None
+    run, number = match[1], int(match[2])
+    suffix = _EPOCH_SUFFIX.search(run or "")
+    if run is None or suffix is None:
+        return run, FIRST_EPOCH, number
+    return run[: suffix.start()], int(suffix[1]), number
+
+
 class Version(msgspec.Struct, frozen=True):
-    """A published set of weights. Immutable: the same run and number always mean the same bytes."""
+    """A published set of weights. Immutable: the same run, epoch and number always mean the same bytes."""
 
     run: str
     number: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -26,6 +54,13 @@ class Version(msgspec.Struct, frozen=True):
     """Fingerprint of the manifest."""
     digest: str
     """:func:`fold` of the per-tensor digests."""
+    epoch: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)] = FIRST_EPOCH
+    """Versions are ordered by epoch, then by number. See ``Trainer(..., new_epoch=True)``."""
 
     def __str__(self) -> str:
-        return f"{self.run}@{self.number}"
+        return label_of(self.run, self.epoch, self.number)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Epoch and number: what versions of one run are ordered by."""
+        return self.epoch, self.number

@@ -32,6 +32,7 @@ from weightsync.transports.shelf import Shelf
 __all__ = ["TrainerRole"]
 
 _PLACING_SECONDS = 60.0
+_ANY = -1  # any number may be placed
 _log = logging.getLogger(__name__)
 
 
@@ -67,6 +68,10 @@ class TrainerRole:
         self._stop = np.zeros(1, np.int8)
         self._busy = threading.Lock()
         self._armed: int | None = None
+        self.epoch = 0
+        """The epoch in which this rank publishes; 0 until the coordinator has said it."""
+        self.placed: int | None = None
+        """The number under which the weights of the running publication were placed."""
         self._last: Placed | None = None
         self._placed = threading.Event()
         self._shards: list[Shard] = []
@@ -110,8 +115,10 @@ class TrainerRole:
         """How engine ranks reach the shelf, in the order of the schemes given."""
         return tuple(owner.offer for owner in self._owners)
 
-    def arm(self, number: int) -> threading.Event:
-        """Allow version ``number`` to be placed: the trainer's thread stands still in ``publish`` from here to :meth:`disarm`.
+    def arm(self, number: int | None) -> threading.Event:
+        """Allow version ``number`` to be placed (``None``: the one that the coordinator chooses).
+
+        The trainer's thread stands still in ``publish`` from here to :meth:`disarm`.
 
         The event is set when the copy is complete, so that the trainer may change its memory again.
         """
@@ -119,7 +126,8 @@ class TrainerRole:
         self._stop[0] = 0
         self._last = None  # of an earlier attempt at this number, perhaps: a publication means the weights of now
         self._placed = threading.Event()
-        self._armed = number
+        self.placed = None
+        self._armed = _ANY if number is None else number
         return self._placed
 
     def _follow(self) -> None:
@@ -158,6 +166,7 @@ class TrainerRole:
     def handle(self, body: Body, timeout: float) -> Body:
         """Answer a call of the coordinator. Raises :class:`~weightsync.errors.Aborted` when nobody is publishing that number."""
         if isinstance(body, Place):
+            self.epoch = body.epoch
             return self._place(body.number)
         return Done()
 
@@ -165,7 +174,7 @@ class TrainerRole:
         with self._busy:
             if self._last is not None and self.shelf.version == number:
                 return self._last  # asked again, by a coordinator that restarted: a number always means the same bytes
-            if self._armed != number:
+            if self._armed not in (number, _ANY):
                 raise Aborted(f"this trainer rank is not publishing version {number} (any more)")
             points.reached("trainer.place")
             started = time.perf_counter()
@@ -175,7 +184,7 @@ class TrainerRole:
                 points.reached("trainer.placing")
                 if self._stop[0]:
                     raise Aborted(f"placing version {number} was aborted by the trainer")
-            self._armed = None
+            self._armed, self.placed = None, number
             self._last = Placed(digests=digests.astype("<u8").tobytes(), seconds=time.perf_counter() - started)
             self._placed.set()
             points.reached("trainer.placed")

@@ -17,7 +17,7 @@ from weightsync.control.nodes import TrainerRank
 from weightsync.control.remote import RemoteEngine, RemoteTrainer, answer_agent, rank_of
 from weightsync.errors import DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, to_wire
 from weightsync.messages import Answer, Body, Failure, Frame, Hello, Refused, Welcome, decode, encode
-from weightsync.service.endpoint import CLOSE_POLICY, CLOSE_PROTOCOL, CLOSE_SHUTDOWN, FRAME_LIMIT_HEADER, SUBPROTOCOL
+from weightsync.service.endpoint import CLOSE_NORMAL, CLOSE_POLICY, CLOSE_PROTOCOL, CLOSE_SHUTDOWN, FRAME_LIMIT_HEADER, SUBPROTOCOL
 from weightsync.service.problems import problem
 from weightsync.service.settings import ServerSettings
 
@@ -106,10 +106,10 @@ class AgentSockets:
         node = RemoteTrainer(rank, calls) if isinstance(rank, TrainerRank) else RemoteEngine(rank, calls)
         try:
             if isinstance(node, RemoteTrainer):
-                self._coordinator.join_trainer(node)
+                welcome = Welcome(rank.member, run, last=self._coordinator.join_trainer(node))
             else:
                 connection.engine = node
-                self._coordinator.join_engine(node)
+                welcome = Welcome(rank.member, run, refusal=self._coordinator.join_engine(node))
         except WeightSyncError as error:
             await self._refuse(socket, error)
             return
@@ -117,7 +117,7 @@ class AgentSockets:
         reason = "its connection closed"
         try:
             self._welcomed.add(connection)
-            await connection.welcome(Welcome(rank.member, run))
+            await connection.welcome(welcome)
             reason = await connection.read(calls)
         except PeerLost as error:
             reason = str(error)
@@ -125,7 +125,7 @@ class AgentSockets:
             self._welcomed.discard(connection)
             reason = self._closing or reason
             calls.close(PeerLost(f"{rank.member} is gone: {reason}"))
-            self._coordinator.leave(node, reason)
+            self._coordinator.leave(node, reason, connection.said_goodbye)
             _log.info("%s left: %s", rank.member, reason)
 
     async def _refuse(self, socket: WebSocket, error: WeightSyncError) -> None:
@@ -154,6 +154,8 @@ class _Connection:
         """Set while the agent waits for no answer."""
         self.answered.set()
         self.engine: RemoteEngine | None = None
+        self.said_goodbye = False
+        """Whether the agent closed the connection on purpose, as its ``close()`` does."""
 
     async def welcome(self, frame: Welcome) -> None:
         """Joining may have started a round already; its calls wait until the agent has read this."""
@@ -202,6 +204,7 @@ class _Connection:
             while True:
                 calls.feed(await _receive(self._socket))
         except WebSocketDisconnect as gone:
+            self.said_goodbye = gone.code == CLOSE_NORMAL
             return gone.reason or f"its connection closed (code {gone.code})"
         except ProtocolError as error:
             _log.warning("%s: %s", self._member, error)

@@ -12,6 +12,7 @@ from weightsync.service.settings import ClientSettings
 
 __all__ = [
     "AGENTS_PATH",
+    "CLOSE_NORMAL",
     "CLOSE_POLICY",
     "CLOSE_PROTOCOL",
     "CLOSE_SHUTDOWN",
@@ -30,6 +31,7 @@ SUBPROTOCOL = f"weightsync.{PROTOCOL}"
 """Offered by every agent, so that two ends of different protocols part before a frame is read."""
 
 # RFC 6455, section 7.4.1
+CLOSE_NORMAL = 1000
 CLOSE_SHUTDOWN = 1001
 CLOSE_PROTOCOL = 1002
 CLOSE_POLICY = 1008

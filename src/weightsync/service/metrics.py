@@ -9,7 +9,7 @@ from weightsync.control.status import Status
 __all__ = ["CONTENT_TYPE", "exposition"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_STATES = ("registered", "loaded", "updating", "dirty", "lost")
+_STATES = ("registered", "loaded", "updating", "dirty", "lost", "refused")
 
 
 def exposition(status: Status, rounds: int, failed: int, nbytes: int) -> str:
@@ -24,12 +24,21 @@ def exposition(status: Status, rounds: int, failed: int, nbytes: int) -> str:
             lines.append(f"weightsync_{name}{{{inside}}} {value}" if inside else f"weightsync_{name} {value}")
 
     run = {"run": status.run}
-    family("published_version", "gauge", "Highest published version number, -1 before the first.", [(run, status.last)])
+    missed = sum(one.error is not None for one in status.rounds[-1].replicas) if status.rounds else 0
+    family(
+        "published_version", "gauge", "Highest published version number of the latest epoch, -1 before the first.",
+        [(run, status.last)],
+    )  # fmt: skip
+    family("published_epoch", "gauge", "Latest epoch in which a version was published.", [(run, status.epoch)])
     family("trainer_ranks", "gauge", "Connected trainer ranks.", [(run, len(status.trainer))])
     family("round_running", "gauge", "Whether a round is running.", [(run, int(status.busy))])
     family(
         "replica_state", "gauge", "1 for the state that a replica is in.",
         [({"replica": r.name, "state": state}, int(r.state == state)) for r in status.replicas for state in _STATES],
+    )  # fmt: skip
+    family(
+        "replicas_not_updated", "gauge", "Known replicas that the last round did not update: failed, refused or lost.",
+        [(run, missed)],
     )  # fmt: skip
     family(
         "replica_version", "gauge", "Version number that a replica serves; absent while it serves none.",

@@ -16,7 +16,6 @@ from email.utils import formatdate
 from types import TracebackType
 from typing import Self
 
-import msgspec
 import uvicorn
 from uvicorn.server import ServerState
 
@@ -27,7 +26,7 @@ from weightsync.service.auth import TokenFile, check_bind, generate
 from weightsync.service.connections import Config, HttpProtocol
 from weightsync.service.door import Door
 from weightsync.service.endpoint import reason
-from weightsync.service.settings import DEFAULT_PORT, Address, Secret, ServerSettings, control_settings, port_is_given
+from weightsync.service.settings import Address, Secret, ServerSettings, control_settings
 
 __all__ = ["BackgroundServer", "run_server", "serve"]
 
@@ -81,17 +80,10 @@ def _listen(settings: ServerSettings) -> socket.socket:
         return socket.create_server((str(where[0]), settings.port), family=family, backlog=_BACKLOG, dualstack_ipv6=everywhere)
     except OSError as error:
         raise ConfigurationError(
-            f"cannot listen on {host} port {settings.port}: {error.strerror or error}. Is another coordinator running there? "
-            "--port 0 takes a free port, --host chooses the address"
+            f"cannot listen on {host} port {settings.port}: {error.strerror or error}. Another coordinator may hold it "
+            "(`weightsync serve`, or that of another trainer on this machine), or another program. WEIGHTSYNC_PORT or --port "
+            "chooses a port, 0 takes a free one; WEIGHTSYNC_HOST or --host chooses the address"
         ) from None
-
-
-def _taken(settings: ServerSettings) -> bool:
-    try:
-        _listen(settings).close()
-    except ConfigurationError:
-        return True
-    return False
 
 
 def _unspecified(host: str) -> bool:
@@ -207,11 +199,10 @@ class BackgroundServer:
     """A coordinator in a thread of this process, for a trainer's rank 0.
 
     ``with BackgroundServer(settings) as server: ... server.url ...``, or :meth:`start` and :meth:`stop`. Without ``settings``
-    they come from the environment; if that names no port and the default one is taken, a free one is used.
+    they come from the environment.
     """
 
     def __init__(self, settings: ServerSettings | None = None) -> None:
-        self._choose_port = settings is None and not port_is_given()
         self._settings = ServerSettings.load() if settings is None else settings
         self._started: Future[tuple[Address, Secret, Coordinator]] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -279,11 +270,7 @@ class BackgroundServer:
     def _run(self) -> None:
         async def main() -> None:
             self._stop, self._loop = asyncio.Event(), asyncio.get_running_loop()
-            settings = self._settings
-            if self._choose_port and _taken(settings):
-                settings = msgspec.structs.replace(settings, port=0)
-                _log.warning("port %d is taken: the coordinator listens on a free one; set WEIGHTSYNC_PORT to choose", DEFAULT_PORT)
-            await run_server(settings, self._stop, lambda *what: self._started.set_result(what))
+            await run_server(self._settings, self._stop, lambda *what: self._started.set_result(what))
 
         try:
             asyncio.run(main())

@@ -32,7 +32,6 @@ __all__ = [
     "agent_environment",
     "control_settings",
     "launched_place",
-    "port_is_given",
     "read_token",
     "replica_name",
     "runtime_directory",
@@ -284,11 +283,6 @@ def read_token(path: str, named: str) -> Secret:
         raise ConfigurationError(f"{named}{path!r} cannot be read: {why}") from None
     except ConfigurationError as error:
         raise ConfigurationError(f"{named}{path!r}: {error}") from None
-
-
-def port_is_given(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether the environment chooses the coordinator's port."""
-    return bool((os.environ if environment is None else environment).get("WEIGHTSYNC_PORT"))
 
 
 _LAUNCHERS = (("", "RANK", "WORLD_SIZE"), ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))

@@ -53,28 +53,28 @@ class CoordinatorProcess(Process):
         coordinator, seen = self.coordinator, self.world.seen
         join, distrust, interrupted = coordinator.join_engine, coordinator._distrust, coordinator._rendezvous._interrupted
 
-        def joining(node: EngineNode) -> None:
+        def joining(node: EngineNode) -> str:
             member = node.rank.member
             if node.rank.serving is not None:
                 lost = member in self._known
                 seen[f"rank attests a version to a {'coordinator that had lost it' if lost else 'new coordinator'}"] += 1
             self._known.add(member)
-            join(node)
+            return join(node)
 
         def distrusting(replica: Replica, why: str) -> None:
             seen["quarantine outside of a round"] += 1
             distrust(replica, why)
 
-        def asking(member: str, number: int) -> Any:  # noqa: ANN401
-            found = interrupted(member, number)
+        def asking(member: str, number: int | None, call: int) -> Any:  # noqa: ANN401
+            found = interrupted(member, number, call)
             seen["publication asked for again"] += found is not None
             return found
 
         publish = coordinator._publish
 
-        def publishing(number: int, limit: Limit, grace: float) -> Any:  # noqa: ANN401
+        def publishing(number: int, limit: Limit, grace: float, epoch: int) -> Any:  # noqa: ANN401
             self._until = limit.at
-            return publish(number, limit, grace)
+            return publish(number, limit, grace, epoch)
 
         coordinator._publish = publishing  # type: ignore[method-assign]
         coordinator.join_engine = joining  # type: ignore[method-assign]

@@ -290,7 +290,7 @@ class TrainerProcess(Agent):
         fields = {
             "rank": rank, "world_size": ranks, "_run": "", "_session": self.session, "_published": -1, "_here": self.host,
             "_role": role, "_publishing": Lock(), "_background": Executor(1, "publish"),
-            "_offload": None, "_restore": None,
+            "_offload": None, "_restore": None, "_new_epoch": False, "_last": -1, "_calls": 0, "_missed": {},
         }  # fmt: skip
         vars(self.trainer).update(fields)
         self.link = _Link(_SETTINGS, hello=self.trainer._hello, handle=role.handle, name=self.member)

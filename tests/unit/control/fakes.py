@@ -240,6 +240,7 @@ class TrainerProcess(_Process):
     def __init__(self, world: World, rank: int, count: int, manifest: Manifest, session: str, published: int) -> None:
         self.world, self.member, self.connected = world, f"trainer/{rank}", False
         self.placed: int | None = None
+        self.notices: list[tuple[float, str]] = []
         self.make: Callable[[], TrainerRank] = lambda: TrainerRank(
             self.member, rank, count, session, HOST, manifest, rows_layout(manifest, rank, count), (Offer("memory", "x", HOST),),
             published=self.placed if self.placed is not None else published, live=world.live and world.tells,
@@ -267,7 +268,10 @@ class FakeTrainer:
     def rank(self) -> TrainerRank:
         return self._rank
 
-    async def place(self, number: int, timeout: float) -> npt.NDArray[np.uint64]:
+    def notify(self, text: str) -> None:
+        self.process.notices.append((asyncio.get_running_loop().time(), text))
+
+    async def place(self, number: int, timeout: float, epoch: int) -> npt.NDArray[np.uint64]:
         process = self.process
         process.placed = None
         process.epoch += 1
@@ -288,6 +292,7 @@ class EngineProcess(_Process):
     ) -> None:
         self.world, self.name, self.member, self.connected = world, name, f"{name}/{rank}", False
         self.ranks = ranks
+        self.notices: list[tuple[float, str]] = []
         self.content = np.full(1, SCRAMBLED, np.int64)
         self.label: Version | None = None
         self.generating = True  # an engine starts with whatever it was built with; nobody routes to it
@@ -329,6 +334,9 @@ class FakeEngine:
     @property
     def rank(self) -> EngineRank:
         return self._rank
+
+    def notify(self, text: str) -> None:
+        self.process.notices.append((asyncio.get_running_loop().time(), text))
 
     async def _enter(self, phase: str) -> str | None:
         epoch = self.process.epoch

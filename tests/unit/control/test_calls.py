@@ -301,10 +301,10 @@ async def test_answers_of_the_wrong_kind_or_size_are_refused() -> None:
     def trainer_that_says(answer: Body) -> RemoteTrainer:
         return RemoteTrainer(trainer, pair(right=agent(answer))[0])  # type: ignore[arg-type]
 
-    assert (await trainer_that_says(Placed(digests, 0)).place(1, 1.0)).tolist() == list(range(rows))
+    assert (await trainer_that_says(Placed(digests, 0)).place(1, 1.0, 1)).tolist() == list(range(rows))
     for wrong in (Done(), Placed(digests[:-1], 0), Placed(digests + b"12345678", 0)):
         with pytest.raises(ProtocolError, match="trainer/0"):
-            await trainer_that_says(wrong).place(1, 1.0)
+            await trainer_that_says(wrong).place(1, 1.0, 1)
     node = engine_that_says(Done())
     with pytest.raises(ProtocolError, match="no plan"):
         await node.move(1, 1.0)

@@ -50,23 +50,22 @@ async def test_manifests_that_differ() -> None:
     world.add_trainer(0, 2)
     with pytest.raises(ManifestMismatch, match="trainer/1, unlike trainer/0"):
         world.add_trainer(1, 2, OTHER)
-    with pytest.raises(ManifestMismatch, match=r"(?s)2 differences.*unexpected there: d.*shape of c"):
-        world.add_replica("r", manifest=OTHER)
-    assert world.states() == {}
+    world.add_engine("r", 0, 2, manifest=OTHER)
+    with pytest.raises(ManifestMismatch, match=r"(?s)unlike the other ranks.*2 differences.*missing there: d.*shape of c"):
+        world.add_engine("r", 1, 2, manifest=MANIFEST)
 
 
 @virtual
-async def test_a_replica_with_other_tensors_is_left_out_when_the_trainer_arrives() -> None:
+async def test_a_replica_with_other_tensors_is_not_seeded() -> None:
     world = World()
     world.add_replica("odd", manifest=OTHER)
     world.add_replica("even")
     world.add_trainers(1)
     assert "ManifestMismatch" in (world.state("odd").error or "")
-    result = await world.publish(1)
-    assert [replica.name for replica in result.replicas] == ["even"]
+    await world.publish(1)
     with pytest.raises(MembershipError, match="cannot be seeded"):
         await world.coordinator.seed(["odd"])
-    assert world.states() == {"odd": ("registered", None), "even": ("loaded", 1)}
+    assert world.states() == {"odd": ("refused", None), "even": ("loaded", 1)}
 
 
 @virtual

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.unit.control.fakes import World
+from tests.unit.control.fakes import TrainerProcess, World
 from tests.virtual_time import virtual
 
-from weightsync.errors import DeadlineExceeded, PeerLost, VersionError
+from weightsync.control.rendezvous import RETURN_SECONDS
+from weightsync.errors import Aborted, DeadlineExceeded, PeerLost, VersionError
+from weightsync.messages import RoundResult
 
 
 @virtual
@@ -54,16 +56,210 @@ async def test_a_trainer_rank_that_never_comes_is_named(joined: bool) -> None:
     assert world.states() == {"r": ("registered", None)}
 
 
+def ask(world: World, rank: int, number: int | None = 1, timeout: float = 60.0, call: int = 0) -> asyncio.Task[RoundResult]:
+    return asyncio.ensure_future(world.coordinator.publish(f"trainer/{rank}", number, timeout, call))
+
+
+def break_connection(world: World, rank: int, asked: asyncio.Task[RoundResult]) -> TrainerProcess:
+    """As the service does it: calls are withdrawn, and the rank has left."""
+    asked.cancel()
+    process = world.trainers[f"trainer/{rank}"]
+    process.disconnect()
+    return process
+
+
+@pytest.mark.parametrize("clean", [False, True])
 @virtual
-async def test_a_trainer_rank_lost_while_others_wait() -> None:
+async def test_a_trainer_rank_lost_while_others_wait(clean: bool) -> None:
     world = World()
     world.add_trainers(3)
-    asking = [asyncio.ensure_future(world.coordinator.publish(f"trainer/{rank}", 1, 30.0)) for rank in (0, 1)]
+    asking = [ask(world, rank, timeout=30.0) for rank in (0, 1)]
     await asyncio.sleep(1)
-    world.trainers["trainer/1"].disconnect()
+    world.coordinator.leave(world.trainers["trainer/1"].node, clean=clean)
     for error in await asyncio.gather(*asking, return_exceptions=True):
         assert isinstance(error, PeerLost)
+        assert "trainer/1 is gone" in str(error)
+    assert asyncio.get_running_loop().time() == pytest.approx(1.0 if clean else 1.0 + RETURN_SECONDS)
+    with pytest.raises(PeerLost):
+        await ask(world, 2)  # which had not asked, and does not wait for anybody
+    assert asyncio.get_running_loop().time() == pytest.approx(1.0 if clean else 1.0 + RETURN_SECONDS)
+
+
+@pytest.mark.parametrize("noticed", ["before", "after"])
+@virtual
+async def test_a_trainer_rank_that_blinks_while_ranks_gather_keeps_its_place(noticed: str) -> None:
+    world = World()
+    world.add_trainers(3)
+    world.add_replica("r")
+    first, second = ask(world, 0), ask(world, 1)
+    await asyncio.sleep(1)
+    if noticed == "before":
+        process = break_connection(world, 0, first)
+        await asyncio.sleep(RETURN_SECONDS / 2)
+        process.connect()
+    else:
+        old = world.trainers["trainer/0"].node
+        world.trainers["trainer/0"].connect()
+        first.cancel()
+        world.coordinator.leave(old)
+    await asyncio.sleep(0.01)
+    assert not second.done()
+    again = ask(world, 0)
+    await asyncio.sleep(2 * RETURN_SECONDS)
+    third = ask(world, 2)
+    results = await asyncio.gather(again, second, third)
+    assert results[0].ok
+    assert results[0] == results[1] == results[2]
+
+
+@virtual
+async def test_all_ranks_are_waited_for_until_one_that_blinks_asks_again() -> None:
+    world = World()
+    world.add_trainers(2)
+    world.add_replica("r")
+    first = ask(world, 0)
+    await asyncio.sleep(1)
+    process = break_connection(world, 0, first)
+    second = ask(world, 1)
+    await asyncio.sleep(1)
+    assert not second.done()
+    process.connect()
+    await asyncio.sleep(1)
+    assert not second.done(), "it has not asked on this connection"
+    assert (await ask(world, 0)).ok
+    assert (await second).ok
+
+
+@virtual
+async def test_a_restarted_process_may_take_the_place_of_the_old_one() -> None:
+    world = World()
+    world.add_trainers(2)
+    world.add_replica("r")
+    first = ask(world, 0)
+    await asyncio.sleep(1)
+    break_connection(world, 0, first)
+    world.add_trainer(0, 2)
+    both = ask(world, 0), ask(world, 1)
+    assert all(result.ok for result in await asyncio.gather(*both))
+
+
+@pytest.mark.parametrize("first", [True, False])
+@virtual
+async def test_a_rank_that_cannot_publish_says_so(first: bool) -> None:
+    world = World()
+    world.add_trainers(3)
+    world.add_replica("r")
+    asking = [] if first else [ask(world, 0), ask(world, 2)]
+    await asyncio.sleep(1)
+    world.coordinator.cannot_publish("trainer/1", 1, "ConfigurationError: other shards")
+    asking += [ask(world, 0), ask(world, 2)] if first else []
+    for error in await asyncio.gather(*asking, return_exceptions=True):
+        assert isinstance(error, Aborted)
+        assert "trainer/1 failed before it could place it: ConfigurationError: other shards" in str(error)
     assert asyncio.get_running_loop().time() == pytest.approx(1.0)
+    assert (await world.publish(1)).ok, "the number was not used"
+
+
+@virtual
+async def test_a_late_rank_hears_of_a_publication_that_failed_without_it() -> None:
+    world = World()
+    world.add_trainers(3)
+    first = ask(world, 0, 7)
+    await asyncio.sleep(1)
+    with pytest.raises(VersionError, match="differ"):
+        await ask(world, 1, 8)
+    with pytest.raises(VersionError, match="differ"):
+        await first
+    with pytest.raises(VersionError, match="differ"):
+        await ask(world, 2, 7)
+    assert asyncio.get_running_loop().time() == pytest.approx(1.0)
+    assert (await world.publish(8)).version.number == 8
+
+
+@virtual
+async def test_a_late_rank_meets_those_that_try_again() -> None:
+    world = World()
+    world.add_trainers(2)
+    with pytest.raises(DeadlineExceeded):
+        await ask(world, 0, 7, timeout=5.0)
+    again = ask(world, 0, 7)
+    await asyncio.sleep(1)
+    late = ask(world, 1, 7)
+    assert (await again).version == (await late).version
+    with pytest.raises(DeadlineExceeded):
+        await ask(world, 0, None, timeout=5.0)
+    assert [result.version.number for result in await asyncio.gather(ask(world, 0, 9), ask(world, 1, 9))] == [9, 9]
+
+
+@virtual
+async def test_whoever_waits_is_told_for_whom() -> None:
+    world = World()
+    world.add_trainers(3)
+    world.add_replica("r")
+    world.delays["r/0", "move"] = 20.0
+    asking = [ask(world, 0), ask(world, 1)]
+    await asyncio.sleep(10)
+    asking.append(ask(world, 2))
+    await asyncio.gather(*asking)
+    waiting = "waiting for trainer rank 2 to publish version 1"
+    notices = world.trainers["trainer/0"].notices
+    assert notices[:2] == [(pytest.approx(2.0), waiting), (pytest.approx(6.0), waiting)]
+    assert notices[2] == (pytest.approx(14.0), "waiting for the round of version 1: r")
+    assert next(text for _, text in world.trainers["trainer/2"].notices) == "waiting for the round of version 1: r"
+
+
+@virtual
+async def test_a_quick_publication_says_nothing() -> None:
+    world = World()
+    world.add_trainers(2)
+    world.add_replica("r")
+    await world.publish(1)
+    await asyncio.sleep(100)
+    assert not world.trainers["trainer/0"].notices
+
+
+@virtual
+async def test_a_number_is_chosen() -> None:
+    world = World()
+    world.add_trainers(2)
+    world.add_replica("r")
+    for number in (0, 1):
+        results = await asyncio.gather(ask(world, 0, None), ask(world, 1, None))
+        assert [result.version.number for result in results] == [number, number]
+    results = await asyncio.gather(ask(world, 0, None), ask(world, 1, 7))
+    assert [result.version.number for result in results] == [7, 7]
+    with pytest.raises(VersionError, match=r"the last one is 7.*publish\(\) without a number.*new_epoch=True"):
+        await world.publish(7)
+
+
+@virtual
+async def test_the_next_publication_is_not_taken_for_a_repeated_one() -> None:
+    world = World()
+    world.add_trainers(2)
+    world.add_replica("r")
+    first, second = ask(world, 0, None, call=1), ask(world, 1, None, call=1)
+    await asyncio.sleep(0.015)
+    process = break_connection(world, 0, first)
+    process.connect()
+    assert (await second).version.number == 0
+    assert (await ask(world, 0, 0, call=1)).version.number == 0
+    results = await asyncio.gather(ask(world, 0, None, call=2), ask(world, 1, None, call=2))
+    assert [result.version.number for result in results] == [1, 1]
+
+
+@pytest.mark.parametrize("timeout", [4.0, 15.0, 60.0])
+@virtual
+async def test_a_round_gets_most_of_a_short_timeout(timeout: float) -> None:
+    world = World()
+    world.add_trainers(1)
+    world.add_replica("r")
+    await world.publish(1)
+    world.delays["r/0", "move"] = 0.7 * timeout
+    assert (await world.publish(2, timeout)).ok
+    world.delays["r/0", "move"] = 2 * timeout
+    result = await world.publish(3, timeout)
+    assert not result.ok
+    assert 0.7 * timeout < result.seconds < timeout
 
 
 @virtual

@@ -10,7 +10,6 @@ import torch
 
 from weightsync.adapters.module import ModuleAdapter
 from weightsync.errors import Aborted, ConfigurationError, LayoutError, ProtocolError
-from weightsync.garbage import no_collection
 from weightsync.messages import Move, PlanSlice, Prepare
 from weightsync.model import Layout, Manifest, TensorSpec
 from weightsync.planning.buckets import staging_layout
@@ -141,15 +140,6 @@ def test_reading_back_needs_whole_tensors_and_follows_memory() -> None:
     assert moved is not None
     assert (moved != after).any()
     assert not read.look(None)
-
-
-def test_collection_waits_and_goes_on() -> None:
-    import gc
-
-    assert gc.isenabled()
-    with no_collection():
-        assert not gc.isenabled()
-    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("buffers", [0, 3])

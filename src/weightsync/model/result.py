@@ -1,0 +1,92 @@
+"""What came of a round: for each replica, and in all."""
+
+from __future__ import annotations
+
+import msgspec
+
+from weightsync.model.version import Version
+
+__all__ = ["GUARANTEES", "ReplicaResult", "RoundResult"]
+
+_SHOWN, _LINE = 8, 200  # items, and characters of each, in a summary
+
+GUARANTEES = {
+    "installed": "the digests of the engine's own parameters are the published ones",
+    "received": "weaker: digests were compared of what was handed to the engine's loader, not of what it made of it",
+}
+"""What :attr:`ReplicaResult.verified` means."""
+
+
+class ReplicaResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What became of one replica in one round.
+
+    ``state`` is the replica's state after the round; of a replica that the round could not take in it is ``refused`` (its tensors
+    differ from the trainer's), ``lost`` (a rank's connection is gone) or ``registered`` (ranks have not joined), and ``error``
+    says why.
+    """
+
+    name: str
+    state: str
+    version: int | None
+    digest: str | None
+    nbytes: int
+    delivery: str
+    transports: tuple[str, ...]
+    verified: str
+    """``installed``, ``received`` or nothing: a key of :data:`GUARANTEES`, which says what each means."""
+    phases: dict[str, float]
+    """Seconds by phase: agree, pause, move, verify, commit."""
+    paused_seconds: float
+    error: str | None = None
+    parts: dict[str, float] = {}
+    """Seconds inside the move: receive, load, digest; of the slowest rank each. Parts overlap, so they need not add up."""
+    delivery_reason: str = ""
+    """Why this delivery and not the other."""
+    epoch: int | None = None
+    """The epoch of ``version``."""
+
+    @property
+    def guarantee(self) -> str:
+        """What ``verified`` means, as a sentence; empty where nothing was verified."""
+        return GUARANTEES.get(self.verified, "")
+
+
+class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One attempt to bring replicas to a version: a result for each of them. ``str()`` of it is a summary of three lines."""
+
+    round: int
+    version: Version
+    ok: bool
+    nbytes: int
+    seconds: float
+    phases: dict[str, float]
+    """Seconds by phase that concern all replicas: agree, place."""
+    replicas: tuple[ReplicaResult, ...]
+    error: str | None = None
+
+    def __str__(self) -> str:
+        good = [one for one in self.replicas if one.error is None]
+        bad = [one for one in self.replicas if one.error is not None]
+        verified = [
+            f"{', '.join(_shown(names))} ({kind}: {meaning})"
+            for kind, meaning in GUARANTEES.items()
+            if (names := [one.name for one in good if one.verified == kind])
+        ]
+        failed = _shown([f"{one.name} ({one.state}: {_first_line(one.error)})" for one in bad])
+        return "\n".join(
+            (
+                f"round {self.round}, version {self.version}: {'ok' if self.ok else 'failed'}, {len(good)} of {len(self.replicas)} "
+                f"replicas, {self.nbytes / 1e6:,.1f} MB in {self.seconds:.3f} s",
+                f"  updated: {'; '.join(verified) or 'none'}",
+                f"  not updated: {'; '.join(failed) or 'none'}",
+            )
+        )
+
+
+def _shown(items: list[str]) -> list[str]:
+    return items if len(items) <= _SHOWN else [*items[:_SHOWN], f"and {len(items) - _SHOWN} more"]
+
+
+def _first_line(text: str | None) -> str:
+    line = " ".join((text or "").split())
+    return line if len(line) <= _LINE else line[: _LINE - 3] + "..."

@@ -24,11 +24,11 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from weightsync.control.agreement import Agreement
 from weightsync.control.events import Event, Feed, Joined, Left, ReplicaBytes, RoundEnded
 from weightsync.control.link import Limit, Link
 from weightsync.control.membership import Membership
 from weightsync.control.nodes import EngineNode, TrainerNode
+from weightsync.control.planner import Planner
 from weightsync.control.rendezvous import Rendezvous
 from weightsync.control.replicas import Replica
 from weightsync.control.round import Order, quarantine, run_round
@@ -38,7 +38,6 @@ from weightsync.control.status import RankStatus, ReplicaStatus, Status
 from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, VersionError, WeightSyncError
 from weightsync.garbage import no_collection
 from weightsync.messages import RoundResult
-from weightsync.planning.cover import Cover
 
 __all__ = ["Coordinator"]
 
@@ -62,8 +61,7 @@ class Coordinator:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._rounds = 0
         self._history: deque[RoundResult] = deque(maxlen=settings.history)
-        self._agreed: dict[str, Agreement] = {}
-        self._covered: dict[str, Cover] = {}
+        self._planner = Planner(settings.plan_bytes)
         self._closed = False
 
     # Membership.
@@ -190,11 +188,9 @@ class Coordinator:
             limit=limit,
             grace=grace,
             emit=self._feed.emit,
-            agreed=self._agreed,
-            covered=self._covered,
+            planner=self._planner,
         )
-        for name in self._agreed.keys() - self._members.replicas.keys():
-            del self._agreed[name]
+        self._planner.forget_all_but({replica.name for replica in self._members.replicas.values() if replica.links})
         try:
             with no_collection():  # with a thousand replicas' tasks alive at once, it was half of the work
                 result = await run_round(order)

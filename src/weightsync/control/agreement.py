@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from weightsync.control.nodes import EngineRank, TrainerRank
@@ -14,11 +14,40 @@ from weightsync.messages import DEVICE_SCHEMES, PlanSlice, SourceAddress
 from weightsync.model import Layout, Manifest
 from weightsync.planning.buckets import staging_layout
 from weightsync.planning.cover import Cover, cover
+from weightsync.planning.limits import Stop
 from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
 
-__all__ = ["Agreement", "agree_on", "choose_delivery", "cover_trainers", "key_of"]
+__all__ = ["Agreement", "Claim", "agree_on", "choose_delivery", "cover_trainers", "key_of"]
+
+_Bytes = Callable[[int], None]
 
 _TRAINER = "the trainer"
+_PIECE_BYTES, _PIECE_BYTES_FOR_A_DIM = 20, 24
+"""Of :class:`~weightsync.messages.PieceColumns`: two or three 64-bit numbers in each dimension, and what is there once."""
+_WHILE_PLANNING = 3
+"""A plan that is being made takes so many times what is kept of it: measured, see ``tests/unit/planning/test_limits.py``."""
+
+
+class Claim:
+    """Memory of the coordinator's that a plan takes, asked for by ``take`` and handed back by ``give`` when the plan is dropped."""
+
+    def __init__(self, take: _Bytes = lambda nbytes: None, give: _Bytes = lambda nbytes: None) -> None:
+        self._take, self._give = take, give
+        self.nbytes = 0
+
+    def take(self, nbytes: int) -> None:
+        """More of it. Raises :class:`~weightsync.errors.ConfigurationError` if there is not so much."""
+        self._take(nbytes)
+        self.nbytes += nbytes
+
+    def keep(self, nbytes: int) -> None:
+        """Only so much of it from now on."""
+        self._give(self.nbytes - nbytes)
+        self.nbytes = nbytes
+
+    def __del__(self) -> None:
+        """The last agreement with this plan is gone."""
+        self.keep(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +64,8 @@ class Agreement:
     """Members whose boxes together are every tensor exactly once: all ranks for direct delivery, each alone for streamed."""
     parties: tuple[TrainerRank | EngineRank, ...]
     """The ranks themselves."""
+    claim: Claim = field(default_factory=Claim)
+    """The memory that ``slices`` takes."""
 
     def holds_for(self, trainers: Mapping[str, TrainerRank], engines: Mapping[str, EngineRank]) -> bool:
         """Whether these are the very ranks that it was made for, without looking at what they said: none has joined anew."""
@@ -100,9 +131,9 @@ def _writes_on_device(source: TrainerRank, engine: EngineRank) -> bool:
     )
 
 
-def cover_trainers(manifest: Manifest, trainers: Mapping[str, TrainerRank]) -> Cover:
+def cover_trainers(manifest: Manifest, trainers: Mapping[str, TrainerRank], stop: Stop | None = None) -> Cover:
     """The trainer's boxes. Raises :class:`~weightsync.errors.LayoutError` unless they are every tensor exactly once."""
-    return cover(manifest, {member: rank.layout for member, rank in trainers.items()}, _TRAINER)
+    return cover(manifest, {member: rank.layout for member, rank in trainers.items()}, _TRAINER, stop=stop)
 
 
 def _address(rank: TrainerRank) -> SourceAddress:
@@ -110,13 +141,20 @@ def _address(rank: TrainerRank) -> SourceAddress:
 
 
 def agree_on(
-    replica: str, trainers: Mapping[str, TrainerRank], engines: Mapping[str, EngineRank], earlier: Agreement | None = None
+    replica: str,
+    trainers: Mapping[str, TrainerRank],
+    engines: Mapping[str, EngineRank],
+    earlier: Agreement | None = None,
+    claim: Claim | None = None,
+    stop: Stop | None = None,
 ) -> Agreement:
     """The agreement for one replica: the ``earlier`` one, where ranks that joined anew say the same as before.
 
     Raises :class:`~weightsync.errors.ManifestMismatch`, :class:`~weightsync.errors.LayoutError` or
-    :class:`~weightsync.errors.ConfigurationError`, each naming the replica or rank.
+    :class:`~weightsync.errors.ConfigurationError`, each naming the replica or rank; and :class:`~weightsync.errors.Aborted` soon
+    after ``stop`` was set.
     """
+    claim, stop = claim or Claim(), stop or Stop()
     key = key_of(trainers, engines)
     parties: tuple[TrainerRank | EngineRank, ...] = (*trainers.values(), *engines.values())
     if earlier is not None and earlier.key == key:
@@ -129,14 +167,17 @@ def agree_on(
     covers: tuple[tuple[tuple[str, ...], Cover], ...]
     if delivery == "direct":
         layouts = {member: engine.layout for member, engine in engines.items() if engine.layout is not None}
-        covers = ((tuple(layouts), cover(manifest, layouts, f"replica {replica}")),)
+        covers = ((tuple(layouts), cover(manifest, layouts, f"replica {replica}", stop=stop)),)
     else:
         layouts = {member: staging_layout(manifest, engine.bucket_bytes) for member, engine in engines.items()}
-        covers = tuple(((member,), cover(manifest, {member: layout}, member)) for member, layout in layouts.items())
+        covers = tuple(((member,), cover(manifest, {member: layout}, member, stop=stop)) for member, layout in layouts.items())
+    piece = _PIECE_BYTES + _PIECE_BYTES_FOR_A_DIM * manifest.dims
     plan = plan_transfer(
         manifest,
         [SourceRank(member, rank.host, rank.layout) for member, rank in trainers.items()],
         [TargetRank(member, engines[member].host, layout) for member, layout in layouts.items()],
+        claim=lambda pieces: claim.take(_WHILE_PLANNING * piece * pieces),
+        stop=stop,
     )
     slices: dict[str, PlanSlice] = {}
     for member, layout in layouts.items():
@@ -152,7 +193,8 @@ def agree_on(
         )
         if slices[member].nbytes != layout.nbytes(manifest):
             raise LayoutError(f"the plan gives {member} {slices[member].nbytes:,} of {layout.nbytes(manifest):,} bytes")
-    agreement = Agreement(key, delivery, reason, slices, covers, parties)
+    claim.keep(piece * plan.count)
+    agreement = Agreement(key, delivery, reason, slices, covers, parties, claim)
     if not agreement.nbytes:
         raise LayoutError(f"the plan moves no bytes to replica {replica}")
     return agreement

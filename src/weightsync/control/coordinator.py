@@ -24,13 +24,13 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
-from weightsync.control.agreement import Agreement
 from weightsync.control.attendance import Attendance
 from weightsync.control.epochs import REMEDY
 from weightsync.control.events import Event, Feed, Joined, Left, ReplicaBytes, RoundEnded
 from weightsync.control.link import Limit, Link
 from weightsync.control.membership import Membership
 from weightsync.control.nodes import EngineNode, TrainerNode
+from weightsync.control.planner import Planner
 from weightsync.control.rendezvous import Rendezvous
 from weightsync.control.replicas import Replica
 from weightsync.control.report import left_out
@@ -42,7 +42,6 @@ from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, Versio
 from weightsync.garbage import collecting_later
 from weightsync.messages import ReplicaResult, RoundResult
 from weightsync.model import FIRST_EPOCH
-from weightsync.planning.cover import Cover
 
 __all__ = ["Coordinator"]
 
@@ -71,8 +70,7 @@ class Coordinator:
         self._rounds = 0
         self._without: dict[str, str] = {}  # replicas that the last publication did not reach, and their states
         self._history: deque[RoundResult] = deque(maxlen=settings.history)
-        self._agreed: dict[str, Agreement] = {}
-        self._covered: dict[str, Cover] = {}
+        self._planner = Planner(settings.plan_bytes)
         self._closed = False
 
     # Membership.
@@ -266,12 +264,10 @@ class Coordinator:
             limit=limit,
             grace=grace,
             emit=self._feed.emit,
-            agreed=self._agreed,
-            covered=self._covered,
+            planner=self._planner,
             left_out=others,
         )
-        for name in self._agreed.keys() - self._members.replicas.keys():
-            del self._agreed[name]
+        self._planner.forget_all_but({replica.name for replica in self._members.replicas.values() if replica.links})
         try:
             with collecting_later(_FAN_OUT_SECONDS) if len(replicas) >= _LARGE_ROUND else nullcontext():
                 result = await run_round(order)

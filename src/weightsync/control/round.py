@@ -23,11 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync import points
-from weightsync.control import agreement as agreements
 from weightsync.control.agreement import Agreement
 from weightsync.control.events import RoundStarted, Watcher
 from weightsync.control.link import Limit, Link, bounded, in_thread, on_all
 from weightsync.control.nodes import EngineNode, TrainerNode
+from weightsync.control.planner import Planner
 from weightsync.control.replicas import Replica
 from weightsync.control.report import Report, round_result
 from weightsync.control.settings import Settings
@@ -35,7 +35,6 @@ from weightsync.control.shelves import Placement, Shelves
 from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError, VerificationError, WeightSyncError
 from weightsync.messages import Moved, PlanSlice, ReplicaResult, RoundResult
 from weightsync.model import Version, fold
-from weightsync.planning.cover import Cover
 
 __all__ = ["Order", "run_round"]
 
@@ -65,12 +64,9 @@ class Order:
     grace: float
     """Seconds that a quarantine may take, even after ``limit``; at most the settings' own."""
     emit: Watcher
-    agreed: dict[str, Agreement] = field(default_factory=dict)
-    """Agreements of earlier rounds by replica: reused where nothing that they depend on has changed."""
-    covered: dict[str, Cover] = field(default_factory=dict)
-    """The trainer's cover by key, likewise."""
     left_out: Sequence[ReplicaResult] = ()
     """Replicas that cannot take part, and that the result lists and counts all the same."""
+    planner: Planner = field(default_factory=Planner)
     serving: asyncio.Semaphore = field(init=False)
     """One place for each replica that may be out of service at a time."""
 
@@ -158,12 +154,7 @@ async def place(order: Order) -> tuple[Placement, float]:
     manifest = next(iter(ranks.values())).manifest
     if not manifest.nbytes:
         raise ConfigurationError("the trainer's tensors hold no bytes: nothing can be published")
-    key = agreements.key_of(ranks, {})
-    if key not in order.covered:
-        found = await in_thread("checking the trainer's layouts", limit, lambda: agreements.cover_trainers(manifest, ranks))
-        order.covered.clear()
-        order.covered[key] = found
-    cover = order.covered[key]
+    cover = await order.planner.cover(manifest, ranks, limit)
     order.shelves.clear()
     digests = await on_all("place", limit, order.trainers, lambda link, left: link.node.place(order.number, left, order.epoch))
     for member, rows in digests.items():
@@ -187,10 +178,7 @@ async def agree(order: Order, replica: Replica, engines: Engines) -> Agreement:
         raise WeightSyncError(f"replica {replica.name} is not complete: rank {absent} of {replica.world_size} is missing")
     trainers = {member: link.node.rank for member, link in order.trainers.items()}
     ranks = {member: link.node.rank for member, link in engines.items()}
-    agreed = order.agreed.get(replica.name)
-    if agreed is None or not agreed.holds_for(trainers, ranks):
-        agreed = await in_thread("planning", order.limit, lambda: agreements.agree_on(replica.name, trainers, ranks, agreed))
-        order.agreed[replica.name] = agreed
+    agreed = await order.planner.agree(replica.name, trainers, ranks, order.limit)
     await _settled(order, replica)
     slices, key = agreed.slices, agreed.key
     unprepared = {member: link for member, link in engines.items() if link.prepared != key}

@@ -37,6 +37,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether replicas that a publication left dirty get one more attempt at once, in the background, from the shelves."""
     history: int = 32
     """Ended rounds that status shows."""
+    plan_bytes: int | None = None
+    """Memory that plans may take, together; ``None``: half of this machine's."""
 
     def __post_init__(self) -> None:
         """Check each value."""
@@ -52,5 +54,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigurationError(f"{name} must be a positive number of seconds, not {value!r}")
         if self.max_unavailable is not None and self.max_unavailable < 1:
             raise ConfigurationError(f"max_unavailable is at least one replica, or None for all, not {self.max_unavailable!r}")
+        if self.plan_bytes is not None and self.plan_bytes < 1:
+            raise ConfigurationError(f"plan_bytes is a positive number of bytes, not {self.plan_bytes}")
         if self.history < 1:
             raise ConfigurationError(f"history must be at least one round, not {self.history}")

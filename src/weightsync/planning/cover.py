@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from weightsync.errors import LayoutError, VerificationError
 from weightsync.model import Layout, Manifest
+from weightsync.planning.limits import Stop
 from weightsync.planning.overlap import BoxIndex, first_hole
 from weightsync.planning.side import Geometries, Rows, Side, geometries
 
@@ -154,20 +155,21 @@ class Cover:
                 raise VerificationError(f"{name} reported {digests[name].shape} digests for {len(layout)} layout rows")
 
 
-def cover(manifest: Manifest, layouts: Mapping[str, Layout], whose: str) -> Cover:
+def cover(manifest: Manifest, layouts: Mapping[str, Layout], whose: str, stop: Stop | None = None) -> Cover:
     """Check that the distinct boxes of ``layouts`` (by member) partition every tensor of ``manifest``.
 
     Equal boxes held by several members are copies and fine; zero-size tensors need no rows. Members are taken in sorted order,
     so the order in which ``layouts`` was filled does not matter. ``whose`` starts the message, for example ``"the trainer"``.
 
     Raises :class:`~weightsync.errors.LayoutError` naming tensors with a hole or with overlapping unequal boxes, the region or the
-    boxes, and the members that hold them (at most ten tensors, with the count).
+    boxes, and the members that hold them (at most ten tensors, with the count). Searches raise
+    :class:`~weightsync.errors.Aborted` once ``stop`` is set.
     """
     members = sorted(layouts)
     side = Side(manifest, members, [layouts[name] for name in members])
     kinds = geometries(manifest, side)
     rows = side.rows(kinds.tensor)
-    index = BoxIndex(rows.group, rows.starts, rows.stops, len(kinds))
+    index = BoxIndex(rows.group, rows.starts, rows.stops, len(kinds), stop)
     problems = collisions(side, kinds, rows, index)
     problems |= _holes(side, kinds, index, set(problems))
     if problems:

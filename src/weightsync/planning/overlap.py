@@ -7,19 +7,20 @@ boxes that meet in that dimension, so no pair is looked at that does not overlap
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from weightsync.planning.limits import Stop
 from weightsync.planning.side import ranges
 
 __all__ = ["BoxIndex", "first_hole"]
 
 Int64 = npt.NDArray[np.int64]
 
-_STEP = 1 << 22  # pairs looked at in one step: bounds the memory of a query that meets very much
+_STEP = 1 << 20  # pairs looked at in one step: bounds the memory of a query that meets very much
 _QUERIES = 4096
 
 
@@ -39,10 +40,12 @@ class BoxIndex:
 
     ``order`` sorts the boxes as given by group, starts and stops; ``box[i]`` is the distinct box of row ``i`` as given; the
     distinct boxes are ``group``, ``starts``, ``stops``, and ``first[b]`` to ``first[b + 1]`` are box ``b``'s rows in ``order``
-    (equal boxes keep the order in which they were given).
+    (equal boxes keep the order in which they were given). Searches raise
+    :class:`~weightsync.errors.Aborted` once ``stop`` is set.
     """
 
-    def __init__(self, group: Int64, starts: Int64, stops: Int64, groups: int) -> None:
+    def __init__(self, group: Int64, starts: Int64, stops: Int64, groups: int, stop: Stop | None = None) -> None:
+        self._stop = stop or Stop()
         dims = starts.shape[1]
         keys = [group, *(column for dim in range(dims) for column in (starts[:, dim], stops[:, dim]))]
         self.order: Int64 = np.lexsort(keys[::-1])
@@ -74,15 +77,25 @@ class BoxIndex:
     def __len__(self) -> int:
         return len(self.group)
 
-    def meeting(self, group: Int64, starts: Int64, stops: Int64) -> tuple[Int64, Int64]:
-        """All pairs (query, box) that share an element, ordered by query and then box. Queries must not be empty."""
-        found = list(self._descend(0, np.arange(len(group)), group, starts, stops))
+    def meeting(
+        self, group: Int64, starts: Int64, stops: Int64, count: Callable[[Int64], None] | None = None
+    ) -> tuple[Int64, Int64]:
+        """All pairs (query, box) that share an element, ordered by query and then box. Queries must not be empty.
+
+        ``count`` is called with the queries of some pairs at a time, and raises if there are too many.
+        """
+        found = []
+        for pairs in self._descend(0, np.arange(len(group)), group, starts, stops):
+            if count is not None:
+                count(pairs[0])
+            found.append(pairs)
         if len(found) == 1:
             return found[0]
         none = np.zeros(0, np.int64)
         return np.concatenate([none, *(pair[0] for pair in found)]), np.concatenate([none, *(pair[1] for pair in found)])
 
     def _descend(self, depth: int, query: Int64, node: Int64, starts: Int64, stops: Int64) -> Iterator[tuple[Int64, Int64]]:
+        self._stop.check()
         if depth == len(self._levels):
             yield query, node
             return

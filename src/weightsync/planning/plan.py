@@ -7,7 +7,7 @@ them when asked for, by array indexing, so a plan holds little more than its lay
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,6 +20,7 @@ from weightsync.messages import Host
 from weightsync.model import Layout, Manifest
 from weightsync.planning.balance import Choices, choices
 from weightsync.planning.cover import collisions, listed, printed
+from weightsync.planning.limits import Allowance, Stop
 from weightsync.planning.overlap import BoxIndex, first_hole
 from weightsync.planning.pieces import Pieces
 from weightsync.planning.side import Geometries, Rows, Side, geometries, ranges
@@ -80,11 +81,14 @@ class Plan:
         kinds: Geometries,
         templates: _Templates,
         options: Choices,
+        counts: Int64,
+        stop: Stop,
     ) -> None:
         self.manifest = sides[0].manifest
         self.sources, self.targets = tuple(sources), tuple(targets)
         self._source, self._target = sides
         self._kinds, self._templates, self._options = kinds, templates, options
+        self._counts, self._stop = counts, stop
         self._place = {rank.member: place for place, rank in enumerate(targets)}
         self._spread()
 
@@ -112,6 +116,11 @@ class Plan:
     def nbytes(self, member: str) -> int:
         """Bytes that target ``member`` receives: all of its layout, each element once."""
         return self.targets[self._place[member]].layout.nbytes(self.manifest)
+
+    @property
+    def count(self) -> int:
+        """Pieces of all targets."""
+        return int(self._counts.sum())
 
     def source_bytes(self) -> dict[str, int]:
         """Bytes that each source delivers in all, zero included. Expands every target's pieces once: costs as much as they do."""
@@ -167,6 +176,7 @@ class Plan:
         offset = np.empty(len(part), np.int64)
         strides = np.empty((len(part), self.manifest.dims), np.int64)
         for begin in range(0, len(part), _CHUNK):  # scattered by source, so as much at a time as the cache holds
+            self._stop.check()
             chunk = slice(begin, begin + _CHUNK)
             self._gather(source[chunk], tensor[chunk], order[chunk], region[chunk], offset[chunk], strides[chunk])
             for dim in range(self.manifest.dims):
@@ -201,7 +211,13 @@ class Plan:
                 strides[chosen, dim] = layout.strides[row, dim]
 
 
-def plan_transfer(manifest: Manifest, sources: Sequence[SourceRank], targets: Sequence[TargetRank]) -> Plan:
+def plan_transfer(
+    manifest: Manifest,
+    sources: Sequence[SourceRank],
+    targets: Sequence[TargetRank],
+    claim: Callable[[int], None] | None = None,
+    stop: Stop | None = None,
+) -> Plan:
     """Plan how every element of every target's layout is fetched exactly once.
 
     Both sides are taken in the order of their members' names, so the order in which they are given does not matter. Where
@@ -214,8 +230,11 @@ def plan_transfer(manifest: Manifest, sources: Sequence[SourceRank], targets: Se
     The balance is over the targets of one plan.
 
     Raises :class:`~weightsync.errors.LayoutError` if sources hold overlapping unequal boxes, or a target needs elements that no
-    source holds (tensor, region and target named, at most ten), or a member is named twice.
+    source holds (tensor, region and target named, at most ten), or a member is named twice, or there would be more pieces than such
+    layouts need (:mod:`weightsync.planning.limits`). ``claim`` is told of pieces before arrays are made for them, and may raise.
+    Raises :class:`~weightsync.errors.Aborted` soon after ``stop`` was set, in :meth:`Plan.pieces` too.
     """
+    stop = stop or Stop()
     sources = sorted(sources, key=lambda rank: rank.member)
     targets = sorted(targets, key=lambda rank: rank.member)
     sides = (
@@ -225,12 +244,15 @@ def plan_transfer(manifest: Manifest, sources: Sequence[SourceRank], targets: Se
     kinds = geometries(manifest, *sides)
     held = sides[0].rows(kinds.tensor)
     wanted = sides[1].rows(kinds.tensor)
-    index = BoxIndex(held.group, held.starts, held.stops, len(kinds))
+    index = BoxIndex(held.group, held.starts, held.stops, len(kinds), stop)
     problems = collisions(sides[0], kinds, held, index)
     if problems:
         number, said = listed(manifest, kinds, problems)
         raise LayoutError(f"sources overlap in {number} tensors:\n  {said}")
-    row, box = index.meeting(wanted.group, wanted.starts, wanted.stops)
+    allowance = Allowance(*sides, kinds, claim)
+    row, box = index.meeting(
+        wanted.group, wanted.starts, wanted.stops, lambda rows: allowance.take(wanted.member[rows], wanted.group[rows])
+    )
     starts = np.maximum(wanted.starts[row], index.starts[box])
     stops = np.minimum(wanted.stops[row], index.stops[box])
     sizes = np.prod(stops - starts, axis=1)
@@ -249,7 +271,7 @@ def plan_transfer(manifest: Manifest, sources: Sequence[SourceRank], targets: Se
         nbytes=sizes * manifest.itemsizes[kinds.tensor[wanted.group[row]]],
         choice=options.choice[options.kind[box], options.host[wanted.member[row]]],
     )
-    return Plan(sources, targets, sides, kinds, templates, options)
+    return Plan(sources, targets, sides, kinds, templates, options, allowance.taken, stop)
 
 
 def _check_filled(side: Side, kinds: Geometries, rows: Rows, row: Int64, found: tuple[Int64, Int64, Int64]) -> None:

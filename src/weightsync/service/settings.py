@@ -133,6 +133,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of an HTTP request's body."""
     event_streams: Count = 64
     """Readers of ``/v1/events`` at one time."""
+    plan_bytes: Count | None = None
+    """Memory that plans may take, together; ``None``: half of the machine's."""
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,6 +216,7 @@ def control_settings(settings: ServerSettings) -> control.Settings:
         require=settings.require,
         max_unavailable=settings.max_unavailable,
         timeout=settings.round_deadline,
+        plan_bytes=settings.limits.plan_bytes,
     )
 
 

@@ -53,7 +53,7 @@ _MOST_PLANS = 4096
 def _remembering(work: Callable[..., Any], key: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
     """Planning is a pure function of layouts, and the same few come again and again: it is done once for each."""
 
-    def remembered(*arguments: Any) -> Any:  # noqa: ANN401
+    def remembered(*arguments: Any, **_: Any) -> Any:  # noqa: ANN401 - nobody stops a plan here, or counts its memory
         known = (work, *key(*arguments))
         if known not in _plans:
             if len(_plans) >= _MOST_PLANS:

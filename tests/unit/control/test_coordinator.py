@@ -226,21 +226,21 @@ async def test_a_plan_is_made_once_until_somebody_comes_or_fails() -> None:
         return {member for _, member, phase in world.log if phase == "prepare"}
 
     assert await prepared(1) == {"r/0", "r/1", "s/0"}
-    before = dict(world.coordinator._agreed)
+    before = dict(world.coordinator._planner.agreed)
     assert await prepared(2) == set()
-    assert world.coordinator._agreed == before
+    assert world.coordinator._planner.agreed == before
     world.faults["s/0", "move"] = "fail"
     await prepared(3)
     assert await prepared(4) == {"s/0"}, "after a failure its connections are made anew"
     world.trainers["trainer/1"].disconnect()
     world.add_trainer(1, 2)
     assert await prepared(5) == {"r/0", "r/1", "s/0"}, "another process, other addresses"
-    assert world.coordinator._agreed["r"] is not before["r"]
+    assert world.coordinator._planner.agreed["r"] is not before["r"]
     world.engines["r/0"].disconnect()
     world.add_engine("r", 0, 2)
     await world.settle()
     assert await prepared(6) == set(), "the joiner's seeding prepared it"
-    assert world.coordinator._agreed["s"].key != before["s"].key
+    assert world.coordinator._planner.agreed["s"].key != before["s"].key
     world.check()
 
 

@@ -1,0 +1,120 @@
+"""Where agreements are made and kept: in threads, few at a time, in bounded memory; a plan that nobody waits for is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Container, Mapping
+from typing import TypeVar
+
+from weightsync.control.agreement import Agreement, Claim, agree_on, cover_trainers, key_of
+from weightsync.control.link import Limit, bounded
+from weightsync.control.nodes import EngineRank, TrainerRank
+from weightsync.errors import ConfigurationError
+from weightsync.model import Manifest
+from weightsync.planning.cover import Cover
+from weightsync.planning.limits import Stop
+
+__all__ = ["Planner", "Room"]
+
+T = TypeVar("T")
+
+_AT_ONCE = 2
+"""Plans are made by one interpreter: more threads would not make them faster, and asyncio's are needed for Hellos, too."""
+
+
+class Room:
+    """Memory for plans, shared by all that are made and kept. Thread-safe."""
+
+    def __init__(self, nbytes: int | None = None) -> None:
+        self.nbytes = nbytes or _memory() // 2
+        self.taken = 0
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> None:
+        """Add to what is taken. Raises :class:`~weightsync.errors.ConfigurationError` if it would be too much."""
+        with self._lock:
+            if self.taken + nbytes > self.nbytes:
+                raise ConfigurationError(
+                    f"there is no room for this plan: plans take {self.taken:,} of {self.nbytes:,} bytes of the coordinator's "
+                    "memory already; let replicas that are not needed leave, or raise WEIGHTSYNC_PLAN_BYTES at the coordinator"
+                )
+            self.taken += nbytes
+
+    def give(self, nbytes: int) -> None:
+        """Take it from what is taken."""
+        with self._lock:
+            self.taken -= nbytes
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class Planner:
+    """Agreements by replica, and the trainer's cover. Used on one event loop."""
+
+    def __init__(self, nbytes: int | None = None) -> None:
+        self.agreed: dict[str, Agreement] = {}
+        """Of earlier rounds: reused where nothing that they depend on has changed."""
+        self.room = Room(nbytes)
+        self._covered: dict[str, Cover] = {}
+        self._places = asyncio.Semaphore(_AT_ONCE)
+
+    def forget_all_but(self, replicas: Container[str]) -> None:
+        """Drop the agreements of other replicas than these."""
+        for name in [name for name in self.agreed if name not in replicas]:
+            del self.agreed[name]
+
+    async def agree(
+        self, replica: str, trainers: Mapping[str, TrainerRank], engines: Mapping[str, EngineRank], limit: Limit
+    ) -> Agreement:
+        """See :func:`~weightsync.control.agreement.agree_on`. Raises :class:`~weightsync.errors.DeadlineExceeded`, too."""
+        earlier = self.agreed.get(replica)
+        if earlier is not None and earlier.holds_for(trainers, engines):
+            return earlier
+
+        def work(stop: Stop) -> Agreement:
+            claim = Claim(self.room.take, self.room.give)
+            try:
+                return agree_on(replica, trainers, engines, earlier, claim, stop)
+            except BaseException:
+                claim.keep(0)  # now: the traceback may hold it for long
+                raise
+
+        self.agreed[replica] = agreed = await self._run("planning", limit, work)
+        return agreed
+
+    async def cover(self, manifest: Manifest, trainers: Mapping[str, TrainerRank], limit: Limit) -> Cover:
+        """See :func:`~weightsync.control.agreement.cover_trainers`."""
+        key = key_of(trainers, {})
+        if key not in self._covered:
+            found = await self._run("checking the trainer's layouts", limit, lambda stop: cover_trainers(manifest, trainers, stop))
+            self._covered = {key: found}
+        return self._covered[key]
+
+    async def _run(self, what: str, limit: Limit, work: Callable[[Stop], T]) -> T:
+        """``work`` in a thread, whose place is free when it has really ended."""
+        if self._places.locked():
+            await bounded(f"{what}, after other plans", limit, self._places.acquire())
+        else:
+            await self._places.acquire()
+        stop = Stop()
+        try:
+            limit.remaining(what)
+            ending = asyncio.get_running_loop().run_in_executor(None, work, stop)
+        except BaseException:
+            self._places.release()
+            raise
+        ending.add_done_callback(self._ended)
+        try:
+            return await bounded(what, limit, asyncio.shield(ending))
+        except BaseException:
+            stop.set()
+            raise
+
+    def _ended(self, ending: asyncio.Future[T]) -> None:
+        self._places.release()
+        if not ending.cancelled():
+            ending.exception()  # looked at: there may be nobody left to raise it for

@@ -1,0 +1,112 @@
+"""The files that ``make`` installs, with the hash of every archive: ``python -m tests.lock`` makes them.
+
+============================  ==============================================================================================
+file in ``locks``             what it holds
+============================  ==============================================================================================
+``torch-cpu.txt``             a build of torch without CUDA that does not come from the package index, if pip here knows one
+``main.txt``                  everything that ``.venv`` needs, for every Python and platform that the packages have builds for
+``cuda.txt``                  libraries that builds of torch for GPUs need, and its builds for CPUs do not
+``atheris.txt``, ``ray.txt``  packages that are left out where they have no build
+``vllm.txt``                  what ``.venv-vllm`` holds; made if that is there, and for its Python only
+============================  ==============================================================================================
+
+They are installed with ``pip install --no-deps --require-hashes``. Versions are those of ``constraints.txt``, which gets what it
+lacks: remove a line there to have the newest version, or add a dependency to ``pyproject.toml``. uv resolves, and asks the package
+index for the hashes. Torch's build for CPUs is a file of its own since pip prefers an archive whose hash an index tells.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+
+from packaging.utils import canonicalize_name
+from tests.audit import BY_BUILD, ROOT, pins
+
+__all__ = ["FOLDER", "hashes", "main"]
+
+FOLDER = ROOT / "locks"
+_PINS = ROOT / "constraints.txt"
+OPTIONAL = ("atheris", "ray")
+_BUILD_TOOLS = ("hatchling", "editables")
+_PYTHON = "3.11"
+_VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+_NOT_IN_VLLM = {"pip", "weightsync"}
+Entries = dict[str, tuple[str, str, list[str]]]
+"""Version, environment marker and hashes of each package, by canonical name."""
+_ENTRY = re.compile(r"^([A-Za-z0-9._-]+)==(\S+?)( ;.*?)? \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", re.MULTILINE)
+_SHA256 = re.compile(r"sha256:([0-9a-f]{64})")
+
+
+def hashes(text: str) -> Entries:
+    """The entries of a lock."""
+    return {
+        canonicalize_name(name): (version, marker or "", _SHA256.findall(listed))
+        for name, version, marker, listed in _ENTRY.findall(text)
+    }
+
+
+def _compile(requirements: Sequence[str], constraints: Iterable[str], *options: str) -> Entries:
+    inputs = ROOT / ".lock.in", ROOT / ".lock.constraints"
+    for path, lines in zip(inputs, (requirements, constraints), strict=True):
+        path.write_text("".join(f"{line}\n" for line in lines))
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--native-tls", "--universal", "--generate-hashes"]
+    command += ["--no-annotate", "--no-header", "--python-version", _PYTHON, "-c", str(inputs[1]), str(inputs[0]), *options]
+    try:
+        return hashes(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    finally:
+        for path in inputs:
+            path.unlink()
+
+
+def _write(name: str, entries: Entries) -> None:
+    lines = ["# Made by 'make constraints'; installed with --no-deps --require-hashes."]
+    for package, (version, marker, listed) in sorted(entries.items()):
+        lines.append(f"{package}=={version}{marker} \\\n" + " \\\n".join(f"    --hash=sha256:{one}" for one in sorted(set(listed))))
+    (FOLDER / f"{name}.txt").write_text("\n".join(lines) + "\n")
+
+
+def _local_torch(version: str) -> None:
+    """Write down the build of torch that pip on this machine takes, if it is not the index's; others of its version stay listed."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--dry-run", "--ignore-installed"]
+    command += ["--no-deps", "--report", "-", f"torch=={version}"]
+    report = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)["install"][0]
+    taken = report["metadata"]["version"]
+    if "+" not in taken:
+        return
+    earlier = hashes((FOLDER / "torch-cpu.txt").read_text()) if (FOLDER / "torch-cpu.txt").exists() else {}
+    listed = [report["download_info"]["archive_info"]["hashes"]["sha256"]]
+    if "torch" in earlier and earlier["torch"][0] == taken:
+        listed += earlier["torch"][2]
+    _write("torch-cpu", {"torch": (taken, "", listed)})
+
+
+def main() -> int:
+    """Write every lock."""
+    FOLDER.mkdir(exist_ok=True)
+    extras = [option for extra in ("demo", "test", "dev", "ray", "fuzz") for option in ("--extra", extra)]
+    pinned = [f"{name}=={version}" for name, version in pins().items()]
+    entries = _compile(_BUILD_TOOLS, pinned, "pyproject.toml", *extras)
+    del entries["pip"]  # comes with every environment
+    head = [line for line in _PINS.read_text().splitlines() if line.startswith("#")]
+    by_build = {name for name in entries if BY_BUILD.match(name) and name != "torch"}
+    named = [f"{name}=={version}" for name, (version, _, _) in sorted(entries.items()) if name not in by_build]
+    _PINS.write_text("\n".join([*head, *named]) + "\n")
+    for name in OPTIONAL:
+        _write(name, {name: entries.pop(name)})
+    _write("cuda", {name: entries.pop(name) for name in by_build})
+    _write("main", entries)
+    _local_torch(entries["torch"][0])
+    if _VLLM_PYTHON.exists():
+        command = [str(_VLLM_PYTHON), "-m", "pip", "freeze", "--disable-pip-version-check", "--all", "--exclude-editable"]
+        frozen = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+        held = [re.sub(r"^(torch==[^+]*)\+.*", r"\1", line) for line in frozen if re.split(r"==| @ ", line)[0] not in _NOT_IN_VLLM]
+        _write("vllm", _compile(held, (), "--no-deps"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

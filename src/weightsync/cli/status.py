@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 import typer
 from rich.console import Console
@@ -26,7 +28,7 @@ def show(settings: ClientSettings, *, as_json: bool, watch: bool) -> None:
                 if as_json:
                     typer.echo(msgspec.json.encode(event).decode())
                 elif not isinstance(event, ReplicaBytes):
-                    Console().print(event_line(event), markup=False, highlight=False)
+                    Console().print(f"{time.strftime('%H:%M:%S')}  {event_line(event)}", markup=False, highlight=False)
 
 
 def _print(client: Client, as_json: bool) -> None:

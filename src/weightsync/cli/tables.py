@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 
+from rich import box
 from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -13,14 +16,16 @@ from weightsync.control.events import Event, Joined, Left, ReplicaBytes, Replica
 from weightsync.control.status import Status
 from weightsync.messages import RoundResult
 
-__all__ = ["doctor_table", "event_line", "gigabytes_per_second", "round_view", "show_table", "status_view"]
+__all__ = ["age", "doctor_table", "event_line", "gigabytes_per_second", "round_view", "show_table", "status_view"]
 
 _COLOR = {
     "ok": "green", "limited": "yellow", "missing": "dim", "unknown": "magenta",
-    "registered": "dim", "loaded": "green", "updating": "yellow", "dirty": "red", "lost": "red", "refused": "red",
+    "failed": "red", "registered": "dim", "loaded": "green", "updating": "yellow", "dirty": "red", "lost": "red",
+    "refused": "red",
 }  # fmt: skip
 _SHOWN_ROUNDS = 5
 _KIB = 1024
+_HALF_A_DAY = 43200.0
 
 
 def show_table(view: RenderableType) -> None:
@@ -56,68 +61,126 @@ def doctor_table(findings: Sequence[Finding]) -> Table:
 
 
 def status_view(status: Status) -> RenderableType:
-    """Who serves which version, and the last rounds."""
+    """Who serves which version, and the last rounds. One line a replica and a round; errors follow their table."""
+    views: list[RenderableType] = [_heading(status)]
+    if not status.replicas:
+        views.append(Text("no replica has joined yet", style="dim"))
+        return Group(*views, *_rounds(status))
+    replicas = _table("replicas")
+    replicas.add_column("replica", no_wrap=True)
+    replicas.add_column("state", no_wrap=True)
+    for heading in ("version", "behind", "for", "ranks"):
+        replicas.add_column(heading, justify="right", no_wrap=True)
+    replicas.add_column("adapter", no_wrap=True)
+    for replica in status.replicas:
+        replicas.add_row(
+            Text(replica.name), _colored(replica.state), Text(_cell(replica.version)), Text(_cell(replica.staleness)),
+            Text(age(status.now - replica.since)), Text(f"{len(replica.ranks)}/{replica.world_size}"), Text(replica.adapter),
+        )  # fmt: skip
+    views.append(replicas)
+    views += _notes(
+        (replica.name, Text(f"rank {', '.join(map(str, replica.missing))} is not connected", style="yellow"))
+        for replica in status.replicas
+        if replica.missing
+    )
+    views += _notes((replica.name, Text(replica.error, style="red")) for replica in status.replicas if replica.error)
+    return Group(*views, *_rounds(status))
+
+
+def _heading(status: Status) -> Text:
     shelves = (
         "nothing to seed from"
         if status.version is None
         else f"version {status.version.number} can be seeded ({status.version.digest})"
     )
     last = "nothing published yet" if status.last < 0 else f"last published: version {status.last}"
-    head = Text(
-        f"run {status.run}: {last}; {shelves}; {len(status.trainer)} of {status.trainer_world_size} trainer ranks"
-        + ("; a round is running" if status.busy else "")
-    )
-    replicas = Table(title="replicas", title_justify="left")
-    for heading, justify in (
-        ("replica", "left"),
-        ("state", "left"),
-        ("version", "right"),
-        ("behind", "right"),
-        ("digest", "left"),
-        ("ranks", "left"),
-        ("adapter", "left"),
-        ("last error", "left"),
-    ):
-        replicas.add_column(heading, justify="right" if justify == "right" else "left", overflow="fold")
-    for replica in status.replicas:
-        missing = f" (missing {', '.join(map(str, replica.missing))})" if replica.missing else ""
-        replicas.add_row(
-            Text(replica.name), _colored(replica.state), _cell(replica.version), _cell(replica.staleness), _cell(replica.digest),
-            f"{len(replica.ranks)}/{replica.world_size}{missing}", Text(replica.adapter), Text(replica.error or "", style="red"),
-        )  # fmt: skip
-    views: list[RenderableType] = [head, replicas if status.replicas else Text("no replica has joined yet", style="dim")]
-    if status.rounds:
-        views.append(_rounds(status.rounds[-_SHOWN_ROUNDS:]))
-    return Group(*views)
+    trainers = f"{len(status.trainer)} of {status.trainer_world_size} trainer ranks"
+    running = "; a round is running" if status.busy else ""
+    return Text(f"{_clock(status.now, status.now)}  run {status.run}: {last}; {shelves}; {trainers}{running}")
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=f"\n{title}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )  # fmt: skip
+
+
+def _notes(notes: Iterable[tuple[str, Text]]) -> Iterator[RenderableType]:
+    """``name: text`` below a table, as many lines as the text needs, indented under its beginning."""
+    for name, text in notes:
+        yield Padding(Text(f"{name}: ").append_text(text), (0, 0, 0, 2))
+
+
+def age(seconds: float) -> str:
+    """A span in its largest unit: ``12 s``, ``3 min``, ``2 h``, ``5 d``."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _clock(when: float, now: float) -> str:
+    """Local time of day, with the date in front if ``when`` is more than half a day from ``now``."""
+    return time.strftime("%H:%M:%S" if abs(now - when) < _HALF_A_DAY else "%m-%d %H:%M", time.localtime(when))
 
 
 def _cell(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def _rounds(rounds: Sequence[RoundResult]) -> Table:
-    table = Table(title="last rounds", title_justify="left")
-    for heading in ("round", "version", "bytes", "seconds", "GB/s", "longest pause"):
-        table.add_column(heading, justify="right")
-    table.add_column("outcome", overflow="fold")
-    for one in rounds:
-        pause = max((replica.paused_seconds for replica in one.replicas), default=0.0)
-        numbers = (str(one.round), str(one.version.number), _size(one.nbytes), f"{one.seconds:.3f}")
-        table.add_row(*numbers, gigabytes_per_second(one.nbytes, one.seconds), f"{1000 * pause:.0f} ms", _outcome(one))
-    return table
+def _rounds(status: Status) -> Iterator[RenderableType]:
+    rounds = status.rounds[-_SHOWN_ROUNDS:]
+    if not rounds:
+        return
+    table = _table("last rounds")
+    for heading in ("ended", "round", "version", "bytes", "seconds", "GB/s", "longest pause"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("outcome", no_wrap=True)
+    for result in rounds:
+        pause = max((replica.paused_seconds for replica in result.replicas), default=0.0)
+        table.add_row(
+            _clock(result.ended, status.now), str(result.round), str(result.version.number), _size(result.nbytes),
+            f"{result.seconds:.3f}", gigabytes_per_second(result.nbytes, result.seconds), f"{1000 * pause:.0f} ms",
+            _colored("ok" if result.ok else "failed"),
+        )  # fmt: skip
+    yield table
+    failed: dict[str, list[str]] = {}
+    for result in rounds:
+        if not result.ok:
+            failed.setdefault(_outcome(result).plain, []).append(str(result.round))
+    yield from _notes((f"round {', '.join(numbers)}", Text(error, style="red")) for error, numbers in failed.items())
 
 
 def round_view(result: RoundResult) -> RenderableType:
-    """One round: a row a replica, with the seconds of each phase."""
-    phases = [name for name in ("agree", "pause", "move", "verify", "commit") if any(name in one.phases for one in result.replicas)]
-    table = Table(title=f"round {result.round}: version {result.version.number}", title_justify="left")
-    for heading in ("replica", "state", "bytes", *(f"{name} ms" for name in phases), "delivery", "transport", "digest", "error"):
-        table.add_column(heading, justify="right" if heading.endswith(" ms") or heading == "bytes" else "left", overflow="fold")
-    for one in result.replicas:
-        seconds = [f"{1000 * one.phases[name]:.1f}" if name in one.phases else "" for name in phases]
-        how = (one.delivery, ", ".join(one.transports), one.digest or "-")
-        table.add_row(Text(one.name), _colored(one.state), _size(one.nbytes), *seconds, *how, Text(one.error or "", style="red"))
-    return Group(table, _outcome(result))
+    """One round: a row a replica, with the milliseconds of each phase; how the bytes came and what failed follow the table."""
+    phases = [
+        name
+        for name in ("agree", "wait", "pause", "move", "verify", "commit")
+        if any(name in replica.phases for replica in result.replicas)
+    ]
+    table = _table(f"round {result.round}: version {result.version.number}, milliseconds by phase")
+    table.add_column("replica", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for heading in ("bytes", *phases):
+        table.add_column(heading, justify="right", no_wrap=True)
+    ways: dict[str, list[str]] = {}
+    for replica in result.replicas:
+        milliseconds = [f"{1000 * replica.phases[name]:.1f}" if name in replica.phases else "" for name in phases]
+        table.add_row(Text(replica.name), _colored(replica.state), _size(replica.nbytes), *milliseconds)
+        if replica.verified:
+            way = f"{replica.delivery} by {', '.join(replica.transports)}, verified as {replica.verified}"
+            ways.setdefault(way, []).append(replica.name)
+    return Group(
+        table,
+        *_notes((", ".join(names), Text(way)) for way, names in ways.items()),
+        *_notes(
+            (replica.name, Text(replica.error, style="red"))
+            for replica in result.replicas
+            if replica.error and replica.error not in (result.error or "")
+        ),
+        _outcome(result),
+    )
 
 
 def _outcome(result: RoundResult) -> Text:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -379,6 +380,7 @@ class Coordinator:
             replicas=tuple(self._replica_status(replica) for _, replica in sorted(self._members.replicas.items())),
             rounds=tuple(self._history),
             epoch=self._shelves.epoch,
+            now=time.time(),
         )
 
     def _replica_status(self, replica: Replica) -> ReplicaStatus:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -149,4 +150,5 @@ def round_result(
         phases={"agree": max((result.phases.get("agree", 0.0) for result in replicas), default=0.0), "place": place_seconds},
         replicas=tuple(replicas),
         error=error,
+        ended=time.time(),
     )

@@ -63,3 +63,5 @@ class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rounds that ended, the newest last."""
     epoch: int = FIRST_EPOCH
     """The latest epoch in which a version is known to have been published."""
+    now: float = 0.0
+    """When this was taken, seconds since the epoch, by the coordinator's clock."""

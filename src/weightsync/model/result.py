@@ -63,6 +63,8 @@ class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds by phase that concern all replicas: agree, place."""
     replicas: tuple[ReplicaResult, ...]
     error: str | None = None
+    ended: float = 0.0
+    """When it was over, seconds since the epoch, by the coordinator's clock; for people."""
 
     def __str__(self) -> str:
         good = [one for one in self.replicas if one.error is None]

@@ -1,0 +1,97 @@
+"""What people see at 80 columns: one line a replica and a round, errors below, ages and times."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+
+import pytest
+from rich.console import Console, RenderableType
+
+from weightsync.cli.tables import age, round_view, status_view
+from weightsync.control.status import RankStatus, ReplicaStatus, Status
+from weightsync.messages import ReplicaResult, RoundResult
+from weightsync.model import Version
+
+NOW = time.mktime((2030, 5, 6, 14, 0, 0, 0, 0, -1))
+ERROR = "ManifestMismatch: replica mine-1: 21 tensors differ in dtype: float32 at the trainer, bfloat16 here: " + "words " * 40
+
+
+def shown(view: RenderableType, width: int = 80) -> str:
+    console = Console(width=width, file=io.StringIO())
+    console.print(view)
+    text = console.file.getvalue() if isinstance(console.file, io.StringIO) else ""
+    assert all(len(line) <= width for line in text.splitlines())
+    return text
+
+
+def replica(name: str, state: str, version: int | None, error: str | None = None, missing: tuple[int, ...] = ()) -> ReplicaStatus:
+    return ReplicaStatus(
+        name=name, state=state, routable=state == "loaded", version=version, digest=None, staleness=version and 1, since=NOW - 200,
+        world_size=2, missing=missing,
+        ranks=tuple(RankStatus(f"{name}/{rank}", rank, "host", "s") for rank in range(2 - len(missing))),
+        adapter="transformers", error=error, phases={},
+    )  # fmt: skip
+
+
+def result(number: int, error: str | None = None, ended: float = NOW - 60) -> RoundResult:
+    part = ReplicaResult(
+        name="mine-0", state="dirty" if error else "loaded", version=number, digest="0" * 16, nbytes=1 << 34, delivery="direct",
+        transports=("shared_memory", "tcp"), verified="" if error else "installed",
+        phases=dict.fromkeys(("agree", "wait", "pause", "move", "verify", "commit"), 12.3456), paused_seconds=12.5, error=error,
+    )  # fmt: skip
+    version = Version(run="run", number=number, manifest="0" * 32, digest="0" * 16)
+    return RoundResult(number, version, error is None, 1 << 34, 12.5, {}, (part,), error, ended)
+
+
+def status(*replicas: ReplicaStatus, rounds: tuple[RoundResult, ...] = ()) -> Status:
+    return Status(
+        run="run", last=123456, version=None, busy=True, trainer_world_size=2, trainer=(), replicas=replicas, rounds=rounds, now=NOW
+    )
+
+
+def test_a_replica_with_a_long_error_takes_one_line_and_the_error_follows_the_table_once() -> None:
+    text = shown(status_view(status(replica("mine-0", "loaded", 123455), replica("mine-1", "registered", None, ERROR))))
+    lines = text.splitlines()
+    (row,) = [line for line in lines if line.startswith("mine-1 ")]
+    assert re.fullmatch(r"mine-1 +registered +- +- +3 min +2/2 +transformers *", row)
+    assert re.search(r"^mine-0 +loaded +123455 +1 +3 min +2/2", text, re.MULTILINE)
+    assert text.count("21 tensors differ in dtype") == 1
+    (where,) = [number for number, line in enumerate(lines) if line.startswith("  mine-1: ManifestMismatch: ")]
+    assert where > lines.index(row)
+
+
+def test_a_replica_that_is_incomplete_says_which_ranks_are_missing_below_the_table() -> None:
+    text = shown(status_view(status(replica("mine-0", "registered", None, missing=(1,)))))
+    assert re.search(r"^mine-0 +registered .* 1/2 ", text, re.MULTILINE)
+    assert "  mine-0: rank 1 is not connected" in text
+
+
+def test_rounds_say_when_they_ended_and_a_failure_follows_the_table() -> None:
+    error = "1 of 2 replicas got the version, and 2 must: mine-1: " + "words " * 30
+    text = shown(status_view(status(rounds=(result(7, ended=NOW - 200_000), result(8), result(9, error)))))
+    assert re.search(r"^05-04 06:26 +7 +7 .* ok *$", text, re.MULTILINE)
+    assert re.search(r"^ *13:59:00 +8 +8 +16.0 GiB +12.500 +1.37 +12500 ms +ok *$", text, re.MULTILINE)
+    assert re.search(r"^ *13:59:00 +9 +9 .* failed *$", text, re.MULTILINE)
+    assert text.count("1 of 2 replicas got the version") == 1
+    assert text.startswith("14:00:00  run run:")
+
+
+@pytest.mark.parametrize("error", [None, ERROR])
+def test_a_round_takes_one_line_a_replica(error: str | None) -> None:
+    text = shown(round_view(result(7, error)))
+    assert re.search(r"^mine-0 +(loaded|dirty) +16.0 GiB +(12345.6 *){6}$", text, re.MULTILINE)
+    assert ("  mine-0: direct by shared_memory, tcp, verified as installed" in text) == (error is None)
+    assert text.count("21 tensors differ in dtype") == (error is not None)
+
+
+def test_text_from_agents_is_no_markup() -> None:
+    assert "[red]x[/red]" in shown(status_view(status(replica("[red]x[/red]", "loaded", 1))))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(-1, "0 s"), (0.4, "0 s"), (59, "59 s"), (200, "3 min"), (7200, "2 h"), (5 * 86400, "5 d")]
+)
+def test_ages(seconds: float, text: str) -> None:
+    assert age(seconds) == text

@@ -194,6 +194,40 @@ def run_round(
         raise typer.Exit(1)
 
 
+class TokenPart(StrEnum):
+    """What ``weightsync token`` can print alone."""
+
+    token = "token"
+    source = "source"
+    page = "page"
+
+
+@app.command()
+def token(
+    coordinator: Coordinator = None,
+    token_file: TokenFile = None,
+    only: Annotated[
+        TokenPart | None, typer.Option(help="Print only this: the token, the file or variable it comes from, or the link.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    r"""Show a coordinator's token, where it comes from, and a link that opens the status page.
+
+    Whoever has the token can replace the weights that your engines serve. Do not send it, or the link, to anybody else.
+
+    ```
+    weightsync token
+    curl -H "Authorization: Bearer $(weightsync token --only token)" \
+      http://127.0.0.1:7400/metrics
+    ```
+    """
+    from weightsync.cli.token import show_token
+
+    option = None if token_file is None else str(token_file)
+    part = None if only is None else only.value
+    show_token(client_settings(coordinator, token_file, None), option, part=part, as_json=json)
+
+
 @app.command()
 def doctor(json: Json = False) -> None:
     """Say what this machine offers, and what each missing thing costs. Changes nothing.

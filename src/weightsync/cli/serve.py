@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 
 import typer
 
 from weightsync.cli.tables import event_line
 from weightsync.control.coordinator import Coordinator
 from weightsync.control.events import ReplicaEnded, RoundEnded, RoundStarted
-from weightsync.service.auth import is_loopback
+from weightsync.service.auth import is_loopback, login_url, token_path
 from weightsync.service.server import serve
 from weightsync.service.settings import Address, Secret, ServerSettings
 
-__all__ = ["serve_forever"]
+__all__ = ["on_terminal", "serve_forever"]
 
 _log = logging.getLogger("weightsync")
+
+
+def on_terminal() -> bool:
+    """Whether a person reads standard output as it is written."""
+    return sys.stdout.isatty()
 
 
 def serve_forever(**given: object) -> None:
@@ -30,8 +36,13 @@ def serve_forever(**given: object) -> None:
         typer.echo(f"coordinator of run {coordinator.settings.run} at {address.url}")
         if settings.token is None:
             typer.echo(
-                "this user's processes on this machine find its token by themselves; others need WEIGHTSYNC_TOKEN here and there"
+                f"your own processes on this machine find its token in {token_path(address.port)}; others need WEIGHTSYNC_TOKEN"
             )
+        # On a terminal only: standard output may be a file that others read, such as a batch job's.
+        if settings.token is None and on_terminal():
+            typer.echo(f"status page: {login_url(address, token)}")
+        else:
+            typer.echo(f"status page: {address.url}/ (it asks for the token: `weightsync token` prints a link that has it)")
         if not is_loopback(settings.host) and address.scheme == "http":
             typer.echo("not encrypted: where the network is not trusted, give --tls-cert and --tls-key")
         if is_loopback(settings.host):

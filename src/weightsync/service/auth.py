@@ -12,11 +12,23 @@ import os
 import secrets
 import stat
 from pathlib import Path
+from urllib.parse import quote
 
 from weightsync.errors import AuthenticationError, ConfigurationError
 from weightsync.service.settings import Address, ClientSettings, Secret, ServerSettings, runtime_directory
 
-__all__ = ["TokenFile", "bearer", "check_bind", "find_token", "generate", "is_loopback", "matches", "token_for"]
+__all__ = [
+    "TokenFile",
+    "bearer",
+    "check_bind",
+    "find_token",
+    "generate",
+    "is_loopback",
+    "login_url",
+    "matches",
+    "token_for",
+    "token_path",
+]
 
 _MAX_FILE = 4096
 
@@ -58,12 +70,22 @@ def check_bind(settings: ServerSettings) -> None:
         )
 
 
+def token_path(port: int, directory: Path | None = None) -> Path:
+    """Where a coordinator of this user at ``port`` leaves the token that it generated."""
+    return (runtime_directory() if directory is None else directory) / f"{port}.token"
+
+
+def login_url(address: Address, token: Secret) -> str:
+    """A link that opens the status page with its token, in the fragment: browsers send that to nobody."""
+    return f"{address.url}/#token={quote(token.reveal(), safe='')}"
+
+
 class TokenFile:
     """The generated token of one running coordinator, in the runtime directory under its port. Removed by :meth:`remove`."""
 
     def __init__(self, port: int, token: Secret, directory: Path | None = None) -> None:
         directory = runtime_directory() if directory is None else directory
-        self.path = directory / f"{port}.token"
+        self.path = token_path(port, directory)
         self._content = token.reveal()
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -97,7 +119,7 @@ def find_token(address: Address, directory: Path | None = None) -> Secret | None
     if not is_loopback(address.host):
         return None
     directory = runtime_directory() if directory is None else directory
-    path = directory / f"{address.port}.token"
+    path = token_path(address.port, directory)
     try:
         _check_private(directory, os.lstat(directory), stat.S_ISDIR)
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -35,6 +35,7 @@ __all__ = [
     "read_token",
     "replica_name",
     "runtime_directory",
+    "token_source",
 ]
 
 DEFAULT_PORT = 7400
@@ -274,6 +275,12 @@ def _token(environment: Mapping[str, str]) -> Secret | None:
         except ConfigurationError as error:
             raise ConfigurationError(f"WEIGHTSYNC_TOKEN: {error}") from None
     return read_token(path, "WEIGHTSYNC_TOKEN_FILE=") if path else None
+
+
+def token_source(environment: Mapping[str, str] | None = None) -> str | None:
+    """The variable or file that the environment's token comes from; ``None`` if the environment has none."""
+    source = os.environ if environment is None else environment
+    return "WEIGHTSYNC_TOKEN" if source.get("WEIGHTSYNC_TOKEN") else source.get("WEIGHTSYNC_TOKEN_FILE") or None
 
 
 def read_token(path: str, named: str) -> Secret:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,13 @@ from weightsync.cli.doctor import examine
 from weightsync.cli.errors import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_UNREACHABLE, exit_code
 from weightsync.cli.main import app
 from weightsync.cli.options import parse_size
+from weightsync.control.coordinator import Coordinator
 from weightsync.errors import AuthenticationError, ConfigurationError, CoordinatorUnreachable, RoundFailed
 from weightsync.messages import Publish
 from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import ClientSettings, ServerSettings
+from weightsync.service.settings import Address, ClientSettings, Secret, ServerSettings, control_settings
 
-COMMANDS = ["serve", "status", "round", "doctor", "demo", "bench", "push"]
+COMMANDS = ["serve", "status", "round", "token", "doctor", "demo", "bench", "push"]
 
 
 @pytest.fixture(autouse=True)
@@ -172,6 +174,66 @@ def test_a_token_file_is_used(server: BackgroundServer, tmp_path: Path) -> None:
     assert "AuthenticationError" in done.stderr
     (tmp_path / "right").write_text(server.token)
     assert run("status", "--coordinator", server.url, "--token-file", str(tmp_path / "right")).exit_code == 0
+
+
+def test_the_token_of_a_local_coordinator_is_shown_with_its_file_and_a_link(server: BackgroundServer) -> None:
+    found = json.loads(run("token", "--json", "--coordinator", server.url).output)
+    assert found["token"] == server.token
+    assert Path(found["source"]).read_text() == server.token
+    assert found["page"] == f"{server.url}/#token={server.token}"
+    for part in ("token", "source", "page"):
+        assert run("token", "--only", part, "--coordinator", server.url).output == found[part] + "\n"
+    lines = run("token", "--coordinator", server.url).output.splitlines()
+    assert [line.split() for line in lines] == [["token", found["token"]], ["from", found["source"]], ["page", found["page"]]]
+
+
+def test_a_configured_token_is_shown_with_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("a/b&c")
+    by_option = json.loads(run("token", "--json", "-c", "http://head:7400", "--token-file", str(tmp_path / "file")).output)
+    assert by_option == {"token": "a/b&c", "source": str(tmp_path / "file"), "page": "http://head:7400/#token=a%2Fb%26c"}
+    monkeypatch.setenv("WEIGHTSYNC_TOKEN_FILE", str(tmp_path / "file"))
+    assert run("token", "--only", "source").output == f"{tmp_path / 'file'}\n"
+    monkeypatch.delenv("WEIGHTSYNC_TOKEN_FILE")
+    monkeypatch.setenv("WEIGHTSYNC_TOKEN", "secret")
+    assert run("token", "--only", "source").output == "WEIGHTSYNC_TOKEN\n"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"), [("http://127.0.0.1:1", "Is `weightsync serve` running"), ("http://head:7400", "another machine")]
+)
+def test_no_token_says_where_it_was_looked_for(url: str, words: str) -> None:
+    done = run("token", "--coordinator", url)
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (EXIT_CONFIGURATION, "", 1)
+    assert words in done.stderr
+
+
+def serving(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> tuple[str, str]:
+    """What ``serve`` prints before it logs, and its token."""
+    tokens: list[str] = []
+
+    def serve(settings: ServerSettings, started: Callable[[Address, Secret, Coordinator], None]) -> None:
+        async def once() -> None:
+            coordinator = Coordinator(control_settings(settings))
+            started(Address("http", "127.0.0.1", 7400), Secret(tokens[0]), coordinator)
+            await coordinator.aclose()
+
+        tokens.append("generated")
+        asyncio.run(once())
+
+    monkeypatch.setattr("weightsync.cli.serve.serve", serve)
+    monkeypatch.setattr("weightsync.cli.serve.on_terminal", lambda: terminal)
+    done = run("serve")
+    assert done.exit_code == 0, done.output
+    return done.output, tokens[0]
+
+
+def test_serve_prints_the_login_link_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, token = serving(monkeypatch, terminal=True)
+    assert f"http://127.0.0.1:7400/#token={token}\n" in shown
+    shown, token = serving(monkeypatch, terminal=False)
+    assert token not in shown
+    assert "http://127.0.0.1:7400/ " in shown
+    assert "weightsync token" in shown
 
 
 def test_serving_publicly_without_a_token_is_refused() -> None:

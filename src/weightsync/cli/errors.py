@@ -7,6 +7,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from weightsync.cli.help import HelpTexts
+
 __all__ = ["EXIT_CONFIGURATION", "EXIT_FAILED", "EXIT_INTERRUPTED", "EXIT_UNREACHABLE", "Group", "exit_code"]
 
 EXIT_FAILED = 1
@@ -24,7 +26,7 @@ def exit_code(error: BaseException) -> int:
     return EXIT_UNREACHABLE if isinstance(error, CoordinatorUnreachable) else EXIT_FAILED
 
 
-class Group(TyperGroup):
+class Group(HelpTexts, TyperGroup):
     """The commands, with weightsync's own errors printed on one line of standard error."""
 
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - click's own type of this has moved between packages

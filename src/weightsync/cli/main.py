@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from weightsync.cli.errors import Group
+from weightsync.cli.help import Command
 from weightsync.cli.options import CaFile, Coordinator, Json, JsonLast, Pausing, TokenFile, client_settings, parse_size, token_in
 from weightsync.cli.push import push
 
@@ -77,7 +78,7 @@ def root(
     """
 
 
-@app.command()
+@app.command(cls=Command)
 def serve(
     host: Annotated[
         str | None,
@@ -145,7 +146,7 @@ def serve(
     )  # fmt: skip
 
 
-@app.command()
+@app.command(cls=Command)
 def status(
     coordinator: Coordinator = None,
     token_file: TokenFile = None,
@@ -166,7 +167,7 @@ def status(
     show(client_settings(coordinator, token_file, ca_file), as_json=json, watch=watch)
 
 
-@app.command("round")
+@app.command("round", cls=Command)
 def run_round(
     replica: Annotated[
         list[str] | None, typer.Argument(help="Names of the replicas; none means every replica that is not up to date.")
@@ -202,7 +203,7 @@ class TokenPart(StrEnum):
     page = "page"
 
 
-@app.command()
+@app.command(cls=Command)
 def token(
     coordinator: Coordinator = None,
     token_file: TokenFile = None,
@@ -228,7 +229,7 @@ def token(
     show_token(client_settings(coordinator, token_file, None), option, part=part, as_json=json)
 
 
-@app.command()
+@app.command(cls=Command)
 def doctor(json: Json = False) -> None:
     """Say what this machine offers, and what each missing thing costs. Changes nothing.
 
@@ -269,7 +270,7 @@ class Part(StrEnum):
 _PARTS = "On several machines"
 
 
-@app.command()
+@app.command(cls=Command)
 def demo(
     trainer_ranks: Annotated[int, typer.Option(min=1, help="Processes that train, sharded by FSDP2.")] = 2,
     replicas: Annotated[int, typer.Option(min=1, help="Serving replicas.")] = 2,
@@ -323,7 +324,7 @@ def demo(
     raise typer.Exit(int(run(settings) or 0))
 
 
-@app.command()
+@app.command(cls=Command)
 def bench(
     suite: Annotated[
         str, typer.Option(help="`cpu`: all of these; `plan`: planning; `transfer`: rounds; `gpu`: rounds on GPUs.")
@@ -361,7 +362,7 @@ def bench(
     raise typer.Exit(int(run(options) or 0))
 
 
-app.command()(push)
+app.command(cls=Command)(push)
 
 
 @contextmanager

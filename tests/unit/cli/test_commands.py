@@ -66,6 +66,16 @@ def test_each_example_has_a_line_of_its_own(command: str) -> None:
     assert not re.search(rf"weightsync {command}\b.*weightsync {command}\b", shown), "two examples run together"
 
 
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_shows_flags_as_flags_and_no_two_empty_lines(command: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = run(*([command] if command else []), "--help").output
+    assert "bool" not in shown
+    assert re.search(r"--help +-h +Show this message", shown)
+    assert not re.search(r"\n *\n *\n", shown)
+    assert all(len(line) <= 80 for line in shown.splitlines())
+
+
 def test_a_wrong_coordinator_ends_the_demo_before_it_says_anything() -> None:
     done = run("demo", "--coordinator", "foo")
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (EXIT_CONFIGURATION, "", 1)

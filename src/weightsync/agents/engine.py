@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self, get_args
 
 from weightsync.agents.link import Link
+from weightsync.agents.logs import LoggedCalls
 from weightsync.agents.place import place_in_world
 from weightsync.errors import ConfigurationError
 from weightsync.messages import PROTOCOL, Delivery, Hello
@@ -44,7 +45,7 @@ class Engine:
 
     ::
 
-        engine = weightsync.Engine(MyEngine(model), replica="mine-0", coordinator="http://head:7400")
+        engine = weightsync.Engine(weightsync.ModuleAdapter(model), replica="mine-0", coordinator="http://head:7400")
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Engine:
             self._link = Link(
                 settings,
                 hello=self._hello,
-                receive=self._role.receive,
+                receive=LoggedCalls(f"{replica}/{rank}", self._role.receive),
                 on_lost=lambda _: self._role.abort(),
                 name=f"{replica}-{rank}",
             )

@@ -116,6 +116,7 @@ class Link:
         self._leaving: asyncio.Future[None] | None = None
         self._connected = asyncio.Event()
         self._trouble = "not connected yet"
+        self._lost_at: float | None = None
         # Progress: the newest count, and whether a report of it is under way.
         self._progress_lock = threading.Lock()
         self._progress_bytes = 0
@@ -309,6 +310,7 @@ class Link:
             self._connected.set()
             if self._on_welcome is not None:
                 self._on_welcome(welcome)
+            self._greeted(welcome)
             if not self._first.done():
                 self._first.set_result(welcome)
             reason = await self._read(socket, calls)
@@ -318,9 +320,17 @@ class Link:
             lost = f"the connection to the coordinator at {self._settings.coordinator} ended: {reason}"
             calls.close(LinkLost(lost))
             await socket.close(CLOSE_NORMAL, "the agent left")
+        self._lost_at = time.monotonic()
         self._note(lost)
         if self._on_lost is not None:
             self._on_lost(reason)
+
+    def _greeted(self, welcome: Welcome) -> None:
+        where = self._settings.coordinator
+        if self._lost_at is None:
+            _log.info("%s joined run %s at %s", welcome.member, welcome.run, where)
+        else:
+            _log.info("%s is connected to %s again after %.1f s", welcome.member, where, time.monotonic() - self._lost_at)
 
     async def _read(self, socket: ClientConnection, calls: Calls) -> str:
         """Feed frames to ``calls`` until the connection ends, and say why it did."""

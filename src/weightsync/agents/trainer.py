@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from weightsync import points
 from weightsync.agents.link import Link, LinkLost
+from weightsync.agents.logs import log_result
 from weightsync.agents.place import place_in_world
 from weightsync.deadline import Deadline
 from weightsync.errors import (
@@ -297,6 +298,8 @@ class Trainer:
         result = answer.result
         self._published = result.version.number
         self._last = max(self._last, self._published)
+        if self.rank == 0:
+            log_result("trainer/0", result)
         self._warn_of_failures(result)
         if not result.ok:
             raise RoundFailed(f"version {result.version} did not reach the replicas that are required: {result.error}")

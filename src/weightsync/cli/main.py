@@ -17,6 +17,7 @@ import typer
 
 from weightsync.cli.errors import Group
 from weightsync.cli.help import Command
+from weightsync.cli.logs import Level, LogJson, LogLevel, configure_logs
 from weightsync.cli.options import CaFile, Coordinator, Json, JsonLast, Pausing, TokenFile, client_settings, parse_size, token_in
 from weightsync.cli.push import push
 
@@ -119,6 +120,8 @@ def serve(
             min=1, help="Replicas that a round takes out of service at a time [env: WEIGHTSYNC_MAX_UNAVAILABLE; default all]."
         ),
     ] = None,
+    log_level: LogLevel = Level.info,
+    log_json: LogJson = False,
 ) -> None:
     """Run the coordinator: trainers and engines connect to it; no tensor ever passes through it.
 
@@ -139,6 +142,7 @@ def serve(
     """
     from weightsync.cli.serve import serve_forever
 
+    configure_logs(log_level, log_json)
     serve_forever(
         host=host, port=port, run=run, token=token_in(token_file), tls_certificate=tls_certificate, tls_key=tls_key,
         pause_mode=None if pause_mode is None else pause_mode.value, round_deadline=round_deadline,

@@ -28,7 +28,6 @@ def on_terminal() -> bool:
 def serve_forever(**given: object) -> None:
     """Serve with settings from the command line (entries that are not ``None``) and the environment, until Ctrl-C or SIGTERM."""
     settings = ServerSettings.load(**given)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     following: list[asyncio.Task[None]] = []  # kept: asyncio itself holds tasks only weakly
 
     def started(address: Address, token: Secret, coordinator: Coordinator) -> None:
@@ -58,4 +57,10 @@ async def _follow(coordinator: Coordinator) -> None:
     """Log what rounds do, until the coordinator is closed."""
     async for event in coordinator.subscribe():
         if isinstance(event, RoundStarted | ReplicaEnded | RoundEnded):
-            _log.info(event_line(event))
+            _log.log(logging.WARNING if _failed(event) else logging.INFO, "%s", event_line(event))
+
+
+def _failed(event: RoundStarted | ReplicaEnded | RoundEnded) -> bool:
+    if isinstance(event, ReplicaEnded):
+        return event.result.error is not None
+    return isinstance(event, RoundEnded) and (event.result is None or not event.result.ok)

@@ -1,0 +1,50 @@
+"""Logs of commands that run for long: ``--log-level`` and ``--log-json``. A library user configures ``logging`` as usual."""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+__all__ = ["JsonFormatter", "Level", "LogJson", "LogLevel", "configure_logs"]
+
+
+class Level(StrEnum):
+    """Least severity that is logged."""
+
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+LogLevel = Annotated[Level, typer.Option("--log-level", help="Log this and what is more severe, on standard error.")]
+LogJson = Annotated[bool, typer.Option("--log-json", help="Log one JSON object a line.")]
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: ``time`` (UTC, ISO 8601), ``level``, ``logger``, ``message``, and ``exception`` if any."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
+        found = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            found["exception"] = self.formatException(record.exc_info)
+        return json.dumps(found)
+
+
+def configure_logs(level: Level, as_json: bool) -> None:
+    """Send this process's logs to standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("weightsync").setLevel(level.value.upper())

@@ -109,7 +109,7 @@ def test_mutations_raise_nothing_else(name: str, data: st.DataObject) -> None:
     TARGETS[name].run_quietly(bytes(seed))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="needs Atheris: pip install 'weightsync[fuzz]'")
+@pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="needs Atheris: pip install '.[fuzz]'")
 @pytest.mark.timeout(SECONDS + 150)
 def test_a_guided_search_finds_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.fuzz.coverage_guided", f"--seconds={SECONDS}", f"--findings={tmp_path / 'findings'}"]

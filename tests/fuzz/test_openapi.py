@@ -21,7 +21,7 @@ from weightsync.service.rollouts import FOLLOWED
 from weightsync.service.server import BackgroundServer
 from weightsync.service.settings import ClientSettings, ServerSettings
 
-schemathesis = pytest.importorskip("schemathesis", reason="needs Schemathesis: pip install 'weightsync[test]'")
+schemathesis = pytest.importorskip("schemathesis", reason="needs Schemathesis: pip install '.[test]'")
 
 
 @pytest.fixture(scope="module")

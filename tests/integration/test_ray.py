@@ -326,4 +326,4 @@ def test_without_ray_the_error_names_the_extra() -> None:
     code = "import sys; sys.modules['ray'] = None\nimport weightsync.ray"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
-    assert "pip install 'weightsync[ray]'" in done.stderr
+    assert "pip install '.[ray]'" in done.stderr

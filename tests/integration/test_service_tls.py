@@ -22,7 +22,7 @@ from weightsync.service.client import Client
 from weightsync.service.server import BackgroundServer
 from weightsync.service.settings import Address, ClientSettings, Secret, ServerSettings
 
-trustme = pytest.importorskip("trustme", reason="needs trustme: pip install 'weightsync[test]'")
+trustme = pytest.importorskip("trustme", reason="needs trustme: pip install '.[test]'")
 pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
 
 

@@ -247,6 +247,6 @@ _CHECKS: dict[str, Callable[[str], Finding]] = {
     "open files": _open_files,
     "loopback": _loopback,
     "ipv6": _ipv6,
-    "numba": _package("numba", "digests and copies on the CPU cannot be compiled: pip install weightsync"),
+    "numba": _package("numba", "digests and copies on the CPU cannot be compiled: pip install numba"),
     "vllm": _package("vllm", "needed only to serve with vLLM: pip install vllm"),
 }

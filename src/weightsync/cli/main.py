@@ -6,6 +6,7 @@ Help must not wait for a tensor library, so nothing heavy is imported up here.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json as jsonlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -317,7 +318,8 @@ def demo(
     weightsync demo --trainer-ranks 3 --replicas 3 --versions 5 --transport tcp --json
     ```
     """
-    with _needs("pip install 'weightsync[demo]'"):
+    with _needs("pip install '.[demo]' in a clone of weightsync"):
+        _require("transformers", "tokenizers", "safetensors")  # the processes that it starts import them
         settings = importlib.import_module("weightsync.demo.settings").Settings(
             trainer_ranks=trainer_ranks, replicas=replicas, versions=versions, steps=steps, transport=transport.value,
             delivery=delivery.value, engine=engine, engine_tp=engine_tp, model=model.value, tied=tied,
@@ -356,7 +358,7 @@ def bench(
     weightsync bench --json | tail -1 | jq '.cases[] | {name, ratio}'
     ```
     """
-    with _needs("pip install weightsync"):
+    with _needs("pip install . in a clone of weightsync"):
         options = importlib.import_module("weightsync.bench.options").BenchOptions(
             suite=suite, size=parse_size(size), tensors=tensors, only=tuple(only or ()), rounds=rounds, json=json,
             model=model, source=source, target=target, placement=placement, delivery=delivery,
@@ -378,6 +380,13 @@ def _needs(hint: str) -> Iterator[None]:
         from weightsync.errors import ConfigurationError
 
         raise ConfigurationError(f"this command needs {error.name!r}, which is not installed: {hint}") from None
+
+
+def _require(*packages: str) -> None:
+    """Raise :class:`ModuleNotFoundError` for the first of ``packages`` that is not installed. Imports none of them."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
 def main() -> None:

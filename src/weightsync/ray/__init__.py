@@ -12,7 +12,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "ray":
         raise
-    raise ModuleNotFoundError("weightsync.ray needs Ray: pip install 'weightsync[ray]'", name="ray") from None
+    raise ModuleNotFoundError("weightsync.ray needs Ray: pip install '.[ray]' in a clone of weightsync", name="ray") from None
 
 if TYPE_CHECKING:
     from weightsync.ray.coordinator import start_coordinator as start_coordinator

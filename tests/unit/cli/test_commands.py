@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import re
 import subprocess
@@ -270,6 +271,15 @@ def test_bad_options_of_the_demo_are_one_line() -> None:
     done = run("demo", "--engine", "none")
     assert (done.exit_code, done.stderr.count("\n")) == (EXIT_CONFIGURATION, 1)
     assert "none" in done.stderr
+
+
+def test_the_demo_says_at_once_which_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "transformers" else find(name))
+    done = run("demo")
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (EXIT_CONFIGURATION, "", 1)
+    assert "'transformers'" in done.stderr
+    assert "pip install '.[demo]'" in done.stderr
 
 
 def test_doctor_looks_at_everything_and_says_what_it_costs() -> None:

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from weightsync.adapters.vllm.releases import check_release, installed_release, is_supported
 
-__all__ = ["BACKEND", "UnsupportedRelease", "register"]
+__all__ = ["BACKEND", "UnsupportedRelease", "log_as_vllm_does", "register"]
 
 BACKEND = "weightsync"
 
@@ -23,6 +23,20 @@ class UnsupportedRelease:
         raise RuntimeError("this vLLM is supported: registering went wrong")
 
 
+def log_as_vllm_does() -> None:
+    """Send this package's log lines where vLLM's go, at vLLM's level: vLLM configures loggers of its own name only.
+
+    Does nothing where logging is configured otherwise: the root logger or ``weightsync`` has handlers, or vLLM has none.
+    """
+    ours, theirs = logging.getLogger("weightsync"), logging.getLogger("vllm")
+    if ours.handlers or logging.getLogger().handlers or not theirs.handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    if ours.level == logging.NOTSET:
+        ours.setLevel(theirs.level)
+
+
 def register() -> None:
     """Make ``{"backend": "weightsync"}`` known to vLLM, for workers and for trainers. May run several times in a process.
 
@@ -31,6 +45,7 @@ def register() -> None:
     Under a release that is not supported nothing is raised here, because every vLLM of that environment would fail to start,
     also those that do not use weightsync: the error comes when the backend is used.
     """
+    log_as_vllm_does()
     try:
         from vllm.distributed.weight_transfer import factory
     except ImportError as error:

@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 def test_answers_are_those_of_the_published_checkpoint(tmp_path: Path, kind: str, ranks: int) -> None:
     seen = run_program("vllm_rounds.py", kind, ranks, tmp_path, ranks=ranks)
     assert "streamed through vLLM's loader: this worker's weights are on cpu, where vLLM repacks" in seen["log"]  # "auto" says why
+    assert " vllm-0/0 joined run " in seen["log"]
+    assert " vllm-0/0 serves run" in seen["log"]
     assert seen["before"] is True  # vLLM and Transformers agree at all
     for entry in seen["versions"]:
         assert entry["equal"], entry

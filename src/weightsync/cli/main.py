@@ -235,11 +235,12 @@ def token(
 
 
 @app.command(cls=Command)
-def doctor(json: Json = False) -> None:
-    """Say what this machine offers, and what each missing thing costs. Changes nothing.
+def doctor(coordinator: Coordinator = None, token_file: TokenFile = None, ca_file: CaFile = None, json: Json = False) -> None:
+    """Check this machine and the coordinator, and report what is missing with its impact. Changes nothing.
 
     ```
     weightsync doctor
+    weightsync doctor -c http://head:7400
     weightsync doctor --json | jq '.checks[] | select(.status != "ok")'
     ```
     """
@@ -247,7 +248,7 @@ def doctor(json: Json = False) -> None:
 
     from weightsync.cli.doctor import examine
 
-    findings = examine()
+    findings = examine(client_settings(coordinator, token_file, ca_file))
     if json:
         typer.echo(jsonlib.dumps({"checks": msgspec.to_builtins(findings)}))
         return

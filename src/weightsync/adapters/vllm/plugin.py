@@ -23,18 +23,26 @@ class UnsupportedRelease:
         raise RuntimeError("this vLLM is supported: registering went wrong")
 
 
-def log_as_vllm_does() -> None:
-    """Send this package's log lines where vLLM's go, at vLLM's level: vLLM configures loggers of its own name only.
+class _ToVLLM(logging.Handler):
+    """Hands records to vLLM's logger, whose handlers and level are set later than plugins are loaded, and may change."""
 
-    Does nothing where logging is configured otherwise: the root logger or ``weightsync`` has handlers, or vLLM has none.
+    def emit(self, record: logging.LogRecord) -> None:
+        theirs = logging.getLogger("vllm")
+        if not logging.getLogger().handlers and theirs.isEnabledFor(record.levelno):  # else the root logger's handlers have it
+            theirs.handle(record)
+
+
+def log_as_vllm_does() -> None:
+    """Send this package's log lines where vLLM's go: vLLM configures loggers of its own name only. Safe twice.
+
+    Where logging is configured already, for the root logger or for ``weightsync``, nothing is changed.
     """
-    ours, theirs = logging.getLogger("weightsync"), logging.getLogger("vllm")
-    if ours.handlers or logging.getLogger().handlers or not theirs.handlers:
+    ours = logging.getLogger("weightsync")
+    if ours.handlers or logging.getLogger().handlers:
         return
-    for handler in theirs.handlers:
-        ours.addHandler(handler)
+    ours.addHandler(_ToVLLM())
     if ours.level == logging.NOTSET:
-        ours.setLevel(theirs.level)
+        ours.setLevel(logging.INFO)
 
 
 def register() -> None:

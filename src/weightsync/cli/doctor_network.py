@@ -1,0 +1,50 @@
+"""What ``weightsync doctor`` asks of the network: the coordinator, and the address on which a trainer would serve its shards."""
+
+from __future__ import annotations
+
+import msgspec
+
+from weightsync.cli.findings import Finding
+from weightsync.errors import AuthenticationError, CoordinatorUnreachable, DeadlineExceeded, TransportUnavailable
+from weightsync.service.auth import is_loopback
+from weightsync.service.client import Client
+from weightsync.service.settings import ClientSettings
+from weightsync.transports.host import own_address, reachable_address
+
+__all__ = ["ask_coordinator", "look_at_data_interface"]
+
+_SECONDS = 3.0
+
+
+def ask_coordinator(name: str, settings: ClientSettings) -> Finding:
+    """Whether a coordinator answers, and takes the token that this process would present."""
+    where = settings.coordinator
+    try:
+        with Client(msgspec.structs.replace(settings, connect_timeout=_SECONDS)) as client:
+            status = client.status()
+    except AuthenticationError as error:
+        return Finding(name, "limited", f"{where} answers, and refuses the token: {error}", "this process cannot join it")
+    except (CoordinatorUnreachable, DeadlineExceeded):
+        return Finding(
+            name, "missing", f"nobody answers at {where}",
+            "start one with `weightsync serve`, or say where it is: --coordinator or WEIGHTSYNC_COORDINATOR",
+        )  # fmt: skip
+    here = f"{len(status.trainer)} trainer ranks and {len(status.replicas)} replicas are there"
+    return Finding(name, "ok", f"run {status.run} at {where}: the token is accepted; {here}")
+
+
+def look_at_data_interface(name: str, settings: ClientSettings) -> Finding:
+    """The address on which a trainer rank of this machine would serve its shards over TCP, chosen as the trainer chooses it."""
+    where = settings.coordinator
+    try:
+        if settings.data_host is not None:
+            return Finding(name, "ok", f"{own_address(settings.data_host)} (WEIGHTSYNC_DATA_HOST={settings.data_host})")
+        if is_loopback(where.host):
+            return Finding(
+                name, "ok", "127.0.0.1, as the coordinator is on loopback: engines of this machine only. For others, set "
+                "WEIGHTSYNC_DATA_HOST to an interface or address",
+            )  # fmt: skip
+        address = reachable_address(where.host, where.port)
+    except TransportUnavailable as error:
+        return Finding(name, "missing", str(error), "a trainer here cannot serve engines over TCP: set WEIGHTSYNC_DATA_HOST")
+    return Finding(name, "ok", f"{address}, by which {where.host} is reached; WEIGHTSYNC_DATA_HOST chooses another")

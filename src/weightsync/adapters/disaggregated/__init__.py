@@ -2,7 +2,7 @@
 
 ::
 
-    rank = DisaggregatedRank(MyEngine(model))                  # on every engine rank
+    rank = DisaggregatedRank(MyAdapter(model))                 # on every engine rank
     updates = WeightUpdates(LocalRanks(rank))                  # in the server's front
     app = Starlette(routes=[*own_routes, *weight_update_routes(updates, Secret(token))])
 

@@ -136,6 +136,14 @@ test: ## every check and every test, with coverage, and vLLM's on its CPU build;
 		cat "$$log" >&2; exit 1; \
 	fi
 
+.PHONY: test-all
+test-all: ## all that there is: make test, rare tests, every test against a real vLLM, make faults, make simulate
+	@$(MAKE) test ARGS=
+	@$(BIN)/python $(PYTEST) -m "rare and not vllm"
+	@$(MAKE) vllm-test ARGS=
+	@$(MAKE) faults ARGS=
+	@$(MAKE) simulate SEEDS=10000 ARGS=
+
 format: $(VENV)/.installed ## rewrite the code in the house's format
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .

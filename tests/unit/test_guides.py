@@ -14,11 +14,15 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import weightsync
+from weightsync import errors
+from weightsync.cli.main import app as cli
+from weightsync.control.status import Status
 from weightsync.errors import DeadlineExceeded
 from weightsync.model import Version
-from weightsync.service import app, settings
+from weightsync.service import app, metrics, settings
 from weightsync.transports import registry
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -221,3 +225,31 @@ def test_every_test_that_a_page_names_exists(page: Path) -> None:
 def test_every_public_name_on_a_page_exists(page: Path) -> None:
     named = set(re.findall(r"\bweightsync\.([A-Z]\w+|manifest_of|shards?_of|shard)\b", page.read_text()))
     assert named <= set(weightsync.__all__), named - set(weightsync.__all__)
+
+
+def _operations() -> str:
+    return (DOCS / "guides/operations.md").read_text()
+
+
+def test_operations_guide_says_what_each_error_means() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]+ \|$", _operations().partition("## What each error means")[2], re.MULTILINE)
+    classes = [name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert sorted(rows) == sorted(classes)
+
+
+def test_operations_guide_lists_every_metric_with_its_type() -> None:
+    page = _operations().partition("## Metrics")[2].partition("## Tokens")[0]
+    listed = dict(re.findall(r"^\| `(\w+)` \| (gauge|counter|histogram) \|", page, re.MULTILINE))
+    status = Status(run="run", last=-1, version=None, busy=False, trainer_world_size=0, trainer=(), replicas=(), rounds=())
+    exposed = dict(re.findall(r"^# TYPE weightsync_(\w+) (\w+)$", metrics.exposition(status, metrics.Totals()), re.MULTILINE))
+    assert listed == exposed
+    assert {name.removeprefix("weightsync_") for name in re.findall(r"\bweightsync_\w+[a-z]\b", page)} <= set(exposed)
+
+
+def test_operations_guide_names_options_and_settings_that_exist() -> None:
+    page = _operations()
+    kinds = (settings.ServerSettings, settings.ClientSettings, settings.Limits)
+    known = {field.name.upper() for kind in kinds for field in msgspec.structs.fields(kind)} | {"TOKEN_FILE"}
+    assert set(re.findall(r"WEIGHTSYNC_([A-Z_]+)", page)) <= known
+    options = " ".join(CliRunner().invoke(cli, [command, "--help"]).output for command in ("serve", "status", "token"))
+    assert {option for option in re.findall(r"`[^`\n]*(--[a-z][a-z-]+)", page) if option not in options} == set()

@@ -206,7 +206,9 @@ def event_line(event: Event) -> str:
             return f"{event.replica}: {_size(event.nbytes)} of {_size(event.total)}"
         case ReplicaEnded():
             one = event.result
-            return f"round {event.round}: {one.name}: {one.state}" + (f": {one.error}" if one.error else f", version {one.version}")
+            how = f" ({one.verified})" if one.verified else ""
+            end = f": {one.error}" if one.error else f", version {one.version}{how}"
+            return f"round {event.round}: {one.name}: {one.state}{end}"
         case RoundEnded():
             if event.result is None:
                 return f"round {event.round}: failed: {event.error}"

@@ -74,7 +74,7 @@ class Service:
         self.connections = Connections(settings.limits)
         self._rollouts = RolloutRoutes(settings.heartbeat)
         self._streams = 0
-        self._rounds = self._failed = self._bytes = 0
+        self._totals = metrics.Totals()
         self._counter = asyncio.ensure_future(self._count())
         routes = [
             Route("/healthz", self._health),
@@ -107,9 +107,7 @@ class Service:
     async def _count(self) -> None:
         async for event in self._coordinator.subscribe():
             if isinstance(event, RoundEnded):
-                self._rounds += 1
-                self._failed += event.result is None or not event.result.ok
-                self._bytes += 0 if event.result is None else event.result.nbytes
+                self._totals.count(event)
 
     async def _health(self, request: Request) -> Response:
         return _json({"status": "ok"})
@@ -124,7 +122,7 @@ class Service:
         return _json(document(OPERATIONS, _version()))
 
     async def _metrics(self, request: Request) -> Response:
-        text = metrics.exposition(self._coordinator.status(), self._rounds, self._failed, self._bytes)
+        text = metrics.exposition(self._coordinator.status(), self._totals)
         return Response(text, headers={"Content-Type": metrics.CONTENT_TYPE})
 
     async def _round(self, request: Request) -> Response:

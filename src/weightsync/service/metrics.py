@@ -3,17 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
+from weightsync.control.events import RoundEnded
 from weightsync.control.status import Status
 
-__all__ = ["CONTENT_TYPE", "exposition"]
+__all__ = ["CONTENT_TYPE", "Totals", "exposition"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _STATES = ("registered", "loaded", "updating", "dirty", "lost", "refused")
 
 
-def exposition(status: Status, rounds: int, failed: int, nbytes: int) -> str:
-    """All metrics. ``rounds``, ``failed`` and ``nbytes`` count since the coordinator's start."""
+@dataclass
+class Totals:
+    """What is counted since the coordinator's start."""
+
+    rounds: int = 0
+    failed: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    paused_seconds: float = 0.0
+    last_success: float | None = None
+
+    def count(self, event: RoundEnded) -> None:
+        """Add a round."""
+        result = event.result
+        self.rounds += 1
+        self.failed += result is None or not result.ok
+        if result is None:
+            return
+        self.nbytes += result.nbytes
+        self.seconds += result.seconds
+        self.paused_seconds += sum(replica.paused_seconds for replica in result.replicas)
+        if result.ok:
+            self.last_success = result.ended
+
+
+def exposition(status: Status, totals: Totals) -> str:
+    """All metrics."""
     lines: list[str] = []
 
     def family(name: str, kind: str, text: str, samples: Iterable[tuple[dict[str, str], float]]) -> None:
@@ -52,9 +79,22 @@ def exposition(status: Status, rounds: int, failed: int, nbytes: int) -> str:
         "replica_phase_seconds", "gauge", "Seconds by phase of a replica's last round.",
         [({"replica": r.name, "phase": phase}, seconds) for r in status.replicas for phase, seconds in r.phases.items()],
     )  # fmt: skip
-    family("rounds_total", "counter", "Rounds that ended.", [(run, rounds)])
-    family("rounds_failed_total", "counter", "Rounds that ended without success.", [(run, failed)])
-    family("moved_bytes_total", "counter", "Bytes that replicas received.", [(run, nbytes)])
+    family(
+        "replica_state_since_timestamp_seconds", "gauge", "When a replica entered its state, seconds since the epoch.",
+        [({"replica": r.name}, r.since) for r in status.replicas],
+    )  # fmt: skip
+    family("rounds_total", "counter", "Rounds that ended.", [(run, totals.rounds)])
+    family("rounds_failed_total", "counter", "Rounds that ended without success.", [(run, totals.failed)])
+    family("round_seconds_total", "counter", "Seconds that rounds took, added up.", [(run, totals.seconds)])
+    family(
+        "paused_seconds_total", "counter", "Seconds that replicas were paused for rounds, added up over replicas.",
+        [(run, totals.paused_seconds)],
+    )  # fmt: skip
+    family("moved_bytes_total", "counter", "Bytes that replicas received.", [(run, totals.nbytes)])
+    family(
+        "last_success_timestamp_seconds", "gauge", "When the last successful round ended; absent before the first.",
+        [] if totals.last_success is None else [(run, totals.last_success)],
+    )  # fmt: skip
     return "\n".join(lines) + "\n"
 
 

@@ -90,7 +90,7 @@ class LoggedCalls:
 
     def _loaded(self, version: Version, moved: Moved) -> None:
         _log.info(
-            "%s serves %s after %.0f ms: %s %s, verified as %s",
+            "%s serves %s after %.1f ms: %s %s, verified as %s",
             self._member, version, 1000 * (time.monotonic() - self._started), size(moved.nbytes), self._delivery, moved.verified,
         )  # fmt: skip
         if moved.verified == "received" and not self._warned:
@@ -124,6 +124,6 @@ def log_result(member: str, result: RoundResult) -> None:
     good = sum(replica.error is None for replica in result.replicas)
     _log.log(
         logging.INFO if result.ok else logging.WARNING,
-        "%s: round %d: version %s serves in %d of %d replicas after %.0f ms: %s",
+        "%s: round %d: version %s serves in %d of %d replicas after %.1f ms: %s",
         member, result.round, result.version, good, len(result.replicas), 1000 * result.seconds, size(result.nbytes),
     )  # fmt: skip

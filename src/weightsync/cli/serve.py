@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from collections.abc import Iterator
 
 import typer
 
@@ -33,24 +34,28 @@ def serve_forever(**given: object) -> None:
     def started(address: Address, token: Secret, coordinator: Coordinator) -> None:
         following.append(asyncio.ensure_future(_follow(coordinator)))
         typer.echo(f"coordinator of run {coordinator.settings.run} at {address.url}")
-        if settings.token is None:
-            typer.echo(
-                f"your own processes on this machine find its token in {token_path(address.port)}; others need WEIGHTSYNC_TOKEN"
-            )
-        # On a terminal only: standard output may be a file that others read, such as a batch job's.
-        if settings.token is None and on_terminal():
-            typer.echo(f"status page: {login_url(address, token)}")
-        else:
-            typer.echo(f"status page: {address.url}/ (it asks for the token: `weightsync token` prints a link that has it)")
-        if not is_loopback(settings.host) and address.scheme == "http":
-            typer.echo("not encrypted: where the network is not trusted, give --tls-cert and --tls-key")
-        if is_loopback(settings.host):
-            typer.echo("only this machine can reach it; for others: a token, and --host 0.0.0.0")
-        if not settings.run:
-            typer.echo(f"to restart it without losing its replicas' versions: --run {coordinator.settings.run}")
+        for what, text in _hints(settings, address, token, coordinator.settings.run):
+            typer.echo(f"  {what:<12} {text}")
 
     serve(settings, started)
     typer.echo("coordinator stopped")
+
+
+def _hints(settings: ServerSettings, address: Address, token: Secret, run: str) -> Iterator[tuple[str, str]]:
+    """What to know at the start, a line each."""
+    # The link on a terminal only: standard output may be a file that others read, such as a batch job's.
+    if settings.token is None and on_terminal():
+        yield "status page", login_url(address, token)
+    else:
+        yield "status page", f"{address.url}/ (it asks for the token; `weightsync token` prints a link that has it)"
+    if settings.token is None:
+        yield "token", f"{token_path(address.port)} (found by your own processes on this machine)"
+    if is_loopback(settings.host):
+        yield "reachable", "from this machine only; from others with a token and --host 0.0.0.0"
+    elif address.scheme == "http":
+        yield "network", "not encrypted: where it is not trusted, give --tls-cert and --tls-key"
+    if not settings.run:
+        yield "to restart", f"--run {run} keeps the versions of its replicas"
 
 
 async def _follow(coordinator: Coordinator) -> None:

@@ -94,8 +94,8 @@ def test_joining_and_rounds_are_logged_with_version_and_milliseconds(lines: Line
     where = re.escape(server.url)
     assert lines.find(rf"INFO trainer/0 joined run run at {where}")
     assert lines.find(rf"INFO mine-0/0 joined run run at {where}")
-    assert lines.find(r"INFO mine-0/0 serves run@7 after \d+ ms: 144 B direct, verified as installed")
-    assert lines.find(r"INFO trainer/0: round 1: version run@7 serves in 1 of 1 replicas after \d+ ms: 144 B")
+    assert lines.find(r"INFO mine-0/0 serves run@7 after [\d.]+ ms: 144 B direct, verified as installed")
+    assert lines.find(r"INFO trainer/0: round 1: version run@7 serves in 1 of 1 replicas after [\d.]+ ms: 144 B")
     assert not [line for line in lines.all if line.startswith("WARNING")]
 
 
@@ -103,7 +103,7 @@ def test_what_is_only_verified_as_received_is_warned_of_once(lines: Lines, serve
     with trainer(server) as publisher, engine(publisher, Streamed(), "mine-0"):
         for number in (1, 2):
             publisher.publish(number, timeout=SECONDS)
-    assert len(lines.find(r"INFO mine-0/0 serves run@\d after \d+ ms: 144 B streamed, verified as received")) == 2
+    assert len(lines.find(r"INFO mine-0/0 serves run@\d after [\d.]+ ms: 144 B streamed, verified as received")) == 2
     assert len(lines.find(r"WARNING mine-0/0: verified as received: .*shards\(\).*")) == 1
 
 
@@ -124,7 +124,7 @@ def test_ranks_of_a_larger_replica_log_their_versions_too(lines: Lines, server: 
     ):
         publisher.publish(1, timeout=SECONDS)
     for rank in range(2):
-        assert lines.find(rf"INFO mine-0/{rank} serves run@1 after \d+ ms: .* verified as installed")
+        assert lines.find(rf"INFO mine-0/{rank} serves run@1 after [\d.]+ ms: .* verified as installed")
 
 
 def test_a_lost_coordinator_and_its_return_are_logged(lines: Lines) -> None:

@@ -43,6 +43,10 @@ def serve_forever(**given: object) -> None:
 
 def _hints(settings: ServerSettings, address: Address, token: Secret, run: str) -> Iterator[tuple[str, str]]:
     """What to know at the start, a line each."""
+    if is_loopback(settings.host):
+        yield "reachable", "from this machine only; from others with a token and --host 0.0.0.0"
+    elif address.scheme == "http":
+        yield "network", "not encrypted: where it is not trusted, give --tls-cert and --tls-key"
     # The link on a terminal only: standard output may be a file that others read, such as a batch job's.
     if settings.token is None and on_terminal():
         yield "status page", login_url(address, token)
@@ -50,10 +54,6 @@ def _hints(settings: ServerSettings, address: Address, token: Secret, run: str) 
         yield "status page", f"{address.url}/ (it asks for the token; `weightsync token` prints a link that has it)"
     if settings.token is None:
         yield "token", f"{token_path(address.port)} (found by your own processes on this machine)"
-    if is_loopback(settings.host):
-        yield "reachable", "from this machine only; from others with a token and --host 0.0.0.0"
-    elif address.scheme == "http":
-        yield "network", "not encrypted: where it is not trusted, give --tls-cert and --tls-key"
     if not settings.run:
         yield "to restart", f"--run {run} keeps the versions of its replicas"
 

@@ -15,6 +15,7 @@ from weightsync.cli.findings import Finding
 from weightsync.control.events import Event, Joined, Left, ReplicaBytes, ReplicaEnded, ReplicaPhase, RoundEnded, RoundStarted
 from weightsync.control.status import Status
 from weightsync.messages import RoundResult
+from weightsync.model import FIRST_EPOCH
 
 __all__ = ["age", "doctor_table", "event_line", "gigabytes_per_second", "round_view", "show_table", "status_view"]
 
@@ -77,8 +78,8 @@ def status_view(status: Status) -> RenderableType:
     replicas.add_column("adapter", no_wrap=True)
     for replica in status.replicas:
         replicas.add_row(
-            Text(replica.name), _colored(replica.state), Text(_cell(replica.version)), Text(_cell(replica.staleness)),
-            Text(age(status.now - replica.since)), Text(f"{len(replica.ranks)}/{replica.world_size}"), Text(replica.adapter),
+            Text(replica.name), _colored(replica.state), Text(_number(replica.version, replica.epoch)),
+            Text(_cell(replica.staleness)), Text(age(status.now - replica.since)), Text(f"{len(replica.ranks)}/{replica.world_size}"), Text(replica.adapter),
         )  # fmt: skip
     views.append(replicas)
     views += _notes(
@@ -94,9 +95,9 @@ def _heading(status: Status) -> Text:
     shelves = (
         "nothing to seed from"
         if status.version is None
-        else f"version {status.version.number} can be seeded ({status.version.digest})"
+        else f"version {_number(status.version.number, status.version.epoch)} can be seeded ({status.version.digest})"
     )
-    last = "nothing published yet" if status.last < 0 else f"last published: version {status.last}"
+    last = "nothing published yet" if status.last < 0 else f"last published: version {_number(status.last, status.epoch)}"
     trainers = f"{len(status.trainer)} of {status.trainer_world_size} trainer ranks"
     running = "; a round is running" if status.busy else ""
     return Text(f"{_clock(status.now, status.now)}  run {status.run}: {last}; {shelves}; {trainers}{running}")
@@ -128,6 +129,11 @@ def _clock(when: float, now: float) -> str:
     return time.strftime("%H:%M:%S" if abs(now - when) < _HALF_A_DAY else "%m-%d %H:%M", time.localtime(when))
 
 
+def _number(number: int | None, epoch: int | None) -> str:
+    """A version within its run: ``400``, in the second epoch ``2@400``."""
+    return _cell(number) if epoch in (None, FIRST_EPOCH) else f"{epoch}@{_cell(number)}"
+
+
 def _cell(value: object) -> str:
     return "-" if value is None else str(value)
 
@@ -143,8 +149,8 @@ def _rounds(status: Status) -> Iterator[RenderableType]:
     for result in rounds:
         pause = max((replica.paused_seconds for replica in result.replicas), default=0.0)
         table.add_row(
-            _clock(result.ended, status.now), str(result.round), str(result.version.number), _size(result.nbytes),
-            f"{result.seconds:.3f}", gigabytes_per_second(result.nbytes, result.seconds), f"{1000 * pause:.0f} ms",
+            _clock(result.ended, status.now), str(result.round), _number(result.version.number, result.version.epoch),
+            _size(result.nbytes), f"{result.seconds:.3f}", gigabytes_per_second(result.nbytes, result.seconds), f"{1000 * pause:.0f} ms",
             _colored("ok" if result.ok else "failed"),
         )  # fmt: skip
     yield table
@@ -162,7 +168,7 @@ def round_view(result: RoundResult) -> RenderableType:
         for name in ("agree", "wait", "pause", "move", "verify", "commit")
         if any(name in replica.phases for replica in result.replicas)
     ]
-    table = _table(f"round {result.round}: version {result.version.number}, milliseconds by phase")
+    table = _table(f"round {result.round}: version {_number(result.version.number, result.version.epoch)}, milliseconds by phase")
     table.add_column("replica", no_wrap=True)
     table.add_column("state", no_wrap=True)
     for heading in ("bytes", *phases):

@@ -6,6 +6,7 @@ import io
 import re
 import time
 
+import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
@@ -95,3 +96,12 @@ def test_text_from_agents_is_no_markup() -> None:
 )
 def test_ages(seconds: float, text: str) -> None:
     assert age(seconds) == text
+
+
+def test_a_version_of_a_later_epoch_says_so() -> None:
+    later = msgspec.structs.replace(result(7), version=Version(run="run", number=7, manifest="", digest="", epoch=2))
+    serving = msgspec.structs.replace(replica("mine-0", "loaded", 7), epoch=2)
+    text = shown(status_view(msgspec.structs.replace(status(serving, rounds=(later,)), epoch=2)))
+    assert "last published: version 2@123456" in text
+    assert re.search(r"^mine-0 +loaded +2@7 ", text, re.MULTILINE)
+    assert re.search(r" 7 +2@7 .* ok *$", text, re.MULTILINE)

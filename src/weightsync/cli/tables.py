@@ -79,7 +79,8 @@ def status_view(status: Status) -> RenderableType:
     for replica in status.replicas:
         replicas.add_row(
             Text(replica.name), _colored(replica.state), Text(_number(replica.version, replica.epoch)),
-            Text(_cell(replica.staleness)), Text(age(status.now - replica.since)), Text(f"{len(replica.ranks)}/{replica.world_size}"), Text(replica.adapter),
+            Text(_cell(replica.staleness)), Text(age(status.now - replica.since)),
+            Text(f"{len(replica.ranks)}/{replica.world_size}"), Text(replica.adapter),
         )  # fmt: skip
     views.append(replicas)
     views += _notes(
@@ -150,7 +151,8 @@ def _rounds(status: Status) -> Iterator[RenderableType]:
         pause = max((replica.paused_seconds for replica in result.replicas), default=0.0)
         table.add_row(
             _clock(result.ended, status.now), str(result.round), _number(result.version.number, result.version.epoch),
-            _size(result.nbytes), f"{result.seconds:.3f}", gigabytes_per_second(result.nbytes, result.seconds), f"{1000 * pause:.0f} ms",
+            _size(result.nbytes), f"{result.seconds:.3f}", gigabytes_per_second(result.nbytes, result.seconds),
+            f"{1000 * pause:.0f} ms",
             _colored("ok" if result.ok else "failed"),
         )  # fmt: skip
     yield table
@@ -205,7 +207,7 @@ def event_line(event: Event) -> str:
             return f"{event.member} left: {event.reason}"
         case RoundStarted():
             what = "re-seeding" if event.seeding else "publishing"
-            return f"round {event.round}: {what} version {event.number} to {', '.join(event.replicas) or 'no replica'}"
+            return f"round {event.round}: {what} version {_number(event.number, event.epoch)} to {', '.join(event.replicas) or 'no replica'}"
         case ReplicaPhase():
             return f"round {event.round}: {event.replica}: {event.phase}"
         case ReplicaBytes():
@@ -213,7 +215,7 @@ def event_line(event: Event) -> str:
         case ReplicaEnded():
             one = event.result
             how = f" ({one.verified})" if one.verified else ""
-            end = f": {one.error}" if one.error else f", version {one.version}{how}"
+            end = f": {one.error}" if one.error else f", version {_number(one.version, one.epoch)}{how}"
             return f"round {event.round}: {one.name}: {one.state}{end}"
         case RoundEnded():
             if event.result is None:

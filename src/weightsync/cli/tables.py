@@ -207,7 +207,8 @@ def event_line(event: Event) -> str:
             return f"{event.member} left: {event.reason}"
         case RoundStarted():
             what = "re-seeding" if event.seeding else "publishing"
-            return f"round {event.round}: {what} version {_number(event.number, event.epoch)} to {', '.join(event.replicas) or 'no replica'}"
+            version, whom = _number(event.number, event.epoch), ", ".join(event.replicas) or "no replica"
+            return f"round {event.round}: {what} version {version} to {whom}"
         case ReplicaPhase():
             return f"round {event.round}: {event.replica}: {event.phase}"
         case ReplicaBytes():

@@ -28,7 +28,7 @@ _LITTLE_SHARED_MEMORY = 1 * _GIB
 def examine(settings: ClientSettings) -> list[Finding]:
     """Look at everything. A check that breaks is a finding of its own, never an error."""
     findings: list[Finding] = []
-    asked = {name: partial(check, settings=settings) for name, check in _NETWORK.items()}
+    asked: dict[str, Callable[[str], Finding]] = {name: partial(check, settings=settings) for name, check in _NETWORK.items()}
     for name, check in {**_CHECKS, **asked}.items():
         try:
             findings.append(check(name))

@@ -29,8 +29,8 @@ def ask_coordinator(name: str, settings: ClientSettings) -> Finding:
             name, "missing", f"nobody answers at {where}",
             "start one with `weightsync serve`, or say where it is: --coordinator or WEIGHTSYNC_COORDINATOR",
         )  # fmt: skip
-    here = f"{len(status.trainer)} trainer ranks and {len(status.replicas)} replicas are there"
-    return Finding(name, "ok", f"run {status.run} at {where}: the token is accepted; {here}")
+    members = f"trainer ranks: {len(status.trainer)}, replicas: {len(status.replicas)}"
+    return Finding(name, "ok", f"run {status.run} at {where}: the token is accepted; {members}")
 
 
 def look_at_data_interface(name: str, settings: ClientSettings) -> Finding:

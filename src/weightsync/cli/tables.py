@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -156,11 +156,21 @@ def _rounds(status: Status) -> Iterator[RenderableType]:
             _colored("ok" if result.ok else "failed"),
         )  # fmt: skip
     yield table
+    shown = {(replica.name, replica.error) for replica in status.replicas}
     failed: dict[str, list[str]] = {}
     for result in rounds:
         if not result.ok:
-            failed.setdefault(_outcome(result).plain, []).append(str(result.round))
+            failed.setdefault(_failure(result, shown), []).append(str(result.round))
     yield from _notes((f"round {', '.join(numbers)}", Text(error, style="red")) for error, numbers in failed.items())
+
+
+def _failure(result: RoundResult, shown: Collection[tuple[str, str | None]]) -> str:
+    """Why a round failed; of the replicas whose error is ``shown`` already, only the name."""
+    text = result.error or "failed"
+    for replica in result.replicas:
+        if replica.error and (replica.name, replica.error) in shown:
+            text = text.replace(f"{replica.name}: {replica.error}", replica.name)
+    return text
 
 
 def round_view(result: RoundResult) -> RenderableType:
@@ -199,7 +209,11 @@ def _outcome(result: RoundResult) -> Text:
 
 
 def event_line(event: Event) -> str:
-    """One event as one line."""
+    """One event as one line, whatever the texts in it hold."""
+    return " ".join(_event_text(event).split())
+
+
+def _event_text(event: Event) -> str:
     match event:
         case Joined():
             return f"{event.member} joined"
@@ -223,4 +237,5 @@ def event_line(event: Event) -> str:
                 return f"round {event.round}: failed: {event.error}"
             nbytes, seconds = event.result.nbytes, event.result.seconds
             rate = f" ({gigabytes_per_second(nbytes, seconds)} GB/s)" if nbytes else ""
-            return f"round {event.round}: {'ok' if event.result.ok else event.error}, {_size(nbytes)} in {seconds:.3f} s{rate}"
+            outcome, why = ("ok", "") if event.result.ok else ("failed", f": {event.error}")
+            return f"round {event.round}: {outcome}, {_size(nbytes)} in {seconds:.3f} s{rate}{why}"

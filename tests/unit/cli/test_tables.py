@@ -10,7 +10,8 @@ import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
-from weightsync.cli.tables import age, round_view, status_view
+from weightsync.cli.tables import age, event_line, round_view, status_view
+from weightsync.control.events import RoundEnded
 from weightsync.control.status import RankStatus, ReplicaStatus, Status
 from weightsync.messages import ReplicaResult, RoundResult
 from weightsync.model import Version
@@ -105,3 +106,16 @@ def test_a_version_of_a_later_epoch_says_so() -> None:
     assert "last published: version 2@123456" in text
     assert re.search(r"^mine-0 +loaded +2@7 ", text, re.MULTILINE)
     assert re.search(r" 7 +2@7 .* ok *$", text, re.MULTILINE)
+
+
+def test_what_the_replicas_say_is_not_said_again_by_the_rounds() -> None:
+    failed = msgspec.structs.replace(result(9, ERROR), error=f"0 of 1 replicas got the version, and 1 must: mine-0: {ERROR}")
+    text = shown(status_view(status(replica("mine-0", "dirty", None, ERROR), rounds=(failed, failed))))
+    assert text.count("21 tensors differ in dtype") == 1
+    assert "  round 9, 9: 0 of 1 replicas got the version, and 1 must: mine-0 " in text
+
+
+def test_an_event_is_one_line_whatever_it_holds() -> None:
+    line = event_line(RoundEnded(9, result(9, "a\n  b"), "a\n  b"))
+    assert line == "round 9: failed, 16.0 GiB in 12.500 s (1.37 GB/s): a b"
+    assert event_line(RoundEnded(9, result(9))) == "round 9: ok, 16.0 GiB in 12.500 s (1.37 GB/s)"

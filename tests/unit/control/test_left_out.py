@@ -14,7 +14,7 @@ from weightsync.control.settings import Require
 from weightsync.errors import DeadlineExceeded, ManifestMismatch
 from weightsync.messages import ReplicaResult, RoundResult
 from weightsync.model import Manifest, TensorSpec, Version
-from weightsync.service.metrics import exposition
+from weightsync.service.metrics import Totals, exposition
 
 OTHER = Manifest([TensorSpec(spec.name, spec.shape, "int8") for spec in SPECS])
 
@@ -51,7 +51,7 @@ async def test_a_replica_that_does_not_fit_is_refused_and_counted(first: str, ca
     await world.publish(2)
     assert len(caplog.records) == count, "said once, not in every round"
     assert world.states() == {"odd": ("refused", None), "even": ("loaded", 2)}
-    text = exposition(world.coordinator.status(), 2, 2, 0)
+    text = exposition(world.coordinator.status(), Totals())
     assert 'weightsync_replica_state{replica="odd",state="refused"} 1' in text
     assert 'weightsync_replicas_not_updated{run="test"} 1' in text
     world.check()

@@ -47,8 +47,13 @@ def gigabytes_per_second(nbytes: int, seconds: float) -> str:
     return f"{nbytes / seconds / 1e9:.2f}" if seconds > 0 and nbytes else ""
 
 
+def _said(text: str, style: str = "") -> Text:
+    """What somebody else said: no markup."""
+    return Text(text, style=style)
+
+
 def _colored(word: str) -> Text:
-    return Text(word, style=_COLOR.get(word, ""))
+    return _said(word, _COLOR.get(word, ""))
 
 
 def doctor_table(findings: Sequence[Finding]) -> Table:
@@ -57,7 +62,7 @@ def doctor_table(findings: Sequence[Finding]) -> Table:
     for heading, fixed in (("", True), ("status", True), ("found, and what it costs", False)):
         table.add_column(heading, no_wrap=fixed, overflow="fold")
     for finding in findings:
-        found = Text(finding.found)
+        found = _said(finding.found)
         if finding.cost:
             found.append(f"\n{finding.cost}", style="dim")
         table.add_row(finding.name, _colored(finding.status), found)
@@ -78,17 +83,17 @@ def status_view(status: Status) -> RenderableType:
     replicas.add_column("adapter", no_wrap=True)
     for replica in status.replicas:
         replicas.add_row(
-            Text(replica.name), _colored(replica.state), Text(_number(replica.version, replica.epoch)),
-            Text(_cell(replica.staleness)), Text(age(status.now - replica.since)),
-            Text(f"{len(replica.ranks)}/{replica.world_size}"), Text(replica.adapter),
+            _said(replica.name), _colored(replica.state), _said(_number(replica.version, replica.epoch)),
+            _said(_cell(replica.staleness)), _said(age(status.now - replica.since)),
+            _said(f"{len(replica.ranks)}/{replica.world_size}"), _said(replica.adapter),
         )  # fmt: skip
     views.append(replicas)
     views += _notes(
-        (replica.name, Text(f"rank {', '.join(map(str, replica.missing))} is not connected", style="yellow"))
+        (replica.name, _said(f"rank {', '.join(map(str, replica.missing))} is not connected", "yellow"))
         for replica in status.replicas
         if replica.missing
     )
-    views += _notes((replica.name, Text(replica.error, style="red")) for replica in status.replicas if replica.error)
+    views += _notes((replica.name, _said(replica.error, "red")) for replica in status.replicas if replica.error)
     return Group(*views, *_rounds(status))
 
 
@@ -101,7 +106,7 @@ def _heading(status: Status) -> Text:
     last = "nothing published yet" if status.last < 0 else f"last published: version {_number(status.last, status.epoch)}"
     trainers = f"{len(status.trainer)} of {status.trainer_world_size} trainer ranks"
     running = "; a round is running" if status.busy else ""
-    return Text(f"{_clock(status.now, status.now)}  run {status.run}: {last}; {shelves}; {trainers}{running}")
+    return _said(f"{_clock(status.now, status.now)}  run {status.run}: {last}; {shelves}; {trainers}{running}")
 
 
 def _table(title: str) -> Table:
@@ -114,7 +119,7 @@ def _table(title: str) -> Table:
 def _notes(notes: Iterable[tuple[str, Text]]) -> Iterator[RenderableType]:
     """``name: text`` below a table, as many lines as the text needs, indented under its beginning."""
     for name, text in notes:
-        yield Padding(Text(f"{name}: ").append_text(text), (0, 0, 0, 2))
+        yield Padding(_said(f"{name}: ").append_text(text), (0, 0, 0, 2))
 
 
 def age(seconds: float) -> str:
@@ -161,7 +166,7 @@ def _rounds(status: Status) -> Iterator[RenderableType]:
     for result in rounds:
         if not result.ok:
             failed.setdefault(_failure(result, shown), []).append(str(result.round))
-    yield from _notes((f"round {', '.join(numbers)}", Text(error, style="red")) for error, numbers in failed.items())
+    yield from _notes((f"round {', '.join(numbers)}", _said(error, "red")) for error, numbers in failed.items())
 
 
 def _failure(result: RoundResult, shown: Collection[tuple[str, str | None]]) -> str:
@@ -188,15 +193,15 @@ def round_view(result: RoundResult) -> RenderableType:
     ways: dict[str, list[str]] = {}
     for replica in result.replicas:
         milliseconds = [f"{1000 * replica.phases[name]:.1f}" if name in replica.phases else "" for name in phases]
-        table.add_row(Text(replica.name), _colored(replica.state), _size(replica.nbytes), *milliseconds)
+        table.add_row(_said(replica.name), _colored(replica.state), _size(replica.nbytes), *milliseconds)
         if replica.verified:
             way = f"{replica.delivery} by {', '.join(replica.transports)}, verified as {replica.verified}"
             ways.setdefault(way, []).append(replica.name)
     return Group(
         table,
-        *_notes((", ".join(names), Text(way)) for way, names in ways.items()),
+        *_notes((", ".join(names), _said(way)) for way, names in ways.items()),
         *_notes(
-            (replica.name, Text(replica.error, style="red"))
+            (replica.name, _said(replica.error, "red"))
             for replica in result.replicas
             if replica.error and replica.error not in (result.error or "")
         ),
@@ -205,15 +210,15 @@ def round_view(result: RoundResult) -> RenderableType:
 
 
 def _outcome(result: RoundResult) -> Text:
-    return Text("ok", style="green") if result.ok else Text(result.error or "failed", style="red")
+    return Text("ok", style="green") if result.ok else _said(result.error or "failed", "red")
 
 
 def event_line(event: Event) -> str:
     """One event as one line, whatever the texts in it hold."""
-    return " ".join(_event_text(event).split())
+    return " ".join(_event_line(event).split())
 
 
-def _event_text(event: Event) -> str:
+def _event_line(event: Event) -> str:
     match event:
         case Joined():
             return f"{event.member} joined"

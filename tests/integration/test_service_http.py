@@ -142,7 +142,7 @@ def test_rounds_that_cannot_be_run_say_why(settings: ClientSettings, http: httpx
             client.round(["nobody"])
         with pytest.raises(MembershipError, match="nothing to seed"):
             client.round()
-        with joined(settings, engine_hello("a")), pytest.raises(StaleSource, match="shelves hold no version"):
+        with joined(settings, engine_hello("a")), pytest.raises(StaleSource, match="no version can be read from the trainer now"):
             client.round(["a"], timeout=5)
     assert http.post("/v1/rounds", json={"replicas": ["nobody"]}).status_code == 404
 

@@ -138,7 +138,9 @@ def test_float32_masters_become_bfloat16_only_when_asked(joined: Joined) -> None
 
 def test_another_dtype_is_refused_and_says_what_to_do(joined: Joined) -> None:
     joined.trainer(torch.nn.Linear(4, 3))
-    with pytest.raises(ManifestMismatch, match=r"dtype of weight.*float32.*bfloat16[\s\S]*Trainer\(dtype="):
+    with pytest.raises(
+        ManifestMismatch, match=r"2 tensors differ in dtype: float32 here, bfloat16[\s\S]*Trainer\(..., dtype=torch.bfloat16"
+    ):
         joined.engine(ModuleAdapter(torch.nn.Linear(4, 3, dtype=torch.bfloat16)))
 
 
@@ -226,7 +228,7 @@ def test_a_number_that_is_published_again_means_the_weights_of_now_on_every_rank
     assert torch.equal(target.weight, torch.full((8, 3), 6.0))
 
 
-@pytest.mark.parametrize("number", ["32", 33.5, True, -5, 1 << 70, None])
+@pytest.mark.parametrize("number", ["32", 33.5, True, -5, 1 << 70])
 def test_a_version_that_is_no_number_is_refused_at_once(joined: Joined, number: int) -> None:
     trainer = joined.trainer(Net())
     with pytest.raises(VersionError, match="integer"):

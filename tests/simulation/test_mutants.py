@@ -18,6 +18,8 @@ QUICK = {
     "publish returns before the copy": ("mislabelled",),
     "pause answered before the engine stands": ("torn", "unusable"),
     "version attested while paused": ("unusable",),
+    "a rank that blinks while ranks gather loses its place": ("stuck",),
+    "replicas that are lost or refused are dropped from results": ("dropped", "stuck"),
 }
 
 

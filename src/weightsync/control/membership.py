@@ -124,8 +124,9 @@ class Membership:
                 self.manifest.check_same(replica.manifest, f"replica {replica.name}")
             except ManifestMismatch as error:
                 refusal = f"ManifestMismatch: {error}"
-        if refusal is not None or replica.refusal is not None:
-            replica.refusal = replica.error = refusal
+        if replica.links and (refusal is not None or replica.refusal is not None):
+            replica.error = refusal
+        replica.refusal = refusal
 
     def _forget(self) -> None:
         empty = sorted((replica.since, name) for name, replica in self.replicas.items() if not replica.links)

@@ -13,7 +13,7 @@ from weightsync.deadline import Deadline
 from weightsync.demo.gate import Gate
 from weightsync.demo.generation import Completion, FinishReason
 from weightsync.errors import Aborted, DeadlineExceeded
-from weightsync.model import Version
+from weightsync.model import FIRST_EPOCH, Version, parse_label
 
 __all__ = ["VllmGenerator"]
 
@@ -24,8 +24,8 @@ _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 def _number(label: str) -> int:
-    _, _, number = label.rpartition("@")
-    return int(number) if number.isdigit() else _NOBODY
+    parsed = parse_label(label)
+    return _NOBODY if parsed is None else parsed[2]
 
 
 class VllmGenerator:
@@ -43,8 +43,8 @@ class VllmGenerator:
         """Take the new name of vLLM's weights."""
         self.gate.pause("keep", _RUN_SECONDS)
         if label != UNLABELLED:
-            run, _, _ = label.rpartition("@")
-            self.gate.label(Version(run, _number(label), "", ""))
+            run, epoch, number = parse_label(label) or (None, FIRST_EPOCH, _NOBODY)
+            self.gate.label(Version(run or "", number, "", "", epoch))
             self.gate.resume()
 
     def complete(self, prompt: Sequence[int], budget: int, deadline: Deadline) -> Completion:

@@ -16,6 +16,7 @@ import msgspec
 
 from weightsync.control.status import Status
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, PeerLost, VersionError
+from weightsync.model import FIRST_EPOCH
 from weightsync.rollouts.generation import Generation
 from weightsync.rollouts.replicas import Replicas, Urls
 from weightsync.rollouts.samples import Chunk, FinishReason, Sample, Sampling
@@ -70,9 +71,14 @@ class Rollout(Generic[T]):
     seconds: float
 
     @property
+    def oldest_order(self) -> tuple[int, int] | None:
+        """Epoch and number of the oldest version of any of its tokens."""
+        return min((sample.oldest_order for sample in self.samples if sample.oldest_order is not None), default=None)
+
+    @property
     def oldest(self) -> int | None:
-        """The smallest version of any of its tokens."""
-        return min((sample.oldest for sample in self.samples if sample.oldest is not None), default=None)
+        """The number of the oldest version of any of its tokens."""
+        return None if self.oldest_order is None else self.oldest_order[1]
 
     def age(self, version: int) -> int:
         """By how many versions its oldest token is behind ``version``."""
@@ -129,6 +135,7 @@ class RolloutController(Generic[T]):
         self._asking: deque[asyncio.Future[list[Rollout[T]]]] = deque()
         self._error: BaseException | None = None
         self._consumer: int | None = None
+        self._epoch = FIRST_EPOCH
         self._paused = self._number = self._rejected = self._timed_out = self._too_old = self._interruptions = 0
         self._pumping = self._closed = False
 
@@ -261,6 +268,8 @@ class RolloutController(Generic[T]):
 
         The trainer's last version may be newer: replicas take it one after another, and serve the one before until then.
         """
+        if status.last >= 0 and status.epoch > self._epoch:
+            self._begin_epoch(status.epoch)
         known = self.admission.version
         self.replicas.oldest = max(status.last - self.settings.max_staleness, -1 if known is None else known)
         self.replicas.apply(status)
@@ -269,12 +278,19 @@ class RolloutController(Generic[T]):
         self.admission.begin(status.last)
         served = self.replicas.served
         try:
-            if known is not None and status.last < known:
+            if known is not None and (status.epoch, status.last) < (self._epoch, known):
                 self.publish(status.last)
             elif known is None or (served is not None and served > known):
                 self.publish(status.last if served is None else served)
         except VersionError as error:
             self._fail(error)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """The trainer started again from an earlier checkpoint: what older epochs made is not used, and counting begins anew."""
+        self._epoch = self.replicas.epoch = epoch
+        self._consumer = None
+        self._drop_old()
+        self.admission.restart()
 
     def _watch_ended(self, watch: asyncio.Task[None]) -> None:
         if not watch.cancelled() and (error := watch.exception()) is not None:
@@ -356,10 +372,10 @@ class RolloutController(Generic[T]):
     def _drop_old(self) -> None:
         known = [version for version in (self.admission.version, self._consumer) if version is not None]
         most = self.settings.max_age
-        if not known or most is None:
-            return
-        version = max(known)
-        young = [rollout for rollout in self._ready if rollout.age(version) <= most]
+        young = [rollout for rollout in self._ready if rollout.oldest_order is None or rollout.oldest_order[0] >= self._epoch]
+        if known and most is not None:
+            version = max(known)
+            young = [rollout for rollout in young if rollout.age(version) <= most]
         dropped = len(self._ready) - len(young)
         if dropped:
             self._ready, self._too_old = young, self._too_old + dropped
@@ -400,7 +416,7 @@ class RolloutController(Generic[T]):
                 finish = "abort"
                 _log.info("a request at %s was cut off: %s", lease.name, error)
             lost = sample.lost_tokens
-            sample.keep(lease.name, chunks)
+            sample.keep(lease.name, chunks, lease.epoch)
             if finish != "abort" and sample.lost_tokens > lost:
                 finish = "abort"
                 _log.warning("%s made tokens and does not say with which version", lease.name)

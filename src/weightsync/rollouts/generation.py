@@ -24,6 +24,7 @@ import msgspec
 
 from weightsync.errors import ConfigurationError, LoadError, PeerLost, ProtocolError
 from weightsync.messages import UNREADABLE
+from weightsync.model import parse_label
 from weightsync.rollouts.samples import Chunk, FinishReason, Sampling
 from weightsync.service.auth import bearer
 from weightsync.service.settings import Secret
@@ -39,8 +40,13 @@ _AGAIN = (408, 425, 429, 500, 502, 503, 504)  # another time, or another replica
 
 def version_number(label: str) -> int | None:
     """The number in a label ``run@number``; ``None`` for weights that are not of a published version."""
-    _, _, number = label.rpartition("@")
-    return int(number) if number.isascii() and number.isdigit() else None
+    parsed = parse_label(label)
+    return None if parsed is None else parsed[2]
+
+
+def _order(label: str) -> tuple[int, int] | None:
+    parsed = parse_label(label)
+    return None if parsed is None else parsed[1:]
 
 
 class Generation(Protocol):
@@ -217,16 +223,19 @@ class VllmTokens(_Http):
         choice = message.choices[0]
         logprobs = None if choice.logprobs is None or choice.logprobs.content is None else choice.logprobs.content
         versions: list[int] = []
+        epochs: list[int] = []
         for span in choice.weight_versions or ():
-            number = version_number(span.version)
-            if number is None or span.start != len(versions) or not 0 < span.end - span.start < 1 << 24:
+            order = _order(span.version)
+            if order is None or span.start != len(versions) or not 0 < span.end - span.start < 1 << 24:
                 break  # made by weights without a version: no such token, and none after it, is kept
-            versions += [number] * (span.end - span.start)
+            epochs += [order[0]] * (span.end - span.start)
+            versions += [order[1]] * (span.end - span.start)
         return Chunk(
             tuple(choice.token_ids or ()),
             None if logprobs is None else tuple(one.logprob for one in logprobs),
             tuple(versions),
             _reason(choice.finish_reason),
+            tuple(epochs),
         )
 
 
@@ -273,12 +282,11 @@ class Completions(_Http):
                 chunk = self._chunk(await _whole(answer, url), url)
                 tokens, attested, last = len(chunk.tokens), len(chunk.versions), chunk.finish_reason
                 yield msgspec.structs.replace(chunk, finish_reason=None)
-        versions: tuple[int, ...] = ()
-        if before is not None and attested == 0 and tokens and await self._attested(url) == before:
-            versions = (before,) * tokens
-        yield Chunk(versions=versions, finish_reason=last)
+        known = before if before is not None and attested == 0 and tokens and await self._attested(url) == before else None
+        epochs, versions = ((known[0],) * tokens, (known[1],) * tokens) if known is not None else ((), ())
+        yield Chunk(versions=versions, finish_reason=last, epochs=epochs)
 
-    async def _attested(self, url: str) -> int | None:
+    async def _attested(self, url: str) -> tuple[int, int] | None:
         """What the server says its weights are; ``None`` where it has no such route (then it must attest in its messages)."""
         try:
             answer = await self._http.get(url.rstrip("/") + "/weight_info")
@@ -287,7 +295,7 @@ class Completions(_Http):
         if not answer.is_success:
             return None
         label = _decode(answer.content, _Info, url).weight_version
-        return None if label is None else version_number(label)
+        return None if label is None else _order(label)
 
     def _chunk(self, data: bytes, url: str) -> Chunk:
         message = _decode(data, _Completion, url)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from weightsync.control.status import Status
 from weightsync.errors import ConfigurationError
+from weightsync.model import FIRST_EPOCH
 
 __all__ = ["Lease", "Replicas", "Urls"]
 
@@ -26,6 +27,7 @@ class _Replica:
     state: str = ""
     routable: bool = False
     version: int | None = None
+    epoch: int = FIRST_EPOCH
     running: int = 0
     news: int = 0
     """Changes of state that were told."""
@@ -46,6 +48,8 @@ class Lease:
     version: int | None
     """What the coordinator says that it serves; tokens are stamped with what the server itself attests."""
     news: int = field(repr=False)
+    epoch: int = FIRST_EPOCH
+    """Of ``version``."""
     cut: bool = False
     """To be set if the request was cut off: the replica is left alone until there is news of it, or a while has passed."""
 
@@ -61,6 +65,8 @@ class Replicas:
         self.on_change = on_change
         self.oldest = -1
         """Replicas that serve an older version than this are left alone, though they serve."""
+        self.epoch = FIRST_EPOCH
+        """The epoch of :attr:`oldest`: replicas that serve one before it are left alone, too."""
         self._table: dict[str, _Replica] = {}
         self._waiting: set[asyncio.Future[None]] = set()
         self._count = 0
@@ -90,8 +96,10 @@ class Replicas:
                 raise ConfigurationError(f"{url!r} is not the URL of replica {found.name}: write it as http://host:port")
             seen.add(found.name)
             mine = self._table.setdefault(found.name, _Replica(found.name, url))
-            if (mine.url, mine.state, mine.routable, mine.version) != (url, found.state, found.routable, found.version):
-                mine.url, mine.state, mine.routable, mine.version = url, found.state, found.routable, found.version
+            epoch = found.epoch or FIRST_EPOCH
+            told = (url, found.state, found.routable, found.version, epoch)
+            if (mine.url, mine.state, mine.routable, mine.version, mine.epoch) != told:
+                mine.url, mine.state, mine.routable, mine.version, mine.epoch = told
                 self._told(mine)
         for name in self._table.keys() - seen:
             self.pausing(name)
@@ -119,7 +127,7 @@ class Replicas:
                 self._waiting.discard(told)
         self._count += 1
         mine.running, mine.used = mine.running + 1, self._count
-        lease = Lease(mine.name, mine.url, mine.version, mine.news)
+        lease = Lease(mine.name, mine.url, mine.version, mine.news, mine.epoch)
         try:
             yield lease
         finally:
@@ -135,7 +143,7 @@ class Replicas:
             self._release(mine)
 
     def _serves(self, one: _Replica) -> bool:
-        return one.routable and (one.version is None or one.version >= self.oldest)
+        return one.routable and (one.version is None or (one.epoch, one.version) >= (self.epoch, self.oldest))
 
     def _best(self) -> _Replica | None:
         free = [one for one in self._table.values() if self._serves(one) and one.held is None]

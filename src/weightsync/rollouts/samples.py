@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from weightsync.errors import ConfigurationError, ProtocolError
+from weightsync.model import FIRST_EPOCH
 
 __all__ = ["Chunk", "FinishReason", "Sample", "Sampling"]
 
@@ -43,6 +44,8 @@ class Chunk(msgspec.Struct, frozen=True):
     versions: tuple[int, ...] = ()
     """Of tokens in order since the request began, as far as the server attests them in this message."""
     finish_reason: FinishReason | None = None
+    epochs: tuple[int, ...] = ()
+    """Of the same tokens, where the server attests it. Else the epoch is that of the replica when it was asked."""
 
 
 @dataclass
@@ -54,6 +57,8 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     """Under the weights that made the token; empty if not asked for or not said (the demo's server says none)."""
     versions: list[int] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+    """Of the versions: of a later epoch, even a smaller number is newer."""
     replicas: list[str] = field(default_factory=list)
     finish_reason: FinishReason = "abort"
     interruptions: int = 0
@@ -62,20 +67,26 @@ class Sample:
     """Tokens that arrived and were dropped, since their server went away before it attested their version."""
 
     @property
-    def oldest(self) -> int | None:
-        """The smallest version of any token; ``None`` without tokens."""
-        return min(self.versions, default=None)
+    def oldest_order(self) -> tuple[int, int] | None:
+        """Epoch and number of the oldest version of any token; ``None`` without tokens."""
+        return min(zip(self.epochs, self.versions, strict=True), default=None)
 
-    def keep(self, replica: str, chunks: Sequence[Chunk]) -> None:
-        """Add what one request brought, as far as its versions are attested.
+    @property
+    def oldest(self) -> int | None:
+        """The number of the oldest version of any token; ``None`` without tokens."""
+        return None if self.oldest_order is None else self.oldest_order[1]
+
+    def keep(self, replica: str, chunks: Sequence[Chunk], epoch: int = FIRST_EPOCH) -> None:
+        """Add what one request brought, as far as its versions are attested. ``epoch`` is theirs where the server says none.
 
         Raises :class:`~weightsync.errors.ProtocolError` if it does not fit together.
         """
         tokens = [token for chunk in chunks for token in chunk.tokens]
         versions = [version for chunk in chunks for version in chunk.versions]
+        epochs = [said for chunk in chunks for said in chunk.epochs or (epoch,) * len(chunk.versions)]
         logprobs = [value for chunk in chunks for value in chunk.logprobs or ()]
         said = bool(logprobs)
-        if len(versions) > len(tokens) or (said and len(logprobs) != len(tokens)):
+        if len(versions) > len(tokens) or len(epochs) != len(versions) or (said and len(logprobs) != len(tokens)):
             raise ProtocolError(
                 f"{replica} answered {len(tokens)} tokens with {len(versions)} versions and {len(logprobs)} log-probabilities"
             )
@@ -85,5 +96,6 @@ class Sample:
         self.lost_tokens += len(tokens) - kept
         self.tokens += tokens[:kept]
         self.versions += versions
+        self.epochs += epochs
         self.replicas += [replica] * kept
         self.logprobs += logprobs[:kept]

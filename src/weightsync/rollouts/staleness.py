@@ -74,6 +74,11 @@ class Admission:
         self.begin(version)
         self._version = version
 
+    def restart(self) -> None:
+        """Count anew from the next version that is told: a new epoch began, and nothing that was accepted is used any more."""
+        self._first = self._version = None
+        self.accepted = 0
+
     def start(self) -> None:
         """One rollout starts. Raises :class:`~weightsync.errors.VersionError` where the bound allows none."""
         if self.capacity <= 0:

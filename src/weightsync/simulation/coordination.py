@@ -9,6 +9,7 @@ from weightsync.control.events import Event, ReplicaEnded, ReplicaPhase, RoundEn
 from weightsync.control.link import Limit
 from weightsync.control.nodes import EngineNode
 from weightsync.control.replicas import Replica
+from weightsync.messages import RoundResult
 from weightsync.service.agents import AgentSockets
 from weightsync.service.settings import ServerSettings
 from weightsync.simulation.network import Wire
@@ -23,6 +24,7 @@ GRACE = 4.0
 _MARGIN = 6.0  # seconds that trouble may still be felt after it is over
 _MOMENT = 0.2  # for frames that are under way
 _LONGEST = 120.0
+_LEFT_OUT = ("lost", "refused")
 _ROOMY = 10.0  # a round of so many seconds has time for everybody who is well
 _SERVER = ServerSettings()
 
@@ -33,12 +35,20 @@ class CoordinatorProcess(Process):
     def __init__(self, world: World) -> None:
         super().__init__(world, "coordinator")
         self.coordinator = Coordinator(
-            Settings(run="simulated", grace=GRACE, timeout=_LONGEST, max_unavailable=world.max_unavailable)
+            Settings(
+                run="simulated",
+                grace=GRACE,
+                timeout=_LONGEST,
+                max_unavailable=world.max_unavailable,
+                require="all" if world.misfit is not None else "any",
+            )
         )
         self.sockets = AgentSockets(self.coordinator, _SERVER)
         self.started = world.loop.time()
         self._round = (0.0, 0.0, False)
         self._limit = self._until = 0.0
+        self._expected: set[str] = set()
+        """Replicas that the running publication must account for."""
         emit = self.coordinator._feed.emit
 
         def spy(event: Event) -> None:
@@ -116,6 +126,8 @@ class CoordinatorProcess(Process):
             case RoundStarted(seeding=seeding):
                 self._round = (world.loop.time(), world.jumped, seeding)
                 self._limit = _LONGEST if seeding else self._until - world.loop.time()
+                known = self.coordinator._members.replicas.values()
+                self._expected = set() if seeding else {replica.name for replica in known if not replica.departed}
             case ReplicaEnded(result=result) if result.error is None:
                 seen[f"delivery {result.delivery}"] += 1
                 seen[f"verified {result.verified}"] += 1
@@ -128,10 +140,21 @@ class CoordinatorProcess(Process):
                 self._ended()
                 seen["round ok" if result.ok else "round not ok"] += 1
                 seen["seeding round ok"] += self._round[2] and result.ok
+                self._look_for_dropped(result)
                 failed = [one for one in result.replicas if one.error is not None]
                 seen["replica failed alone"] += 0 < len(failed) < len(result.replicas)
                 for one in failed:
-                    self._excused(one.name, str(one.error))
+                    seen[f"replica left out: {one.state}"] += one.state in _LEFT_OUT
+                    if one.state not in _LEFT_OUT:
+                        self._excused(one.name, str(one.error))
+
+    def _look_for_dropped(self, result: RoundResult) -> None:
+        """Every replica that is known is in the result, and counts for what is required."""
+        dropped = self._expected - {one.name for one in result.replicas}
+        if dropped:
+            self.world.violated("dropped", f"a result with ok={result.ok} says nothing of {sorted(dropped)}")
+        if self.coordinator.settings.require == "all" and result.ok and any(one.error for one in result.replicas):
+            self.world.violated("dropped", f"a round that needs all replicas is ok without one: {result}")
 
     def _ended(self) -> None:
         """A round ends by its deadline, or by the end of the quarantine that follows."""

@@ -60,6 +60,7 @@ ALL_FAULTS = tuple(
             f"{LOADER_DROP} in load",
             *(name for name in TIMED if name != "duplicated frames"),
             "duplicated frame",
+            "trainer rank blinks while ranks gather",
         ]
     )
 )
@@ -71,6 +72,8 @@ ALL_STATES = (
     "round not ok",
     "round without a version",
     "replica failed alone",
+    "replica left out: lost",
+    "replica left out: refused",
     "seeding round ok",
     "seeding round cancelled",
     "rank attests a version to a new coordinator",

@@ -60,6 +60,8 @@ class Wire:
     def __init__(self, world: World, agent: Process, server: Process) -> None:
         self.world, self.agent, self.server = world, agent, server
         self.cut = False
+        self.code = 1006
+        """With which the connection ends, for who reads its end."""
         self.slow_until = 0.0
         self.silent_until = 0.0
         self._inboxes = {"agent": _Inbox(), "server": _Inbox()}
@@ -109,8 +111,9 @@ class Wire:
             self.end("agent", agent_after)
             self.end("server", server_after)
 
-    def close(self, by: str) -> None:
-        """One end closes in good order: what was sent before still arrives."""
+    def close(self, by: str, code: int = 1006) -> None:
+        """One end closes in good order, with a ``code`` for the other: what was sent before still arrives."""
+        self.code = self.code if self.cut else code
         other = "server" if by == "agent" else "agent"
         self._inboxes[by].put(None)
         if not self.cut:
@@ -147,7 +150,7 @@ class _Client:
         return data
 
     async def close(self, code: int = 1000, reason: str = "") -> None:
-        self._wire.close("agent")
+        self._wire.close("agent", code)
 
 
 class _Socket:
@@ -163,7 +166,7 @@ class _Socket:
     async def receive(self) -> dict[str, object]:
         data = await self._wire.get("server")
         if data is None:
-            return {"type": "websocket.disconnect", "code": 1006, "reason": None}
+            return {"type": "websocket.disconnect", "code": self._wire.code, "reason": None}
         return {"type": "websocket.receive", "bytes": data}
 
     async def send_bytes(self, data: bytes) -> None:

@@ -21,7 +21,7 @@ from weightsync.roles.engine import EngineRole
 from weightsync.roles.trainer import TrainerRole
 from weightsync.service.settings import Address, ClientSettings, Secret
 from weightsync.simulation.threads import Executor, Lock, Thread, threads
-from weightsync.simulation.weights import MANIFEST, Memory, Sharing
+from weightsync.simulation.weights import MANIFEST, MISFIT, Memory, Sharing
 from weightsync.tensors.shards import Shard
 from weightsync.transports.shelf import Shelf
 
@@ -137,7 +137,7 @@ class _Adapter(EngineAdapter):
         self._direct = direct
 
     def manifest(self) -> Manifest:
-        return MANIFEST
+        return MISFIT if self._process.kind == "misfit" else MANIFEST
 
     def shards(self) -> Sequence[Shard] | None:
         return self._process.memory.shards if self._direct else None
@@ -197,7 +197,8 @@ class EngineProcess(Agent):
         self._content: int | None = -1
         self._stale = False
         self.engine = Engine.__new__(Engine)
-        role = EngineRole(_Adapter(self, kind != "opaque"), ["simulated"], self.host, progress=self._progress, member=self.member)
+        direct = kind not in ("opaque", "misfit")
+        role = EngineRole(_Adapter(self, direct), ["simulated"], self.host, progress=self._progress, member=self.member)
         delivery: Delivery = "direct" if kind == "direct" else "streamed"
         self.role = role
         fields = {

@@ -26,6 +26,8 @@ KINDS = ("direct", "direct", "whole", "opaque")
 _SLACK = 2.5  # seconds in which a publication that ran out of time is told so: answers, the link's own grace, wires
 _CALM_SECONDS = 150.0  # longer than anything that was drawn may hang, and than the longest round
 _LAST_SECONDS = 60.0
+_BLINKS = (0.0, 0.1, 2.5)  # when three trainer ranks ask
+_BLINK_AT = 0.5
 
 
 @dataclass
@@ -121,6 +123,10 @@ class _Schedule:
         self.draw = random.Random(f"script {seed}")
         self.number = self.draw.randrange(3)
         self.leaks = 0
+        extra = random.Random(f"extra {seed}")  # apart from the script, so that what it draws stays what it was
+        self.gathering = extra.random() < 0.2
+        """Three trainer ranks, of which one's connection breaks while they gather for the last publication."""
+        self.misfit = extra.random() < 0.15
 
     def cast(self) -> None:
         """Who takes part."""
@@ -129,6 +135,10 @@ class _Schedule:
         for index in range(draw.choice((1, 2, 2, 3))):
             kind = draw.choice(KINDS)
             world.shape[f"r{index}"] = (draw.choice((1, 2)), kind)
+        if self.gathering:
+            world.trainer_shape = (3, world.trainer_shape[1])
+        if self.misfit:
+            world.start_misfit()
         world.start_coordinator()
         late = draw.random() < 0.3 and len(world.shape) > 1
         for name in list(world.shape)[late:]:
@@ -162,7 +172,7 @@ class _Schedule:
         self.start_replica("r0")
         await asyncio.sleep(draw.choice((0.0, 0.02, draw.uniform(0.0, 1.0), draw.uniform(1.0, 30.0))))
 
-    async def publish(self, timeout: float, snapshot: bool, names: set[str]) -> _Publication:
+    async def publish(self, timeout: float, snapshot: bool, names: set[str], blink: bool = False) -> _Publication:
         draw, world = self.draw, self.world
         self.number += 1 + draw.randrange(2)
         publication = _Publication(world, self.number, timeout, snapshot)
@@ -177,7 +187,10 @@ class _Schedule:
             if "publisher in a hurry" in names:
                 world.hit("publisher in a hurry", trainer, timeout)
             number = self.number + 1 if index == odd else self.number
-            publication.ask(trainer, draw.choice((0.0, draw.uniform(0.0, 0.01), draw.uniform(0.0, 1.0))), number)
+            after = draw.choice((0.0, draw.uniform(0.0, 0.01), draw.uniform(0.0, 1.0)))
+            publication.ask(trainer, _BLINKS[index] if blink else after, number)
+        if blink:
+            world.loop.call_later(_BLINK_AT, self.blink, ranks[0])
         self.number += odd >= 0
         joins = draw.random() < 0.6
 
@@ -190,6 +203,13 @@ class _Schedule:
         await publication.end()
         world.on_restart = lambda _: None
         return publication
+
+    def blink(self, trainer: TrainerProcess) -> None:
+        """Its connection breaks, and it connects again at once."""
+        self.world.injected["trainer rank blinks while ranks gather"] += 1
+        for wire in trainer.wires:
+            if not wire.cut:
+                wire.lose(0.0, 0.0)
 
     async def calm(self) -> None:
         """Faults stop. Whatever was drawn ends, and everybody who died is started again."""
@@ -204,11 +224,11 @@ class _Schedule:
     async def last(self) -> None:
         """Nothing is broken for ever: one more publication reaches everybody."""
         world = self.world
-        publication = await self.publish(_LAST_SECONDS, False, set())
+        publication = await self.publish(_LAST_SECONDS, False, set(), self.gathering)
         if len(publication.told) < world.trainer_shape[0]:
             world.violated("stuck", f"of {world.trainer_shape[0]} trainer ranks, {list(publication.told)} published")
         for outcome in publication.told.values():
-            if not isinstance(outcome, RoundResult) or not all(one.error is None for one in outcome.replicas):
+            if not self.as_it_should(outcome):
                 why = outcome if isinstance(outcome, RoundFailed | RoundResult) else repr(outcome)
                 world.violated("stuck", f"the last publication failed: {why}")
         if world.coordinator is None:
@@ -219,6 +239,13 @@ class _Schedule:
             loaded = state is not None and state.routable and state.version == self.number
             if not (loaded and engine.alive and engine.generating and engine.content == self.number):
                 world.violated("stuck", f"{engine} is left with {engine.label}, generating={engine.generating}: {state}")
+
+    def as_it_should(self, outcome: Any) -> bool:  # noqa: ANN401
+        """Every replica has the version; but where all are required and one does not fit, the round fails by that one alone."""
+        misfit = self.world.misfit
+        if misfit is not None and misfit.alive:
+            return isinstance(outcome, RoundFailed) and "must: misfit: ManifestMismatch" in str(outcome)
+        return isinstance(outcome, RoundResult) and all(one.error is None for one in outcome.replicas)
 
     async def end(self) -> None:
         """Everybody leaves, and nothing may be left behind."""

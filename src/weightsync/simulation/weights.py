@@ -12,7 +12,7 @@ import torch
 from weightsync.model import Box, Manifest, TensorSpec
 from weightsync.tensors.shards import Shard, torch_dtype
 
-__all__ = ["MANIFEST", "Memory", "Sharing", "version_bytes"]
+__all__ = ["MANIFEST", "MISFIT", "Memory", "Sharing", "version_bytes"]
 
 Sharing = str
 """``rows``: matrices are cut by rows, the rest is copied. ``copies``: every rank holds everything."""
@@ -26,6 +26,11 @@ MANIFEST = Manifest(
         TensorSpec("scale", (), "float32"),
     )
 )
+
+MISFIT = Manifest(
+    TensorSpec(spec.name, spec.shape, "bfloat16" if spec.dtype == "float32" else spec.dtype, spec.aliases) for spec in MANIFEST
+)
+"""What an engine holds that forgot the dtype."""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -64,6 +64,8 @@ class World:
         self.steps = 0
         self.trail: list[str] = []
         self.impostors: list[EngineProcess] = []
+        self.misfit: EngineProcess | None = None
+        """An engine that does not hold the trainer's tensors."""
         self._digests: dict[int, str] = {}
         self._garbage = -1
         self._sessions = 0
@@ -157,9 +159,13 @@ class World:
         self.impostors.append(impostor)
         self.loop.call_later(3.0, impostor.crash)
 
+    def start_misfit(self) -> None:
+        """An engine joins that does not hold the trainer's tensors. If it is refused at once, it ends, and is not started again."""
+        self.misfit = EngineProcess(self, "misfit", 0, 1, "misfit")
+
     def restart_later(self, dead: Process) -> None:
         """A supervisor starts it again."""
-        if dead in self.impostors or dead.member in self.restarting:
+        if dead is self.misfit or dead in self.impostors or dead.member in self.restarting:
             return
         self.restarting.add(dead.member)
         self.loop.call_later(1.0 if self.calm else self.random.uniform(0.05, 8.0), self._restart, dead)
@@ -303,7 +309,8 @@ class World:
 
     def processes(self) -> list[Agent]:
         """Agents that live."""
-        return [one for one in (*self.engines.values(), *self.trainers.values()) if one.alive]
+        others = [] if self.misfit is None else [self.misfit]
+        return [one for one in (*self.engines.values(), *self.trainers.values(), *others) if one.alive]
 
     def corrupting(self) -> int:
         """Corruptions injected so far."""

@@ -15,7 +15,7 @@ QUICK = {
     "dirty replica resumed": ("dirty", "torn", "unusable", "mislabelled"),
     "digest not compared": ("mislabelled",),
     "stale shelf published": ("mislabelled",),
-    "publish returns before the copy": ("mislabelled",),
+    "publish returns before the copy": ("mislabelled", "infected"),
     "pause answered before the engine stands": ("torn", "unusable"),
     "version attested while paused": ("unusable",),
     "a rank that blinks while ranks gather loses its place": ("stuck",),

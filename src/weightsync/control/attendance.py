@@ -42,7 +42,7 @@ class Attendance:
                     async with asyncio.timeout_at(limit.at):
                         await news.wait()
                 except TimeoutError:
-                    raise DeadlineExceeded(f"waited {limit.seconds:g} s for {self._wanted(count)}") from None
+                    raise DeadlineExceeded(f"waited {limit.seconds:.3g} s for {self._wanted(count)}") from None
         return self.ready()
 
     def _wanted(self, count: int) -> str:

@@ -1,0 +1,265 @@
+"""Trainer ranks that publish together over a real coordinator: blinks, failures, numbers, epochs, and who is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from weightsync.adapters.module import ModuleAdapter
+from weightsync.agents.engine import Engine
+from weightsync.agents.trainer import Trainer
+from weightsync.errors import (
+    Aborted,
+    ConfigurationError,
+    CoordinatorUnreachable,
+    DeadlineExceeded,
+    ManifestMismatch,
+    RoundFailed,
+    VersionError,
+)
+from weightsync.faults.relay import Relay
+from weightsync.messages import RoundResult
+from weightsync.service.server import BackgroundServer
+from weightsync.service.settings import ServerSettings
+
+SECONDS = 20.0
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+class Run:
+    """A coordinator, and agents that are closed at the end."""
+
+    def __init__(self, stack: ExitStack, **settings: Any) -> None:
+        self.stack = stack
+        self.server = stack.enter_context(BackgroundServer(ServerSettings.load({}, port=0, **settings)))
+
+    def trainer(self, state: torch.nn.Module, url: str | None = None, **settings: Any) -> Trainer:
+        return self.stack.enter_context(Trainer(state, url or self.server.url, token=self.server.token, **settings))
+
+    def engine(self, module: torch.nn.Module, name: str = "r") -> Engine:
+        return self.stack.enter_context(Engine(ModuleAdapter(module), name, self.server.url, token=self.server.token))
+
+    def relayed(self) -> tuple[Relay, str]:
+        """A relay before the coordinator, and the coordinator's URL behind it."""
+        relay = self.stack.enter_context(Relay.made())
+        port = self.server.address.port
+        asyncio.run_coroutine_threadsafe(relay._listen(port), relay._loop).result(SECONDS)
+        return relay, f"http://{relay.known_as}:{port}"
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    with ExitStack() as stack:
+        yield Run(stack)
+
+
+def linear(**settings: Any) -> torch.nn.Linear:
+    torch.manual_seed(1)
+    return torch.nn.Linear(6, 5, **settings)
+
+
+def together(trainers: list[Trainer], *numbers: int | None) -> list[RoundResult | BaseException]:
+    """Every rank publishes, in a thread of its own."""
+    with ThreadPoolExecutor(len(trainers)) as pool:
+        asked = [pool.submit(trainer.publish, number, timeout=SECONDS) for trainer, number in zip(trainers, numbers, strict=True)]
+        return [one.exception(SECONDS) or one.result() for one in asked]
+
+
+def test_a_rank_whose_connection_breaks_while_ranks_gather(run: Run) -> None:
+    relay, url = run.relayed()
+    module = linear()
+    trainers = [run.trainer(module, url if rank == 0 else None, rank=rank, world_size=3) for rank in range(3)]
+    target = torch.nn.Linear(6, 5)
+    run.engine(target)
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(trainers[rank].publish, 1, timeout=SECONDS) for rank in (0, 1)]
+        _until(lambda: len(_gathering(run)) == 2)
+        relay.drop()
+        _until(lambda: not trainers[0]._link.connected)
+        _until(lambda: trainers[0]._link.connected)
+        asked.append(pool.submit(trainers[2].publish, 1, timeout=SECONDS))
+        assert all(one.result(SECONDS).ok for one in asked)
+    assert torch.equal(target.weight, module.weight)
+
+
+def _gathering(run: Run) -> dict[str, Any]:
+    gathering = run.server.coordinator._rendezvous._gathering
+    return {} if gathering is None else gathering.places
+
+
+def _until(holds: Any) -> None:
+    end = time.monotonic() + SECONDS
+    while not holds():
+        if time.monotonic() > end:
+            raise AssertionError("it did not come to that")
+        threading.Event().wait(0.005)
+
+
+@pytest.mark.parametrize("step", ["shards", "offload"])
+def test_a_rank_that_cannot_publish_tells_the_others(run: Run, step: str) -> None:
+    called: list[str] = []
+
+    def offload() -> None:
+        called.append("offload")
+        if fails:
+            raise RuntimeError("no room in host memory")
+
+    fails = step == "offload"
+    modules = [linear(), linear()]
+    hooks: list[dict[str, Any]] = [{}, {"offload": offload, "restore": lambda: called.append("restore")}]
+    trainers = [run.trainer(modules[rank], rank=rank, world_size=2, **hooks[rank]) for rank in range(2)]
+    run.engine(torch.nn.Linear(6, 5))
+    weight = modules[1].weight
+    if step == "shards":
+        modules[1].weight = torch.nn.Parameter(torch.zeros(3, 3))
+    started = time.monotonic()
+    first, second = together(trainers, 1, 1)
+    assert time.monotonic() - started < SECONDS / 2
+    assert isinstance(first, Aborted)
+    assert "trainer/1 failed before it could place it" in str(first)
+    assert ("other tensors or shards" if step == "shards" else "no room in host memory") in str(first)
+    assert isinstance(second, ConfigurationError if step == "shards" else RuntimeError)
+    assert called == ["offload", "restore"]
+    modules[1].weight, fails = weight, False
+    assert all(isinstance(result, RoundResult) for result in together(trainers, 1, 1))
+
+
+def test_a_second_thread_waits_no_longer_than_it_may(run: Run) -> None:
+    trainer, adapter = run.trainer(linear()), ModuleAdapter(torch.nn.Linear(6, 5))
+    run.stack.enter_context(Engine(adapter, "r", run.server.url, token=run.server.token))
+    with ThreadPoolExecutor(1) as pool:
+        with adapter.in_use():
+            slow: Future[RoundResult] = pool.submit(trainer.publish, 1, timeout=SECONDS)
+            _until(trainer._publishing.locked)
+            started = time.monotonic()
+            with pytest.raises(DeadlineExceeded, match="another thread"):
+                trainer.publish(2, timeout=0.2)
+            assert time.monotonic() - started < 5.0
+        assert slow.result(SECONDS).ok
+
+
+def test_numbers_that_nobody_counts(run: Run) -> None:
+    module, target = linear(), torch.nn.Linear(6, 5)
+    trainer = run.trainer(module)
+    assert trainer.last_version is None
+    run.engine(target)
+    assert trainer.wait_for_replicas(1, timeout=SECONDS) == ("r",)
+    assert [trainer.publish(timeout=SECONDS).version.number for _ in range(2)] == [0, 1]
+    assert trainer.publish(7, timeout=SECONDS).version.number == 7
+    result = trainer.publish(snapshot=True, timeout=SECONDS).result(SECONDS)
+    assert (result.version.number, trainer.last_version) == (8, 8)
+    assert "updated: r (installed: the digests" in str(result)
+    assert torch.equal(target.weight, module.weight)
+
+
+def test_ranks_that_let_the_coordinator_choose(run: Run) -> None:
+    module = linear()
+    trainers = [run.trainer(module, rank=rank, world_size=2) for rank in range(2)]
+    run.engine(torch.nn.Linear(6, 5))
+    for numbers, chosen in (((None, None), 0), ((None, 4), 4), ((None, None), 5)):
+        results = together(trainers, *numbers)
+        assert [result.version.number for result in results if isinstance(result, RoundResult)] == [chosen, chosen]
+
+
+def test_a_trainer_that_goes_on_from_an_earlier_checkpoint(run: Run) -> None:
+    module = linear()
+    engine = run.engine(torch.nn.Linear(6, 5))
+    with run.trainer(module, new_epoch=True) as first:
+        first.publish(440, timeout=SECONDS)
+    with run.trainer(module) as second:
+        assert second.last_version == 440
+        with pytest.raises(VersionError, match=r"last one is 440.*new_epoch=True"):
+            second.publish(400, timeout=SECONDS)
+    with run.trainer(module, new_epoch=True) as third:
+        assert third.last_version is None
+        assert [str(third.publish(number, timeout=SECONDS).version).split(".")[1] for number in (400, 401)] == ["2@400", "2@401"]
+        assert third._hello().epoch == 2, "a coordinator that starts again hears of it"
+    assert engine.serving is not None
+    assert engine.serving.order == (2, 401)
+
+
+def test_waiting_for_replicas_says_for_whom(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = run.trainer(linear())
+    with pytest.raises(DeadlineExceeded, match=r"waited 2\.5 s for 1 replica"):
+        trainer.wait_for_replicas(1, timeout=2.5)
+    assert "waiting for 1 replica (ready: none)" in caplog.text
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(trainer.wait_for_replicas, 1, SECONDS)
+        run.engine(torch.nn.Linear(6, 5))
+        assert asked.result(SECONDS) == ("r",)
+
+
+def test_connecting_says_for_whom_it_waits(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_CONNECT_TIMEOUT", "1")
+    monkeypatch.setattr("weightsync.agents.link.NOTICE_SECONDS", 0.1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(CoordinatorUnreachable):
+        Trainer(linear(), f"http://127.0.0.1:{port}", token="t" * 40)
+    assert f"waiting for the coordinator at http://127.0.0.1:{port} (" in caplog.text
+
+
+def test_an_engine_that_does_not_fit_learns_of_it_and_counts(caplog: pytest.LogCaptureFixture) -> None:
+    with ExitStack() as stack:
+        run = Run(stack, require="all")
+        run.engine(torch.nn.Linear(6, 5, dtype=torch.bfloat16), "odd")
+        run.engine(torch.nn.Linear(6, 5), "even")
+        trainer = run.trainer(linear())
+        assert trainer.wait_for_replicas(1, timeout=SECONDS) == ("even",)
+        with pytest.raises(RoundFailed, match=r"1 of 2 replicas.*odd: ManifestMismatch[\s\S]*dtype=torch.bfloat16"):
+            trainer.publish(1, timeout=SECONDS)
+        _until(lambda: "odd-0: rounds leave this engine out" in caplog.text)
+        logged = {record.name for record in caplog.records if "odd" in record.getMessage() and record.levelno == logging.WARNING}
+        assert logged == {"weightsync.control.coordinator", "weightsync.agents.link", "weightsync.agents.trainer"}
+        with pytest.raises(ManifestMismatch, match=r"dtype=torch\.bfloat16"):
+            run.engine(torch.nn.Linear(6, 5, dtype=torch.bfloat16), "late")
+        trainer.close()
+        fitting = run.trainer(linear(), dtype=torch.bfloat16)
+        _until(lambda: not fitting._link.connected or fitting.wait_for_replicas(1, timeout=SECONDS) == ("odd",))
+        with pytest.raises(RoundFailed, match="even: ManifestMismatch"):
+            fitting.publish(2, timeout=SECONDS)
+
+
+def test_an_engine_that_stays_is_refused_by_a_new_coordinator_and_listed(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    relay, url = run.relayed()
+    odd = Engine(ModuleAdapter(torch.nn.Linear(6, 5, dtype=torch.bfloat16)), "odd", url, token=run.server.token)
+    run.stack.enter_context(odd)
+    trainer = run.trainer(linear())
+    caplog.clear()
+    relay.drop()  # it connects again while the trainer is there
+    _until(lambda: "odd-0: rounds leave this rank out" in caplog.text)
+    with pytest.raises(RoundFailed, match="odd: ManifestMismatch"):
+        trainer.publish(1, timeout=SECONDS)
+    assert odd._link.connected
+
+
+def test_a_trainers_own_coordinator_takes_no_other_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.delenv("WEIGHTSYNC_COORDINATOR", raising=False)
+        monkeypatch.setattr("weightsync.service.settings.DEFAULT_PORT", taken.getsockname()[1])
+        monkeypatch.setenv("WEIGHTSYNC_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(ConfigurationError, match=r"port \d+.*Another coordinator.*WEIGHTSYNC_PORT"):
+            Trainer(linear())
+
+
+def test_garbage_is_collected_while_a_round_runs_in_the_trainers_process(run: Run) -> None:
+    trainer, adapter = run.trainer(linear()), ModuleAdapter(torch.nn.Linear(6, 5))
+    run.stack.enter_context(Engine(adapter, "r", run.server.url, token=run.server.token))
+    with adapter.in_use():
+        result = trainer.publish(1, timeout=SECONDS, snapshot=True)
+        assert gc.isenabled()
+        assert gc.get_threshold()[0] > 0
+    assert result.result(SECONDS).ok

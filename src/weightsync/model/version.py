@@ -15,7 +15,7 @@ __all__ = ["FIRST_EPOCH", "Version", "fold", "label_of", "parse_label"]
 FIRST_EPOCH = 1
 """A run begins in this epoch. A trainer that asks for a new epoch may use numbers again that earlier epochs used."""
 
-_EPOCH_SUFFIX = re.compile(r"\.([0-9]{1,9})\Z")
+_EPOCH_SUFFIX = re.compile(r"\.([1-9][0-9]{0,8})\Z")
 _LABEL = re.compile(r"(?:(.*)@)?([0-9]{1,19})", re.DOTALL)
 
 
@@ -27,7 +27,7 @@ def fold(digests: npt.NDArray[np.uint64]) -> str:
 def label_of(run: str, epoch: int, number: int) -> str:
     """``run@400`` in the first epoch, ``run.2@400`` in the second.
 
-    A run whose id ends in a dot and digits always has its epoch in the label, so that no label has two meanings.
+    A run whose id ends like that, in a dot and a number, always has its epoch in the label, so that no label has two meanings.
     """
     plain = epoch == FIRST_EPOCH and _EPOCH_SUFFIX.search(run) is None
     return f"{run}@{number}" if plain else f"{run}.{epoch}@{number}"

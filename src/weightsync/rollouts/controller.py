@@ -278,7 +278,11 @@ class RolloutController(Generic[T]):
         self.admission.begin(status.last)
         served = self.replicas.served
         try:
-            if known is not None and (status.epoch, status.last) < (self._epoch, known):
+            if status.epoch < self._epoch:
+                raise VersionError(
+                    f"the trainer went back from epoch {self._epoch} to {status.epoch}: start a new rollout controller"
+                )
+            if known is not None and status.last < known:
                 self.publish(status.last)
             elif known is None or (served is not None and served > known):
                 self.publish(status.last if served is None else served)

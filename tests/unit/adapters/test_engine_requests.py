@@ -84,13 +84,21 @@ def test_draft_rule_is_checked_both_ways() -> None:
 
 
 @pytest.mark.parametrize(
-    ("label", "expected"), [(None, ("r", 8)), ("9", ("r", 9)), ("other@1", ("other", 1)), ("a/b:c@3", ("a/b:c", 3))]
-)  # fmt: skip
-def test_labels(label: str | None, expected: tuple[str, int]) -> None:
-    assert parse_version(label, "r", 7) == expected
+    ("label", "expected"),
+    [
+        (None, ("r", 8, 3)),
+        ("9", ("r", 9, 3)),
+        ("other@1", ("other", 1, 1)),
+        ("other.2@1", ("other", 1, 2)),
+        ("a/b:c@3", ("a/b:c", 3, 1)),
+        ("v1.0@3", ("v1.0", 3, 1)),
+    ],
+)
+def test_labels(label: str | None, expected: tuple[str, int, int]) -> None:
+    assert parse_version(label, "r", 7, 3) == expected
 
 
-@pytest.mark.parametrize("label", ["", "x", "-1", "a@", "@1", "1.5", "a b@1", "9" * 19, "\u0663"])
+@pytest.mark.parametrize("label", ["", "x", "-1", "a@", "@1", "1.5", ".2@1", "a b@1", "9" * 19, "\u0663"])
 def test_labels_that_are_none(label: str) -> None:
     with pytest.raises(ConfigurationError, match="not a version"):
         parse_version(label, "r", 7)

@@ -145,7 +145,14 @@ def add_later(world: World, *, new_epoch: bool) -> TrainerProcess:
 
 @pytest.mark.parametrize(
     ("run", "epoch", "label"),
-    [("run", 1, "run@7"), ("run", 2, "run.2@7"), ("v1.2", 1, "v1.2.1@7"), ("v1.2", 3, "v1.2.3@7"), ("a@b", 1, "a@b@7")],
+    [
+        ("run", 1, "run@7"),
+        ("run", 2, "run.2@7"),
+        ("v1.2", 1, "v1.2.1@7"),
+        ("v1.2", 3, "v1.2.3@7"),
+        ("v1.0", 1, "v1.0@7"),
+        ("a@b", 1, "a@b@7"),
+    ],
 )
 def test_a_label_says_run_epoch_and_number(run: str, epoch: int, label: str) -> None:
     assert label_of(run, epoch, 7) == label

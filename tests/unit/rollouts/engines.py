@@ -65,15 +65,21 @@ class Engines:
         pass
 
 
-def status(last: int, **replicas: int | None) -> Status:
-    """A coordinator at version ``last``; a replica with a version is loaded, one without is updating."""
+def status(last: int, epoch: int = 1, **replicas: int | tuple[int, int] | None) -> Status:
+    """A coordinator at version ``last``; a replica with a version is loaded, one without is updating.
+
+    A version is a number of ``epoch``, or an epoch and a number.
+    """
+    served = {name: (epoch, found) if isinstance(found, int) else found or (None, None) for name, found in replicas.items()}
     return Status(
         run="run", last=last, version=None, busy=False, trainer_world_size=1, trainer=(), rounds=(),
         replicas=tuple(
             ReplicaStatus(
                 name=name, state="loaded" if version is not None else "updating", routable=version is not None, version=version,
                 digest=None, staleness=None, since=0.0, world_size=1, missing=(), ranks=(), adapter="", error=None, phases={},
+                epoch=of,
             )
-            for name, version in replicas.items()
+            for name, (of, version) in served.items()
         ),
+        epoch=epoch,
     )  # fmt: skip

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from weightsync.adapters.disaggregated.requests import InitGroup, Update
 from weightsync.errors import ConfigurationError, ManifestMismatch, VerificationError
-from weightsync.model import ITEMSIZE, Manifest
+from weightsync.model import FIRST_EPOCH, ITEMSIZE, Manifest, parse_label
 from weightsync.model.version import fold
 
 __all__ = ["Incoming", "Packing", "check_bucket", "check_digests", "check_group", "join_manifests", "parse_version"]
@@ -109,17 +109,20 @@ def check_bucket(update: Update, manifest: Manifest, max_bytes: int, packing: Pa
     return tuple(found)
 
 
-def parse_version(label: str | None, run: str, last: int) -> tuple[str, int]:
-    """Run and number of a label: ``"7"``, ``"my-run@7"``; without a label the number after ``last``.
+def parse_version(label: str | None, run: str, last: int, epoch: int = FIRST_EPOCH) -> tuple[str, int, int]:
+    """Run, number and epoch of a label: ``"7"``, ``"my-run@7"``, ``"my-run.2@7"``.
+
+    Without a label it is the number after ``last``. What the label does not say is ``run`` and ``epoch``.
 
     Raises :class:`~weightsync.errors.ConfigurationError` for anything else.
     """
     if label is None:
-        return run, last + 1
-    match = re.fullmatch(r"(?:([A-Za-z0-9_.:/-]{1,200})@)?([0-9]{1,18})", label)
-    if match is None:
-        raise ConfigurationError(f"{label!r} is not a version; write a number, or RUN@NUMBER")
-    return match[1] or run, int(match[2])
+        return run, last + 1, epoch
+    parsed = parse_label(label) if re.fullmatch(r"(?:[A-Za-z0-9_.:/-]{1,200}@)?[0-9]{1,18}", label) else None
+    if parsed is None or parsed[0] == "":
+        raise ConfigurationError(f"{label!r} is not a version; write a number, RUN@NUMBER or RUN.EPOCH@NUMBER")
+    named, said, number = parsed
+    return (run, number, epoch) if named is None else (named, number, said)
 
 
 def check_digests(

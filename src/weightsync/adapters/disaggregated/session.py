@@ -37,7 +37,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.messages import PauseMode
-from weightsync.model import Manifest, Version, fold
+from weightsync.model import Manifest, Version, fold, label_of
 
 __all__ = ["Settings", "WeightUpdates"]
 
@@ -298,10 +298,10 @@ class WeightUpdates:
                 raise ConfigurationError("a bucket of this update still arrives; commit it when all are answered")
             self._check_complete(manifest, update.known, partial=update.partial)
             self._check_digest(manifest, update.known, digest, digests)
-            run, number = self._parse(update.label)
+            name = self._parse(update.label)
             try:
                 timeout = min(update.deadline.remaining("the update"), self.settings.bucket_timeout)
-                return await self._settle(update, manifest, (run, number), digest, digests, timeout)
+                return await self._settle(update, manifest, name, digest, digests, timeout)
             except BaseException as error:
                 self._update = None
                 self._fail(str(error) or type(error).__name__)
@@ -317,7 +317,7 @@ class WeightUpdates:
         self,
         update: _Update,
         manifest: Manifest,
-        name: tuple[str, int],
+        name: tuple[str, int, int],
         digest: str | None,
         digests: dict[str, str] | None,
         timeout: float,
@@ -340,7 +340,8 @@ class WeightUpdates:
             raise VerificationError(
                 "engine ranks hold different bytes: " + " | ".join(f"rank{r}: {f}" for r, f in enumerate(folds))
             )
-        version = Version(*name, manifest.fingerprint, folds[0])
+        run, number, epoch = name
+        version = Version(run, number, manifest.fingerprint, folds[0], epoch)
         await tell_all(self._ranks, Finish(version), timeout, Done)
         await tell_all(self._ranks, Resume(), timeout, Done)
         self._update, self._dirty, self._last = None, None, version
@@ -369,12 +370,14 @@ class WeightUpdates:
         elif digest is None and self.settings.require_digest:
             raise ConfigurationError("this server commits nothing without a digest; give digest or digests")
 
-    def _parse(self, label: str | None) -> tuple[str, int]:
+    def _parse(self, label: str | None) -> tuple[str, int, int]:
         last = self._last
-        run, number = checks.parse_version(label, self._run if last is None else last.run, -1 if last is None else last.number)
-        if last is not None and run == last.run and number < last.number:
-            raise VersionError(f"version {run}@{number} is older than {last}, which was committed here")
-        return run, number
+        if last is None:
+            return checks.parse_version(label, self._run, -1)
+        run, number, epoch = checks.parse_version(label, last.run, last.number, last.epoch)
+        if run == last.run and (epoch, number) < last.order:
+            raise VersionError(f"version {label_of(run, epoch, number)} is older than {last}, which was committed here")
+        return run, number, epoch
 
     def _running(self) -> _Update:
         self._drop_overdue()

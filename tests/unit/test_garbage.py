@@ -22,7 +22,7 @@ def collects() -> bool:
     before = gc.get_stats()[0]["collections"]
     kept = [Cycle() for _ in range(5000)]
     del kept
-    return gc.get_stats()[0]["collections"] > before
+    return bool(gc.get_stats()[0]["collections"] > before)
 
 
 def test_collection_waits_and_goes_on() -> None:

@@ -57,19 +57,20 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     """Under the weights that made the token; empty if not asked for or not said (the demo's server says none)."""
     versions: list[int] = field(default_factory=list)
-    epochs: list[int] = field(default_factory=list)
-    """Of the versions: of a later epoch, even a smaller number is newer."""
     replicas: list[str] = field(default_factory=list)
     finish_reason: FinishReason = "abort"
     interruptions: int = 0
     """How often a request for it was cut off, by a pause or a lost server, and gone on with."""
     lost_tokens: int = 0
     """Tokens that arrived and were dropped, since their server went away before it attested their version."""
+    epochs: list[int] = field(default_factory=list)
+    """Of the versions: of a later epoch, even a smaller number is newer. Empty: all are of the first."""
 
     @property
     def oldest_order(self) -> tuple[int, int] | None:
         """Epoch and number of the oldest version of any token; ``None`` without tokens."""
-        return min(zip(self.epochs, self.versions, strict=True), default=None)
+        epochs = self.epochs or [FIRST_EPOCH] * len(self.versions)
+        return min(zip(epochs, self.versions, strict=True), default=None)
 
     @property
     def oldest(self) -> int | None:

@@ -223,7 +223,9 @@ class Rendezvous:
     def _absent(self, gathering: _Gathering) -> str:
         """Ranks of the trainer that have not asked, or whose connection is gone, for messages; empty if all are here."""
         present = {member for member, place in gathering.places.items() if self._members.trainers.get(member) is place.link}
-        return ", ".join(map(str, self._members.missing_trainers(present)))
+        connected = {link.node.rank.rank for link in self._members.trainers.values()}
+        missing = self._members.missing_trainers(present)
+        return ", ".join(str(rank) if rank in connected else f"{rank} (not connected)" for rank in missing)
 
     def _remind(self, gathering: _Gathering, link: Link[TrainerNode]) -> None:
         if gathering is self._gathering:

@@ -9,8 +9,9 @@ from weightsync.adapters import lmdeploy, sglang, vllm_http
 from weightsync.adapters.clients import Call, GroupWish
 from weightsync.adapters.disaggregated import client
 from weightsync.adapters.disaggregated.checks import check_digests, join_manifests, parse_version
-from weightsync.errors import ConfigurationError, VerificationError
-from weightsync.model import Manifest, TensorSpec, fold
+from weightsync.adapters.disaggregated.session import WeightUpdates
+from weightsync.errors import ConfigurationError, VerificationError, VersionError
+from weightsync.model import Manifest, TensorSpec, Version, fold
 
 WISH = GroupWish("head", 29500, 1, 5, "g", "nccl")
 SPECS = [TensorSpec("a", (2, 3), "bfloat16"), TensorSpec("b", (), "bfloat16")]
@@ -102,6 +103,21 @@ def test_labels(label: str | None, expected: tuple[str, int, int]) -> None:
 def test_labels_that_are_none(label: str) -> None:
     with pytest.raises(ConfigurationError, match="not a version"):
         parse_version(label, "r", 7)
+
+
+@pytest.mark.parametrize(
+    ("label", "expected"), [("run.2@400", None), ("run.2@399", "older"), ("run@441", "older"), ("run.3@0", None), ("other@1", None)]
+)
+def test_a_label_of_an_older_epoch_is_refused(label: str, expected: str | None) -> None:
+    updates = WeightUpdates.__new__(WeightUpdates)
+    updates._last = Version("run", 400, "m", "d", 2)
+    assert updates._parse("400") == ("run", 400, 2)
+    assert updates._parse(None) == ("run", 401, 2)
+    if expected is None:
+        updates._parse(label)
+    else:
+        with pytest.raises(VersionError, match=rf"{label} is {expected} than run\.2@400"):
+            updates._parse(label)
 
 
 def test_digests_are_of_exactly_what_was_received() -> None:

@@ -64,7 +64,6 @@ class WeightsyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         check_release(installed_release())
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self._timeout = init_info.timeout
-        self._number = 0
         self.result: RoundResult | None = None
         module = source._module if isinstance(source, ModuleSource) else None
         self._gathered: Mapping[str, torch.Tensor] | None = None
@@ -118,9 +117,9 @@ class WeightsyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
                 raise ConfigurationError(
                     f"the WeightSource did not yield {len(names)} tensors that it declared: {sorted(names)[:5]}"
                 )
-        self._number += 1
         if self._trainer is not None:
-            self.result = self._trainer.publish(self._number, timeout=self._timeout)
+            first = 1 if self._trainer.last_version is None else None  # vLLM counts from 1; later ones go on from the run's last
+            self.result = self._trainer.publish(first, timeout=self._timeout)
 
     def shutdown(self) -> None:
         """Leave the coordinator. Safe twice."""

@@ -131,6 +131,10 @@ class CoordinatorProcess(Process):
                 failed = [one for one in result.replicas if one.error is not None]
                 seen["replica failed alone"] += 0 < len(failed) < len(result.replicas)
                 for one in failed:
+                    if self._round[2] and world.in_place and one.state == "dirty" and "StaleSource" in str(one.error):
+                        world.violated(
+                            "spoiled", f"{one.name} was taken out of service for a version that nobody holds: {one.error}"
+                        )
                     self._excused(one.name, str(one.error))
 
     def _ended(self) -> None:

@@ -25,6 +25,7 @@ from weightsync.planning.cover import Cover
 from weightsync.roles.engine import EngineRole, ReceivedCall
 from weightsync.roles.trainer import TrainerRole
 from weightsync.simulation.installation import replaced
+from weightsync.simulation.mutants_of_calls import MUTANTS_OF_CALLS
 from weightsync.simulation.transfer import SimulatedSource
 from weightsync.tensors.views import bytes_at
 
@@ -297,5 +298,6 @@ MUTANTS: dict[str, Mutant] = {
     "a failed replica fails the others": _one_fails_all,
     "rounds run at the same time": _rounds_at_the_same_time,
     "pause answered before the engine stands": _pause_not_awaited,
+    **MUTANTS_OF_CALLS,
 }
 """Name to what plants it for as long as a ``with`` block runs."""

@@ -18,6 +18,10 @@ QUICK = {
     "publish returns before the copy": ("mislabelled",),
     "pause answered before the engine stands": ("torn", "unusable"),
     "version attested while paused": ("unusable",),
+    "an abort before the pause is forgotten": ("unusable",),
+    "version attested while memory is followed": ("unusable",),
+    "adapter paused twice": ("twice",),
+    "seeded from memory that was withdrawn": ("spoiled",),
 }
 
 

@@ -96,6 +96,7 @@ class EngineRole:
     patience = 5.0
     """Seconds after which a call that still waits for its turn is refused."""
 
+    _due: ReceivedCall | None = None  # a quarantine that waits for its turn, or has given up waiting
     _device: torch.device | None = None  # the CUDA device that holds the parameters, where they are written directly
 
     def __init__(
@@ -135,7 +136,6 @@ class EngineRole:
         self._aborts = 0
         self._call = ReceivedCall(self, Done(), 0, 0)
         self._resumed_by = 0
-        self._due: ReceivedCall | None = None
         self._turn = threading.Lock()
         # Held for the moment in which an abort is noted or the state changes, so that what attests says after an abort stays true.
         self._changing = threading.Lock()
@@ -206,7 +206,7 @@ class EngineRole:
             try:
                 if self._closed:  # meanwhile: whoever closed did not wait for this to end
                     self._drop_route()
-                if self._due is not None:  # it waits for its turn, or has given up waiting
+                if self._due is not None:
                     self._quarantine(self._due, deadline)
             finally:
                 self._turn.release()

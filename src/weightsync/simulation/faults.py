@@ -141,6 +141,8 @@ def _at_a_point(draw: random.Random, engines: dict[str, str], trainers: list[str
     never = {*(_ONLY_TOGETHER if alone else _ONLY_ALONE), "load" if kind_of_engine == "direct" else ""}
     point = draw.choice([point for point in POINTS["engine"] if point not in never])
     kinds = [*_kinds(point)]
+    if point in GATES:
+        kinds += ["disconnect", "disconnect"]  # what a rank says of itself then is what these points are for
     if point in ("connect", "begin", "read"):
         kinds.append("lost")
     if point == "flush":

@@ -14,7 +14,7 @@ from weightsync.control.shelves import Shelves
 from weightsync.deadline import Deadline
 from weightsync.messages import Body, Pause, PauseMode
 from weightsync.roles.adapter_calls import AdapterCalls
-from weightsync.roles.engine import EngineRole, ReceivedCall
+from weightsync.roles.engine import EngineRole
 from weightsync.simulation.installation import replaced
 
 __all__ = ["MUTANTS_OF_CALLS"]
@@ -52,15 +52,6 @@ def _attested_while_memory_is_followed() -> AbstractContextManager[None]:
     return replaced((EngineRole, "_pause", pausing))
 
 
-def _withdrawn_call_carried_out() -> AbstractContextManager[None]:
-    """Neither the withdrawal of a call nor the quarantine that follows ends what arrived before."""
-
-    def receiving(role: EngineRole, body: Body) -> ReceivedCall:
-        return ReceivedCall(role, body, next(role._numbers), role._aborts)
-
-    return replaced((EngineRole, "receive", receiving), (ReceivedCall, "withdraw", lambda call: call.role.occupation))
-
-
 def _paused_twice() -> AbstractContextManager[None]:
     def pausing(calls: AdapterCalls, mode: PauseMode, timeout: float) -> None:
         calls._adapter.pause(mode, timeout)
@@ -84,7 +75,6 @@ def _seeded_from_withdrawn_memory() -> AbstractContextManager[None]:
 MUTANTS_OF_CALLS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "an abort before the pause is forgotten": _abort_forgotten,
     "version attested while memory is followed": _attested_while_memory_is_followed,
-    "a withdrawn call is carried out": _withdrawn_call_carried_out,
     "adapter paused twice": _paused_twice,
     "a refused rank is never looked at again": _refused_for_ever,
     "seeded from memory that was withdrawn": _seeded_from_withdrawn_memory,

@@ -219,7 +219,7 @@ class World:
                 wire.lose(self.notice(), self.notice())
         elif kind == "coordinator crash" and self.coordinator is not None:
             self.crash(self.coordinator)
-        if kind in ("disconnect", "coordinator crash") and self.random.random() < 0.5:
+        if kind in ("disconnect", "coordinator crash") and (point in GATES or self.random.random() < 0.5):
             seconds += self.random.uniform(0.0, _BACK)  # connected again, it is still in the middle of this
         return seconds, kind
 

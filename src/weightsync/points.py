@@ -8,12 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["COORDINATOR_POINTS", "ENGINE_POINTS", "TRAINER_POINTS", "install", "reached"]
+__all__ = [
+    "COORDINATOR_POINTS",
+    "ENGINE_ALONE_POINTS",
+    "ENGINE_POINTS",
+    "ENGINE_REPAIR_POINTS",
+    "ENGINE_TOGETHER_POINTS",
+    "TRAINER_POINTS",
+    "install",
+    "reached",
+]
 
-TRAINER_POINTS = ("trainer.publish", "trainer.place", "trainer.placing", "trainer.placed", "trainer.published")
+TRAINER_POINTS = (
+    "trainer.publish",
+    "trainer.received.place",
+    "trainer.place",
+    "trainer.placing",
+    "trainer.placed",
+    "trainer.published",
+)
 ENGINE_POINTS = (
-    "engine.prepare",
+    "engine.received.prepare",
     "engine.prepared",
+    "engine.pausing",
     "engine.pause",
     "engine.move",
     "engine.group",
@@ -24,6 +41,13 @@ ENGINE_POINTS = (
     "engine.resume",
     "engine.resumed",
 )
+"""Of every engine rank. At ``engine.received.*``, a call has arrived and nothing has changed yet."""
+ENGINE_ALONE_POINTS = ("engine.received.update",)
+"""Of the only rank of a replica."""
+ENGINE_TOGETHER_POINTS = ("engine.received.pause", "engine.received.move", "engine.received.commit", "engine.received.resume")
+"""Of a rank that is not the only one."""
+ENGINE_REPAIR_POINTS = ("engine.received.quarantine", "engine.received.checksources")
+"""Of a rank whose round failed, then and when it is re-seeded."""
 COORDINATOR_POINTS = (
     "round.start",
     "round.agreed",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,10 +27,21 @@ from weightsync.faults.leaks import Held, grown, held
 from weightsync.faults.network import obstacle
 from weightsync.faults.stage import Tally
 from weightsync.faults.weights import MANIFEST, Weights, fill
+from weightsync.messages import CheckSources, Commit, Move, Pause, Prepare, Quarantine, Resume, Update
 from weightsync.model import Version
 
 COUNTED = ["schedules", "faults_injected", "kills", "corruptions"]
 ZEROS = ["torn_responses", "mislabelled_responses", "hangs", "leaks", "uncaught_corruptions", "mutants", "mutants_caught"]
+
+
+EVERY_POINT = {
+    *points.TRAINER_POINTS,
+    *points.ENGINE_POINTS,
+    *points.ENGINE_ALONE_POINTS,
+    *points.ENGINE_TOGETHER_POINTS,
+    *points.ENGINE_REPAIR_POINTS,
+    *points.COORDINATOR_POINTS,
+}
 
 
 def campaign(*arguments: str) -> dict[str, int]:
@@ -69,9 +82,19 @@ def test_every_point_is_visited_by_every_party_that_has_it() -> None:
     visited = {(case.transport, case.act, case.point) for case in cases()}
     for transport in ("shared_memory", "tcp"):
         for act in ("kill", "stop"):
-            for point in (*points.TRAINER_POINTS, *points.ENGINE_POINTS, *points.COORDINATOR_POINTS):
+            for point in EVERY_POINT:
                 assert (transport, act, point) in visited
     assert len({case.name for case in cases()}) == len(list(cases()))
+
+
+def test_every_point_that_code_reaches_is_one_of_them() -> None:
+    parties = ("engine", "trainer", "round")
+    package = Path(points.__file__).parent
+    text = "".join(path.read_text() for path in package.rglob("*.py"))
+    named = set(re.findall(rf'points\.reached\("((?:{"|".join(parties)})\.[a-z.]+)"\)', text))
+    to_engines = (Prepare, CheckSources, Pause, Move, Commit, Resume, Update, Quarantine)
+    received = {f"engine.received.{message.__name__.lower()}" for message in to_engines}
+    assert named | received == EVERY_POINT
 
 
 def test_points_cost_nothing_to_speak_of_and_carry_no_gate_here() -> None:

@@ -20,6 +20,10 @@ QUICK = {
     "version attested while paused": ("unusable",),
     "a rank that blinks while ranks gather loses its place": ("stuck",),
     "replicas that are lost or refused are dropped from results": ("dropped", "stuck"),
+    "an abort before the pause is forgotten": ("unusable",),
+    "version attested while memory is followed": ("unusable",),
+    "adapter paused twice": ("twice",),
+    "seeded from memory that was withdrawn": ("spoiled",),
 }
 
 

@@ -14,7 +14,14 @@ from weightsync.faults.leaks import Held, grown, held
 from weightsync.faults.network import Network
 from weightsync.faults.relay import Relay
 from weightsync.faults.stage import Party, Stage, Trap
-from weightsync.points import COORDINATOR_POINTS, ENGINE_POINTS, TRAINER_POINTS
+from weightsync.points import (
+    COORDINATOR_POINTS,
+    ENGINE_ALONE_POINTS,
+    ENGINE_POINTS,
+    ENGINE_REPAIR_POINTS,
+    ENGINE_TOGETHER_POINTS,
+    TRAINER_POINTS,
+)
 
 __all__ = ["CORRUPTIONS", "IMPAIRMENTS", "TRANSPORTS", "Case", "Findings", "cases", "run_cases", "spare_threads", "warm_up"]
 
@@ -59,20 +66,24 @@ class Findings:
 
 def cases(transports: tuple[str, ...] = TRANSPORTS) -> Iterator[Case]:
     """All of them, in the order in which they run."""
-    parties = {"trainer-0": TRAINER_POINTS, "trainer-1": TRAINER_POINTS, "duo-1": ENGINE_POINTS, "solo-0": ENGINE_POINTS}
+    alone = [point for point in (*ENGINE_ALONE_POINTS, *ENGINE_POINTS) if "prepare" not in point]  # which is agreed once a plan
+    parties = {
+        "trainer-0": TRAINER_POINTS,
+        "trainer-1": TRAINER_POINTS,
+        "duo-1": (*ENGINE_TOGETHER_POINTS, *ENGINE_POINTS, *ENGINE_REPAIR_POINTS),
+        "solo-0": (*alone, *ENGINE_REPAIR_POINTS),
+    }
     for transport in transports:
         if transport in ("relay", "network"):
             acts = ("cut", "break") if transport == "relay" else ("cut",)
-            yield from (Case(transport, "solo-0", point, act) for act in acts for point in ENGINE_POINTS[2:])
+            yield from (Case(transport, "solo-0", point, act) for act in acts for point in alone)
             yield from (Case(transport, "solo-0", "round", act) for act in IMPAIRMENTS)
             continue
         for seed, kind in enumerate(CORRUPTIONS * 4, start=1):
             yield Case(transport, f"trainer-{seed % 2}", "trainer.placed", kind, seed)
         for act in ("kill", "stop"):
             for party, points in (*parties.items(), ("coordinator", COORDINATOR_POINTS)):
-                for point in points:
-                    if not (point.startswith("engine.prepare") and party == "solo-0"):  # the same code; agreed once a plan
-                        yield Case(transport, party, point, act)
+                yield from (Case(transport, party, point, act) for point in points)
 
 
 def run_cases(stage: Stage, chosen: list[Case], found: Findings, say: Callable[[str], None]) -> None:
@@ -89,7 +100,7 @@ def run_cases(stage: Stage, chosen: list[Case], found: Findings, say: Callable[[
             say(f"FAILED {found.failed[-1]}")
             return
         finally:
-            stage.set(None)
+            stage.set()
     _look_for_leaks(stage, before, found)
 
 
@@ -97,7 +108,7 @@ def warm_up(stage: Stage, found: Findings) -> None:
     """A round that succeeds and one that fails: threads that only failures need are there before anything is counted."""
     stage.publish_well()
     _run(stage, Case(stage.transport, "trainer-0", "trainer.placed", "flip", 1), found)
-    stage.set(None)
+    stage.set()
     stage.publish_well()
 
 
@@ -128,7 +139,11 @@ def _run(stage: Stage, case: Case, found: Findings) -> None:
     if "prepare" in case.point:
         _make_them_agree_anew(stage, case.party)
     trap = Trap(case.party, case.point, case.act, order)
-    stage.set(trap)
+    repairing = case.point in ENGINE_REPAIR_POINTS
+    if repairing:  # only after a round that failed
+        stage.set(trap, Trap("trainer-0", "trainer.placed", "flip", {"corrupt": "flip", "seed": 1}))
+    else:
+        stage.set(trap)
     timeout = 10.0 if corrupting else _DEADLINE
     number, asked = stage.publish(timeout)
     if not trap.sprung.wait(_REACHED):
@@ -148,7 +163,7 @@ def _run(stage: Stage, case: Case, found: Findings) -> None:
             party.hear(_DEADLINE + 5 * _SLACK)
     elif case.party != "coordinator":
         stage.start(case.party)
-        if not case.party.startswith("trainer"):
+        if not case.party.startswith("trainer") and not repairing:  # then there is nothing good to seed from
             _reseeded(stage)
 
 

@@ -183,7 +183,7 @@ class Stage:
         """Faults by kind: ``kill``, ``stop``, ``corruption``, ``network``."""
         self.unclean: list[str] = []
         """Parties that did not end by themselves when they were asked to."""
-        self._trap: Trap | None = None
+        self._traps: tuple[Trap, ...] = ()
         self._token = secrets.token_urlsafe(24)
         host = "127.0.0.1" if network is None else network.host
         self._port = self._free_port(host)
@@ -227,14 +227,15 @@ class Stage:
         self.parties[name] = party
         party.hear(_START_SECONDS)
 
-    def set(self, trap: Trap | None) -> None:
-        """Lay a trap, or take it away."""
-        self._trap = trap
+    def set(self, *traps: Trap) -> None:
+        """Lay these traps, and take all others away."""
+        self._traps = traps
 
     def at(self, party: Party, point: str) -> dict[str, Any]:
         """A process reached a point: what it is to do before it goes on."""
-        trap = self._trap
-        if trap is None or trap.party != party.name or trap.point != point or trap.sprung.is_set():
+        waiting = (one for one in self._traps if (one.party, one.point) == (party.name, point) and not one.sprung.is_set())
+        trap = next(waiting, None)
+        if trap is None:
             return {}
         if trap.act == "kill":
             party.signal(signal.SIGKILL)

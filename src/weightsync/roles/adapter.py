@@ -22,6 +22,8 @@ class EngineAdapter:
     library remembers that the engine is paused: ``pause`` comes again only after ``resume``, or after one of the two raised.
     """
 
+    _weightsync_paused = False  # kept here, so that another weightsync.Engine around the same adapter knows it, too
+
     name = "custom"
     """For people: shown in status and results."""
 

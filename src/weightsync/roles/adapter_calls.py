@@ -26,8 +26,15 @@ class AdapterCalls:
     def __init__(self, adapter: EngineAdapter, member: str) -> None:
         self._adapter, self._member = adapter, member
         self._running: tuple[str, float] | None = None
-        self.paused = False
+
+    @property
+    def paused(self) -> bool:
         """Whether the adapter's last ``pause`` succeeded and no ``resume`` has begun since."""
+        return self._adapter._weightsync_paused
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        self._adapter._weightsync_paused = paused
 
     @property
     def running(self) -> str | None:

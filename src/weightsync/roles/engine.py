@@ -96,6 +96,7 @@ class EngineRole:
     patience = 5.0
     """Seconds after which a call that still waits for its turn is refused."""
 
+    _due: ReceivedCall | None = None  # a quarantine that waits for its turn, or has given up waiting
     _device: torch.device | None = None  # the CUDA device that holds the parameters, where they are written directly
 
     def __init__(
@@ -190,6 +191,8 @@ class EngineRole:
         deadline = Deadline(timeout)
         points.reached(f"engine.received.{type(call.body).__name__.lower()}")
         quarantining = isinstance(call.body, Quarantine)
+        if quarantining:
+            self._due = call
         if not self._turn.acquire(timeout=timeout):
             never = "; it is never resumed from here" if quarantining else ""
             raise DeadlineExceeded(f"{self.occupation}, so {type(call.body).__name__} did not get its turn in {timeout:g} s{never}")
@@ -200,9 +203,13 @@ class EngineRole:
             self._check_abort()
             return self._answer(call.body, deadline)
         finally:
-            if self._closed:  # meanwhile: whoever closed did not wait for this to end
-                self._drop_route()
-            self._turn.release()
+            try:
+                if self._closed:  # meanwhile: whoever closed did not wait for this to end
+                    self._drop_route()
+                if self._due is not None:
+                    self._quarantine(self._due, deadline)
+            finally:
+                self._turn.release()
 
     @property
     def occupation(self) -> str:
@@ -391,6 +398,7 @@ class EngineRole:
         return fold(cover.total({"": digests})) == version.digest
 
     def _quarantine(self, call: ReceivedCall, deadline: Deadline) -> Done:
+        self._due = None
         if self._resumed_by > call.number:
             return Done()  # a round that was ordered after this quarantine has brought a version
         self.serving = None

@@ -166,6 +166,7 @@ class TrainerRole:
     def handle(self, body: Body, timeout: float) -> Body:
         """Answer a call of the coordinator. Raises :class:`~weightsync.errors.Aborted` when nobody is publishing that number."""
         if isinstance(body, Place):
+            points.reached("trainer.received.place")
             self.epoch = body.epoch
             return self._place(body.number)
         return Done()

@@ -145,6 +145,10 @@ class CoordinatorProcess(Process):
                 seen["replica failed alone"] += 0 < len(failed) < len(result.replicas)
                 for one in failed:
                     seen[f"replica left out: {one.state}"] += one.state in _LEFT_OUT
+                    if self._round[2] and world.in_place and one.state == "dirty" and "StaleSource" in str(one.error):
+                        world.violated(
+                            "spoiled", f"{one.name} was taken out of service for a version that nobody holds: {one.error}"
+                        )
                     if one.state not in _LEFT_OUT:
                         self._excused(one.name, str(one.error))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from weightsync import points
 from weightsync.simulation.transfer import CORRUPTIONS
 
 __all__ = ["ALL_FAULTS", "ALL_STATES", "CORRUPTING", "KILLS", "Fault", "Pending", "draw_faults"]
@@ -12,13 +13,28 @@ __all__ = ["ALL_FAULTS", "ALL_STATES", "CORRUPTING", "KILLS", "Fault", "Pending"
 LOADER_DROP = "dropped by the loader"
 CORRUPTING = (*CORRUPTIONS, LOADER_DROP)
 
+_EVERYWHERE = tuple(f"engine.received.{call}" for call in ("prepare", "quarantine", "checksources"))
+_ONLY_ALONE = points.ENGINE_ALONE_POINTS
+_ONLY_TOGETHER = points.ENGINE_TOGETHER_POINTS
+
+GATES = frozenset({*_EVERYWHERE, *_ONLY_ALONE, *_ONLY_TOGETHER, "engine.pausing", "trainer.received.place"})
+"""Points of :mod:`weightsync.points` at which a call has arrived, and nothing has changed yet."""
+
 POINTS = {
-    "engine": ("connect", "begin", "read", "pause", "load", "finish", "flush", "resume"),
-    "trainer": ("place",),
+    "engine": (
+        *("connect", "begin", "read", "pause", "load", "finish", "flush", "resume"),
+        *(*_EVERYWHERE, *_ONLY_ALONE, *_ONLY_TOGETHER, "engine.pausing"),
+    ),
+    "trainer": ("place", "trainer.received.place"),
 }
 """Moments inside a rank at which something may happen to it."""
 
 _KINDS = ("slow", "hang", "fail", "crash", "disconnect", "coordinator crash")
+
+
+def _kinds(point: str) -> tuple[str, ...]:
+    return tuple(kind for kind in _KINDS if kind != "fail") if point in GATES else _KINDS
+
 
 TIMED = (
     "engine crash",
@@ -44,7 +60,7 @@ TIMED = (
 """What happens at a moment of virtual time, whatever runs then."""
 
 KILLS = (
-    *(f"crash in {point}" for points in POINTS.values() for point in points),
+    *(f"crash in {point}" for names in POINTS.values() for point in names),
     "engine crash",
     "trainer crash",
     "coordinator crash",
@@ -53,7 +69,7 @@ KILLS = (
 ALL_FAULTS = tuple(
     dict.fromkeys(
         [
-            *(f"{kind} in {point}" for points in POINTS.values() for point in points for kind in _KINDS),
+            *(f"{kind} in {point}" for names in POINTS.values() for point in names for kind in _kinds(point)),
             *(f"lost in {point}" for point in ("connect", "begin", "read")),
             "refused in flush",
             *(f"{kind} in read" for kind in CORRUPTIONS),
@@ -116,16 +132,20 @@ class Pending:
 def _at_a_point(draw: random.Random, engines: dict[str, str], trainers: list[str]) -> Pending:
     """``engines``: member to kind."""
     if draw.random() < 0.15:
-        return Pending(draw.choice(trainers), "place", draw.choice(_KINDS), draw.uniform(0.3, 30.0))
+        place = draw.choice(POINTS["trainer"])
+        return Pending(draw.choice(trainers), place, draw.choice(_kinds(place)), draw.uniform(0.3, 30.0))
     member = draw.choice(list(engines))
     kind_of_engine = engines[member]
+    alone = sum(other.rpartition("/")[0] == member.rpartition("/")[0] for other in engines) == 1
     if draw.random() < 0.3:
         corruptions = CORRUPTING if kind_of_engine == "whole" else CORRUPTIONS
         kind = draw.choice(corruptions)
         return Pending(member, "load" if kind == LOADER_DROP else "read", kind, 0.0)
-    points = [point for point in POINTS["engine"] if point != "load" or kind_of_engine != "direct"]
-    point = draw.choice(points)
-    kinds = [*_KINDS]
+    never = {*(_ONLY_TOGETHER if alone else _ONLY_ALONE), "load" if kind_of_engine == "direct" else ""}
+    point = draw.choice([point for point in POINTS["engine"] if point not in never])
+    kinds = [*_kinds(point)]
+    if point in GATES:
+        kinds += ["disconnect", "disconnect"]  # what a rank says of itself then is what these points are for
     if point in ("connect", "begin", "read"):
         kinds.append("lost")
     if point == "flush":
@@ -141,7 +161,10 @@ def draw_faults(draw: random.Random, engines: dict[str, str], trainers: list[str
     pending: list[Pending] = []
     for _ in range(draw.choice((0, 1, 1, 1, 2, 2, 3, 4))):
         if draw.random() < 0.6:
-            pending.append(_at_a_point(draw, engines, trainers))
+            one = _at_a_point(draw, engines, trainers)
+            pending.append(one)
+            if one.point in points.ENGINE_REPAIR_POINTS:  # which only a rank gets to whose round failed
+                pending.append(Pending(one.member, "finish", "fail", 0.0))
             continue
         name = draw.choice(TIMED)
         members = trainers if name.startswith("trainer") else [*engines, *trainers] if draw.random() < 0.7 else list(engines)

@@ -19,6 +19,7 @@ import weightsync.roles.engine
 import weightsync.roles.filling
 import weightsync.roles.route
 import weightsync.roles.trainer
+from weightsync import points
 from weightsync.control import agreement
 from weightsync.control.replicas import Replica, State
 from weightsync.planning.cover import cover
@@ -97,6 +98,7 @@ def installed(world: World) -> Iterator[None]:
             (Replica, "__init__", making),
             (agreement, "plan_transfer", _plan),
             (agreement, "cover", _cover),
+            (points, "_gate", world.reached),
             (weightsync.deadline, "time", clock),
             (weightsync.control.replicas, "time", clock),
             (weightsync.roles.adapter_calls, "time", clock),

@@ -25,6 +25,7 @@ from weightsync.planning.cover import Cover
 from weightsync.roles.engine import EngineRole, ReceivedCall
 from weightsync.roles.trainer import TrainerRole
 from weightsync.simulation.installation import replaced
+from weightsync.simulation.mutants_of_calls import MUTANTS_OF_CALLS
 from weightsync.simulation.mutants_publication import PUBLICATION_MUTANTS
 from weightsync.simulation.transfer import SimulatedSource
 from weightsync.tensors.views import bytes_at
@@ -299,5 +300,6 @@ MUTANTS: dict[str, Mutant] = {
     "rounds run at the same time": _rounds_at_the_same_time,
     "pause answered before the engine stands": _pause_not_awaited,
     **PUBLICATION_MUTANTS,
+    **MUTANTS_OF_CALLS,
 }
 """Name to what plants it for as long as a ``with`` block runs."""

@@ -23,7 +23,7 @@ from weightsync.service.settings import Address, ClientSettings, Secret
 from weightsync.simulation.threads import Executor, Lock, Thread, threads
 from weightsync.simulation.weights import MANIFEST, MISFIT, Memory, Sharing
 from weightsync.tensors.shards import Shard
-from weightsync.transports.shelf import Shelf
+from weightsync.transports.shelf import EMPTY, Shelf
 
 if TYPE_CHECKING:
     from weightsync.simulation.network import Wire
@@ -135,6 +135,7 @@ class _Adapter(EngineAdapter):
     def __init__(self, process: EngineProcess, direct: bool) -> None:
         self._process = process
         self._direct = direct
+        self._stands = False
 
     def manifest(self) -> Manifest:
         return MISFIT if self._process.kind == "misfit" else MANIFEST
@@ -151,8 +152,10 @@ class _Adapter(EngineAdapter):
         return kind
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
+        if self._stands:
+            self._process.world.violated("twice", f"{self._process.member} is paused a second time, and has not been resumed")
         self._pass("pause")
-        self._process.generating = False
+        self._stands, self._process.generating = True, False
         self._process.world.checked()
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -175,6 +178,7 @@ class _Adapter(EngineAdapter):
         return self._pass("flush") != "refused"
 
     def resume(self) -> None:
+        self._stands = False
         self._pass("resume")
         self._process.generating = True
         self._process.world.checked()
@@ -270,6 +274,17 @@ class _Placer:
         return digests
 
 
+class _InPlaceRole(TrainerRole):
+    """What a trainer rank does that lets its GPU's memory be read in place: after a publication, nobody finds a version there."""
+
+    live = True
+
+    def disarm(self) -> None:
+        super().disarm()
+        if isinstance(self.shelf, Shelf) and self.shelf.version != EMPTY:
+            self.shelf.header.invalidate()
+
+
 class TrainerProcess(Agent):
     """A trainer rank: the real :class:`~weightsync.Trainer` without its constructor, and a script that calls it."""
 
@@ -279,7 +294,7 @@ class TrainerProcess(Agent):
         self.memory = Memory(rank, ranks, sharing)
         self.scribble()
         prepared: Any = (MANIFEST, self.memory.shards)
-        role = self.role = TrainerRole(prepared, [world.scheme], world.key, self.host)
+        role = self.role = (_InPlaceRole if world.in_place else TrainerRole)(prepared, [world.scheme], world.key, self.host)
         role._placer = _Placer(self, role._placer)  # type: ignore[assignment]
         if not isinstance(role.shelf, Shelf):
             raise RuntimeError("a simulated trainer rank publishes from host memory")
@@ -317,7 +332,7 @@ class TrainerProcess(Agent):
         started = world.loop.time()
         outcome: RoundResult | BaseException
         try:
-            if snapshot:
+            if snapshot and not self.role.live:
                 future = self.trainer.publish(number, timeout=timeout, snapshot=True)
                 self.scribble()
                 outcome = future.result(timeout + 2 * _LINK_GRACE)

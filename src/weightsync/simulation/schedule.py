@@ -132,6 +132,7 @@ class _Schedule:
         """Who takes part."""
         draw, world = self.draw, self.world
         world.trainer_shape = (draw.choice((1, 2, 2)), draw.choice(("rows", "rows", "copies")))
+        world.in_place = draw.random() < 0.2
         for index in range(draw.choice((1, 2, 2, 3))):
             kind = draw.choice(KINDS)
             world.shape[f"r{index}"] = (draw.choice((1, 2)), kind)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from weightsync.simulation.clock import VirtualTimeLoop
 from weightsync.simulation.coordination import CoordinatorProcess
-from weightsync.simulation.faults import CORRUPTING, KILLS, Pending
+from weightsync.simulation.faults import CORRUPTING, GATES, KILLS, Pending
 from weightsync.simulation.ranks import Agent, EngineProcess, Process, TrainerProcess
 from weightsync.simulation.threads import Threads, threads
 from weightsync.simulation.transfer import Simulated
@@ -55,6 +55,8 @@ class World:
         self.shape: dict[str, tuple[int, str]] = {}
         """Replicas: ranks and kind of engine."""
         self.trainer_shape = (1, "rows")
+        self.in_place = False
+        """Whether the trainer's memory is read where it is, and gone when a publication is over."""
         self.now_starting: Agent | None = None
         self.restarting: set[str] = set()
         self.seen: Counter[str] = Counter()
@@ -223,9 +225,16 @@ class World:
                 wire.lose(self.notice(), self.notice())
         elif kind == "coordinator crash" and self.coordinator is not None:
             self.crash(self.coordinator)
-        if kind in ("disconnect", "coordinator crash") and self.random.random() < 0.5:
+        if kind in ("disconnect", "coordinator crash") and (point in GATES or self.random.random() < 0.5):
             seconds += self.random.uniform(0.0, _BACK)  # connected again, it is still in the middle of this
         return seconds, kind
+
+    def reached(self, point: str) -> None:
+        """The code of a process reached a point of :mod:`weightsync.points`."""
+        process = self.threads.process() if point in GATES else None
+        if process is not None and (process.member, point) in self.pending:
+            seconds, _ = self.at_point(process, point, fast=0.002)
+            self.threads.sleep(seconds)
 
     def corrupted_at(self, engine: EngineProcess) -> None:
         """Wrong bytes reached the memory of ``engine``, or right ones did not."""
@@ -302,10 +311,16 @@ class World:
         for replica in self.coordinator.coordinator._members.replicas.values():
             if replica.state != "dirty":
                 continue
+            if "did not get its turn" in (replica.error or "") and self._seedable(self.coordinator):
+                self.violated("stuck", f"{replica} is free again, and nobody looks at it: {replica.error}")
             for link in replica.links.values():
                 engine = self.engines.get(link.member)
                 if engine is not None and engine.alive and engine.generating and engine.session == link.node.rank.session:
                     self.violated("dirty", f"{replica} is dirty, and {engine} generates {engine.label}: {replica.error}")
+
+    def _seedable(self, coordinator: CoordinatorProcess) -> bool:
+        control = coordinator.coordinator
+        return control._shelves.current(control._members.trainers) is not None
 
     def processes(self) -> list[Agent]:
         """Agents that live."""

@@ -90,7 +90,7 @@ def row_digests(layout: Layout, content: npt.NDArray[np.int64]) -> npt.NDArray[n
 class World:
     """Everything in the test: processes, faults, alarms, and one coordinator."""
 
-    settings: Settings = field(default_factory=lambda: Settings(run="test", grace=GRACE, timeout=600.0, retry=False))
+    settings: Settings = field(default_factory=lambda: Settings(run="test", grace=GRACE, timeout=600.0))
     alarms: list[str] = field(default_factory=list)
     trainers: dict[str, TrainerProcess] = field(default_factory=dict)
     engines: dict[str, EngineProcess] = field(default_factory=dict)

@@ -9,6 +9,7 @@ import pytest
 from tests.unit.control.fakes import GRACE, MANIFEST, SPECS, World
 from tests.virtual_time import virtual
 
+from weightsync.control import Settings
 from weightsync.control.events import ReplicaBytes, ReplicaPhase, RoundEnded, RoundStarted
 from weightsync.errors import (
     Aborted,
@@ -103,7 +104,7 @@ async def test_a_joiner_in_the_middle_of_a_round_is_seeded_after_it() -> None:
 
 @virtual
 async def test_a_dirty_replica_is_reseeded_on_request_and_on_reconnect_but_not_in_a_loop() -> None:
-    world = World()
+    world = World(Settings(run="test", grace=GRACE, timeout=600.0, retry=False))
     world.add_trainers(2)
     world.add_replica("r", ranks=2)
     world.add_replica("s")

@@ -60,7 +60,7 @@ class Protocol(RuleBasedStateMachine):
     @initialize(max_unavailable=st.sampled_from([None, 1, 2]), require=st.sampled_from(["all", "any", 0, 2]))
     def start(self, max_unavailable: int | None, require: Require) -> None:
         async def begin() -> None:
-            rules = Settings(run="test", grace=GRACE, timeout=600.0, retry=False, max_unavailable=max_unavailable, require=require)
+            rules = Settings(run="test", grace=GRACE, timeout=600.0, max_unavailable=max_unavailable, require=require)
             self.world = World(rules)
             self.watch(self.world.coordinator)
             self.world.add_trainers(TRAINERS)

@@ -7,9 +7,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import pytest
-from tests.unit.control.fakes import World
+from tests.unit.control.fakes import GRACE, World
 from tests.virtual_time import run
 
+from weightsync.control import Settings
 from weightsync.control import round as protocol
 from weightsync.control.link import Limit
 from weightsync.control.replicas import TRANSITIONS, Replica
@@ -28,7 +29,7 @@ FAULTS = [
 
 async def _evidence(faults: Mapping[tuple[str, str], str]) -> list[str]:
     """What the checkers find in two rounds, the second one with these faults."""
-    world = World()
+    world = World(Settings(run="test", grace=GRACE, timeout=600.0, retry=False))  # what one round left is looked at
     world.add_trainers(2)
     world.add_replica("sick", ranks=2)
     world.add_replica("well", ranks=2)

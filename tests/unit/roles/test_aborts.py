@@ -135,9 +135,23 @@ def test_a_quarantine_that_gave_up_waiting_is_not_forgotten(
     with pytest.raises(Aborted):
         stage.update(version)
     assert serving(stage.engine) is None
+    assert stage.engine._calls.paused, "the call that held the turn has carried it out"
     assert "finish" not in stage.adapter.said or point.startswith("engine.resume")
     if point.startswith("engine.resume"):
         assert stage.adapter.said[-1] == "pause abort", "what was resumed meanwhile is paused again"
+
+
+def test_a_quarantine_that_gave_up_waiting_for_a_prepare_is_carried_out_after_it(
+    stage: Stage, gate: Callable[[str, Callable[[], None]], None]
+) -> None:
+    def quarantine() -> None:
+        with pytest.raises(DeadlineExceeded, match="never resumed"):
+            stage.engine.handle(Quarantine("another replica holds other bytes"), 0.05)
+
+    gate("engine.prepared", quarantine)
+    stage.engine.handle(Prepare(stage.plan()), SECONDS)
+    assert stage.adapter.said == ["pause abort"]
+    assert serving(stage.engine) is None
 
 
 @pytest.mark.parametrize("body", [Move(2), Commit(Version("run", 2, "", "")), Resume()], ids=lambda body: type(body).__name__)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import selectors
 import socket
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 
+from weightsync import forks
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
 from weightsync.transports.frames import Channel
@@ -28,7 +26,6 @@ _RETRY_SECONDS = 0.2
 _log = logging.getLogger("weightsync.transports")
 
 _JOIN_SECONDS = 10.0
-_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
 
 
 class Listener:
@@ -52,6 +49,7 @@ class Listener:
     ) -> None:
         self._socket, self._name, self._key, self._owner_id = sock, name, key, owner_id
         self._serve, self._admit, self._make = serve, admit, channel
+        self._origin = forks.Origin()
         self._lock = threading.Lock()
         self._closing = False
         self._most_strangers = _MAX_READERS if sock.family == socket.AF_UNIX else _MAX_STRANGERS
@@ -63,7 +61,7 @@ class Listener:
         sock.setblocking(False)
         self._thread = threading.Thread(target=self._accept, name=f"weightsync-{name}-accept", daemon=True)
         self._thread.start()
-        _listeners.add(self)
+        forks.in_children(self, Listener._forget)
 
     def _accept(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -146,8 +144,15 @@ class Listener:
                 self._channels.pop(channel, None)
                 channel.close()
 
+    def _forget(self) -> None:
+        """In a forked child: it would keep readers waiting for a trainer that died. Channels do the same for themselves."""
+        for sock in (self._socket, self._woken, self._waker):
+            forks.silence(sock.fileno())
+
     def close(self) -> None:
-        """End every connection and thread. Safe twice, and from any thread but the listener's own."""
+        """End every connection and thread. Safe twice, and from any thread but the listener's own. In a forked child: nothing."""
+        if self._origin.elsewhere:
+            return
         with self._lock:
             if self._closing:
                 return
@@ -162,19 +167,3 @@ class Listener:
                 _log.warning("%s: thread %s did not end within %g s", self._name, thread.name, _JOIN_SECONDS)
         for sock in (self._socket, self._woken, self._waker):
             sock.close()
-
-    def forget(self) -> None:
-        """Close this process's descriptors without a word to the peers; for a forked child, which has none of the threads."""
-        for sock in (self._socket, self._woken, self._waker, *(channel.socket for channel in self._channels)):
-            with suppress(OSError):
-                os.close(sock.detach())
-
-
-def _forked() -> None:
-    # A child that held the sockets would keep readers waiting for a trainer that died.
-    for listener in list(_listeners):
-        listener.forget()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)

@@ -8,7 +8,8 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from weightsync import forks
 from weightsync.deadline import Deadline
@@ -20,7 +21,10 @@ __all__ = ["Listener"]
 
 _MAX_READERS = 1024
 _MAX_STRANGERS = 32
-_ARRIVALS = 250.0  # connections a second that prove nothing; a flood of them must not slow what is being sent
+# Connections a second that are taken in and then prove nothing. A flood of them must not slow what is being sent.
+_ARRIVALS = 250.0
+_ENCRYPTED_ARRIVALS = 50.0  # a TLS handshake, which comes before the proof, costs some ten times as much
+_BUSY_ARRIVALS = 25.0  # while a transfer runs
 _BACKLOG = 1024
 _RETRY_SECONDS = 0.2
 _log = logging.getLogger("weightsync.transports")
@@ -34,7 +38,9 @@ class Listener:
     ``serve`` runs in the connection's thread with a channel whose peer has proved to know ``key``; when it returns or raises
     a weightsync error, the connection is closed. ``admit`` may refuse a connection before its first byte is read. At most 1,024
     connections may be open, and of those over a network at most 32 unproven (a newer one pushes out the oldest of the host that
-    has most). Whoever comes by a Unix socket is this user's, and need not be quick: many ranks may start on a busy host at once.
+    has most). Unproven ones are taken in at a bounded rate, which is lowest while a transfer is :meth:`busy`.
+
+    Whoever comes by a Unix socket is this user's, and need not be quick: many ranks may start on a busy host at once.
     """
 
     def __init__(
@@ -53,6 +59,8 @@ class Listener:
         self._lock = threading.Lock()
         self._closing = False
         self._most_strangers = _MAX_READERS if sock.family == socket.AF_UNIX else _MAX_STRANGERS
+        self._arrivals = _ARRIVALS if channel is Channel else _ENCRYPTED_ARRIVALS
+        self._transfers = 0
         self._turns, self._since = float(self._most_strangers), time.monotonic()
         self._strangers: dict[Channel, str] = {}  # in order of arrival, with the host that each comes from
         self._channels: dict[Channel, threading.Thread] = {}
@@ -71,39 +79,55 @@ class Listener:
                 ready = [key.fileobj for key, _ in selector.select()]  # ended by close()
                 if self._woken in ready:
                     return
-                wait = self._turn()
-                if wait > 0:  # the others stay in the backlog
+                wait = self._turn() or self._take_in()
+                if wait:  # the others stay in the backlog
                     selector.unregister(self._socket)
                     if selector.select(wait):
                         return
                     selector.register(self._socket, selectors.EVENT_READ)
-                    continue
-                try:
-                    sock, peer = self._socket.accept()
-                except (BlockingIOError, ConnectionError):
-                    continue
-                except OSError as error:
-                    # Out of descriptors: the connection stays in the backlog; wait for some to be closed, not in a busy loop.
-                    _log.warning("%s cannot accept a connection: %s", self._name, error)
-                    selector.unregister(self._socket)
-                    if selector.select(_RETRY_SECONDS):
-                        return
-                    selector.register(self._socket, selectors.EVENT_READ)
-                    continue
-                self._start(sock, str(peer[0]) if isinstance(peer, tuple) else "")
 
     def _turn(self) -> float:
         """Take the turn of one more connection, or say in how many seconds there will be one."""
         with self._lock:
             now = time.monotonic()
-            self._turns = min(self._most_strangers, self._turns + (now - self._since) * _ARRIVALS)
+            rate = min(self._arrivals, _BUSY_ARRIVALS) if self._transfers else self._arrivals
+            self._turns = min(self._most_strangers, self._turns + (now - self._since) * rate)
             self._since = now
             if self._turns < 1:
-                return (1 - self._turns) / _ARRIVALS
+                return (1 - self._turns) / rate
             self._turns -= 1
             return 0.0
 
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """While a transfer runs: strangers wait longer. Any thread."""
+        with self._lock:
+            self._transfers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._transfers -= 1
+
+    def _take_in(self) -> float:
+        """Serve one connection; how many seconds to wait before the next, where something ran out."""
+        try:
+            sock, peer = self._socket.accept()
+        except (BlockingIOError, ConnectionError):
+            return 0.0
+        except OSError as error:
+            # Out of descriptors: the connection stays in the backlog; wait for some to be closed, not in a busy loop.
+            _log.warning("%s cannot accept a connection: %s", self._name, error)
+            return _RETRY_SECONDS
+        try:
+            self._start(sock, str(peer[0]) if isinstance(peer, tuple) else "")
+        except RuntimeError as error:
+            _log.warning("%s dropped a connection: %s; raise the limit of processes (ulimit -u, pids.max)", self._name, error)
+            return _RETRY_SECONDS
+        return 0.0
+
     def _start(self, sock: socket.socket, host: str) -> None:
+        """Serve ``sock`` in a thread. Raises RuntimeError, having closed it, if there can be no thread."""
         try:
             channel = self._make(sock, f"the reader at {self._name}")
         except (OSError, ValueError):  # it is gone already
@@ -118,9 +142,13 @@ class Listener:
                 victim = self._dispensable()
                 del self._strangers[victim]
                 victim.abort()
+            try:
+                thread.start()  # it takes the lock before it is done
+            except RuntimeError:
+                channel.close()
+                raise
             self._strangers[channel] = host
             self._channels[channel] = thread
-            thread.start()
 
     def _dispensable(self) -> Channel:
         """The oldest unproven connection of the host that has most of them: a flood pushes out itself, not a reader elsewhere."""

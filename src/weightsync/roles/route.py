@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.errors import Aborted, PlanMismatch, TransportError, TransportUnavailable
+from weightsync.errors import Aborted, AuthenticationError, DeadlineExceeded, PlanMismatch, TransportError, TransportUnavailable
 from weightsync.messages import DEVICE_SCHEMES, Host, PlanSlice, SourceAddress
 from weightsync.model import Layout, Manifest
 from weightsync.planning.cover import Cover, cover
@@ -87,8 +87,12 @@ def _connect(
                 return offer.scheme, scheme(offer.scheme).connect(offer, address.key, deadline)
             with torch.cuda.device(device):
                 return offer.scheme, scheme(offer.scheme).connect(offer, address.key, deadline)
-        except TransportError as error:
+        except TransportUnavailable as error:
             failures.append(f"{offer.scheme}: {error}")
+        except (TransportError, AuthenticationError, DeadlineExceeded) as error:
+            _log.warning("trainer rank %s cannot be reached by %s: %a", address.member, offer.scheme, str(error))
+            # The reason stays here: offers come from others, who could look around with them in this engine's network.
+            failures.append(f"{offer.scheme}: it cannot be reached (this engine rank's own log says why)")
     raise TransportUnavailable(f"no way to trainer rank {address.member} works: {'; '.join(failures)}")
 
 

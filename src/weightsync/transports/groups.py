@@ -214,6 +214,10 @@ def init_custom_process_group(
         text = _first_line(error)
         slow = isinstance(error, dist.DistNetworkError) or "time" in text.lower()  # "timed out", "Timeout", "wait timeout after"
         kind = DeadlineExceeded if slow else PeerLost
+        if rendezvous is None:
+            # Told to others, the reason would say what listens at an address that they gave.
+            _log.warning("%s at %a port %d failed: %s", what, address, port, text)
+            text = "this process's own log says why"
         raise kind(f"{what} at {address}:{port} failed: {text}") from error
     return Group(name, backend, rank, world_size, made, (store, rendezvous))
 

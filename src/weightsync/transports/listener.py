@@ -15,7 +15,7 @@ from weightsync import forks
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
 from weightsync.transports.frames import Channel
-from weightsync.transports.handshake import HELLO_SECONDS, greet_reader
+from weightsync.transports.handshake import HELLO_SECONDS, Key, greet_reader
 
 __all__ = ["Listener"]
 
@@ -53,7 +53,7 @@ class Listener:
         admit: Callable[[socket.socket], bool] = lambda _: True,
         channel: Callable[[socket.socket, str], Channel] = Channel,
     ) -> None:
-        self._socket, self._name, self._key, self._owner_id = sock, name, key, owner_id
+        self._socket, self._name, self._key, self._owner_id = sock, name, Key(key), owner_id
         self._serve, self._admit, self._make = serve, admit, channel
         self._origin = forks.Origin()
         self._lock = threading.Lock()
@@ -159,7 +159,7 @@ class Listener:
         try:
             deadline = Deadline(HELLO_SECONDS)
             channel.secure(deadline)
-            greet_reader(channel, self._key, self._owner_id, deadline)
+            greet_reader(channel, self._key.reveal(), self._owner_id, deadline)
             with self._lock:
                 self._strangers.pop(channel, None)
                 self._turns += 1

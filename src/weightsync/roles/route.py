@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ from weightsync.transports.registry import scheme
 from weightsync.transports.tcp import in_clear
 
 __all__ = ["Route", "StagingSettings", "row_groups"]
+
+_log = logging.getLogger(__name__)
 
 _GROUP_BYTES = 32 << 20  # between groups the engine looks for an abort and reports its progress
 

@@ -19,8 +19,9 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from weightsync.service.settings import Limits
 
 if TYPE_CHECKING:
-    from uvicorn._types import ASGISendEvent
+    from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
     from uvicorn.server import ServerState
+    from websockets.frames import Frame as WebSocketFrame
 
 __all__ = ["AgentProtocol", "Config", "Connections", "HttpProtocol"]
 
@@ -29,7 +30,11 @@ __all__ = ["AgentProtocol", "Config", "Connections", "HttpProtocol"]
 _wire_log = logging.getLogger("weightsync.service.wire")
 _wire_log.setLevel(logging.ERROR)
 
+_log = logging.getLogger(__name__)
+
 _Peer = tuple[str, int]
+_FRAMES = 4096.0  # frames that are no whole message (fragments, pings, pongs) from one agent at once
+_FRAMES_A_SECOND = 100.0  # and on and on; an agent of ours sends a few a minute, and never a fragment
 
 
 class Connections:
@@ -155,6 +160,8 @@ class AgentProtocol(WebSocketsSansIOProtocol):
         self.conn.debug = False
         self._counted = cast("Config", config).connections
         self._peer: _Peer | None = None
+        self._frames_left, self._since = _FRAMES, time.monotonic()
+        self._dropped = False
 
     def connection_made(self, transport: BaseTransport) -> None:
         """See :class:`asyncio.Protocol`; the connection was counted when it was HTTP."""
@@ -171,6 +178,59 @@ class AgentProtocol(WebSocketsSansIOProtocol):
         await super().send(message)
         if message["type"] == "websocket.http.response.body" and not message.get("more_body", False):
             self.handshake_complete = True  # by a refusal; without this uvicorn takes it for an application that forgot to answer
+
+    def pause_writing(self) -> None:
+        """Read nothing from a peer that does not read: what it makes us answer would fill our memory."""
+        super().pause_writing()
+        self.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """See :meth:`pause_writing`."""
+        super().resume_writing()
+        if not self.read_paused:
+            self.transport.resume_reading()
+
+    async def receive(self) -> ASGIReceiveEvent:
+        """The next event for the application."""
+        message = await super().receive()
+        if not self.writable.is_set():
+            self.transport.pause_reading()
+        return message
+
+    def handle_events(self) -> None:
+        """Take in what arrived, unless there is too much of what is no message."""
+        if not self._dropped:
+            super().handle_events()
+
+    def handle_ping(self) -> None:
+        """Answer, unless the peer does not read its answers."""
+        if self._count_frame() and self.writable.is_set():
+            super().handle_ping()
+
+    def handle_pong(self, event: WebSocketFrame) -> None:
+        """See :meth:`handle_ping`."""
+        if self._count_frame():
+            super().handle_pong(event)
+
+    def handle_cont(self, event: WebSocketFrame) -> None:
+        """A fragment, but for the first of a message: empty ones would count for no byte of its limit."""
+        if self._count_frame():
+            super().handle_cont(event)
+
+    def _count_frame(self) -> bool:
+        """Whether the peer may send one more frame that is no whole message; if not, it is dropped."""
+        if self._dropped:
+            return False
+        now = time.monotonic()
+        self._frames_left = min(_FRAMES, self._frames_left + (now - self._since) * _FRAMES_A_SECOND) - 1
+        self._since = now
+        if self._frames_left >= 0:
+            return True
+        self._dropped = True
+        self.frames = []
+        _log.warning("dropped the agent at %s: it sent thousands of fragments, pings or pongs", self._peer and self._peer[0])
+        self.transport.abort()
+        return False
 
     def keepalive_timeout(self) -> None:
         """Drop a peer that missed its pong at once, even if bytes that it does not read are still queued for it."""

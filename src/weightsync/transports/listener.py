@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections import Counter
@@ -17,7 +19,7 @@ from weightsync.errors import WeightSyncError
 from weightsync.transports.frames import Channel
 from weightsync.transports.handshake import HELLO_SECONDS, Key, greet_reader
 
-__all__ = ["Listener"]
+__all__ = ["Listener", "same_user"]
 
 _MAX_READERS = 1024
 _MAX_STRANGERS = 32
@@ -30,6 +32,12 @@ _RETRY_SECONDS = 0.2
 _log = logging.getLogger("weightsync.transports")
 
 _JOIN_SECONDS = 10.0
+
+
+def same_user(sock: socket.socket) -> bool:
+    """Whether the other end of a Unix socket is a process of this user (Linux)."""
+    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return bool(user == os.getuid())
 
 
 class Listener:

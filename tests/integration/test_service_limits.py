@@ -22,6 +22,7 @@ from weightsync.control.coordinator import Coordinator
 from weightsync.errors import Aborted
 from weightsync.messages import Publish, Published, RoundResult, Welcome, encode
 from weightsync.service.client import Client
+from weightsync.service.connections import Connections
 from weightsync.service.server import BackgroundServer
 from weightsync.service.settings import ClientSettings, Limits, ServerSettings
 
@@ -239,6 +240,23 @@ def test_a_hello_frame_beyond_the_limit_says_so(runtime: None) -> None:
     limits = Limits(frame_bytes=100_000)
     with BackgroundServer(ServerSettings(port=0, limits=limits)) as server, RawAgent(server.address, server.token) as raw:
         assert b"x-weightsync-frame-bytes: 100000" in raw.head.lower()
+
+
+@pytest.mark.parametrize(("encrypted", "a_second"), [(False, 100), (True, 50)])
+def test_fewer_strangers_are_taken_in_where_each_costs_a_handshake(
+    encrypted: bool, a_second: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("weightsync.service.connections.time.monotonic", lambda: now[0])
+    connections = Connections(Limits(strangers=1), encrypted)
+    while not connections.turn():
+        continue
+    count = 0
+    while now[0] < 10:
+        wait = connections.turn()
+        count += not wait
+        now[0] += max(wait, 1e-6)
+    assert count == pytest.approx(10 * a_second, abs=2)
 
 
 def frame(opcode: int, payload: bytes = b"", whole: bool = True) -> bytes:

@@ -38,14 +38,18 @@ _FRAMES_A_SECOND = 100.0  # and on and on; an agent of ours sends a few a minute
 
 
 class Connections:
-    """All connections of one coordinator, by the address of the peer. Used on the coordinator's event loop only."""
+    """All connections of one coordinator, by the address of the peer. Used on the coordinator's event loop only.
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    Where each costs a TLS handshake (``encrypted``), half as many are taken in.
+    """
+
+    def __init__(self, limits: Limits, encrypted: bool = False) -> None:
+        self._limits, self._cost = limits, 2.0 if encrypted else 1.0
+        self._most = max(float(limits.strangers), self._cost)
         self._transports: dict[_Peer | None, Transport] = {}
         self._strangers: dict[str, dict[_Peer, TimerHandle]] = {}
         self._unproved = 0
-        self._turns, self._since = float(limits.strangers), time.monotonic()
+        self._turns, self._since = self._most, time.monotonic()
         self.refused = 0
         """Connections that were cut because there were too many strangers, or because they took too long."""
 
@@ -60,11 +64,11 @@ class Connections:
     def turn(self) -> float:
         """Take the turn of one more connection, or say in how many seconds there will be one."""
         now = time.monotonic()
-        self._turns = min(self._limits.strangers, self._turns + (now - self._since) * self._limits.arrivals)
+        self._turns = min(self._most, self._turns + (now - self._since) * self._limits.arrivals)
         self._since = now
-        if self._turns < 1:
-            return (1 - self._turns) / self._limits.arrivals
-        self._turns -= 1
+        if self._turns < self._cost:
+            return (self._cost - self._turns) / self._limits.arrivals
+        self._turns -= self._cost
         return 0.0
 
     def opened(self, transport: Transport, peer: _Peer | None, loop: AbstractEventLoop) -> None:
@@ -85,7 +89,7 @@ class Connections:
     def proved(self, peer: _Peer | None) -> None:
         """The connection of ``peer`` has shown the token."""
         if peer is not None and self._forget_stranger((peer[0], peer[1])):
-            self._turns += 1
+            self._turns += self._cost
 
     def closed(self, peer: _Peer | None) -> None:
         """The connection is gone."""

@@ -14,6 +14,7 @@ import torch
 from weightsync.adapters.module import ModuleAdapter
 from weightsync.agents.engine import Engine
 from weightsync.agents.trainer import Trainer
+from weightsync.errors import ConfigurationError
 
 
 def _work() -> None:
@@ -47,7 +48,11 @@ def main() -> None:
                 case ["unwind"]:
                     child = os.fork()
                     if not child:
-                        sys.exit(0)  # through every block of this process, and then the interpreter's own end
+                        try:
+                            trainer.publish(99, timeout=5)
+                        except ConfigurationError:
+                            sys.exit(0)  # through every block of this process, and then the interpreter's own end
+                        sys.exit(4)
                     _say(os.waitpid(child, 0)[1])
                 case ["worker"]:
                     worker = multiprocessing.get_context("fork").Process(target=_work, daemon=True)

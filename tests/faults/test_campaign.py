@@ -22,10 +22,12 @@ import torch
 
 from weightsync import points
 from weightsync.faults import leaks
-from weightsync.faults.campaign import cases
+from weightsync.faults.campaign import Findings, cases, run_cases
+from weightsync.faults.fork_mutants import MUTANTS
+from weightsync.faults.forked import ORPHAN, UNWIND
 from weightsync.faults.leaks import Held, grown, held
 from weightsync.faults.network import obstacle
-from weightsync.faults.stage import Tally
+from weightsync.faults.stage import Stage, Tally
 from weightsync.faults.weights import MANIFEST, Weights, fill
 from weightsync.messages import CheckSources, Commit, Move, Pause, Prepare, Quarantine, Resume, Update
 from weightsync.model import Version
@@ -61,7 +63,14 @@ def campaign(*arguments: str) -> dict[str, int]:
     [
         (
             "shared_memory",
-            ["kill/duo-1/engine.group", "kill/coordinator/round.moved", "kill/trainer-1/trainer.placing", "flip/trainer-1"],
+            [
+                "orphan/duo-1/engine.move",
+                "unwind/solo-0",
+                "kill/duo-1/engine.group",
+                "kill/coordinator/round.moved",
+                "kill/trainer-1/trainer.placing",
+                "flip/trainer-1",
+            ],
         ),
         ("network", ["cut/solo-0/engine.group"]),
         ("relay", ["cut/solo-0/engine.committed", "break/solo-0/engine.group"]),
@@ -178,3 +187,22 @@ def test_sockets_of_other_programs_are_no_leak(monkeypatch: pytest.MonkeyPatch) 
         assert names & leaks.machine() == {f"socket @{theirs}"}
         child.communicate(b"\n", timeout=20)
     assert not names & leaks.machine()
+
+
+FORKED = {
+    "a forked child's close empties the shelf": UNWIND,
+    "a forked child keeps the control connection": ORPHAN,
+    "a forked child keeps the shared memory": ORPHAN,
+}
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_bugs_of_forked_children_are_found(mutant: str) -> None:
+    """By the cases of processes that fork, when they are put back."""
+    forking = [case for case in cases(("shared_memory",)) if case.party.startswith("trainer")]
+    chosen = [case for case in forking if case.act == FORKED[mutant]]
+    found = Findings()
+    with Stage("shared_memory", Tally(), mutant=mutant) as stage:
+        run_cases(stage, chosen, found, print)
+    assert found.hangs or found.leaks or found.failed

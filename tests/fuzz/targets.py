@@ -44,7 +44,7 @@ from weightsync.tensors.tiles import tiles_of
 from weightsync.transports.device_shelf import Exported
 from weightsync.transports.frames import CONTROL, HEADER, Channel, FrameHeader
 from weightsync.transports.handshake import greet_owner, greet_reader
-from weightsync.transports.requests import REQUEST_BYTES, Start, Want, next_control
+from weightsync.transports.requests import REQUEST_BYTES, Room, Start, Want, next_control
 from weightsync.transports.sending import Sender
 from weightsync.transports.shared_memory import SharedMemory, SharedMemorySource
 from weightsync.transports.shelf import Shelf
@@ -271,7 +271,7 @@ def _shelf() -> Shelf:
 def _wanted(data: bytes) -> None:
     """What a reader that has the key asks an owner for."""
     with _said(data) as channel:
-        Sender(_shelf(), channel).run()
+        Sender(_shelf(), channel, Room(0), contextlib.nullcontext).run()
 
 
 def _control(request: Want | Start, rest: bytes = b"") -> bytes:
@@ -282,7 +282,7 @@ def _control(request: Want | Start, rest: bytes = b"") -> bytes:
 def _tables(data: bytes) -> None:
     """Tables of tiles as raw numbers, past the frame and the MessagePack."""
     with _said(b"") as channel:
-        sender = Sender(_shelf(), channel)
+        sender = Sender(_shelf(), channel, Room(0), contextlib.nullcontext)
         size = 8 * (data[0] if data else 0)
         sender._remember(Want("layout", data[1 : 1 + size], data[1 + size :]))
         table = sender._tiles

@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from tests.integration.test_service_limits import FLOOD
@@ -46,18 +46,41 @@ def key_cost(connections: int = 300) -> None:
     print(f"connection: bare {1e3 * statistics.median(bare):.2f} ms, proved {1e3 * statistics.median(proved):.2f} ms; bytes: none")
 
 
-@contextlib.contextmanager
-def flood(port: int, processes: int) -> Iterator[None]:
-    """Strangers that connect as fast as they can."""
-    command = [sys.executable, "-c", FLOOD, "127.0.0.1", str(port), "600"]
-    running = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(processes)]
+TLS_FLOOD = """
+import socket, ssl, sys, time
+host, port, seconds, whole = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4] == "whole"
+context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+try:
+    context.wrap_bio(incoming, outgoing).do_handshake()
+except ssl.SSLWantReadError:
+    hello = outgoing.read()
+ends = time.monotonic() + seconds
+while time.monotonic() < ends:
     try:
-        time.sleep(1.0)
-        yield
-    finally:
-        for one in running:
-            one.kill()
-            one.wait(10)
+        with socket.create_connection((host, port), timeout=2) as sock:
+            if whole:
+                context.wrap_socket(sock).close()
+            else:
+                sock.sendall(hello)
+                sock.recv(10)
+    except OSError:
+        pass
+"""
+"""A flood of TLS handshakes: whole ones, or the first message only, which has the server do its expensive part."""
+
+
+@contextlib.contextmanager
+def flood(port: int, kind: str) -> Iterator[None]:
+    """Strangers that connect as fast as they can and ask (``http``), or shake hands (``whole``, ``hello``)."""
+    program = [FLOOD, "127.0.0.1", str(port), "600"] if kind == "http" else [TLS_FLOOD, "127.0.0.1", str(port), "600", kind]
+    with subprocess.Popen([sys.executable, "-c", *program], stdout=subprocess.DEVNULL) as running:
+        try:
+            time.sleep(1.0)
+            yield
+        finally:
+            running.kill()
 
 
 @contextlib.contextmanager
@@ -73,16 +96,20 @@ def coordinator() -> Iterator[str]:
             child.wait(20)
 
 
-def rounds(nbytes: int, count: int, turns: int) -> None:
-    """Rounds in turns: quiet, the coordinator flooded, the trainer's data socket flooded."""
+def rounds(nbytes: int, count: int, turns: int, encrypted: bool) -> None:
+    """Rounds in turns: quiet, flooded in one way, quiet, flooded in another."""
+    os.environ["WEIGHTSYNC_DATA_ENCRYPTION"] = "on" if encrypted else "off"
     state = {"w": torch.randn(max(nbytes // 4, 4))}
     model = torch.nn.Module()
     model.register_parameter("w", torch.nn.Parameter(torch.zeros_like(state["w"]), requires_grad=False))
-    numbers = iter(range(1, 10_000))
+    numbers = iter(range(1, 100_000))
     with coordinator() as url, weightsync.Trainer(state, url, transports=["tcp"]) as trainer:
-        data = int(trainer._role.offers[0].address.partition("/")[0].rpartition(":")[2])
-        adapter = weightsync.ModuleAdapter(model)
-        with weightsync.Engine(adapter, "r", url, transports=["tcp"]):
+        ports = {
+            "coordinator": int(url.rpartition(":")[2]),
+            "data socket": int(trainer._role.offers[0].address.partition("/")[0].rpartition(":")[2]),
+        }
+        kinds = [("data socket", kind) for kind in ("hello", "whole")] if encrypted else [(port, "http") for port in ports]
+        with weightsync.Engine(weightsync.ModuleAdapter(model), "r", url, transports=["tcp"]):
 
             def some() -> list[float]:
                 taken = []
@@ -93,19 +120,21 @@ def rounds(nbytes: int, count: int, turns: int) -> None:
                 return taken
 
             some()
-            seen: dict[str, list[float]] = {"quiet": [], "coordinator flooded": [], "data socket flooded": []}
+            quiet: dict[tuple[str, str], list[float]] = {kind: [] for kind in kinds}
+            flooded: dict[tuple[str, str], list[float]] = {kind: [] for kind in kinds}
             for _ in range(turns):
-                seen["quiet"] += some()
-                with flood(int(url.rpartition(":")[2]), 1):
-                    seen["coordinator flooded"] += some()
-                seen["quiet"] += some()
-                with flood(data, 1):
-                    seen["data socket flooded"] += some()
-    quiet = statistics.median(seen["quiet"])
-    for name, taken in seen.items():
-        median = statistics.median(taken)
-        ratio = f"{median / quiet:.2f} of quiet, least {min(taken):.4f}"
-        print(f"{nbytes // MIB:4} MiB, {name:20}: {median:.4f} s ({len(taken)} rounds), {ratio}")
+                for kind in kinds:
+                    quiet[kind] += some()
+                    with flood(ports[kind[0]], kind[1]):
+                        flooded[kind] += some()
+            for port, how in kinds:
+                before, beside = statistics.median(quiet[port, how]), statistics.median(flooded[port, how])
+                print(
+                    f"{nbytes // MIB:4} MiB {'encrypted' if encrypted else 'in clear'}, {port} flooded ({how}): quiet "
+                    f"{1e3 * before:.1f} ms, flooded {1e3 * beside:.1f} ms = {beside / before:.2f} times "
+                    f"({len(quiet[port, how])} rounds each; load {os.getloadavg()[0]:.1f})",
+                    flush=True,
+                )
 
 
 def main() -> None:
@@ -113,9 +142,9 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     key_cost()
-    tasks: list[Callable[[], None]] = [lambda: rounds(0, 20, 5), lambda: rounds(256 * MIB, 4, 8)]
-    for task in tasks:
-        task()
+    for encrypted in (False, True):
+        rounds(0, 20, 6, encrypted)
+        rounds(128 * MIB, 5, 10, encrypted)
 
 
 if __name__ == "__main__":

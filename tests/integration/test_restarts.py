@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import selectors
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
@@ -95,23 +94,20 @@ def test_a_restarted_trainer_goes_on_above_the_last_version(server: BackgroundSe
             assert serves(adapter, fresh, 8)
 
 
-class Counting(selectors.EpollSelector if hasattr(selectors, "EpollSelector") else selectors.DefaultSelector):  # type: ignore[misc]
-    """Counts how often each event loop wakes, by its thread's name."""
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often each event loop wakes, by its thread's name."""
+    wakes: dict[str, int] = {}
+    select = selectors.DefaultSelector.select
 
-    wakes: dict[str, int] = {}  # noqa: RUF012
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        found: list[tuple[selectors.SelectorKey, int]] = super().select(timeout)
+    def counting(selector: selectors.DefaultSelector, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        found = select(selector, timeout)
         name = threading.current_thread().name
-        self.wakes[name] = self.wakes.get(name, 0) + 1
+        wakes[name] = wakes.get(name, 0) + 1
         return found
 
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    monkeypatch.setattr(selectors, "DefaultSelector", Counting)
-    monkeypatch.setattr(Counting, "wakes", {})
-    yield Counting.wakes
+    monkeypatch.setattr(selectors.DefaultSelector, "select", counting)
+    return wakes
 
 
 def test_an_idle_system_never_wakes(runtime: None, counted: dict[str, int]) -> None:

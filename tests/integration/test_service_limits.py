@@ -20,8 +20,9 @@ from tests.integration.service_support import Agent, RawAgent, engine_hello, fas
 
 from weightsync.control.coordinator import Coordinator
 from weightsync.errors import Aborted
-from weightsync.messages import Publish, Published, RoundResult
+from weightsync.messages import Publish, Published, RoundResult, Welcome, encode
 from weightsync.service.client import Client
+from weightsync.service.connections import Connections
 from weightsync.service.server import BackgroundServer
 from weightsync.service.settings import ClientSettings, Limits, ServerSettings
 
@@ -239,3 +240,64 @@ def test_a_hello_frame_beyond_the_limit_says_so(runtime: None) -> None:
     limits = Limits(frame_bytes=100_000)
     with BackgroundServer(ServerSettings(port=0, limits=limits)) as server, RawAgent(server.address, server.token) as raw:
         assert b"x-weightsync-frame-bytes: 100000" in raw.head.lower()
+
+
+@pytest.mark.parametrize(("encrypted", "a_second"), [(False, 100), (True, 50)])
+def test_fewer_strangers_are_taken_in_where_each_costs_a_handshake(
+    encrypted: bool, a_second: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("weightsync.service.connections.time.monotonic", lambda: now[0])
+    connections = Connections(Limits(strangers=1), encrypted)
+    while not connections.turn():
+        continue
+    count = 0
+    while now[0] < 10:
+        wait = connections.turn()
+        count += not wait
+        now[0] += max(wait, 1e-6)
+    assert count == pytest.approx(10 * a_second, abs=2)
+
+
+def frame(opcode: int, payload: bytes = b"", whole: bool = True) -> bytes:
+    """Of an agent, masked with zeros."""
+    return bytes([0x80 * whole | opcode, 0x80 | len(payload)]) + b"\0\0\0\0" + payload
+
+
+def pump(agent: RawAgent, chunk: bytes, seconds: float) -> int:
+    """Send this over and over, and read nothing; how many bytes were taken until the connection was cut, or the time was up."""
+    agent.socket.settimeout(0.2)
+    ends, sent = time.monotonic() + seconds, 0
+    while time.monotonic() < ends:
+        try:
+            sent += agent.socket.send(chunk)
+        except TimeoutError:
+            continue
+        except OSError:
+            return sent
+    return -sent
+
+
+@pytest.mark.parametrize(
+    ("first", "chunk"),
+    [
+        (b"", frame(9, b"x" * 125) * 400),
+        (b"", frame(10, b"x") * 2000),
+        (frame(2, b"\x80", whole=False), frame(0, b"", whole=False) * 2000),
+        (frame(2, b"\x80", whole=False), frame(0, b"a", whole=False) * 2000),
+    ],
+    ids=["pings", "pongs", "empty fragments", "fragments of a byte"],
+)
+def test_frames_that_are_no_message_are_few(runtime: None, first: bytes, chunk: bytes) -> None:
+    """With the token, one connection could keep the loop busy and fill the memory with frames that count for nothing."""
+    with BackgroundServer(ServerSettings(port=0, run="run", heartbeat=2.0)) as server:
+        settings = ClientSettings(coordinator=server.address)
+        with joined(settings, engine_hello("honest")) as honest, RawAgent(server.address, server.token) as agent:
+            agent.say(encode(engine_hello("hog", session="hog-session")))
+            assert isinstance(agent.frame(), Welcome)
+            agent.socket.sendall(first)
+            sent = pump(agent, chunk, seconds=8.0)
+            assert 0 < sent < 16 << 20, "it was never cut off"
+            with Client(settings) as client:
+                assert [replica.name for replica in client.status().replicas if not replica.missing] == ["honest"]
+            assert honest.link.connected

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+import torch
 from tests.integration.service_support import RawAgent, engine_hello, joined, trainer_hello
 from typer.testing import CliRunner
 
@@ -16,9 +17,14 @@ from weightsync.agents.trainer import Trainer
 from weightsync.cli.main import app
 from weightsync.errors import Aborted, AuthenticationError, ConfigurationError
 from weightsync.messages import Publish, Welcome, encode
+from weightsync.roles.trainer import TrainerRole
 from weightsync.service.client import Client
 from weightsync.service.server import BackgroundServer
 from weightsync.service.settings import ClientSettings, Secret, ServerSettings, agent_environment
+from weightsync.transports.host import this_host
+from weightsync.transports.inproc import InProcess
+from weightsync.transports.shared_memory import SharedMemory
+from weightsync.transports.tcp import Tcp
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
 
@@ -96,6 +102,16 @@ def test_no_value_that_holds_a_secret_shows_it() -> None:
             assert KEY.decode() not in text
 
 
+def test_nothing_that_a_traceback_with_variables_would_show_holds_a_key() -> None:
+    role = TrainerRole({"w": torch.zeros(4)}, [Tcp(), SharedMemory(), InProcess()], KEY, this_host())
+    try:
+        shown = [repr(vars(holder)) for holder in (role, *role._owners, *(getattr(o, "_listener", o) for o in role._owners))]
+        assert not any(KEY.decode() in text for text in shown)
+        assert role.key == KEY
+    finally:
+        role.close()
+
+
 def test_errors_about_tokens_do_not_hold_them(server: BackgroundServer, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = ClientSettings(coordinator=server.address, token=Secret("do-not-show-me"))
     with Client(wrong) as client, pytest.raises(AuthenticationError) as caught:
@@ -123,7 +139,6 @@ def test_children_get_the_token_by_the_environment_alone() -> None:
 
 
 def test_a_trainer_that_cannot_publish_says_what_to_do(server: BackgroundServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
     trainer = Trainer({"w": torch.zeros(2, 2)}, server.url, transports=["inproc"])
     try:
         for timeout in (0, -1.0, float("nan"), float("inf")):

@@ -29,6 +29,7 @@ from weightsync.errors import (
     WeightSyncError,
     from_wire,
 )
+from weightsync.forks import Origin
 from weightsync.messages import UNREADABLE, PauseMode
 from weightsync.model import TensorSpec
 from weightsync.service.auth import bearer
@@ -131,6 +132,7 @@ class UpdateClient(ABC):
         address: str | None = None,
         device: torch.device | None = None,
     ) -> None:
+        self._origin = Origin()
         self.url, self.group_name, self.backend, self.ranks = url.rstrip("/"), group, backend, ranks
         self._address, self._device = address, device
         self._http = httpx.Client(
@@ -302,7 +304,9 @@ class UpdateClient(ABC):
             self._leave_remote(deadline)
 
     def close(self) -> None:
-        """Destroy the group, and let go of connections and threads."""
+        """Destroy the group, and let go of connections and threads. In a forked child: nothing."""
+        if self._origin.elsewhere:
+            return
         self.leave(Deadline(_CLEANUP_SECONDS))
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._http.close()

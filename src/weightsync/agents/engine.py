@@ -13,6 +13,7 @@ from weightsync.agents.link import Link
 from weightsync.agents.logs import LoggedCalls
 from weightsync.agents.place import place_in_world
 from weightsync.errors import ConfigurationError
+from weightsync.forks import Origin
 from weightsync.messages import PROTOCOL, Delivery, Hello
 from weightsync.model import Version
 from weightsync.roles.adapter import EngineAdapter
@@ -75,6 +76,7 @@ class Engine:
             raise ConfigurationError(f"bucket_bytes must be positive, not {bucket_bytes}")
         if buffers not in (1, 2):
             raise ConfigurationError(f"buffers must be 1 or 2, not {buffers!r}")
+        self._origin = Origin()
         self.replica, self.rank, self.world_size = replica, rank, world_size
         self._run, self._session, self._delivery = run, uuid.uuid4().hex, delivery
         self._here = this_host()
@@ -120,7 +122,9 @@ class Engine:
         return self._role.serving
 
     def close(self) -> None:
-        """Leave the coordinator. The engine keeps the weights that it has. Safe twice."""
+        """Leave the coordinator. The engine keeps the weights that it has. Safe twice. In a forked child: nothing."""
+        if self._origin.elsewhere:
+            return
         self._owned.close()
 
     def __enter__(self) -> Self:

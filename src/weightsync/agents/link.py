@@ -39,6 +39,7 @@ from weightsync.errors import (
     WeightSyncError,
     from_wire,
 )
+from weightsync.forks import Origin
 from weightsync.messages import Body, Frame, Hello, Progress, Quarantine, Welcome, decode, encode
 from weightsync.service.endpoint import CLOSE_NORMAL, unreachable
 from weightsync.service.settings import ClientSettings
@@ -89,6 +90,7 @@ class Link:
         on_notice: Callable[[str], None] | None = None,
         name: str = "agent",
     ) -> None:
+        self._origin = Origin()
         self._settings, self._name = settings, name
         self._hello, self._on_welcome, self._on_lost = hello, on_welcome, on_lost
         if receive is None:
@@ -166,6 +168,7 @@ class Link:
         connection broke is not repeated: it raises :class:`~weightsync.errors.PeerLost` at once. Raises what the coordinator
         answered, :class:`~weightsync.errors.DeadlineExceeded`, or :class:`~weightsync.errors.Aborted` after :meth:`close`.
         """
+        self._origin.require(f"the link of {self._name}")
         loop = self._loop
         if self._closed or loop is None or _runs_here(loop):
             raise Aborted(f"the link of {self._name} is closed, not connected, or was called from the links' own thread")
@@ -196,6 +199,8 @@ class Link:
 
     def progress(self, nbytes: int) -> None:
         """Report that this many bytes of the running move are in place. Any thread; never blocks; sent a few times a second."""
+        if self._origin.elsewhere:
+            return
         loop = self._loop
         with self._progress_lock:
             self._progress_bytes = nbytes
@@ -210,8 +215,10 @@ class Link:
     def close(self, timeout: float = 5.0) -> None:
         """Leave the coordinator and end this link's threads. Safe twice and from any thread.
 
-        A call that ``handle`` still runs is waited for up to ``timeout`` seconds: abort it first.
+        A call that ``handle`` still runs is waited for up to ``timeout`` seconds: abort it first. In a forked child: nothing.
         """
+        if self._origin.elsewhere:
+            return
         self._closed = True
         loop, main = self._loop, self._main
         if loop is not None and main is not None:

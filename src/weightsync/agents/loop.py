@@ -10,6 +10,8 @@ import os
 import threading
 from concurrent.futures import Future
 
+from weightsync import forks
+
 __all__ = ["SharedLoop", "shared_loop"]
 
 _START_SECONDS = 10.0
@@ -58,7 +60,7 @@ class SharedLoop:
             started.set_result((asyncio.get_running_loop(), stop))
             await stop.wait()  # ends with the last borrower
 
-        asyncio.run(main())
+        forks.run(main())
 
 
 shared_loop = SharedLoop()

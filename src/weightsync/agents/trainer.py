@@ -34,6 +34,7 @@ from weightsync.errors import (
     WeightSyncError,
     to_wire,
 )
+from weightsync.forks import Origin
 from weightsync.messages import (
     PROTOCOL,
     CannotPublish,
@@ -109,6 +110,7 @@ class Trainer:
         restore: Callable[[], object] | None = None,
         new_epoch: bool = False,
     ) -> None:
+        self._origin = Origin()
         self._offload, self._restore = offload, restore
         self.rank, self.world_size = place_in_world(rank, world_size)
         self._run, self._session = run, uuid.uuid4().hex
@@ -314,11 +316,17 @@ class Trainer:
         self._missed = missed
 
     def _check_open(self) -> None:
+        self._origin.require("this trainer")
         if self._closed:
             raise Aborted("this trainer was closed and cannot publish any more: publish before close(), or make a new Trainer")
 
     def close(self) -> None:
-        """Leave the coordinator, stop serving shards, free the shelf. Replicas keep what they have. Safe twice."""
+        """Leave the coordinator, stop serving shards, free the shelf. Replicas keep what they have. Safe twice.
+
+        In a forked child (a data loader's worker) this does nothing: the trainer is its parent's.
+        """
+        if self._origin.elsewhere:
+            return
         self._closed = True
         self._owned.close()
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from weightsync.errors import DeadlineExceeded, MembershipError, PeerLost, WeightSyncError
+from weightsync.faults.forked import ORPHAN, UNWIND, await_loss, kept
 from weightsync.faults.leaks import Held, grown, held
 from weightsync.faults.network import Network
 from weightsync.faults.relay import Relay
@@ -81,6 +82,10 @@ def cases(transports: tuple[str, ...] = TRANSPORTS) -> Iterator[Case]:
             continue
         for seed, kind in enumerate(CORRUPTIONS * 4, start=1):
             yield Case(transport, f"trainer-{seed % 2}", "trainer.placed", kind, seed)
+        yield Case(transport, "trainer-0", "trainer.published", UNWIND)
+        yield Case(transport, "solo-0", "engine.group", UNWIND)
+        yield Case(transport, "trainer-1", "trainer.placed", ORPHAN)
+        yield Case(transport, "duo-1", "engine.move", ORPHAN)
         for act in ("kill", "stop"):
             for party, points in (*parties.items(), ("coordinator", COORDINATOR_POINTS)):
                 yield from (Case(transport, party, point, act) for point in points)
@@ -138,6 +143,9 @@ def _run(stage: Stage, case: Case, found: Findings) -> None:
     order = {"corrupt": case.act, "seed": case.seed} if corrupting else {}
     if "prepare" in case.point:
         _make_them_agree_anew(stage, case.party)
+    if case.act == ORPHAN:
+        _run_orphan(stage, case, found)
+        return
     trap = Trap(case.party, case.point, case.act, order)
     repairing = case.point in ENGINE_REPAIR_POINTS
     if repairing:  # only after a round that failed
@@ -153,6 +161,9 @@ def _run(stage: Stage, case: Case, found: Findings) -> None:
     late = _answers(case, asked, timeout, found)
     if corrupting:
         _nobody_took(stage, number, case, found)
+    elif case.act == UNWIND:
+        _make_them_agree_anew(stage, "solo-0")
+        _reseeded(stage)  # from what is published, whatever the child did with it
     elif case.act == "cut":
         _network(stage).heal()
     elif case.act == "break":
@@ -184,6 +195,27 @@ def _run_impaired(stage: Stage, case: Case) -> None:
     stage.injected["network"] += 1
 
 
+def _run_orphan(stage: Stage, case: Case, found: Findings) -> None:
+    """A party is killed, and a child that it forked lives on."""
+    kind, _, rank = case.party.partition("-")
+    with stage.client() as client, client.events() as events:
+        trap = Trap(case.party, case.point, case.act)
+        stage.set(trap)
+        _, asked = stage.publish(_DEADLINE)
+        if not trap.sprung.wait(_REACHED):
+            raise WeightSyncError(f"{case.party} never reached {case.point}")
+        orphan = stage.orphans.pop()
+        try:
+            late = await_loss(events, f"{kind}/{rank}")
+            found.hangs += [f"{case.name}: {late}"] if late else []
+            _answers(case, asked, _DEADLINE, found)
+        finally:
+            found.leaks += [f"{case.name}: {what}" for what in kept(orphan)]
+    stage.start(case.party)
+    if kind != "trainer":
+        _reseeded(stage)
+
+
 def _make_them_agree_anew(stage: Stage, party: str) -> None:
     """Ranks prepare when something changed: so this one leaves and comes back."""
     for command in ("leave", "join"):
@@ -195,7 +227,7 @@ def _answers(case: Case, asked: list[Party], timeout: float, found: Findings) ->
     """Hear the trainer ranks that can answer, and note who took too long; those that are stopped, to be heard later."""
     later = []
     for party in asked:
-        if party.name == case.party and case.act in ("kill", "stop"):
+        if party.name == case.party and case.act in ("kill", "stop", ORPHAN):
             later.append(party)
             continue
         try:

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -22,6 +23,8 @@ from weightsync import points
 from weightsync.agents.engine import Engine
 from weightsync.agents.trainer import Trainer
 from weightsync.errors import WeightSyncError
+from weightsync.faults.fork_mutants import MUTANTS
+from weightsync.faults.forked import Closable, fork
 from weightsync.faults.network import enter
 from weightsync.faults.weights import NAMES, SHAPE, Weights, fill
 from weightsync.service.server import serve
@@ -30,13 +33,20 @@ from weightsync.transports.registry import register
 from weightsync.transports.shelf import Shelf
 from weightsync.transports.tcp import Tcp
 
-__all__ = ["Sockets", "coordinator", "engine", "trainer"]
+__all__ = ["Sockets", "coordinator", "engine", "run", "trainer"]
 
 Sockets = tuple[socket.socket, socket.socket, socket.socket]
 """Commands, points, requests: this process's ends."""
 
 _PATIENCE = 3600.0  # seconds without a word from the runner after which a party ends; if the runner dies it hears so at once
 _ROW = 4 * SHAPE[1]
+
+
+def run(target: Callable[[Sockets, dict[str, Any]], None], sockets: Sockets, config: dict[str, Any]) -> None:
+    """Be the party ``target``, with the bug that ``config`` names, if it names one."""
+    mutant = config.get("mutant")
+    with MUTANTS[mutant]() if mutant else nullcontext():
+        target(sockets, config)
 
 
 def _lines(sock: socket.socket) -> Iterator[dict[str, Any]]:
@@ -61,6 +71,10 @@ class _Gate:
         sock.settimeout(_PATIENCE)
         self._sock, self._stream = sock, sock.makefile("rb")
         self._orders = orders
+        self.made: Closable | None = None
+        """What a forked child inherits."""
+        self.sockets: tuple[int, ...] = ()
+        """The runner's, which a child must not keep."""
         self._turn = threading.Lock()
 
     def __call__(self, name: str) -> None:
@@ -73,8 +87,15 @@ class _Gate:
             if not line:
                 os._exit(3)  # the runner is gone
             order = msgspec.json.decode(line)
-            if order:
+            if "fork" in order:
+                self._fork(order["fork"])
+            elif order:
                 self._orders(order)
+
+    def _fork(self, kind: str) -> None:
+        child = fork(kind, self.made, self.sockets)
+        _say(self._sock, {"forked": child})
+        self._stream.readline()
 
 
 def coordinator(sockets: Sockets, config: dict[str, Any]) -> None:
@@ -137,7 +158,9 @@ def trainer(sockets: Sockets, config: dict[str, Any]) -> None:
             if isinstance(shelf, Shelf):
                 _corrupt(shelf, order["corrupt"], order["seed"])
 
-        points.install(_Gate(gate, obey))
+        gated = _Gate(gate, obey)
+        gated.made, gated.sockets = made, tuple(sock.fileno() for sock in sockets)
+        points.install(gated)
         _say(commands, {"ready": True})
         for command in _lines(commands):
             fill(local, rank * rows, command["number"])
@@ -157,7 +180,9 @@ def engine(sockets: Sockets, config: dict[str, Any]) -> None:
         enter(config["namespace"])
     commands, gate, requests = sockets
     weights = Weights(config["rank"], config["world"])
-    points.install(_Gate(gate))
+    gated = _Gate(gate)
+    gated.sockets = tuple(sock.fileno() for sock in sockets)
+    points.install(gated)
 
     def serve_requests() -> None:
         try:
@@ -182,6 +207,7 @@ def engine(sockets: Sockets, config: dict[str, Any]) -> None:
         )
 
     joined: Engine | None = join()
+    gated.made = joined
     _say(commands, {"ready": True})
     for command in _lines(commands):
         if joined is not None and command["do"] == "leave":
@@ -189,7 +215,7 @@ def engine(sockets: Sockets, config: dict[str, Any]) -> None:
             joined.close()
             joined = None
         elif joined is None and command["do"] == "join":
-            joined = join()
+            gated.made = joined = join()
         _say(commands, {"done": True})
     if joined is not None:
         joined.close()

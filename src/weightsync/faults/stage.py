@@ -23,6 +23,7 @@ from weightsync.control.status import Status
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, PeerLost, WeightSyncError
 from weightsync.faults import parties
+from weightsync.faults.forked import ORPHAN, UNWIND
 from weightsync.faults.network import Network
 from weightsync.faults.relay import Relay
 from weightsync.service.client import Client
@@ -80,7 +81,9 @@ class Party:
         pairs = [socket.socketpair() for _ in range(3)]
         self._ends = [pair[0] for pair in pairs]
         theirs = tuple(pair[1] for pair in pairs)
-        self.process: ForkServerProcess = _context.Process(target=target, args=(theirs, config), name=name, daemon=True)
+        self.process: ForkServerProcess = _context.Process(
+            target=parties.run, args=(target, theirs, config), name=name, daemon=True
+        )
         self.process.start()
         for end in theirs:
             end.close()
@@ -127,7 +130,8 @@ class Party:
     def _watch(self, gate: socket.socket) -> None:
         with suppress(OSError), gate.makefile("rb") as stream:
             for line in stream:
-                order = self._stage.at(self, msgspec.json.decode(line)["point"])
+                said = msgspec.json.decode(line)
+                order = self._stage.forked(self, said["forked"]) if "forked" in said else self._stage.at(self, said["point"])
                 gate.sendall(msgspec.json.encode(order) + b"\n")
 
     def _ask(self, requests: socket.socket) -> None:
@@ -175,14 +179,16 @@ class Stage:
     With a ``network``, the last one is at its other end; with a relay, all engine ranks are.
     """
 
-    def __init__(self, transport: str, tally: Tally, network: Network | Relay | None = None) -> None:
-        self.transport, self.network = transport, network
+    def __init__(self, transport: str, tally: Tally, network: Network | Relay | None = None, mutant: str = "") -> None:
+        self.transport, self.network, self._mutant = transport, network, mutant
         self.tally = tally
         self.version = 0
         self.injected: Counter[str] = Counter()
-        """Faults by kind: ``kill``, ``stop``, ``corruption``, ``network``."""
+        """Faults by kind: ``kill``, ``stop``, ``corruption``, ``network``, ``fork``."""
         self.unclean: list[str] = []
         """Parties that did not end by themselves when they were asked to."""
+        self.orphans: list[int] = []
+        """Processes that outlive a killed party."""
         self._traps: tuple[Trap, ...] = ()
         self._token = secrets.token_urlsafe(24)
         host = "127.0.0.1" if network is None else network.host
@@ -208,7 +214,7 @@ class Stage:
         old = self.parties.pop(name, None)
         if old is not None:
             old.end(0.0)
-        common = {"coordinator": self._address.url, "token": self._token, "transport": self.transport}
+        common = {"coordinator": self._address.url, "token": self._token, "transport": self.transport, "mutant": self._mutant}
         kind, _, rank = name.partition("-")
         if name == "coordinator":
             party = Party(name, parties.coordinator, {"host": self._address.host, "port": self._port, "token": self._token}, self)
@@ -243,6 +249,8 @@ class Stage:
         elif trap.act == "stop":
             party.signal(signal.SIGSTOP)
             self.injected["stop"] += 1
+        elif trap.act in (ORPHAN, UNWIND):
+            return {"fork": trap.act}  # it tells of the child: see forked()
         elif trap.act == "cut" and self.network is not None:
             self.network.cut()
             self.injected["network"] += 1
@@ -253,6 +261,19 @@ class Stage:
             self.injected["corruption"] += 1
         trap.sprung.set()
         return trap.order
+
+    def forked(self, party: Party, child: int) -> dict[str, Any]:
+        """A party forked, since it was told to: it is killed if its child is to outlive it."""
+        trap = self._trap
+        if trap is not None and trap.act == ORPHAN:
+            self.orphans.append(child)
+            party.signal(signal.SIGKILL)
+            self.injected["kill"] += 1
+        else:
+            self.injected["fork"] += 1
+        if trap is not None:
+            trap.sprung.set()
+        return {}
 
     @property
     def trainers(self) -> Iterator[Party]:

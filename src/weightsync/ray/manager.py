@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 from weightsync.control.status import Status
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, CoordinatorUnreachable, MembershipError, PeerLost, WeightSyncError
+from weightsync.forks import Origin
 from weightsync.messages import RoundResult
 from weightsync.ray.calls import Calls, call, handles
 from weightsync.ray.coordinator import cluster_settings, with_token
@@ -67,6 +68,7 @@ class Manager:
         token: str | None = None,
         settings: ServerSettings | None = None,
     ) -> None:
+        self._origin = Origin()
         if not ray.is_initialized():
             raise ConfigurationError("a weightsync manager needs Ray: call ray.init() first")
         if coordinator is not None and settings is not None:
@@ -206,7 +208,12 @@ class Manager:
             return client.status()
 
     def close(self) -> None:
-        """Let everybody leave; replicas keep what they have, and the actors live on. Ends a coordinator in this process."""
+        """Let everybody leave; replicas keep what they have, and the actors live on. Ends a coordinator in this process.
+
+        In a forked child: nothing.
+        """
+        if self._origin.elsewhere:
+            return
         self._owned.close()
 
     def __enter__(self) -> Self:

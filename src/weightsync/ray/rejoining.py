@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 
+from weightsync import forks
 from weightsync.control.status import Status
 from weightsync.errors import AuthenticationError
 from weightsync.ray.calls import call, in_our_words
@@ -113,7 +114,7 @@ class Rejoining:
 
     def _run(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):
-            asyncio.run(self._stay())
+            forks.run(self._stay())
 
     async def _stay(self) -> None:
         self._main, self._loop = asyncio.current_task(), asyncio.get_running_loop()

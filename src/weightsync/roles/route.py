@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.errors import Aborted, PlanMismatch, TransportError, TransportUnavailable
+from weightsync.errors import Aborted, AuthenticationError, DeadlineExceeded, PlanMismatch, TransportError, TransportUnavailable
 from weightsync.messages import DEVICE_SCHEMES, Host, PlanSlice, SourceAddress
 from weightsync.model import Layout, Manifest
 from weightsync.planning.cover import Cover, cover
@@ -31,6 +32,8 @@ from weightsync.transports.registry import scheme
 from weightsync.transports.tcp import in_clear
 
 __all__ = ["Route", "StagingSettings", "row_groups"]
+
+_log = logging.getLogger(__name__)
 
 _GROUP_BYTES = 32 << 20  # between groups the engine looks for an abort and reports its progress
 
@@ -87,8 +90,12 @@ def _connect(
                 return offer.scheme, scheme(offer.scheme).connect(offer, address.key, deadline)
             with torch.cuda.device(device):
                 return offer.scheme, scheme(offer.scheme).connect(offer, address.key, deadline)
-        except TransportError as error:
+        except TransportUnavailable as error:
             failures.append(f"{offer.scheme}: {error}")
+        except (TransportError, AuthenticationError, DeadlineExceeded) as error:
+            _log.warning("trainer rank %s cannot be reached by %s: %a", address.member, offer.scheme, str(error))
+            # The reason stays here: offers come from others, who could look around with them in this engine's network.
+            failures.append(f"{offer.scheme}: it cannot be reached (this engine rank's own log says why)")
     raise TransportUnavailable(f"no way to trainer rank {address.member} works: {'; '.join(failures)}")
 
 

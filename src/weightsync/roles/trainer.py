@@ -27,6 +27,7 @@ from weightsync.tensors.shards import FollowedShards, Shard
 from weightsync.transports.base import Owner, Scheme
 from weightsync.transports.cuda_ipc import CudaIpc
 from weightsync.transports.device_shelf import DeviceShelf
+from weightsync.transports.handshake import Key
 from weightsync.transports.shelf import Shelf
 
 __all__ = ["TrainerRole"]
@@ -64,7 +65,7 @@ class TrainerRole:
         self.manifest, shards = followed.now()
         if not self.manifest.nbytes:
             raise ConfigurationError("this trainer rank's state holds no bytes: give the module, or a state dict with tensors")
-        self.key = key
+        self._key = Key(key)
         self._stop = np.zeros(1, np.int8)
         self._busy = threading.Lock()
         self._armed: int | None = None
@@ -100,6 +101,11 @@ class TrainerRole:
                     if scheme.name != CudaIpc.name:
                         self._serve(scheme.serve(shelf, key, here), owned)
             self._owned = owned.pop_all()
+
+    @property
+    def key(self) -> bytes:
+        """What readers of this rank must know."""
+        return self._key.reveal()
 
     def _serve(self, owner: Owner, owned: ExitStack) -> None:
         owned.callback(owner.close)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from weightsync import forks
 from weightsync.errors import Aborted, DeadlineExceeded
 from weightsync.rollouts.controller import Counts, Rollout, RolloutController, Task
 
@@ -38,7 +39,8 @@ class Rollouts(Generic[T]):
     """
 
     def __init__(self, make: Callable[[], RolloutController[T]]) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._origin = forks.Origin()
+        self._loop = forks.event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weightsync-rollouts", daemon=True)
         self._thread.start()
         self._controller: RolloutController[T] | None = None
@@ -95,7 +97,9 @@ class Rollouts(Generic[T]):
         return self._call(self._mine.counts)
 
     def close(self) -> None:
-        """Cancel everything and end the thread. Safe twice."""
+        """Cancel everything and end the thread. Safe twice. In a forked child: nothing."""
+        if self._origin.elsewhere:
+            return
         controller, self._controller = self._controller, None
         try:
             if controller is not None:

@@ -18,6 +18,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
+from weightsync import forks
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded
 from weightsync.messages import PauseMode
@@ -58,7 +59,8 @@ class RolloutCallback:
 
     def __init__(self, settings: ClientSettings, timeout: float = 300.0) -> None:
         self._settings, self._timeout = settings, timeout
-        self._loop = asyncio.new_event_loop()
+        self._origin = forks.Origin()
+        self._loop = forks.event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weightsync-callback", daemon=True)
         self._thread.start()
         self._closed = False
@@ -123,7 +125,9 @@ class RolloutCallback:
         self._finish("continue", {}, timeout)
 
     def close(self) -> None:
-        """Close connections; calls under way fail. Safe twice."""
+        """Close connections; calls under way fail. Safe twice. In a forked child: nothing."""
+        if self._origin.elsewhere:
+            return
         if self._closed:
             return
         self._wait(self._http.aclose(), 30.0)

@@ -71,7 +71,7 @@ class Service:
     def __init__(self, coordinator: Coordinator, settings: ServerSettings, token: Secret) -> None:
         self._coordinator, self._settings = coordinator, settings
         self._agents = AgentSockets(coordinator, settings)
-        self.connections = Connections(settings.limits)
+        self.connections = Connections(settings.limits, encrypted=settings.tls_certificate is not None)
         self._rollouts = RolloutRoutes(settings.heartbeat)
         self._streams = 0
         self._totals = metrics.Totals()

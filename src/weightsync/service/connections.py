@@ -19,8 +19,9 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from weightsync.service.settings import Limits
 
 if TYPE_CHECKING:
-    from uvicorn._types import ASGISendEvent
+    from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
     from uvicorn.server import ServerState
+    from websockets.frames import Frame as WebSocketFrame
 
 __all__ = ["AgentProtocol", "Config", "Connections", "HttpProtocol"]
 
@@ -29,18 +30,26 @@ __all__ = ["AgentProtocol", "Config", "Connections", "HttpProtocol"]
 _wire_log = logging.getLogger("weightsync.service.wire")
 _wire_log.setLevel(logging.ERROR)
 
+_log = logging.getLogger(__name__)
+
 _Peer = tuple[str, int]
+_FRAMES = 4096.0  # frames that are no whole message (fragments, pings, pongs) from one agent at once
+_FRAMES_A_SECOND = 100.0  # and on and on; an agent of ours sends a few a minute, and never a fragment
 
 
 class Connections:
-    """All connections of one coordinator, by the address of the peer. Used on the coordinator's event loop only."""
+    """All connections of one coordinator, by the address of the peer. Used on the coordinator's event loop only.
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    Where each costs a TLS handshake (``encrypted``), half as many are taken in.
+    """
+
+    def __init__(self, limits: Limits, encrypted: bool = False) -> None:
+        self._limits, self._cost = limits, 2.0 if encrypted else 1.0
+        self._most = max(float(limits.strangers), self._cost)
         self._transports: dict[_Peer | None, Transport] = {}
         self._strangers: dict[str, dict[_Peer, TimerHandle]] = {}
         self._unproved = 0
-        self._turns, self._since = float(limits.strangers), time.monotonic()
+        self._turns, self._since = self._most, time.monotonic()
         self.refused = 0
         """Connections that were cut because there were too many strangers, or because they took too long."""
 
@@ -55,11 +64,11 @@ class Connections:
     def turn(self) -> float:
         """Take the turn of one more connection, or say in how many seconds there will be one."""
         now = time.monotonic()
-        self._turns = min(self._limits.strangers, self._turns + (now - self._since) * self._limits.arrivals)
+        self._turns = min(self._most, self._turns + (now - self._since) * self._limits.arrivals)
         self._since = now
-        if self._turns < 1:
-            return (1 - self._turns) / self._limits.arrivals
-        self._turns -= 1
+        if self._turns < self._cost:
+            return (self._cost - self._turns) / self._limits.arrivals
+        self._turns -= self._cost
         return 0.0
 
     def opened(self, transport: Transport, peer: _Peer | None, loop: AbstractEventLoop) -> None:
@@ -80,7 +89,7 @@ class Connections:
     def proved(self, peer: _Peer | None) -> None:
         """The connection of ``peer`` has shown the token."""
         if peer is not None and self._forget_stranger((peer[0], peer[1])):
-            self._turns += 1
+            self._turns += self._cost
 
     def closed(self, peer: _Peer | None) -> None:
         """The connection is gone."""
@@ -155,6 +164,8 @@ class AgentProtocol(WebSocketsSansIOProtocol):
         self.conn.debug = False
         self._counted = cast("Config", config).connections
         self._peer: _Peer | None = None
+        self._frames_left, self._since = _FRAMES, time.monotonic()
+        self._dropped = False
 
     def connection_made(self, transport: BaseTransport) -> None:
         """See :class:`asyncio.Protocol`; the connection was counted when it was HTTP."""
@@ -171,6 +182,59 @@ class AgentProtocol(WebSocketsSansIOProtocol):
         await super().send(message)
         if message["type"] == "websocket.http.response.body" and not message.get("more_body", False):
             self.handshake_complete = True  # by a refusal; without this uvicorn takes it for an application that forgot to answer
+
+    def pause_writing(self) -> None:
+        """Read nothing from a peer that does not read: what it makes us answer would fill our memory."""
+        super().pause_writing()
+        self.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """See :meth:`pause_writing`."""
+        super().resume_writing()
+        if not self.read_paused:
+            self.transport.resume_reading()
+
+    async def receive(self) -> ASGIReceiveEvent:
+        """The next event for the application."""
+        message = await super().receive()
+        if not self.writable.is_set():
+            self.transport.pause_reading()
+        return message
+
+    def handle_events(self) -> None:
+        """Take in what arrived, unless there is too much of what is no message."""
+        if not self._dropped:
+            super().handle_events()
+
+    def handle_ping(self) -> None:
+        """Answer, unless the peer does not read its answers."""
+        if self._count_frame() and self.writable.is_set():
+            super().handle_ping()
+
+    def handle_pong(self, event: WebSocketFrame) -> None:
+        """See :meth:`handle_ping`."""
+        if self._count_frame():
+            super().handle_pong(event)
+
+    def handle_cont(self, event: WebSocketFrame) -> None:
+        """A fragment, but for the first of a message: empty ones would count for no byte of its limit."""
+        if self._count_frame():
+            super().handle_cont(event)
+
+    def _count_frame(self) -> bool:
+        """Whether the peer may send one more frame that is no whole message; if not, it is dropped."""
+        if self._dropped:
+            return False
+        now = time.monotonic()
+        self._frames_left = min(_FRAMES, self._frames_left + (now - self._since) * _FRAMES_A_SECOND) - 1
+        self._since = now
+        if self._frames_left >= 0:
+            return True
+        self._dropped = True
+        self.frames = []
+        _log.warning("dropped the agent at %s: it sent thousands of fragments, pings or pongs", self._peer and self._peer[0])
+        self.transport.abort()
+        return False
 
     def keepalive_timeout(self) -> None:
         """Drop a peer that missed its pong at once, even if bytes that it does not read are still queued for it."""

@@ -19,6 +19,7 @@ from typing import Self
 import uvicorn
 from uvicorn.server import ServerState
 
+from weightsync import forks
 from weightsync.control.coordinator import Coordinator
 from weightsync.errors import ConfigurationError, DeadlineExceeded
 from weightsync.service.app import Service
@@ -192,7 +193,7 @@ def serve(settings: ServerSettings, started: Callable[[Address, Secret, Coordina
             loop.add_signal_handler(number, end)
         await run_server(settings, stop, started)
 
-    asyncio.run(main())
+    forks.run(main())
 
 
 class BackgroundServer:
@@ -203,6 +204,7 @@ class BackgroundServer:
     """
 
     def __init__(self, settings: ServerSettings | None = None) -> None:
+        self._origin = forks.Origin()
         self._settings = ServerSettings.load() if settings is None else settings
         self._started: Future[tuple[Address, Secret, Coordinator]] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -249,7 +251,9 @@ class BackgroundServer:
             raise DeadlineExceeded(f"the coordinator did not start within {_START_SECONDS:g} s") from None
 
     def stop(self) -> None:
-        """Shut down in order and join the thread. Safe twice."""
+        """Shut down in order and join the thread. Safe twice. In a forked child, which has no such thread: nothing."""
+        if self._origin.elsewhere:
+            return
         loop, stop, thread = self._loop, self._stop, self._thread
         if loop is not None and stop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended by itself
@@ -273,7 +277,7 @@ class BackgroundServer:
             await run_server(self._settings, self._stop, lambda *what: self._started.set_result(what))
 
         try:
-            asyncio.run(main())
+            forks.run(main())
         except Exception as error:  # noqa: BLE001 - start() raises it, or it is logged
             if self._started.done():
                 _log.exception("the coordinator ended by an unexpected error")

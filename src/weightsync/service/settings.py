@@ -125,7 +125,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     strangers: Count = 256
     """Connections that have not shown the token, at one time. A newer one pushes out the oldest of whoever has most of them."""
     arrivals: Count = 100
-    """Connections a second that are taken in and then show no token, after the first few; more wait in the kernel's queue."""
+    """Connections a second that are taken in and then show no token, after the first few; more wait in the kernel's queue. Over TLS
+    half as many."""
     requests: Count = 64
     """HTTP requests under way at one time, besides readers of events."""
     hello_seconds: Seconds = 10.0

@@ -23,7 +23,7 @@ from weightsync.transports.device_shelf import DeviceShelf
 from weightsync.transports.frames import END, Channel, FrameHeader
 from weightsync.transports.memory import available_bytes
 from weightsync.transports.packing import BufferSettings
-from weightsync.transports.requests import REQUEST_BYTES, Fail, Join, Meet, Ready, Start, Want, ask, next_control
+from weightsync.transports.requests import Fail, Join, Meet, Ready, Room, Start, Want, ask, next_request
 from weightsync.transports.sending import wanted_tiles
 from weightsync.transports.shelf import EMPTY, Header, Shelf
 from weightsync.transports.tcp import ListeningOwner, tune
@@ -92,6 +92,7 @@ class GatheringOwner(ListeningOwner):
         gather_seconds: float,
     ) -> None:
         self._shelf, self._layout_digest, self._sizes = shelf, shelf.layout_digest, shelf.sizes
+        self._room = Room(sum(shelf.sizes))
         self._buffers, self._gather_seconds = buffers, gather_seconds
         self._lock = threading.RLock()
         self._members: set[_Member] = set()
@@ -141,7 +142,7 @@ class GatheringOwner(ListeningOwner):
             self._members.add(member)
         try:
             while True:
-                request = next_control(channel, REQUEST_BYTES, Deadline(_IDLE_SECONDS))
+                request = next_request(channel, self._room, Deadline(_IDLE_SECONDS))
                 if member.transfer is not None:
                     raise ProtocolError("a reader must not ask for anything while it is being sent to")
                 try:
@@ -157,6 +158,7 @@ class GatheringOwner(ListeningOwner):
                 except (StaleSource, ProtocolError) as error:
                     ask(channel, Fail(*to_wire(error)), Deadline(_ANSWER_SECONDS))
         finally:
+            self._room.leave(channel)
             self._leave(member)
 
     def _remember(self, member: _Member, want: Want) -> None:
@@ -224,7 +226,7 @@ class GatheringOwner(ListeningOwner):
 
     def _run(self, transfer: _Transfer) -> None:
         transfer.thread = threading.Thread(
-            target=self._send, args=(transfer, tuple(transfer.members)), name="weightsync-collective-send", daemon=True
+            target=self._send_busily, args=(transfer, tuple(transfer.members)), name="weightsync-collective-send", daemon=True
         )
         self._running.add(transfer)
         transfer.thread.start()
@@ -249,6 +251,10 @@ class GatheringOwner(ListeningOwner):
                 del self._epochs[wish]
 
     # Sending.
+
+    def _send_busily(self, transfer: _Transfer, members: tuple[_Member, ...]) -> None:
+        with self.busy():
+            self._send(transfer, members)
 
     def _send(self, transfer: _Transfer, members: tuple[_Member, ...]) -> None:
         failure: Fail | None = None

@@ -17,6 +17,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from weightsync import forks
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded, PeerLost, ProtocolError
 
@@ -75,6 +76,11 @@ class Channel:
         self.peer = peer
         self.aborted = False
         sock.setblocking(True)
+        forks.in_children(self, Channel._forget)
+
+    def _forget(self) -> None:
+        """In a forked child: a peer must learn at once that the process on this end died, whatever children it left."""
+        forks.silence(self.socket.fileno())
 
     def secure(self, deadline: Deadline) -> None:
         """Be ready to send and receive, once connected. Plain sockets are."""

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from weightsync import forks
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, DeadlineExceeded, PeerLost, TransportUnavailable, WeightSyncError
 
@@ -60,6 +61,12 @@ class Rendezvous:
             """How rank 0 itself meets the others: as a client, so that closing the store ends its waits too."""
         except RuntimeError as error:
             raise TransportUnavailable(f"cannot listen for a process group at {address}:{port}: {_first_line(error)}") from error
+        forks.in_children(self, Rendezvous._inherited)
+
+    def _inherited(self) -> None:
+        """In a forked child: the stores' threads are the parent's, and their destructors would wait for them."""
+        forks.keep_for_ever(self._store)
+        forks.keep_for_ever(self.client)
 
     def close(self) -> None:
         """Stop listening. Whoever still waits for the others to arrive, rank 0 included, gets an error at once. Safe twice."""
@@ -75,6 +82,14 @@ class Group:
         self._turn = threading.Lock()
         self._closed = False
         self._over = threading.Event()
+        forks.in_children(self, Group._inherited)
+
+    def _inherited(self) -> None:
+        """In a forked child: the group's threads are the parent's, and its destructor would wait for them."""
+        self._closed = True
+        forks.keep_for_ever(self._process_group)
+        forks.keep_for_ever(self._store)
+        self._process_group = None
 
     def broadcast(self, tensors: Sequence[torch.Tensor], deadline: Deadline) -> None:
         """Send (rank 0) or receive (others) the bytes of contiguous ``tensors``, one collective each, in order; returns when done.
@@ -199,6 +214,10 @@ def init_custom_process_group(
         text = _first_line(error)
         slow = isinstance(error, dist.DistNetworkError) or "time" in text.lower()  # "timed out", "Timeout", "wait timeout after"
         kind = DeadlineExceeded if slow else PeerLost
+        if rendezvous is None:
+            # Told to others, the reason would say what listens at an address that they gave.
+            _log.warning("%s at %a port %d failed: %s", what, address, port, text)
+            text = "this process's own log says why"
         raise kind(f"{what} at {address}:{port} failed: {text}") from error
     return Group(name, backend, rank, world_size, made, (store, rendezvous))
 

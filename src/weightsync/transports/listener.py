@@ -6,29 +6,38 @@ import logging
 import os
 import selectors
 import socket
+import struct
 import threading
 import time
-import weakref
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from weightsync import forks
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
 from weightsync.transports.frames import Channel
-from weightsync.transports.handshake import HELLO_SECONDS, greet_reader
+from weightsync.transports.handshake import HELLO_SECONDS, Key, greet_reader
 
-__all__ = ["Listener"]
+__all__ = ["Listener", "same_user"]
 
 _MAX_READERS = 1024
 _MAX_STRANGERS = 32
-_ARRIVALS = 250.0  # connections a second that prove nothing; a flood of them must not slow what is being sent
+# Connections a second that are taken in and then prove nothing. A flood of them must not slow what is being sent.
+_ARRIVALS = 250.0
+_ENCRYPTED_ARRIVALS = 50.0  # a TLS handshake, which comes before the proof, costs some ten times as much
+_BUSY_ARRIVALS = 25.0  # while a transfer runs
 _BACKLOG = 1024
 _RETRY_SECONDS = 0.2
 _log = logging.getLogger("weightsync.transports")
 
 _JOIN_SECONDS = 10.0
-_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+
+
+def same_user(sock: socket.socket) -> bool:
+    """Whether the other end of a Unix socket is a process of this user (Linux)."""
+    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return bool(user == os.getuid())
 
 
 class Listener:
@@ -37,7 +46,9 @@ class Listener:
     ``serve`` runs in the connection's thread with a channel whose peer has proved to know ``key``; when it returns or raises
     a weightsync error, the connection is closed. ``admit`` may refuse a connection before its first byte is read. At most 1,024
     connections may be open, and of those over a network at most 32 unproven (a newer one pushes out the oldest of the host that
-    has most). Whoever comes by a Unix socket is this user's, and need not be quick: many ranks may start on a busy host at once.
+    has most). Unproven ones are taken in at a bounded rate, which is lowest while a transfer is :meth:`busy`.
+
+    Whoever comes by a Unix socket is this user's, and need not be quick: many ranks may start on a busy host at once.
     """
 
     def __init__(
@@ -50,11 +61,14 @@ class Listener:
         admit: Callable[[socket.socket], bool] = lambda _: True,
         channel: Callable[[socket.socket, str], Channel] = Channel,
     ) -> None:
-        self._socket, self._name, self._key, self._owner_id = sock, name, key, owner_id
+        self._socket, self._name, self._key, self._owner_id = sock, name, Key(key), owner_id
         self._serve, self._admit, self._make = serve, admit, channel
+        self._origin = forks.Origin()
         self._lock = threading.Lock()
         self._closing = False
         self._most_strangers = _MAX_READERS if sock.family == socket.AF_UNIX else _MAX_STRANGERS
+        self._arrivals = _ARRIVALS if channel is Channel else _ENCRYPTED_ARRIVALS
+        self._transfers = 0
         self._turns, self._since = float(self._most_strangers), time.monotonic()
         self._strangers: dict[Channel, str] = {}  # in order of arrival, with the host that each comes from
         self._channels: dict[Channel, threading.Thread] = {}
@@ -63,7 +77,7 @@ class Listener:
         sock.setblocking(False)
         self._thread = threading.Thread(target=self._accept, name=f"weightsync-{name}-accept", daemon=True)
         self._thread.start()
-        _listeners.add(self)
+        forks.in_children(self, Listener._forget)
 
     def _accept(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -73,39 +87,55 @@ class Listener:
                 ready = [key.fileobj for key, _ in selector.select()]  # ended by close()
                 if self._woken in ready:
                     return
-                wait = self._turn()
-                if wait > 0:  # the others stay in the backlog
+                wait = self._turn() or self._take_in()
+                if wait:  # the others stay in the backlog
                     selector.unregister(self._socket)
                     if selector.select(wait):
                         return
                     selector.register(self._socket, selectors.EVENT_READ)
-                    continue
-                try:
-                    sock, peer = self._socket.accept()
-                except (BlockingIOError, ConnectionError):
-                    continue
-                except OSError as error:
-                    # Out of descriptors: the connection stays in the backlog; wait for some to be closed, not in a busy loop.
-                    _log.warning("%s cannot accept a connection: %s", self._name, error)
-                    selector.unregister(self._socket)
-                    if selector.select(_RETRY_SECONDS):
-                        return
-                    selector.register(self._socket, selectors.EVENT_READ)
-                    continue
-                self._start(sock, str(peer[0]) if isinstance(peer, tuple) else "")
 
     def _turn(self) -> float:
         """Take the turn of one more connection, or say in how many seconds there will be one."""
         with self._lock:
             now = time.monotonic()
-            self._turns = min(self._most_strangers, self._turns + (now - self._since) * _ARRIVALS)
+            rate = min(self._arrivals, _BUSY_ARRIVALS) if self._transfers else self._arrivals
+            self._turns = min(self._most_strangers, self._turns + (now - self._since) * rate)
             self._since = now
             if self._turns < 1:
-                return (1 - self._turns) / _ARRIVALS
+                return (1 - self._turns) / rate
             self._turns -= 1
             return 0.0
 
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """While a transfer runs: strangers wait longer. Any thread."""
+        with self._lock:
+            self._transfers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._transfers -= 1
+
+    def _take_in(self) -> float:
+        """Serve one connection; how many seconds to wait before the next, where something ran out."""
+        try:
+            sock, peer = self._socket.accept()
+        except (BlockingIOError, ConnectionError):
+            return 0.0
+        except OSError as error:
+            # Out of descriptors: the connection stays in the backlog; wait for some to be closed, not in a busy loop.
+            _log.warning("%s cannot accept a connection: %s", self._name, error)
+            return _RETRY_SECONDS
+        try:
+            self._start(sock, str(peer[0]) if isinstance(peer, tuple) else "")
+        except RuntimeError as error:
+            _log.warning("%s dropped a connection: %s; raise the limit of processes (ulimit -u, pids.max)", self._name, error)
+            return _RETRY_SECONDS
+        return 0.0
+
     def _start(self, sock: socket.socket, host: str) -> None:
+        """Serve ``sock`` in a thread. Raises RuntimeError, having closed it, if there can be no thread."""
         try:
             channel = self._make(sock, f"the reader at {self._name}")
         except (OSError, ValueError):  # it is gone already
@@ -120,9 +150,13 @@ class Listener:
                 victim = self._dispensable()
                 del self._strangers[victim]
                 victim.abort()
+            try:
+                thread.start()  # it takes the lock before it is done
+            except RuntimeError:
+                channel.close()
+                raise
             self._strangers[channel] = host
             self._channels[channel] = thread
-            thread.start()
 
     def _dispensable(self) -> Channel:
         """The oldest unproven connection of the host that has most of them: a flood pushes out itself, not a reader elsewhere."""
@@ -133,7 +167,7 @@ class Listener:
         try:
             deadline = Deadline(HELLO_SECONDS)
             channel.secure(deadline)
-            greet_reader(channel, self._key, self._owner_id, deadline)
+            greet_reader(channel, self._key.reveal(), self._owner_id, deadline)
             with self._lock:
                 self._strangers.pop(channel, None)
                 self._turns += 1
@@ -146,8 +180,15 @@ class Listener:
                 self._channels.pop(channel, None)
                 channel.close()
 
+    def _forget(self) -> None:
+        """In a forked child: it would keep readers waiting for a trainer that died. Channels do the same for themselves."""
+        for sock in (self._socket, self._woken, self._waker):
+            forks.silence(sock.fileno())
+
     def close(self) -> None:
-        """End every connection and thread. Safe twice, and from any thread but the listener's own."""
+        """End every connection and thread. Safe twice, and from any thread but the listener's own. In a forked child: nothing."""
+        if self._origin.elsewhere:
+            return
         with self._lock:
             if self._closing:
                 return
@@ -162,19 +203,3 @@ class Listener:
                 _log.warning("%s: thread %s did not end within %g s", self._name, thread.name, _JOIN_SECONDS)
         for sock in (self._socket, self._woken, self._waker):
             sock.close()
-
-    def forget(self) -> None:
-        """Close this process's descriptors without a word to the peers; for a forked child, which has none of the threads."""
-        for sock in (self._socket, self._woken, self._waker, *(channel.socket for channel in self._channels)):
-            with suppress(OSError):
-                os.close(sock.detach())
-
-
-def _forked() -> None:
-    # A child that held the sockets would keep readers waiting for a trainer that died.
-    for listener in list(_listeners):
-        listener.forget()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)

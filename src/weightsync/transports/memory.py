@@ -8,7 +8,6 @@ import mmap
 import os
 import re
 import sys
-import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from weightsync import forks
 from weightsync.errors import ProtocolError, SharedMemoryTooSmall
 
 __all__ = ["Memory", "allocate", "available_bytes", "map_read_only", "reopen_read_only"]
@@ -23,38 +23,38 @@ __all__ = ["Memory", "allocate", "available_bytes", "map_read_only", "reopen_rea
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; not in the fcntl module
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EFAULT, errno.EDQUOT)
-_open: weakref.WeakSet[Memory] = weakref.WeakSet()
 
 
 class Memory:
-    """A mapping and, where it can be shared, its file descriptor."""
+    """A mapping and, where it can be shared, its file descriptor. A forked child has zeros in its place, and no descriptor."""
 
     def __init__(self, mapping: mmap.mmap, fd: int | None) -> None:
         self.map = mapping
         self.fd = fd
-        _open.add(self)
-
-    def close_fd(self) -> None:
-        """Close the descriptor only."""
-        fd, self.fd = self.fd, None
-        if fd is not None:
-            os.close(fd)
+        _keep_from_children(mapping, fd)
 
     def close(self) -> None:
         """Close the descriptor and unmap; where views are held, the mapping goes with the last of them. Safe twice."""
-        self.close_fd()
+        fd, self.fd = self.fd, None
+        if fd is not None:
+            os.close(fd)
         with suppress(BufferError):
             self.map.close()
 
 
-def _forked() -> None:
-    # A forked child (a data loader's worker) must not keep the trainer's shared memory reachable after the trainer is gone.
-    for memory in list(_open):
-        memory.close_fd()
+def _keep_from_children(mapping: mmap.mmap, fd: int | None) -> None:
+    """A forked child (a data loader's worker) must not keep a trainer's shared memory in use after the trainer is gone."""
+    held = np.frombuffer(mapping, np.uint8)
+    address, nbytes = int(held.ctypes.data), held.nbytes
+    identity = None if fd is None else (os.fstat(fd).st_dev, os.fstat(fd).st_ino)
 
+    def give_up(mapping: mmap.mmap) -> None:
+        if not mapping.closed:
+            forks.give_up_memory(address, nbytes)
+        if identity is not None:
+            forks.silence_file(*identity)  # a mapping of Python's has a descriptor of its own
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+    forks.in_children(mapping, give_up)
 
 
 def _cgroup_limits() -> Iterator[int]:
@@ -164,4 +164,6 @@ def map_read_only(fd: int, nbytes: int) -> npt.NDArray[np.uint8]:
     if not sealed or os.fstat(fd).st_size < nbytes:
         raise ProtocolError(f"the descriptor that was handed over is not a sealed memory file of {nbytes:,} bytes")
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-    return np.frombuffer(mmap.mmap(fd, nbytes, flags=flags, prot=mmap.PROT_READ), np.uint8)
+    mapping = mmap.mmap(fd, nbytes, flags=flags, prot=mmap.PROT_READ)
+    _keep_from_children(mapping, fd)
+    return np.frombuffer(mapping, np.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.deadline import Deadline
-from weightsync.errors import Aborted, PeerLost, ProtocolError, WeightSyncError, from_wire
+from weightsync.errors import Aborted, AuthenticationError, PeerLost, ProtocolError, TransportError, WeightSyncError, from_wire
 from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.tiles import Tiles
 from weightsync.transports.frames import CONTROL, DATA, END, HEADER, Channel, FrameHeader
@@ -32,6 +33,7 @@ from weightsync.transports.tile_stream import TileStream
 __all__ = ["CarriedSource"]
 
 _LARGEST = 1 << 62
+_log = logging.getLogger(__name__)
 
 
 class _Stream:
@@ -102,7 +104,12 @@ class CarriedSource:
         if channel is not None and channel.peer_lives():
             return channel
         self._drop()
-        channel = self._connect(deadline)
+        try:
+            channel = self._connect(deadline)
+        except (TransportError, AuthenticationError) as error:
+            # Told to others, the reason would say what listens at an address that they gave.
+            _log.warning("a trainer rank cannot be reached any more: %a", str(error))
+            raise PeerLost("the trainer rank went away and cannot be reached any more: this reader's own log says why") from error
         if self._want is not None:
             self._send_want(channel, self._want, deadline)
         return channel

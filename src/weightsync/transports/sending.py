@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ from weightsync.errors import ProtocolError, StaleSource, to_wire
 from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.tiles import Tiles
 from weightsync.transports.frames import DATA, END, Channel, FrameHeader
-from weightsync.transports.requests import MAX_GROUPS, REQUEST_BYTES, Fail, Ready, Start, Want, ask, next_control
+from weightsync.transports.requests import MAX_GROUPS, Fail, Ready, Room, Start, Want, ask, next_request
 from weightsync.transports.runs import FRAME_BYTES, MAX_TILES
 from weightsync.transports.shelf import Shelf
 from weightsync.transports.tile_stream import TileStream
@@ -26,10 +27,13 @@ _ANSWER_SECONDS = 10.0
 
 
 class Sender:
-    """Serves one authenticated reader of ``shelf`` until it goes away. Holds a bucket of 256 KiB."""
+    """Serves one authenticated reader of ``shelf`` until it goes away. Holds a bucket of 256 KiB.
 
-    def __init__(self, shelf: Shelf, channel: Channel) -> None:
-        self._channel = channel
+    ``room`` is what all readers of the shelf share; ``busy`` gives a context in which each transfer runs.
+    """
+
+    def __init__(self, shelf: Shelf, channel: Channel, room: Room, busy: Callable[[], AbstractContextManager[None]]) -> None:
+        self._channel, self._room, self._busy = channel, room, busy
         self._layout_digest = shelf.layout_digest
         self._header = shelf.header  # with the payload, keeps the memory mapped whatever happens to the shelf
         self._payload = shelf.payload
@@ -40,8 +44,14 @@ class Sender:
 
     def run(self) -> None:
         """Answer requests. Raises what ends the connection."""
+        try:
+            self._answer_all()
+        finally:
+            self._room.leave(self._channel)
+
+    def _answer_all(self) -> None:
         while True:
-            request = next_control(self._channel, REQUEST_BYTES, Deadline(_IDLE_SECONDS))
+            request = next_request(self._channel, self._room, Deadline(_IDLE_SECONDS))
             try:
                 if isinstance(request, Want):
                     self._remember(request)
@@ -49,7 +59,8 @@ class Sender:
                 elif isinstance(request, Start):
                     if math.isnan(request.seconds):
                         raise ProtocolError("a transfer within no number of seconds")
-                    self._stream(request.version, Deadline(min(max(request.seconds, 1e-3), _LONGEST_SECONDS)))
+                    with self._busy():
+                        self._stream(request.version, Deadline(min(max(request.seconds, 1e-3), _LONGEST_SECONDS)))
                     continue
                 else:
                     raise ProtocolError(f"a reader does not say {type(request).__name__}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import struct
 import sys
 
 import msgspec
@@ -20,7 +19,7 @@ from weightsync.errors import AuthenticationError, DeadlineExceeded, PeerLost, P
 from weightsync.messages import UNREADABLE, Host, Offer
 from weightsync.transports.frames import Channel
 from weightsync.transports.handshake import HELLO_SECONDS, ID_BYTES, check_key, greet_owner
-from weightsync.transports.listener import Listener
+from weightsync.transports.listener import Listener, same_user
 from weightsync.transports.mapped import MappedSource
 from weightsync.transports.memory import map_read_only, reopen_read_only
 from weightsync.transports.shelf import HEADER_BYTES, Shelf
@@ -38,11 +37,6 @@ class _Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout_digest: str
 
 
-def _same_user(sock: socket.socket) -> bool:
-    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return bool(user == os.getuid())
-
-
 class SharedMemoryOwner:
     """Hands the shelf's descriptor to authenticated readers of the same user."""
 
@@ -56,7 +50,7 @@ class SharedMemoryOwner:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.bind("\0" + name)
-            self._listener = Listener(sock, "shared-memory", check_key(key), owner_id, self._serve, _same_user)
+            self._listener = Listener(sock, "shared-memory", check_key(key), owner_id, self._serve, same_user)
         except BaseException:
             sock.close()
             raise
@@ -141,7 +135,7 @@ class SharedMemory:
             raise PeerLost(f"no trainer rank listens at {offer.address} on this host: {error}") from error
         channel = Channel(sock, "the trainer rank on this host")
         try:
-            if not _same_user(sock):
+            if not same_user(sock):
                 raise AuthenticationError(f"{channel.peer} belongs to another user")
             greet_owner(channel, key, owner_id, deadline)
             return SharedMemorySource(channel, deadline)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import ConfigurationError, ProtocolError, StaleSource, VersionError
+from weightsync.forks import Origin
 from weightsync.transports.memory import allocate
 
 __all__ = ["EMPTY", "HEADER_BYTES", "Header", "Shelf"]
@@ -93,7 +94,9 @@ class Shelf:
 
     Region 0 of the rank's layout (digest ``layout_digest``) is the shelf's payload: ``nbytes`` bytes at :attr:`address`. The
     memory has no name in any file system, so nothing is left behind however the process ends; it is there (resident) when
-    this returns. Raises :class:`~weightsync.errors.SharedMemoryTooSmall` if it cannot be had, and
+    this returns. In a forked child a shelf holds nothing, and closing it changes nothing for the parent.
+
+    Raises :class:`~weightsync.errors.SharedMemoryTooSmall` if the memory cannot be had, and
     :class:`~weightsync.errors.ConfigurationError` for a negative size.
 
     ::
@@ -106,6 +109,7 @@ class Shelf:
     def __init__(self, nbytes: int, layout_digest: str) -> None:
         if nbytes < 0:
             raise ConfigurationError(f"a shelf cannot have {nbytes} bytes")
+        self._origin = Origin()
         self.nbytes = nbytes
         self.sizes = (nbytes,)
         """Bytes of each region of the layout."""
@@ -119,6 +123,7 @@ class Shelf:
     @property
     def memory(self) -> npt.NDArray[np.uint8]:
         """The header page and the payload, ``uint8[HEADER_BYTES + nbytes]``; keeps the memory mapped as :attr:`payload` does."""
+        self._origin.require("a shelf")
         if self._bytes is None:
             raise ConfigurationError("this shelf is closed")
         return self._bytes
@@ -141,7 +146,7 @@ class Shelf:
     @property
     def version(self) -> int:
         """The version that the payload holds, or :data:`EMPTY`."""
-        return EMPTY if self._bytes is None else self.header.stamp()[1]
+        return EMPTY if self._bytes is None or self._origin.elsewhere else self.header.stamp()[1]
 
     @contextmanager
     def placing(self, number: int) -> Iterator[None]:
@@ -166,7 +171,8 @@ class Shelf:
         """Let go of the memory; it is unmapped at once or, where views of it are still held, with the last of them. Safe twice."""
         if self._bytes is None:
             return
-        self.header.invalidate()
+        if not self._origin.elsewhere:
+            self.header.invalidate()
         self._bytes = None
         del self.header
         self._memory.close()

@@ -14,6 +14,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from weightsync.deadline import Deadline
@@ -25,6 +26,7 @@ from weightsync.transports.handshake import ID_BYTES, check_key, greet_owner
 from weightsync.transports.listener import Listener
 from weightsync.transports.receiving import CarriedSource
 from weightsync.transports.registry import scheme
+from weightsync.transports.requests import Room
 from weightsync.transports.sending import Sender
 from weightsync.transports.shelf import Shelf
 
@@ -137,6 +139,10 @@ class ListeningOwner(ABC):
         """See :class:`weightsync.transports.base.Owner`."""
         return self._offer
 
+    def busy(self) -> AbstractContextManager[None]:
+        """Give a context for a transfer: see :meth:`Listener.busy`."""
+        return self._listener.busy()
+
     @abstractmethod
     def _serve(self, channel: Channel) -> None:
         """Answer one reader, until it goes away."""
@@ -161,12 +167,12 @@ class TcpOwner(ListeningOwner):
         advertise: str | None,
         encrypt: bool | None = False,
     ) -> None:
-        self._shelf = shelf
+        self._shelf, self._room = shelf, Room(shelf.nbytes)
         super().__init__(key, here, bind, port, advertise, encrypt)
 
     def _serve(self, channel: Channel) -> None:
         tune(channel.socket)
-        Sender(self._shelf, channel).run()
+        Sender(self._shelf, channel, self._room, self.busy).run()
 
 
 class Tcp:

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 from weightsync.transports.contract_suite import TransportContract, nothing_left
 
 __all__ = ["nothing_left"]
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class TestGuide(TransportContract):
     where = "tests.contract.transports.guide_unix:Unix"
     carries = True
+
+
+def test_a_killed_owner_leaves_no_file(tmp_path: Path) -> None:
+    """A socket with a name in the file system would outlive it."""
+    serve = (
+        "import os; from tests.contract.transports.guide_unix import Unix; from weightsync.transports.shelf import Shelf; "
+        "from weightsync.transports.host import this_host; shelf = Shelf(4096, 'l' * 32); "
+        "owner = Unix().serve(shelf, b'k' * 32, this_host()); os.kill(os.getpid(), 9)"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", serve], cwd=ROOT, env=environment, timeout=50, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []

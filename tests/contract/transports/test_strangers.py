@@ -9,9 +9,12 @@ import threading
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from weightsync.deadline import Deadline
+from weightsync.errors import PeerLost, ProtocolError, StaleSource
+from weightsync.tensors.tiles import Tiles
 from weightsync.transports.host import this_host
 from weightsync.transports.listener import Listener
 from weightsync.transports.shelf import Shelf
@@ -100,3 +103,103 @@ def test_many_readers_of_this_user_may_arrive_at_once() -> None:
         while len(listener._channels) < len(slow) and time.monotonic() < ends:
             threading.Event().wait(0.01)
         assert all(map(is_open, slow))
+
+
+def refuse_threads(monkeypatch: pytest.MonkeyPatch, name: str, times: int) -> None:
+    """As a limit of processes does."""
+    start, left = threading.Thread.start, [times]
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == name and left[0]:
+            left[0] -= 1
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+
+
+def test_a_thread_that_cannot_be_started_costs_one_connection_only(
+    owner: ListeningOwner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refuse_threads(monkeypatch, "weightsync-tcp-serve", 1)
+    with pytest.raises(PeerLost):
+        Tcp().connect(owner.offer, KEY, Deadline(5))
+    Tcp().connect(owner.offer, KEY, Deadline(5)).close()
+    assert "can't start new thread" in caplog.text
+
+
+class Clock:
+    """Stands for the listener's clock, and counts what it lets in."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener, self.now = listener, time.monotonic()
+
+    def taken_in(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> int:
+        """Turns of strangers in so many seconds of a flood, once those that were saved up are used."""
+        monkeypatch.setattr("weightsync.transports.listener.time", self)
+        while not self._listener._turn():
+            continue
+        end, count = self.now + seconds, 0
+        while self.now < end:
+            wait = self._listener._turn()
+            count += not wait
+            self.now += max(wait, 1e-6)
+        return count
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("encrypt", "quiet"), [(False, 250), (True, 50)])
+def test_strangers_are_taken_in_slowly_and_more_so_beside_a_transfer(
+    encrypt: bool, quiet: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Shelf(4096, "layout") as shelf:
+        owner = Tcp(encrypt=encrypt).serve(shelf, KEY, this_host())
+        try:
+            clock = Clock(owner._listener)
+            assert clock.taken_in(monkeypatch, 10) == pytest.approx(10 * quiet, abs=2)
+            with owner.busy(), owner.busy():
+                assert clock.taken_in(monkeypatch, 10) == pytest.approx(250, abs=2)
+            assert clock.taken_in(monkeypatch, 10) == pytest.approx(10 * quiet, abs=2)
+        finally:
+            monkeypatch.undo()
+            owner.close()
+
+
+def test_a_transfer_is_noticed_while_it_runs(owner: ListeningOwner) -> None:
+    source = Tcp().connect(owner.offer, KEY, Deadline(10))
+    try:
+        with pytest.raises(StaleSource):
+            source.begin(1, Deadline(10))
+        assert owner._listener._transfers == 0
+    finally:
+        source.close()
+
+
+def tables(count: int) -> Tiles:
+    """As many tiles of a byte."""
+    here = np.zeros(1, np.uint8)
+    zeros, ones = np.zeros(count, np.int64), np.ones(count, np.int64)
+    return Tiles(np.zeros(count, np.int32), zeros, zeros, zeros + here.ctypes.data, zeros, ones, ones)
+
+
+def test_all_readers_together_have_room_for_so_many_tables(owner: ListeningOwner) -> None:
+    """One with the key could open a thousand connections, and have each remembered with a table of hundreds of megabytes."""
+    room = owner._room  # type: ignore[attr-defined]
+    room.nbytes = 3 << 20  # 256 MiB otherwise
+    with contextlib.ExitStack() as held:
+        sources = [Tcp().connect(owner.offer, KEY, Deadline(10)) for _ in range(3)]
+        for source in sources:
+            held.callback(source.close)
+        for source in sources[:2]:
+            source.prepare([tables(30_000)], "layout", Deadline(10))
+            source.prepare([tables(30_001)], "layout", Deadline(10))  # another table, instead of the first
+        with pytest.raises(ProtocolError, match="does not fit beside"):
+            sources[2].prepare([tables(30_000)], "layout", Deadline(10))
+        sources[2].prepare([tables(1)], "layout", Deadline(10))  # the connection goes on
+        sources[0].close()
+        ends = time.monotonic() + 5
+        while len(room._taken) > 1 and time.monotonic() < ends:
+            threading.Event().wait(0.01)
+        sources[2].prepare([tables(30_000)], "layout", Deadline(10))

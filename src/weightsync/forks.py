@@ -1,0 +1,155 @@
+"""What a forked child must not share with its parent, and what it does with the objects that it inherits: nothing.
+
+A child of :func:`os.fork` (a data loader's worker, say) has a copy of every object and none of the threads. Sockets and shared
+memory it has in common with its parent. So without this module the child's exit would close what the parent still serves; and a
+child that outlives its parent would hide the parent's death from everybody who is connected to it.
+
+Two rules keep processes apart. An object that others depend on remembers the process that made it (:class:`Origin`), and does
+nothing in another. And right after a fork the child gives up its share of everything that was announced here: sockets of an
+:func:`event_loop`, descriptors, mappings (:func:`in_children`, :func:`silence`, :func:`give_up_memory`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import mmap
+import os
+import selectors
+import stat
+import sys
+import weakref
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from weightsync.errors import ConfigurationError
+
+__all__ = ["Origin", "event_loop", "give_up_memory", "in_children", "keep_for_ever", "run", "silence", "silence_file"]
+
+T = TypeVar("T")
+
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # Linux; not in the mmap module
+_ZEROS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_actions: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+
+
+class Origin:
+    """The process that made an object. The object keeps it, and asks it before it does anything that others would notice."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether this is a forked child of the process that made the object."""
+        return os.getpid() != self._pid
+
+    def require(self, what: str) -> None:
+        """Raise :class:`~weightsync.errors.ConfigurationError` in a forked child; ``what`` names the object."""
+        if self.elsewhere:
+            raise ConfigurationError(
+                f"{what} belongs to process {self._pid}, and this is its forked child {os.getpid()}: use it there, or make another "
+                "one in this process"
+            )
+
+
+def in_children(owner: T, action: Callable[[T], None]) -> None:
+    """Call ``action(owner)`` in every child that this process forks while ``owner`` exists.
+
+    ``action`` must not refer to ``owner``, take locks or need threads. It may raise OSError, which is ignored.
+    """
+    _actions[owner] = action
+
+
+def _forked() -> None:
+    for owner, action in list(_actions.items()):
+        with suppress(OSError):
+            action(owner)
+    _actions.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+def silence(fd: int) -> None:
+    """Put ``/dev/null`` in the place of a descriptor that this child shares with its parent.
+
+    The number stays in use: objects that still hold it can never meet another file there.
+    """
+    try:
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        os.close(fd)  # out of descriptors
+        return
+    try:
+        os.dup2(nothing, fd, inheritable=False)
+    finally:
+        os.close(nothing)
+
+
+def silence_file(device: int, inode: int) -> None:
+    """:func:`silence` all descriptors of one file, also those that Python's own objects keep to themselves (Linux)."""
+    with suppress(FileNotFoundError):
+        for entry in list(Path("/proc/self/fd").iterdir()):
+            with suppress(OSError):
+                found = os.fstat(int(entry.name))
+                if (found.st_dev, found.st_ino) == (device, inode):
+                    silence(int(entry.name))
+
+
+def give_up_memory(address: int, nbytes: int) -> None:
+    """Put private memory of zeros in the place of a mapping that this child shares with its parent (Linux).
+
+    So the parent's memory is free when the parent ends, views of it can be touched without harm, and nothing else can come to
+    lie at its addresses. (``MADV_DONTFORK`` would leave a hole: whoever touched it would crash.)
+    """
+    if sys.platform == "linux":
+        _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, _ZEROS | _MAP_FIXED | _MAP_NORESERVE, -1, 0)
+
+
+def keep_for_ever(what: object) -> None:
+    """Never destroy ``what`` in this child: its destructor would wait for threads that only the parent has."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
+
+
+class _Selector(selectors.DefaultSelector):
+    """Remembers every socket that was ever registered, so that a child can find those that are still open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inodes: dict[int, int] = {}
+        in_children(self, _Selector._forget)
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:  # noqa: ANN401
+        """See :class:`selectors.BaseSelector`."""
+        key = super().register(fileobj, events, data)
+        self._inodes[key.fd] = os.fstat(key.fd).st_ino
+        return key
+
+    def _forget(self) -> None:
+        # The queue of events first: it is the parent's too, and what a child took out of it would be gone for both.
+        if isinstance(self, selectors.EpollSelector):
+            with suppress(ValueError, OSError):
+                silence(self.fileno())
+        for fd, inode in self._inodes.items():
+            with suppress(OSError):
+                found = os.fstat(fd)
+                if found.st_ino == inode and stat.S_ISSOCK(found.st_mode):
+                    silence(fd)
+
+
+def event_loop() -> asyncio.AbstractEventLoop:
+    """A new event loop whose sockets no forked child keeps."""
+    return asyncio.SelectorEventLoop(_Selector())
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Like :func:`asyncio.run`, on an :func:`event_loop`."""
+    with asyncio.Runner(loop_factory=event_loop) as runner:
+        return runner.run(main)

@@ -38,7 +38,7 @@ from weightsync.control.report import left_out
 from weightsync.control.round import Order, quarantine, run_round
 from weightsync.control.settings import Settings
 from weightsync.control.shelves import Shelves
-from weightsync.control.status import RankStatus, ReplicaStatus, Status
+from weightsync.control.status import Gauges, RankStatus, ReplicaGauges, ReplicaStatus, Status
 from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, VersionError, WeightSyncError
 from weightsync.garbage import collecting_later
 from weightsync.messages import ReplicaResult, RoundResult
@@ -50,6 +50,7 @@ _log = logging.getLogger(__name__)
 _ANSWER_SECONDS = 1.0  # between the end of a round and that of its publication, for the answers
 _LARGE_ROUND = 64  # replicas: while a thousand replicas' tasks are made, collecting garbage is half of the work
 _FAN_OUT_SECONDS = 1.0
+_REMEMBERED_RESULTS = 1 << 14
 
 
 class Coordinator:
@@ -275,9 +276,15 @@ class Coordinator:
         except BaseException as error:
             self._feed.emit(RoundEnded(this, None, f"{type(error).__name__}: {error}"))
             raise
-        self._history.append(result)
+        self._remember(result)
         self._feed.emit(RoundEnded(this, result, result.error))
         return result
+
+    def _remember(self, result: RoundResult) -> None:
+        """For :meth:`status`: as many rounds as the settings say, and fewer where each has very many replicas."""
+        self._history.append(result)
+        while len(self._history) > 1 and sum(len(one.replicas) for one in self._history) > _REMEMBERED_RESULTS:
+            self._history.popleft()
 
     @asynccontextmanager
     async def _take_turn(self, limit: Limit) -> AsyncIterator[None]:
@@ -310,7 +317,7 @@ class Coordinator:
             if replica is None:
                 raise MembershipError(f"no replica is called {name!r}; there are: {', '.join(self._members.replicas) or 'none'}")
             if not replica.complete:
-                raise MembershipError(f"replica {name} cannot be seeded: rank {replica.missing} is not connected")
+                raise MembershipError(f"replica {name} cannot be seeded: rank {replica.missing_in_words} is not connected")
             if replica.refusal is not None:
                 raise MembershipError(f"replica {name} cannot be seeded: {replica.refusal}")
         if not names:
@@ -383,15 +390,34 @@ class Coordinator:
             now=time.time(),
         )
 
+    def gauges(self) -> Gauges:
+        """What there is to measure."""
+        replicas = (replica for _, replica in sorted(self._members.replicas.items()))
+        return Gauges(
+            run=self.settings.run,
+            last=self._shelves.last,
+            busy=self._turn.locked(),
+            trainer=tuple(self._members.trainers),
+            epoch=self._shelves.epoch,
+            missed=sum(one.error is not None for one in self._history[-1].replicas) if self._history else 0,
+            replicas=tuple(ReplicaGauges(r.name, r.shown_state, *self._version_of(r), r.phases, r.since) for r in replicas),
+        )
+
+    def _version_of(self, replica: Replica) -> tuple[int | None, int | None]:
+        """Its version's number, and how many publications that is behind."""
+        number = None if replica.version is None else replica.version.number
+        return number, None if replica.version is None else self._shelves.behind(replica.version)
+
     def _replica_status(self, replica: Replica) -> ReplicaStatus:
         version = replica.version
+        number, staleness = self._version_of(replica)
         return ReplicaStatus(
             name=replica.name,
             state=replica.shown_state,
             routable=replica.routable,
-            version=None if version is None else version.number,
+            version=number,
             digest=None if version is None else version.digest,
-            staleness=self._shelves.behind(version) if version is not None else None,
+            staleness=staleness,
             since=replica.since,
             world_size=replica.world_size,
             missing=tuple(replica.missing),

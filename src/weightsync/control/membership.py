@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from weightsync.control.link import Link
 from weightsync.control.nodes import EngineNode, TrainerNode
 from weightsync.control.replicas import Replica
@@ -10,6 +12,7 @@ from weightsync.model import Manifest
 
 __all__ = ["Membership"]
 
+_SHOWN_MISSING = 16
 _REMEMBERED_LOST = 64  # replicas without any connection that status still shows
 
 
@@ -40,9 +43,9 @@ class Membership:
         return [replica for replica in self.replicas.values() if replica not in taken and not replica.departed]
 
     def missing_trainers(self, present: set[str]) -> list[int]:
-        """Trainer ranks that are not among ``present`` members."""
+        """Trainer ranks that are not among ``present`` members, the first sixteen."""
         ranks = {self.trainers[member].node.rank.rank for member in present if member in self.trainers}
-        return [rank for rank in range(self.world_size) if rank not in ranks]
+        return list(islice((rank for rank in range(self.world_size) if rank not in ranks), _SHOWN_MISSING))
 
     def add_trainer(self, node: TrainerNode) -> Link[TrainerNode]:
         """A trainer rank joins; a connection of the same process that nobody saw close is replaced.
@@ -128,6 +131,8 @@ class Membership:
             replica.refusal = replica.error = refusal
 
     def _forget(self) -> None:
+        for name in [name for name, replica in self.replicas.items() if not replica.links and not replica.was_complete]:
+            del self.replicas[name]  # it never was one
         empty = sorted((replica.since, name) for name, replica in self.replicas.items() if not replica.links)
         for _, name in empty[:-_REMEMBERED_LOST]:
             del self.replicas[name]

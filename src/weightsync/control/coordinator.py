@@ -28,7 +28,7 @@ from typing import Any
 from weightsync.control.attendance import Attendance
 from weightsync.control.epochs import REMEDY
 from weightsync.control.events import Event, Feed, Joined, Left, ReplicaBytes, RoundEnded
-from weightsync.control.link import Limit, Link
+from weightsync.control.link import Limit
 from weightsync.control.membership import Membership
 from weightsync.control.nodes import EngineNode, TrainerNode
 from weightsync.control.planner import Planner
@@ -38,7 +38,8 @@ from weightsync.control.report import left_out
 from weightsync.control.round import Order, quarantine, run_round
 from weightsync.control.settings import Settings
 from weightsync.control.shelves import Shelves
-from weightsync.control.status import Gauges, RankStatus, ReplicaGauges, ReplicaStatus, Status
+from weightsync.control.status import Gauges, Status
+from weightsync.control.views import rank_status, replica_gauges, replica_status
 from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, VersionError, WeightSyncError
 from weightsync.garbage import collecting_later
 from weightsync.messages import ReplicaResult, RoundResult
@@ -383,8 +384,8 @@ class Coordinator:
             version=None if current is None else current.version,
             busy=self._turn.locked(),
             trainer_world_size=self._members.world_size,
-            trainer=tuple(_rank_status(link) for _, link in sorted(self._members.trainers.items())),
-            replicas=tuple(self._replica_status(replica) for _, replica in sorted(self._members.replicas.items())),
+            trainer=tuple(rank_status(link) for _, link in sorted(self._members.trainers.items())),
+            replicas=tuple(replica_status(replica, self._shelves) for _, replica in sorted(self._members.replicas.items())),
             rounds=tuple(self._history),
             epoch=self._shelves.epoch,
             now=time.time(),
@@ -392,7 +393,6 @@ class Coordinator:
 
     def gauges(self) -> Gauges:
         """What there is to measure."""
-        replicas = (replica for _, replica in sorted(self._members.replicas.items()))
         return Gauges(
             run=self.settings.run,
             last=self._shelves.last,
@@ -400,32 +400,7 @@ class Coordinator:
             trainer=tuple(self._members.trainers),
             epoch=self._shelves.epoch,
             missed=sum(one.error is not None for one in self._history[-1].replicas) if self._history else 0,
-            replicas=tuple(ReplicaGauges(r.name, r.shown_state, *self._version_of(r), r.phases, r.since) for r in replicas),
-        )
-
-    def _version_of(self, replica: Replica) -> tuple[int | None, int | None]:
-        """Its version's number, and how many publications that is behind."""
-        number = None if replica.version is None else replica.version.number
-        return number, None if replica.version is None else self._shelves.behind(replica.version)
-
-    def _replica_status(self, replica: Replica) -> ReplicaStatus:
-        version = replica.version
-        number, staleness = self._version_of(replica)
-        return ReplicaStatus(
-            name=replica.name,
-            state=replica.shown_state,
-            routable=replica.routable,
-            version=number,
-            digest=None if version is None else version.digest,
-            staleness=staleness,
-            since=replica.since,
-            world_size=replica.world_size,
-            missing=tuple(replica.missing),
-            ranks=tuple(_rank_status(link) for _, link in sorted(replica.links.items())),
-            adapter=next((link.node.rank.adapter for link in replica.links.values()), ""),
-            error=replica.error,
-            phases=dict(replica.phases),
-            epoch=None if version is None else version.epoch,
+            replicas=tuple(replica_gauges(replica, self._shelves) for _, replica in sorted(self._members.replicas.items())),
         )
 
     def subscribe(self) -> AsyncIterator[Event]:
@@ -453,8 +428,3 @@ class Coordinator:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _rank_status(link: Link[Any]) -> RankStatus:
-    rank = link.node.rank
-    return RankStatus(rank.member, rank.rank, rank.host.name, rank.session)

@@ -24,7 +24,7 @@
     └── Aborted                   somebody called abort, or the round was cancelled
 
 Every message says what happened, to whom (replica, rank, tensor, version), and what to do. An error crosses processes as its
-class name and message (:func:`to_wire`, :func:`from_wire`): never as a pickle.
+class name and message (:func:`to_wire`, :func:`from_wire`): never as a pickle. The text is :func:`readable` at both ends.
 """
 
 from __future__ import annotations
@@ -51,8 +51,12 @@ __all__ = [
     "VersionError",
     "WeightSyncError",
     "from_wire",
+    "readable",
     "to_wire",
 ]
+
+_LONGEST = 4096
+_CUT = " ... (cut)"
 
 
 class WeightSyncError(Exception):
@@ -142,15 +146,27 @@ def _tree(base: type[WeightSyncError]) -> dict[str, type[WeightSyncError]]:
     return found
 
 
+def readable(text: str, most: int = _LONGEST) -> str:
+    """Text of somebody else, fit for a log or a terminal: at most ``most`` characters, all printable, and later lines are indented.
+
+    So it moves no cursor, and no line of it can be taken for a line of the log.
+    """
+    shown = text[:most]
+    if not shown.isprintable():
+        lines = ["".join(one if one.isprintable() else repr(one)[1:-1] for one in line) for line in shown.split("\n")]
+        shown = "\n".join([lines[0], *(line if line.startswith("  ") else f"  {line}" for line in lines[1:])])
+    return shown if len(text) <= most and len(shown) <= most else shown[: most - len(_CUT)] + _CUT
+
+
 def to_wire(error: BaseException) -> tuple[str, str]:
     """The class name and message under which ``error`` crosses a process; foreign errors keep their type's name in the text."""
     if isinstance(error, WeightSyncError):
-        return type(error).__name__, str(error)
+        return type(error).__name__, readable(str(error))
     if isinstance(error, TimeoutError):
-        return DeadlineExceeded.__name__, str(error) or "timed out"
-    return WeightSyncError.__name__, f"{type(error).__name__}: {error}"
+        return DeadlineExceeded.__name__, readable(str(error)) or "timed out"
+    return WeightSyncError.__name__, readable(f"{type(error).__name__}: {error}")
 
 
 def from_wire(kind: str, message: str) -> WeightSyncError:
     """The error that :func:`to_wire` described; an unknown kind becomes the base class, so a newer peer is still readable."""
-    return _tree(WeightSyncError).get(kind, WeightSyncError)(message)
+    return _tree(WeightSyncError).get(kind, WeightSyncError)(readable(message))

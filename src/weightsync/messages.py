@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from weightsync.errors import ProtocolError
+from weightsync.errors import ProtocolError, readable
 from weightsync.model.layout import LayoutColumns
 from weightsync.model.manifest import TensorSpec
 from weightsync.model.result import ReplicaResult, RoundResult
@@ -75,6 +75,9 @@ _Epoch = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
 _Few = msgspec.Meta(max_length=64)
 _Many = msgspec.Meta(max_length=1 << 20)
 """Of what there is one of for each rank or tensor. MessagePack says a count before the items: beyond this it is not read on."""
+_Name = Annotated[str, msgspec.Meta(max_length=200)]
+_Text = Annotated[str, msgspec.Meta(max_length=4096)]
+"""As long as an error's message gets (:func:`weightsync.errors.readable`)."""
 
 PauseMode = Literal["abort", "wait", "keep"]
 """``abort`` ends running requests with what they have, ``wait`` lets them finish, ``keep`` holds them and goes on afterwards."""
@@ -89,8 +92,8 @@ class _Struct(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True,
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a rank runs. Two ranks with equal ``memory`` can share memory; equal ``name`` means the same machine."""
 
-    name: str
-    memory: str
+    name: _Name
+    memory: _Name
 
 
 DEVICE_SCHEMES = frozenset({"cuda_ipc", "nccl"})
@@ -100,8 +103,8 @@ DEVICE_SCHEMES = frozenset({"cuda_ipc", "nccl"})
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One way to reach a trainer rank's shards: a transport's scheme and its address, which only that transport understands."""
 
-    scheme: str
-    address: str
+    scheme: _Name
+    address: _Text
     host: Host
 
 
@@ -156,13 +159,13 @@ class Hello(_Struct, frozen=True):
     """An agent introduces its rank. ``session`` is random per process, so a restarted rank is told from a reconnecting one."""
 
     protocol: int
-    run: str
+    run: _Name
     role: Literal["trainer", "engine"]
-    name: str
+    name: _Name
     """The replica's name; for a trainer, ``"trainer"``."""
     rank: int
     world_size: int
-    session: str
+    session: _Name
     host: Host
     pid: int
     manifest: Annotated[tuple[TensorSpec, ...], _Many]
@@ -173,13 +176,13 @@ class Hello(_Struct, frozen=True):
     device_memory: bool = False
     """The layout is in GPU memory, which only ``cuda_ipc`` writes; and where that does not reach, this rank can be streamed to."""
     offers: Annotated[tuple[Offer, ...], _Few] = ()
-    key: bytes = b""
+    key: Annotated[bytes, msgspec.Meta(max_length=1024)] = b""
     """A trainer rank's secret for its data sockets, random per process; engines get it with their plan."""
-    transports: Annotated[tuple[str, ...], _Few] = ()
+    transports: Annotated[tuple[_Name, ...], _Few] = ()
     """Schemes that this engine rank can and may read with, best first."""
     delivery: Delivery = "auto"
     bucket_bytes: int = 0
-    adapter: str = ""
+    adapter: _Name = ""
     serving: Version | None = None
     """What this engine rank serves already, after a coordinator's restart."""
     published: Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)] = -1
@@ -209,8 +212,8 @@ class Welcome(_Struct, frozen=True):
 class Refused(_Struct, frozen=True):
     """The coordinator does not take the agent in; ``kind`` is an error's class name."""
 
-    kind: str
-    message: str
+    kind: _Name
+    message: _Text
 
 
 # Bodies of calls, coordinator to trainer.
@@ -243,8 +246,8 @@ class Prepare(_Struct, frozen=True):
 class Prepared(_Struct, frozen=True):
     """Digest of the plan as the engine rank understood it, and the transport chosen for each source."""
 
-    digest: str
-    transports: Annotated[tuple[str, ...], _Many]
+    digest: _Name
+    transports: Annotated[tuple[_Name, ...], _Many]
 
 
 class CheckSources(_Struct, frozen=True):
@@ -399,8 +402,8 @@ class Failure(_Struct, frozen=True):
     """The call with this id failed; ``kind`` is an error's class name."""
 
     id: int
-    kind: str
-    message: str
+    kind: _Name
+    message: _Text
 
 
 class Cancel(_Struct, frozen=True):
@@ -437,4 +440,4 @@ def decode(data: bytes) -> Frame:
     try:
         return _decoder.decode(data)
     except UNREADABLE as error:
-        raise ProtocolError(f"not a weightsync frame: {error}") from None
+        raise ProtocolError(f"not a weightsync frame: {readable(str(error), 500)}") from None

@@ -121,7 +121,7 @@ def _hello(role: str) -> Hello:
         layout=_layout().to_columns(),
         offers=(Offer("tcp", "h:1/" + "00" * 16, _HERE),) if trainer else (),
         key=KEY if trainer else b"",
-        serving=None if trainer else Version("run", 3, "m", "d"),
+        serving=None if trainer else Version("run", 3, "0a", "0d"),
     )
 
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import weightsync
 from weightsync import errors
 from weightsync.cli.main import app as cli
-from weightsync.control.status import Status
+from weightsync.control.status import Gauges
 from weightsync.errors import DeadlineExceeded
 from weightsync.model import Version
 from weightsync.service import app, metrics, settings
@@ -240,7 +240,7 @@ def test_operations_guide_says_what_each_error_means() -> None:
 def test_operations_guide_lists_every_metric_with_its_type() -> None:
     page = _operations().partition("## Metrics")[2].partition("## Tokens")[0]
     listed = dict(re.findall(r"^\| `(\w+)` \| (gauge|counter|histogram) \|", page, re.MULTILINE))
-    status = Status(run="run", last=-1, version=None, busy=False, trainer_world_size=0, trainer=(), replicas=(), rounds=())
+    status = Gauges(run="run", last=-1, busy=False, trainer=(), epoch=1, missed=0, replicas=())
     exposed = dict(re.findall(r"^# TYPE weightsync_(\w+) (\w+)$", metrics.exposition(status, metrics.Totals()), re.MULTILINE))
     assert listed == exposed
     assert {name.removeprefix("weightsync_") for name in re.findall(r"\bweightsync_\w+[a-z]\b", page)} <= set(exposed)

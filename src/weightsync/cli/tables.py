@@ -13,7 +13,8 @@ from rich.text import Text
 
 from weightsync.cli.findings import Finding
 from weightsync.control.events import Event, Joined, Left, ReplicaBytes, ReplicaEnded, ReplicaPhase, RoundEnded, RoundStarted
-from weightsync.control.status import Status
+from weightsync.control.status import ReplicaStatus, Status
+from weightsync.errors import readable
 from weightsync.messages import RoundResult
 from weightsync.model import FIRST_EPOCH
 
@@ -48,8 +49,8 @@ def gigabytes_per_second(nbytes: int, seconds: float) -> str:
 
 
 def _said(text: str, style: str = "") -> Text:
-    """What somebody else said: no markup."""
-    return Text(text, style=style)
+    """What somebody else said: neither markup nor anything that moves a terminal's cursor."""
+    return Text(readable(text), style=style)
 
 
 def _colored(word: str) -> Text:
@@ -89,12 +90,18 @@ def status_view(status: Status) -> RenderableType:
         )  # fmt: skip
     views.append(replicas)
     views += _notes(
-        (replica.name, _said(f"rank {', '.join(map(str, replica.missing))} is not connected", "yellow"))
+        (replica.name, _said(f"rank {_absent(replica)} is not connected", "yellow"))
         for replica in status.replicas
         if replica.missing
     )
     views += _notes((replica.name, _said(replica.error, "red")) for replica in status.replicas if replica.error)
     return Group(*views, *_rounds(status))
+
+
+def _absent(replica: ReplicaStatus) -> str:
+    """The ranks that are named as missing, and how many more are."""
+    more = replica.world_size - len(replica.ranks) - len(replica.missing)
+    return ", ".join(map(str, replica.missing)) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _heading(status: Status) -> Text:
@@ -215,7 +222,7 @@ def _outcome(result: RoundResult) -> Text:
 
 def event_line(event: Event) -> str:
     """One event as one line, whatever the texts in it hold."""
-    return " ".join(_event_line(event).split())
+    return " ".join(readable(_event_line(event)).split())
 
 
 def _event_line(event: Event) -> str:

@@ -28,7 +28,7 @@ from typing import Any
 from weightsync.control.attendance import Attendance
 from weightsync.control.epochs import REMEDY
 from weightsync.control.events import Event, Feed, Joined, Left, ReplicaBytes, RoundEnded
-from weightsync.control.link import Limit, Link
+from weightsync.control.link import Limit
 from weightsync.control.membership import Membership
 from weightsync.control.nodes import EngineNode, TrainerNode
 from weightsync.control.planner import Planner
@@ -38,7 +38,8 @@ from weightsync.control.report import left_out
 from weightsync.control.round import Order, quarantine, run_round
 from weightsync.control.settings import Settings
 from weightsync.control.shelves import Shelves
-from weightsync.control.status import RankStatus, ReplicaStatus, Status
+from weightsync.control.status import Gauges, Status
+from weightsync.control.views import rank_status, replica_gauges, replica_status
 from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, VersionError, WeightSyncError
 from weightsync.garbage import collecting_later
 from weightsync.messages import ReplicaResult, RoundResult
@@ -50,6 +51,7 @@ _log = logging.getLogger(__name__)
 _ANSWER_SECONDS = 1.0  # between the end of a round and that of its publication, for the answers
 _LARGE_ROUND = 64  # replicas: while a thousand replicas' tasks are made, collecting garbage is half of the work
 _FAN_OUT_SECONDS = 1.0
+_REMEMBERED_RESULTS = 1 << 14
 
 
 class Coordinator:
@@ -275,9 +277,15 @@ class Coordinator:
         except BaseException as error:
             self._feed.emit(RoundEnded(this, None, f"{type(error).__name__}: {error}"))
             raise
-        self._history.append(result)
+        self._remember(result)
         self._feed.emit(RoundEnded(this, result, result.error))
         return result
+
+    def _remember(self, result: RoundResult) -> None:
+        """For :meth:`status`: as many rounds as the settings say, and fewer where each has very many replicas."""
+        self._history.append(result)
+        while len(self._history) > 1 and sum(len(one.replicas) for one in self._history) > _REMEMBERED_RESULTS:
+            self._history.popleft()
 
     @asynccontextmanager
     async def _take_turn(self, limit: Limit) -> AsyncIterator[None]:
@@ -310,7 +318,7 @@ class Coordinator:
             if replica is None:
                 raise MembershipError(f"no replica is called {name!r}; there are: {', '.join(self._members.replicas) or 'none'}")
             if not replica.complete:
-                raise MembershipError(f"replica {name} cannot be seeded: rank {replica.missing} is not connected")
+                raise MembershipError(f"replica {name} cannot be seeded: rank {replica.missing_in_words} is not connected")
             if replica.refusal is not None:
                 raise MembershipError(f"replica {name} cannot be seeded: {replica.refusal}")
         if not names:
@@ -376,30 +384,23 @@ class Coordinator:
             version=None if current is None else current.version,
             busy=self._turn.locked(),
             trainer_world_size=self._members.world_size,
-            trainer=tuple(_rank_status(link) for _, link in sorted(self._members.trainers.items())),
-            replicas=tuple(self._replica_status(replica) for _, replica in sorted(self._members.replicas.items())),
+            trainer=tuple(rank_status(link) for _, link in sorted(self._members.trainers.items())),
+            replicas=tuple(replica_status(replica, self._shelves) for _, replica in sorted(self._members.replicas.items())),
             rounds=tuple(self._history),
             epoch=self._shelves.epoch,
             now=time.time(),
         )
 
-    def _replica_status(self, replica: Replica) -> ReplicaStatus:
-        version = replica.version
-        return ReplicaStatus(
-            name=replica.name,
-            state=replica.shown_state,
-            routable=replica.routable,
-            version=None if version is None else version.number,
-            digest=None if version is None else version.digest,
-            staleness=self._shelves.behind(version) if version is not None else None,
-            since=replica.since,
-            world_size=replica.world_size,
-            missing=tuple(replica.missing),
-            ranks=tuple(_rank_status(link) for _, link in sorted(replica.links.items())),
-            adapter=next((link.node.rank.adapter for link in replica.links.values()), ""),
-            error=replica.error,
-            phases=dict(replica.phases),
-            epoch=None if version is None else version.epoch,
+    def gauges(self) -> Gauges:
+        """What there is to measure."""
+        return Gauges(
+            run=self.settings.run,
+            last=self._shelves.last,
+            busy=self._turn.locked(),
+            trainer=tuple(self._members.trainers),
+            epoch=self._shelves.epoch,
+            missed=sum(one.error is not None for one in self._history[-1].replicas) if self._history else 0,
+            replicas=tuple(replica_gauges(replica, self._shelves) for _, replica in sorted(self._members.replicas.items())),
         )
 
     def subscribe(self) -> AsyncIterator[Event]:
@@ -427,8 +428,3 @@ class Coordinator:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _rank_status(link: Link[Any]) -> RankStatus:
-    rank = link.node.rank
-    return RankStatus(rank.member, rank.rank, rank.host.name, rank.session)

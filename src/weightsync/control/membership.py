@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from weightsync.control.link import Link
-from weightsync.control.nodes import EngineNode, TrainerNode
+from weightsync.control.nodes import EngineNode, EngineRank, TrainerNode
 from weightsync.control.replicas import Replica
 from weightsync.errors import ManifestMismatch, MembershipError
 from weightsync.model import Manifest
 
 __all__ = ["Membership"]
 
+_SHOWN_MISSING = 16
 _REMEMBERED_LOST = 64  # replicas without any connection that status still shows
 
 
@@ -19,6 +22,7 @@ class Membership:
     def __init__(self) -> None:
         self.trainers: dict[str, Link[TrainerNode]] = {}
         self.replicas: dict[str, Replica] = {}
+        self._lost: dict[str, Replica] = {}
 
     @property
     def manifest(self) -> Manifest | None:
@@ -40,9 +44,9 @@ class Membership:
         return [replica for replica in self.replicas.values() if replica not in taken and not replica.departed]
 
     def missing_trainers(self, present: set[str]) -> list[int]:
-        """Trainer ranks that are not among ``present`` members."""
+        """Trainer ranks that are not among ``present`` members, the first sixteen."""
         ranks = {self.trainers[member].node.rank.rank for member in present if member in self.trainers}
-        return [rank for rank in range(self.world_size) if rank not in ranks]
+        return list(islice((rank for rank in range(self.world_size) if rank not in ranks), _SHOWN_MISSING))
 
     def add_trainer(self, node: TrainerNode) -> Link[TrainerNode]:
         """A trainer rank joins; a connection of the same process that nobody saw close is replaced.
@@ -97,6 +101,7 @@ class Membership:
         link: Link[EngineNode] = Link(node)
         replica.attach(link)
         self.replicas[rank.replica] = replica
+        self._lost.pop(rank.replica, None)
         self._judge(replica)
         return replica, link
 
@@ -108,13 +113,14 @@ class Membership:
             del self.trainers[member]
             trainer.sever(reason)
             return True
-        for replica in self.replicas.values():
-            for link in replica.links.values():
-                if link.node is node:
-                    replica.detach(link, reason, clean)
-                    self._forget()
-                    return True
-        return False
+        replica = self.replicas.get(node.rank.replica) if isinstance(node.rank, EngineRank) else None
+        link = None if replica is None else replica.links.get(node.rank.rank)
+        if replica is None or link is None or link.node is not node:
+            return False
+        replica.detach(link, reason, clean)
+        if not replica.links:
+            self._forget(replica)
+        return True
 
     def _judge(self, replica: Replica) -> None:
         """Whether rounds may take this replica in."""
@@ -128,10 +134,18 @@ class Membership:
             replica.error = refusal
         replica.refusal = refusal
 
-    def _forget(self) -> None:
-        empty = sorted((replica.since, name) for name, replica in self.replicas.items() if not replica.links)
-        for _, name in empty[:-_REMEMBERED_LOST]:
-            del self.replicas[name]
+    def _forget(self, lost: Replica) -> None:
+        """Nothing of this replica is here any more: status still shows it for a while, if it ever was complete."""
+        if not lost.was_complete:
+            del self.replicas[lost.name]
+            return
+        self._lost.pop(lost.name, None)
+        self._lost[lost.name] = lost
+        while len(self._lost) > _REMEMBERED_LOST:
+            name = next(iter(self._lost))
+            replica = self._lost.pop(name)
+            if not replica.links and self.replicas.get(name) is replica:
+                del self.replicas[name]
 
 
 def _check_rank(member: str, rank: int, world_size: int) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Container, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 from weightsync.control.agreement import Agreement, Claim, agree_on, cover_trainers, key_of
@@ -20,6 +21,7 @@ __all__ = ["Planner", "Room"]
 
 T = TypeVar("T")
 
+_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 _AT_ONCE = 2
 """Plans are made by one interpreter: more threads would not make them faster, and asyncio's are needed for Hellos, too."""
 
@@ -49,7 +51,13 @@ class Room:
 
 
 def _memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """The machine's, or the container's where that has less."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = _CONTAINER.read_text().strip()
+    except OSError:
+        return machine
+    return min(machine, int(limit)) if limit.isdigit() else machine
 
 
 class Planner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 from weightsync.control.calls import Calls
 from weightsync.control.coordinator import Coordinator
 from weightsync.control.nodes import EngineRank, TrainerRank
-from weightsync.errors import ConfigurationError, MembershipError, ProtocolError
+from weightsync.errors import ConfigurationError, MembershipError, ProtocolError, readable
 from weightsync.messages import (
     PROTOCOL,
     Body,
@@ -44,11 +45,12 @@ __all__ = ["TRAINER", "RemoteEngine", "RemoteTrainer", "answer_agent", "rank_of"
 TRAINER = "trainer"
 """The name under which trainer ranks say hello; no replica may have it."""
 
-_MOST_RANKS = 1 << 16
+_MOST_RANKS = {"trainer": 1 << 16, "engine": 1 << 12}
 _MOST_OFFERS = 64
 _MOST_BUCKET = 1 << 40
 _DEFAULT_BUCKET = 256 << 20
 _LONGEST = 200
+_HEX = re.compile(r"[0-9a-f]{0,128}")
 
 
 def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
@@ -69,12 +71,14 @@ def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
             raise ProtocolError(f"an agent's {what} must be 1 to {_LONGEST} printable characters without '/', not {text[:40]!r}")
     if (hello.name == TRAINER) != (hello.role == "trainer"):
         raise MembershipError(f"{hello.name!r} cannot be the name of an agent of role {hello.role}")
-    if not (0 <= hello.rank < hello.world_size <= _MOST_RANKS):
-        raise ProtocolError(f"{hello.name} says that it is rank {hello.rank} of {hello.world_size}")
+    if not (0 <= hello.rank < hello.world_size <= _MOST_RANKS[hello.role]):
+        most = _MOST_RANKS[hello.role]
+        raise ProtocolError(f"{hello.name} says that it is rank {hello.rank} of {hello.world_size}; {most:,} ranks are the most")
     if not 0 <= hello.bucket_bytes <= _MOST_BUCKET:
         raise ProtocolError(f"{hello.name} asks for buckets of {hello.bucket_bytes} bytes")
     if len(hello.offers) > _MOST_OFFERS or len(hello.transports) > _MOST_OFFERS:
         raise ProtocolError(f"{hello.name} lists more than {_MOST_OFFERS} transports")
+    _check_texts(hello)
     member = f"{hello.name}/{hello.rank}"
     manifest = Manifest(hello.manifest)
     layout = None if hello.layout is None else Layout.from_columns(manifest, hello.layout)
@@ -106,13 +110,29 @@ def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
         manifest=manifest,
         layout=layout,
         transports=hello.transports,
-        no_layout=hello.no_layout,
+        no_layout=readable(hello.no_layout, 1000),
         device_memory=hello.device_memory,
         delivery=hello.delivery,
         bucket_bytes=hello.bucket_bytes or _DEFAULT_BUCKET,
         adapter=hello.adapter or "custom",
         serving=hello.serving,
     )
+
+
+def _check_texts(hello: Hello) -> None:
+    """What an agent says is shown in status and logs. Raises :class:`~weightsync.errors.ProtocolError` for what should not be."""
+    hosts = [hello.host, *(offer.host for offer in hello.offers)]
+    texts = [hello.adapter, *hello.transports, *(text for host in hosts for text in (host.name, host.memory))]
+    texts += [text for offer in hello.offers for text in (offer.scheme, offer.address)]
+    for text in texts:
+        if not text.isprintable():
+            raise ProtocolError(f"{hello.name} describes itself by {text[:40]!r}, which is not printable")
+    served = hello.serving
+    if served is None:
+        return
+    hexadecimal = _HEX.fullmatch(served.manifest) and _HEX.fullmatch(served.digest)
+    if not (hexadecimal and served.run.isprintable() and len(served.run) <= _LONGEST):
+        raise ProtocolError(f"{hello.name} serves what cannot be a version: digests are hexadecimal digits")
 
 
 def answer_agent(coordinator: Coordinator, rank: TrainerRank | EngineRank) -> Callable[[Body, float], Awaitable[Body]]:
@@ -182,6 +202,8 @@ class RemoteEngine:
             raise _unexpected(self._rank.member, "Prepare", answer)
         if len(answer.transports) > len(plan.sources):
             raise ProtocolError(f"{self._rank.member} names {len(answer.transports)} transports for {len(plan.sources)} sources")
+        if not all(map(str.isprintable, answer.transports)):
+            raise ProtocolError(f"{self._rank.member} names a transport that is not printable")
         self._plan = plan
         return answer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import islice
 from typing import Any, Literal
 
 from weightsync.control.link import Link
@@ -12,6 +13,8 @@ from weightsync.errors import MembershipError, PeerLost
 from weightsync.model import Manifest, Version
 
 __all__ = ["TRANSITIONS", "Replica", "State"]
+
+_SHOWN = 16
 
 State = Literal["registered", "loaded", "updating", "dirty", "lost"]
 
@@ -60,6 +63,8 @@ class Replica:
         """Bytes of the running move in place, by member."""
         self.expected = 0
         """Bytes of a whole move, over its ranks."""
+        self.was_complete = False
+        """Whether all of its ranks were connected at some time."""
         self.quarantining: asyncio.Task[Any] | None = None
         """A quarantine outside of any round, which the next round lets end first."""
 
@@ -88,8 +93,14 @@ class Replica:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that are not connected."""
-        return [rank for rank in range(self.world_size) if rank not in self.links]
+        """The first ranks that are not connected, sixteen at most."""
+        return list(islice((rank for rank in range(self.world_size) if rank not in self.links), _SHOWN))
+
+    @property
+    def missing_in_words(self) -> str:
+        """Those that :attr:`missing` lists, and how many more."""
+        more = self.world_size - len(self.links) - _SHOWN
+        return ", ".join(map(str, self.missing)) + (f" and {more:,} more" if more > 0 else "")
 
     def members(self) -> dict[str, Link[EngineNode]]:
         """Its ranks' links by member name, in rank order."""
@@ -116,6 +127,7 @@ class Replica:
             self.manifest.check_same(rank.manifest, f"{rank.member}, unlike the other ranks of its replica,")
         self.links[rank.rank] = link
         self._vanished.discard(rank.rank)
+        self.was_complete |= self.complete
         if self.state == "lost":
             self.become("registered", error=self.error)
 

@@ -7,17 +7,20 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from msgspec import structs
+
 from weightsync.control.agreement import Agreement
 from weightsync.control.events import ReplicaEnded, ReplicaPhase, Watcher
 from weightsync.control.replicas import Replica
 from weightsync.control.settings import Require
-from weightsync.errors import to_wire
+from weightsync.errors import readable, to_wire
 from weightsync.messages import Moved, ReplicaResult, RoundResult
 from weightsync.model import Version
 
 __all__ = ["Report", "left_out", "round_result", "shortfall"]
 
 
+_ERROR_BYTES, _ERRORS_BYTES, _LEAST = 4200, 1 << 20, 200
 _PHASES = ("agree", "wait", "pause", "move", "verify", "commit")
 
 
@@ -141,6 +144,10 @@ def round_result(
 ) -> RoundResult:
     """The round's result from its replicas'."""
     error = shortfall(require, replicas)
+    failed = sum(result.error is not None for result in replicas)
+    if failed * _ERROR_BYTES > _ERRORS_BYTES:  # what all say together is kept, and sent to every rank of the trainer
+        most = max(_ERRORS_BYTES // failed, _LEAST)
+        replicas = [structs.replace(one, error=one.error and readable(one.error, most)) for one in replicas]
     return RoundResult(
         round=number,
         version=version,
@@ -149,6 +156,6 @@ def round_result(
         seconds=seconds,
         phases={"agree": max((result.phases.get("agree", 0.0) for result in replicas), default=0.0), "place": place_seconds},
         replicas=tuple(replicas),
-        error=error,
+        error=error and readable(error),
         ended=time.time(),
     )

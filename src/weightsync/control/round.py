@@ -174,7 +174,7 @@ async def place(order: Order) -> tuple[Placement, float]:
 async def agree(order: Order, replica: Replica, engines: Engines) -> Agreement:
     """Same manifest, complete covers, one plan; and every rank has understood its part of it and is ready. Nothing is paused."""
     if replica.missing:
-        absent = ", ".join(map(str, replica.missing))
+        absent = replica.missing_in_words
         raise WeightSyncError(f"replica {replica.name} is not complete: rank {absent} of {replica.world_size} is missing")
     trainers = {member: link.node.rank for member, link in order.trainers.items()}
     ranks = {member: link.node.rank for member, link in engines.items()}

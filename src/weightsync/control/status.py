@@ -7,7 +7,7 @@ import msgspec
 from weightsync.messages import RoundResult
 from weightsync.model import FIRST_EPOCH, Version
 
-__all__ = ["RankStatus", "ReplicaStatus", "Status"]
+__all__ = ["Gauges", "RankStatus", "ReplicaGauges", "ReplicaStatus", "Status"]
 
 
 class RankStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,7 +35,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When it entered this state, seconds since the epoch."""
     world_size: int
     missing: tuple[int, ...]
-    """Ranks that are not connected."""
+    """Ranks that are not connected: the first sixteen of them. ``world_size`` and ``ranks`` say how many there are."""
     ranks: tuple[RankStatus, ...]
     adapter: str
     error: str | None
@@ -65,3 +65,27 @@ class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The latest epoch in which a version is known to have been published."""
     now: float = 0.0
     """When this was taken, seconds since the epoch, by the coordinator's clock."""
+
+
+class ReplicaGauges(msgspec.Struct, frozen=True):
+    """What metrics say of a replica: see :class:`ReplicaStatus`."""
+
+    name: str
+    state: str
+    version: int | None
+    staleness: int | None
+    phases: dict[str, float]
+    since: float
+
+
+class Gauges(msgspec.Struct, frozen=True):
+    """What metrics say of a coordinator: see :class:`Status`, of which this is the part that costs little."""
+
+    run: str
+    last: int
+    busy: bool
+    trainer: tuple[str, ...]
+    epoch: int
+    missed: int
+    """Replicas that did not get the version of the last round."""
+    replicas: tuple[ReplicaGauges, ...]

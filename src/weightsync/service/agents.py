@@ -15,7 +15,7 @@ from weightsync.control.calls import Calls
 from weightsync.control.coordinator import Coordinator
 from weightsync.control.nodes import TrainerRank
 from weightsync.control.remote import RemoteEngine, RemoteTrainer, answer_agent, rank_of
-from weightsync.errors import DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, to_wire
+from weightsync.errors import DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, readable, to_wire
 from weightsync.messages import Answer, Body, Failure, Frame, Hello, Refused, Welcome, decode, encode
 from weightsync.service.endpoint import CLOSE_NORMAL, CLOSE_POLICY, CLOSE_PROTOCOL, CLOSE_SHUTDOWN, FRAME_LIMIT_HEADER, SUBPROTOCOL
 from weightsync.service.problems import problem
@@ -129,7 +129,7 @@ class AgentSockets:
             _log.info("%s left: %s", rank.member, reason)
 
     async def _refuse(self, socket: WebSocket, error: WeightSyncError) -> None:
-        _log.warning("refused an agent: %s", error)
+        _log.warning("refused an agent: %s", readable(str(error)))
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):
             await socket.send_bytes(encode(Refused(*to_wire(error))))
         await _close(socket, CLOSE_POLICY, str(error))
@@ -205,7 +205,7 @@ class _Connection:
                 calls.feed(await _receive(self._socket))
         except WebSocketDisconnect as gone:
             self.said_goodbye = gone.code == CLOSE_NORMAL
-            return gone.reason or f"its connection closed (code {gone.code})"
+            return readable(gone.reason or "", _REASON_BYTES) or f"its connection closed (code {gone.code})"
         except ProtocolError as error:
             _log.warning("%s: %s", self._member, error)
             await _close(self._socket, CLOSE_PROTOCOL, str(error))

@@ -32,6 +32,7 @@ from weightsync.service.openapi import Operation, RoundRequest, decode_round, do
 from weightsync.service.problems import problem, problem_of
 from weightsync.service.rollouts import FOLLOWED, RolloutRoutes
 from weightsync.service.settings import Secret, ServerSettings
+from weightsync.service.snapshots import Snapshot
 
 __all__ = ["OPERATIONS", "Service"]
 
@@ -76,6 +77,8 @@ class Service:
         self._streams = 0
         self._totals = metrics.Totals()
         self._counter = asyncio.ensure_future(self._count())
+        self._state = Snapshot(lambda: msgspec.json.encode(coordinator.status()))
+        self._exposition = Snapshot(self._measured)
         routes = [
             Route("/healthz", self._health),
             Route("/", self._page),
@@ -116,14 +119,16 @@ class Service:
         return Response(page.HTML, media_type="text/html", headers=page.HEADERS)
 
     async def _status(self, request: Request) -> Response:
-        return _json(self._coordinator.status())
+        return _answer(self._state.get())
 
     async def _openapi(self, request: Request) -> Response:
         return _json(document(OPERATIONS, _version()))
 
     async def _metrics(self, request: Request) -> Response:
-        text = metrics.exposition(self._coordinator.status(), self._totals)
-        return Response(text, headers={"Content-Type": metrics.CONTENT_TYPE})
+        return Response(self._exposition.get(), headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    def _measured(self) -> bytes:
+        return metrics.exposition(self._coordinator.gauges(), self._totals).encode()
 
     async def _round(self, request: Request) -> Response:
         body = bytearray()
@@ -221,7 +226,11 @@ class _Busy:
 
 
 def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json", headers={"Cache-Control": "no-store"})
+    return _answer(msgspec.json.encode(value))
+
+
+def _answer(body: bytes) -> Response:
+    return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
 async def _raised(request: Request, error: Exception) -> Response:

@@ -106,7 +106,7 @@ class Mailbox:
         try:
             while not self._closed:
                 at = max(at, self._acknowledged)
-                found = [self._held[number][0] for number in range(at + 1, self._last + 1) if number in self._held]
+                found = self._after(at)
                 at = self._last
                 if found:
                     yield found
@@ -115,6 +115,12 @@ class Mailbox:
                 await wake.wait()  # ends with the mailbox, or with the connection of who follows
         finally:
             self._followers.discard(wake)
+
+    def _after(self, at: int) -> list[Signal]:
+        """What is held with a higher number. A follower that is new looks at what is held, not at all numbers that ever were."""
+        fresh = range(at + 1, self._last + 1)
+        numbers = fresh if len(fresh) <= len(self._held) else (number for number in self._held if number > at)
+        return [self._held[number][0] for number in numbers if number in self._held]
 
     def close(self) -> None:
         """End everybody's following."""

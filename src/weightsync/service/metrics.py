@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from weightsync.control.events import RoundEnded
-from weightsync.control.status import Status
+from weightsync.control.status import Gauges
 
 __all__ = ["CONTENT_TYPE", "Totals", "exposition"]
 
@@ -39,7 +39,7 @@ class Totals:
             self.last_success = result.ended
 
 
-def exposition(status: Status, totals: Totals) -> str:
+def exposition(status: Gauges, totals: Totals) -> str:
     """All metrics."""
     lines: list[str] = []
 
@@ -51,7 +51,6 @@ def exposition(status: Status, totals: Totals) -> str:
             lines.append(f"weightsync_{name}{{{inside}}} {value}" if inside else f"weightsync_{name} {value}")
 
     run = {"run": status.run}
-    missed = sum(one.error is not None for one in status.rounds[-1].replicas) if status.rounds else 0
     family(
         "published_version", "gauge", "Highest published version number of the latest epoch, -1 before the first.",
         [(run, status.last)],
@@ -65,7 +64,7 @@ def exposition(status: Status, totals: Totals) -> str:
     )  # fmt: skip
     family(
         "replicas_not_updated", "gauge", "Known replicas that the last round did not update: failed, refused or lost.",
-        [(run, missed)],
+        [(run, status.missed)],
     )  # fmt: skip
     family(
         "replica_version", "gauge", "Version number that a replica serves; absent while it serves none.",

@@ -51,7 +51,7 @@ async def test_a_replica_that_does_not_fit_is_refused_and_counted(first: str, ca
     await world.publish(2)
     assert len(caplog.records) == count, "said once, not in every round"
     assert world.states() == {"odd": ("refused", None), "even": ("loaded", 2)}
-    text = exposition(world.coordinator.status(), Totals())
+    text = exposition(world.coordinator.gauges(), Totals())
     assert 'weightsync_replica_state{replica="odd",state="refused"} 1' in text
     assert 'weightsync_replicas_not_updated{run="test"} 1' in text
     world.check()

@@ -88,3 +88,25 @@ async def test_closing_ends_followers() -> None:
     with contextlib.suppress(StopAsyncIteration):
         await coming
     assert coming.done()
+
+
+async def test_a_new_follower_looks_at_what_is_held_and_not_at_all_numbers_that_ever_were() -> None:
+    box = Mailbox()
+    for name in map(str, range(5000)):
+        (number,) = box.put(posts(name))
+        box.withdraw(number)
+    box.put(posts("last"))
+    looked = 0
+
+    class Counted(dict[int, tuple[Signal, bytes]]):
+        def __contains__(self, number: object) -> bool:
+            nonlocal looked
+            looked += 1
+            return super().__contains__(number)
+
+    box._held = Counted(box._held)
+    for _ in range(10):
+        stream = box.follow("", 0)
+        assert await take(stream) == [5001]
+        await stream.aclose()  # type: ignore[attr-defined]
+    assert looked <= 20

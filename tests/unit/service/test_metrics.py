@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from weightsync.control.events import RoundEnded
-from weightsync.control.status import RankStatus, ReplicaStatus, Status
+from weightsync.control.status import Gauges, ReplicaGauges
 from weightsync.messages import ReplicaResult, RoundResult
 from weightsync.model import Version
 from weightsync.service.metrics import Totals, exposition
@@ -13,29 +13,12 @@ from weightsync.service.metrics import Totals, exposition
 SAMPLE = re.compile(r'^weightsync_[a-z_]+(\{([a-z_]+="([^"\\\n]|\\.)*",?)+\})? -?[0-9.e+-]+$')
 
 
-def replica(name: str, state: str, version: int | None) -> ReplicaStatus:
-    return ReplicaStatus(
-        name=name,
-        state=state,
-        routable=state == "loaded",
-        version=version,
-        digest=None,
-        staleness=None if version is None else 1,
-        since=0.0,
-        world_size=1,
-        missing=(),
-        ranks=(RankStatus(f"{name}/0", 0, "host", "s"),),
-        adapter="",
-        error=None,
-        phases={"move": 0.25},
-    )
+def replica(name: str, state: str, version: int | None) -> ReplicaGauges:
+    return ReplicaGauges(name, state, version, None if version is None else 1, {"move": 0.25}, 0.0)
 
 
 def test_every_line_is_a_comment_or_a_sample() -> None:
-    status = Status(
-        run="run", last=4, version=None, busy=True, trainer_world_size=1, trainer=(), rounds=(),
-        replicas=(replica('odd "name\\\n', "loaded", 3), replica("b", "dirty", None)),
-    )  # fmt: skip
+    status = Gauges("run", 4, True, (), 1, 0, (replica('odd "name\\\n', "loaded", 3), replica("b", "dirty", None)))
     text = exposition(status, Totals(rounds=5, failed=1, nbytes=10, last_success=1e9))
     assert text.endswith("\n")
     for line in text.splitlines():

@@ -264,7 +264,8 @@ class Stage:
 
     def forked(self, party: Party, child: int) -> dict[str, Any]:
         """A party forked, since it was told to: it is killed if its child is to outlive it."""
-        trap = self._trap
+        mine = (one for one in self._traps if one.party == party.name and one.act in (ORPHAN, UNWIND) and not one.sprung.is_set())
+        trap = next(mine, None)
         if trap is not None and trap.act == ORPHAN:
             self.orphans.append(child)
             party.signal(signal.SIGKILL)

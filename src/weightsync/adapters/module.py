@@ -8,10 +8,11 @@ from contextlib import contextmanager
 
 import torch
 
-from weightsync.errors import DeadlineExceeded, LoadError
+from weightsync.errors import DeadlineExceeded
 from weightsync.messages import PauseMode
 from weightsync.model import Manifest, Version
 from weightsync.roles.adapter import EngineAdapter
+from weightsync.tensors.shard_loader import ShardLoader
 from weightsync.tensors.shards import FollowedShards, Shard
 
 __all__ = ["ModuleAdapter"]
@@ -32,7 +33,9 @@ class ModuleAdapter(EngineAdapter):
         self._changed = threading.Condition()
         self._paused = False
         self._users = 0
-        self._own: dict[str, tuple[Shard, torch.Tensor]] | None = None
+        self._loader: ShardLoader | None = None
+        self._loader_of: Sequence[Shard] = ()
+        self._moved = True  # perhaps: looked at by the first load after a pause, once for all buckets
 
     @contextmanager
     def in_use(self, timeout: float = 60.0) -> Iterator[Version | None]:
@@ -70,26 +73,16 @@ class ModuleAdapter(EngineAdapter):
 
     def begin(self) -> None:
         """The next load looks where the parameters are, once for all buckets."""
-        self._own = None
+        self._moved = True
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy whole tensors into the parameters of the same names."""
-        if self._own is None:
-            self._own = {shard.name: (shard, _bits(shard.tensor)) for shard in self.shards()}
-        own, targets, parts = self._own, list[torch.Tensor](), list[torch.Tensor]()
-        for name, tensor in tensors:
-            if not tensor.numel():
-                continue
-            if name not in own:
-                raise LoadError(f"the module has no parameter named {name!r}")
-            shard, bits = own[name]
-            if tensor.dtype != shard.tensor.dtype:
-                raise LoadError(f"{name} is {shard.tensor.dtype} in the module, and came as {tensor.dtype}")
-            region = tuple(slice(a, b) for a, b in zip(shard.box.starts, shard.box.stops, strict=True))
-            targets.append(bits)
-            parts.append(_bits(tensor[region] if shard.box.shape != shard.shape else tensor))
-        if targets:
-            torch._foreach_copy_(targets, parts)  # on a GPU a launch for many tensors, not one for each
+        if self._moved or self._loader is None:
+            shards = self.shards()
+            if self._loader is None or shards is not self._loader_of:
+                self._loader, self._loader_of = ShardLoader(shards), shards
+            self._moved = False
+        self._loader.load(tensors)
 
     def finish(self, version: Version) -> None:
         """Take the version's label."""
@@ -100,12 +93,3 @@ class ModuleAdapter(EngineAdapter):
         with self._changed:
             self._paused = False
             self._changed.notify_all()
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers: torch copies many tensors at once by way of float32, which would give a NaN other bits."""
-    kind = _INTEGERS.get(tensor.element_size())
-    return tensor if kind is None else tensor.view(kind)

@@ -24,10 +24,11 @@ from weightsync.agents.engine import Engine
 from weightsync.agents.trainer import Trainer
 from weightsync.bench.gpu_job import Job, manifest_for
 from weightsync.bench.sharding import fsdp, tensor_parallel
-from weightsync.errors import LoadError, WeightSyncError
+from weightsync.errors import WeightSyncError
 from weightsync.messages import PauseMode
 from weightsync.model import Box, Layout, Manifest, TensorSpec
 from weightsync.roles.adapter import EngineAdapter
+from weightsync.tensors.shard_loader import ShardLoader
 from weightsync.tensors.shards import Shard, shard
 
 __all__ = ["main"]
@@ -104,16 +105,10 @@ class _Adapter(EngineAdapter):
         self.times: dict[str, float] = {}
         self._manifest = manifest
         self._shards: list[Shard] = []
-        self._own: dict[str, tuple[torch.Tensor, torch.dtype, tuple[slice, ...]]] = {}
         for spec, box in _boxes(manifest, layout):
             part = torch.zeros(box.shape, dtype=torch.bfloat16, device=f"cuda:{device}")
             self._shards.append(shard(spec.name, part, spec.shape, box.starts))
-            cut = tuple(slice(first, end) for first, end in zip(box.starts, box.stops, strict=True))
-            # As integers: torch's copy of many tensors goes by way of float32 and would give a NaN other bits. As wide ones where
-            # that is possible: it moves so many elements a thread, whatever their size.
-            whole = box.shape == spec.shape
-            kind = torch.int64 if whole and spec.shape and spec.shape[-1] % 4 == 0 else torch.int16
-            self._own[spec.name] = part.view(kind), kind, () if whole else cut
+        self._loader = ShardLoader(self._shards)
 
     def manifest(self) -> Manifest:
         return self._manifest
@@ -125,15 +120,7 @@ class _Adapter(EngineAdapter):
         self.times["paused"] = time.monotonic()
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        targets, parts = list[torch.Tensor](), list[torch.Tensor]()
-        for name, tensor in tensors:
-            target, kind, cut = self._own[name]
-            if tensor.dtype != torch.bfloat16:
-                raise LoadError(f"{name} came as {tensor.dtype}")
-            targets.append(target)
-            part = tensor.view(kind)
-            parts.append(part[cut] if cut else part)
-        torch._foreach_copy_(targets, parts)
+        self._loader.load(tensors)
 
     def resume(self) -> None:
         self.times["resumed"] = time.monotonic()

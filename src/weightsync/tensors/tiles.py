@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -16,9 +16,11 @@ from weightsync.model import Layout, Manifest
 from weightsync.tensors.digest import positions
 
 if TYPE_CHECKING:
+    import torch
+
     from weightsync.planning.pieces import Pieces
 
-__all__ = ["TILE_BYTES", "Tiles", "tiles_of"]
+__all__ = ["TILE_BYTES", "Tiles", "tiles_between", "tiles_of"]
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -152,6 +154,40 @@ def tiles_of(
     nothing = Tiles.empty()
     cut = [Tiles.of_table(table[first:last]) if last > first else nothing for first, last in pairwise(edges)]
     return [cut[source * len(groups) : (source + 1) * len(groups)] for source in range(sources)]
+
+
+def tiles_between(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Tiles:
+    """The copy of each of ``sources`` onto the tensor of ``targets`` at the same position, as one table without keys.
+
+    Any strides; ``source`` is an absolute address, so the one region begins at address 0. Raises
+    :class:`~weightsync.errors.LayoutError` for a pair that differs in shape or element size.
+    """
+    pairs = [(target, source) for target, source in zip(targets, sources, strict=True) if target.numel()]
+    for target, source in pairs:
+        if target.shape != source.shape or target.element_size() != source.element_size():
+            raise LayoutError(
+                f"a tensor of {source.dtype}{list(source.shape)} cannot be copied onto {target.dtype}{list(target.shape)}"
+            )
+    if not pairs:
+        return Tiles.empty()
+    # Contiguous pairs, which most are, are one run; only the others' dimensions are looked at.
+    solid = [target.is_contiguous() and source.is_contiguous() for target, source in pairs]
+    count, dims = len(pairs), max((target.ndim for (target, _), flat in zip(pairs, solid, strict=True) if not flat), default=1)
+    itemsize = np.array([target.element_size() for target, _ in pairs], np.int64)
+    extents, steps = np.ones((count, dims), np.int64), np.ones((2, count, dims), np.int64)
+    extents[:, -1] = [target.numel() for target, _ in pairs]
+    for row in np.flatnonzero(~np.array(solid)).tolist():
+        target, source = pairs[row]
+        extents[row, dims - target.ndim :] = target.shape
+        steps[0, row, dims - target.ndim :] = source.stride()
+        steps[1, row, dims - target.ndim :] = target.stride()
+    steps *= itemsize[:, None]
+    first = np.array([[source.data_ptr(), target.data_ptr()] for target, source in pairs], np.int64).T
+    # Nothing is digested: the strides of the two digest columns follow the source's, so that they never keep dimensions apart.
+    size, strides = _merge(extents, np.stack([steps[0], steps[1], np.zeros_like(steps[0]), steps[0]]), itemsize)
+    fixed = np.zeros((count, 3), np.int64)
+    table, _ = _expand(size, strides, np.stack([first[0], first[1], np.zeros(count, np.int64), first[0]]), fixed)
+    return replace(Tiles.of_table(table), keys=None)
 
 
 def _check_targets(pieces: Pieces, layout: Layout, row: Int64) -> None:

@@ -1,0 +1,94 @@
+"""A loader that copies whole tensors into shards: on a CUDA device one launch for each batch, whatever the strides."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from importlib.util import find_spec
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+import torch
+
+from weightsync.errors import LoadError
+from weightsync.tensors.shards import Shard
+from weightsync.tensors.tiles import tiles_between
+
+if TYPE_CHECKING:
+    from weightsync.tensors.cuda.copies import TileCopy
+
+__all__ = ["ShardLoader"]
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MOST_TABLES = 4096
+_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
+
+
+class ShardLoader:
+    """Copies whole tensors into the parts of them that ``shards`` hold, bit for bit.
+
+    On a CUDA device (with Triton) a batch is one launch. Its table is built on first use and kept for later batches of the same
+    tensors in the same memory, as every round of a streamed update brings them; :attr:`table_bytes` is what the tables take.
+    Elsewhere torch copies. Make a new loader when a shard gets other memory. Work goes to the device's current stream. Not
+    thread-safe.
+    """
+
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        self._shards = {one.name: one for one in shards}
+        self._copies: dict[Hashable, TileCopy] = {}
+        self.table_bytes = 0
+        """Device memory that the tables take."""
+
+    def load(self, batch: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy this rank's part of each whole tensor in ``batch`` into the shard of the same name.
+
+        On a CUDA device, returns before the bytes have moved. Raises :class:`~weightsync.errors.LoadError` for a name without a
+        shard, and for a tensor that differs from it in dtype or whole shape.
+        """
+        pairs = tuple(batch)
+        names, tensors = tuple(name for name, _ in pairs), [tensor for _, tensor in pairs]
+        # Looked up rather than sliced anew: slicing ten thousands of tensors takes longer than copying them.
+        pointers, strides = tuple(map(torch.Tensor.data_ptr, tensors)), tuple(map(torch.Tensor.stride, tensors))
+        key = (names, pointers, tuple(map(_shape, tensors)), strides, tuple(map(_dtype, tensors)))
+        copy = self._copies.get(key)
+        if copy is not None:
+            copy.launch()
+            return
+        targets, sources = self._parts(names, tensors)
+        devices = {tensor.device for tensor in (*targets, *sources)}
+        if len(devices) == 1 and (device := devices.pop()).type == "cuda" and find_spec("triton") is not None:
+            copy = self._build(targets, sources, device)
+            self._copies[key] = copy
+            copy.launch()
+        elif targets:
+            # As integers: torch copies many tensors at once by way of float32, which gives a NaN other bits.
+            torch._foreach_copy_([_bits(tensor) for tensor in targets], [_bits(tensor) for tensor in sources])
+
+    def _parts(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        targets, sources = list[torch.Tensor](), list[torch.Tensor]()
+        for name, tensor in zip(names, tensors, strict=True):
+            shard = self._shards.get(name)
+            if shard is None:
+                raise LoadError(f"this engine rank has no parameter named {name!r}")
+            if tensor.dtype != shard.tensor.dtype or tuple(tensor.shape) != tuple(shard.shape):
+                came = f"{tensor.dtype}{list(tensor.shape)}"
+                raise LoadError(f"{name} is {shard.tensor.dtype}{list(shard.shape)} in this engine, and came as {came}")
+            if shard.tensor.numel():
+                region = tuple(slice(first, end) for first, end in zip(shard.box.starts, shard.box.stops, strict=True))
+                targets.append(shard.tensor)
+                sources.append(tensor[region] if shard.box.shape != shard.shape else tensor)
+        return targets, sources
+
+    def _build(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], device: torch.device) -> TileCopy:
+        from weightsync.tensors.cuda.copies import TileCopy
+
+        if len(self._copies) >= _MOST_TABLES:
+            self._copies.clear()
+            self.table_bytes = 0
+        copy = TileCopy([[(tiles_between(targets, sources), [0])]], device)
+        self.table_bytes += copy.table_bytes
+        return copy
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    kind = _INTEGERS.get(tensor.element_size())
+    return tensor if kind is None else tensor.view(kind)

@@ -8,6 +8,7 @@ Milliseconds of the slowest reader.
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import sys
 import time
@@ -68,6 +69,8 @@ def main():
         parts.append(([one[:2] for one in owners if one[2] == rank], [one[:2] for one in owners if one[2] != rank]))
     print("bytes own / others, GB", [[round(sum(t.nbytes for t, _ in side) / 1e9, 2) for side in part] for part in parts])
     usual = copy_table._ordered
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuMemcpyDtoDAsync_v2.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
 
     def together(order):
         copy_table._ordered = order
@@ -111,6 +114,25 @@ def main():
                 torch.cuda.synchronize(device)
             times.append(max(begin.elapsed_time(end) for begin, end in events))
         return f"median {statistics.median(times[2:]):6.2f}  min {min(times):6.2f}"
+
+    swap = [torch.empty(1 << 28, dtype=torch.int64, device=device) for device in devices]
+    for way in ("one way", "both ways"):
+        readers = devices[:1] if way == "one way" else devices
+        times = []
+        for _ in range(5):
+            events = []
+            for rank, device in enumerate(readers):
+                with torch.cuda.device(device):
+                    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                    stream = torch.cuda.current_stream().cuda_stream
+                    begin.record()
+                    driver.cuMemcpyDtoDAsync_v2(swap[rank].data_ptr(), held[(rank + 1) % count][0].data_ptr(), 2 << 30, stream)
+                    end.record()
+                    events.append((begin, end))
+            for device in devices:
+                torch.cuda.synchronize(device)
+            times.append(max(begin.elapsed_time(end) for begin, end in events))
+        print(f"driver's copy of 2 GiB, {way}: {(2 << 30) / statistics.median(times) / 1e6:.0f} GB/s a reader", flush=True)
 
     near_only = [[(TileCopy([near], device), None)] for (near, _), device in zip(parts, devices, strict=True)]
     print("own memory alone         ", timed(near_only), flush=True)

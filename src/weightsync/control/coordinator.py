@@ -35,7 +35,7 @@ from weightsync.control.planner import Planner
 from weightsync.control.rendezvous import Rendezvous
 from weightsync.control.replicas import Replica
 from weightsync.control.report import left_out
-from weightsync.control.round import Order, quarantine, run_round
+from weightsync.control.round import Order, prepare, quarantine, run_round
 from weightsync.control.settings import Settings
 from weightsync.control.shelves import Shelves
 from weightsync.control.status import Gauges, Status
@@ -96,6 +96,8 @@ class Coordinator:
                     link.node.notify(f"rounds leave this engine out: {replica.refusal}")
         self._attendance.changed()
         self._seed_wanted()
+        for replica in self._members.replicas.values():
+            self._prepare_ahead(replica)
         return self._rendezvous.epochs.last(node.rank)
 
     def join_engine(self, node: EngineNode) -> str:
@@ -112,6 +114,7 @@ class Coordinator:
             self._warn_of_refusal(replica)
         if replica.complete:
             self._settle(replica)
+            self._prepare_ahead(replica)
         self._attendance.changed()
         return replica.refusal or ""
 
@@ -402,6 +405,22 @@ class Coordinator:
             missed=sum(one.error is not None for one in self._history[-1].replicas) if self._history else 0,
             replicas=tuple(replica_gauges(replica, self._shelves) for _, replica in sorted(self._members.replicas.items())),
         )
+
+    def _prepare_ahead(self, replica: Replica) -> None:
+        """Let a replica get ready for its next round now: not where it is seeded, which prepares it too, nor beside a round."""
+        trainers = dict(self._members.trainers)
+        whole = bool(trainers) and not self._members.missing_trainers(set(trainers))
+        possible = replica.complete and replica.refusal is None and replica.preparing is None and not self._turn.locked()
+        if whole and possible and self._shelves.current(trainers) is None:
+            replica.preparing = self._spawn(self._prepare(replica))
+
+    async def _prepare(self, replica: Replica) -> None:
+        try:
+            await prepare(self._planner, self._members.trainers, replica, replica.members(), Limit(self.settings.timeout))
+        except WeightSyncError as error:
+            _log.info("preparing %s ahead of its next round: %s", replica.name, error)
+        finally:
+            replica.preparing = None
 
     def subscribe(self) -> AsyncIterator[Event]:
         """Events from now on; see :class:`~weightsync.control.events.Feed`."""

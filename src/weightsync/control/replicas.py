@@ -65,6 +65,8 @@ class Replica:
         """Bytes of a whole move, over its ranks."""
         self.was_complete = False
         """Whether all of its ranks were connected at some time."""
+        self.preparing: asyncio.Task[Any] | None = None
+        """Preparing for the next round while nothing runs, which that round lets end first."""
         self.quarantining: asyncio.Task[Any] | None = None
         """A quarantine outside of any round, which the next round lets end first."""
 

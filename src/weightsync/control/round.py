@@ -36,7 +36,7 @@ from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError, V
 from weightsync.messages import Moved, PlanSlice, ReplicaResult, RoundResult
 from weightsync.model import Version, fold
 
-__all__ = ["Order", "run_round"]
+__all__ = ["Order", "prepare", "run_round"]
 
 Trainers = Mapping[str, Link[TrainerNode]]
 Engines = Mapping[str, Link[EngineNode]]
@@ -176,13 +176,20 @@ async def agree(order: Order, replica: Replica, engines: Engines) -> Agreement:
     if replica.missing:
         absent = replica.missing_in_words
         raise WeightSyncError(f"replica {replica.name} is not complete: rank {absent} of {replica.world_size} is missing")
-    trainers = {member: link.node.rank for member, link in order.trainers.items()}
-    ranks = {member: link.node.rank for member, link in engines.items()}
-    agreed = await order.planner.agree(replica.name, trainers, ranks, order.limit)
     await _settled(order, replica)
+    if replica.preparing is not None:
+        await asyncio.wait([replica.preparing], timeout=order.limit.remaining("preparing ahead of the round"))
+    return await prepare(order.planner, order.trainers, replica, engines, order.limit)
+
+
+async def prepare(planner: Planner, trainers: Trainers, replica: Replica, engines: Engines, limit: Limit) -> Agreement:
+    """Plan for ``engines``, and let those that are not ready for that plan connect, map memory and build tables."""
+    sources = {member: link.node.rank for member, link in trainers.items()}
+    ranks = {member: link.node.rank for member, link in engines.items()}
+    agreed = await planner.agree(replica.name, sources, ranks, limit)
     slices, key = agreed.slices, agreed.key
     unprepared = {member: link for member, link in engines.items() if link.prepared != key}
-    answers = await on_all("prepare", order.limit, unprepared, lambda link, left: link.node.prepare(slices[link.member], left))
+    answers = await on_all("prepare", limit, unprepared, lambda link, left: link.node.prepare(slices[link.member], left))
     for member, answer in answers.items():
         if answer.digest != slices[member].digest:
             wanted = slices[member].digest

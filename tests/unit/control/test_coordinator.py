@@ -266,7 +266,7 @@ async def test_a_restarted_coordinator_believes_what_is_consistent() -> None:
     restart(world)
     await world.settle()
     assert world.states() == {"r": ("loaded", 5), "s": ("loaded", 5)}
-    assert not world.log, "nobody was paused"
+    assert {called for _, _, called in world.log} == {"prepare"}, "nobody was paused"
     assert world.coordinator.status().last == 5
     with pytest.raises(VersionError, match="last one is 5"):
         await world.publish(5)
@@ -422,4 +422,36 @@ async def test_aclose_leaves_no_task() -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}
     assert isinstance(asking.exception(), Aborted)
     assert isinstance(other.exception(), Aborted)
+    world.check()
+
+
+@virtual
+async def test_a_replica_prepares_while_training_goes_on() -> None:
+    world = World()
+    world.add_replica("early", ranks=2)
+    await world.settle(1)
+    assert not world.log, "there is nothing to plan before the whole trainer is there"
+    world.add_trainers(2)
+    await world.settle(1)
+    assert [(member, called) for _, member, called in world.log] == [("early/0", "prepare"), ("early/1", "prepare")]
+    world.log.clear()
+    assert (await world.publish(1)).ok
+    assert "prepare" not in {called for _, _, called in world.log}
+    world.log.clear()
+    world.add_replica("late")
+    await world.settle(1)
+    assert [called for _, member, called in world.log if member == "late/0"].count("prepare") == 1, "seeding prepares it"
+    world.check()
+
+
+@virtual
+async def test_a_round_waits_for_what_prepares_ahead_of_it() -> None:
+    world = World()
+    world.add_replica("r")
+    world.delays["r/0", "prepare"] = 5.0
+    world.add_trainers(2)
+    await world.settle(1)
+    result = await world.publish(1)
+    assert result.ok, result
+    assert [called for _, _, called in world.log].count("prepare") == 1
     world.check()

@@ -137,6 +137,8 @@ async def test_a_wrong_move_is_never_labelled(kind: str, delivery: Delivery) -> 
 async def test_a_plan_understood_differently_fails_before_anything_is_paused() -> None:
     world = fleet()
     world.faults["sick/0", "prepare"] = "other"
+    await world.settle(1)  # when it prepares ahead of the round
+    world.faults["sick/0", "prepare"] = "other"
     result = await world.publish(1)
     sick = next(replica for replica in result.replicas if replica.name == "sick")
     assert sick.error is not None

@@ -7,7 +7,7 @@ import contextlib
 import importlib.metadata
 from collections.abc import AsyncGenerator, AsyncIterator
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 from starlette.applications import Starlette
@@ -30,6 +30,7 @@ from weightsync.service.connections import Connections
 from weightsync.service.endpoint import AGENTS_PATH
 from weightsync.service.openapi import Operation, RoundRequest, decode_round, document
 from weightsync.service.problems import problem, problem_of
+from weightsync.service.proof import CHALLENGE_PATH, SCHEME, Challenge, Challenger
 from weightsync.service.rollouts import FOLLOWED, RolloutRoutes
 from weightsync.service.settings import Secret, ServerSettings
 from weightsync.service.snapshots import Snapshot
@@ -41,6 +42,16 @@ _CONFLICTS = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT,
 OPERATIONS = (
     Operation("get", "/healthz", "Whether the coordinator runs.", answer=dict[str, str], public=True),
     Operation("get", "/", "The status page for people.", answer=str, media="text/html", public=True),
+    Operation(
+        "get",
+        CHALLENGE_PATH,
+        "Prove that the coordinator has the token, and give a nonce with which a client proves the same without sending it.",
+        answer=Challenge,
+        public=True,
+        query=(("nonce", Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]),),
+        required=("nonce",),
+        errors=(HTTPStatus.BAD_REQUEST,),
+    ),
     Operation("get", "/v1/status", "Who serves which version, how stale, and the last rounds.", answer=Status),
     Operation(
         "post",
@@ -62,7 +73,12 @@ OPERATIONS = (
     Operation("get", "/metrics", "The same for Prometheus.", answer=str, media="text/plain"),
     *rollouts.OPERATIONS,
 )
-_UNCOUNTED = ("/healthz", "/v1/events", *FOLLOWED)  # the first must always answer, the others have limits of their own
+_UNCOUNTED = (
+    "/healthz",
+    CHALLENGE_PATH,
+    "/v1/events",
+    *FOLLOWED,
+)  # the first two must always answer, the others have limits of their own
 _PUBLIC = frozenset(operation.path for operation in OPERATIONS if operation.public)
 
 
@@ -74,6 +90,7 @@ class Service:
         self._agents = AgentSockets(coordinator, settings)
         self.connections = Connections(settings.limits, encrypted=settings.tls_certificate is not None)
         self._rollouts = RolloutRoutes(settings.heartbeat)
+        self._challenger = Challenger(token)
         self._streams = 0
         self._totals = metrics.Totals()
         self._counter = asyncio.ensure_future(self._count())
@@ -82,6 +99,7 @@ class Service:
         routes = [
             Route("/healthz", self._health),
             Route("/", self._page),
+            Route(CHALLENGE_PATH, self._challenge),
             Route("/v1/status", self._status),
             Route("/v1/rounds", self._round, methods=["POST"]),
             Route("/v1/events", self._events),
@@ -93,7 +111,7 @@ class Service:
         self.asgi: ASGIApp = Starlette(
             routes=routes,
             middleware=[
-                Middleware(_Bearer, token=token, connections=self.connections),
+                Middleware(_Admission, token=token, challenger=self._challenger, connections=self.connections),
                 Middleware(_Busy, most=settings.limits.requests),
             ],
             exception_handlers={WeightSyncError: _raised, HTTPException: _http, Exception: _raised},
@@ -117,6 +135,9 @@ class Service:
 
     async def _page(self, request: Request) -> Response:
         return Response(page.HTML, media_type="text/html", headers=page.HEADERS)
+
+    async def _challenge(self, request: Request) -> Response:
+        return _json(self._challenger.challenge(request.query_params.get("nonce", "")))
 
     async def _status(self, request: Request) -> Response:
         return _answer(self._state.get())
@@ -167,11 +188,11 @@ class Service:
             await events.aclose()
 
 
-class _Bearer:
-    """Lets nobody past without the token, but to the public paths; applies to every route, also to those that do not exist."""
+class _Admission:
+    """Lets nobody past without the token or a proof of it, but to the public paths; also on routes that do not exist."""
 
-    def __init__(self, app: ASGIApp, token: Secret, connections: Connections) -> None:
-        self._app, self._token, self._connections = app, token, connections
+    def __init__(self, app: ASGIApp, token: Secret, challenger: Challenger, connections: Connections) -> None:
+        self._app, self._token, self._challenger, self._connections = app, token, challenger, connections
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -179,17 +200,28 @@ class _Bearer:
             return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         public = scope["type"] == "http" and scope["path"] in _PUBLIC
-        proved = len(given) == 1 and matches(given[0].decode("latin-1"), self._token)
+        proved = len(given) == 1 and self._admits(given[0].decode("latin-1"), scope)
         if proved:
             self._connections.proved(scope.get("client"))
             await self._app(scope, receive, send)
             return
         if public:
-            await self._app(scope, receive, _last(send))
+            # Whoever asks for a challenge proves the token on the same connection next.
+            stays = scope["path"] == CHALLENGE_PATH and self._connections.may_stay(scope.get("client"))
+            await self._app(scope, receive, send if stays else _last(send))
             return
-        why = "the bearer token is wrong" if given else "this needs a bearer token"
+        why = "this needs the token"
+        if given:
+            kind = given[0].decode("latin-1").partition(" ")[0]
+            why = "the proof is wrong, too old or used before" if kind == SCHEME else "the bearer token is wrong"
         message = f"{why}: set WEIGHTSYNC_TOKEN or WEIGHTSYNC_TOKEN_FILE to the one that the coordinator was started with"
         await problem(HTTPStatus.UNAUTHORIZED, "AuthenticationError", message)(scope, receive, _last(send))
+
+    def _admits(self, header: str, scope: Scope) -> bool:
+        if matches(header, self._token):
+            return True
+        target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+        return self._challenger.admits(header, f"{scope.get('method', 'GET')} {target.decode('latin-1')}")
 
 
 def _last(send: Send) -> Send:

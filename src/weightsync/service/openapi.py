@@ -46,6 +46,8 @@ class Operation(NamedTuple):
     public: bool = False
     query: tuple[tuple[str, Any], ...] = ()
     """Names and types of parameters after the question mark; those in the path are numbers."""
+    required: tuple[str, ...] = ()
+    """Which of them must be there."""
 
 
 def document(operations: tuple[Operation, ...], version: str) -> dict[str, Any]:
@@ -88,11 +90,11 @@ def _operation(operation: Operation) -> dict[str, Any]:
             "required": operation.body is not RoundRequest,
             "content": {"application/json": {"schema": _reference(operation.body)}},
         }
-    parameters = [("path", name, _NUMBER) for name in re.findall(r"{([a-z]+)}", operation.path)]
-    parameters += [("query", name, _reference(kind)) for name, kind in operation.query]
+    parameters = [("path", name, _NUMBER, True) for name in re.findall(r"{([a-z]+)}", operation.path)]
+    parameters += [("query", name, _reference(kind), name in operation.required) for name, kind in operation.query]
     if parameters:
         described["parameters"] = [
-            {"in": where, "name": name, "required": where == "path", "schema": schema} for where, name, schema in parameters
+            {"in": where, "name": name, "required": required, "schema": schema} for where, name, schema, required in parameters
         ]
     if operation.public:
         described["security"] = []

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weightsync.control.coordinator import Coordinator
 from weightsync.control.events import Event, RoundEnded
-from weightsync.control.status import Status
+from weightsync.control.status import RankStatus, Status
 from weightsync.errors import WeightSyncError
 from weightsync.messages import RoundResult
 from weightsync.service import metrics, page, rollouts
@@ -28,7 +28,7 @@ from weightsync.service.agents import AgentSockets
 from weightsync.service.auth import matches
 from weightsync.service.connections import Connections
 from weightsync.service.endpoint import AGENTS_PATH
-from weightsync.service.openapi import Operation, RoundRequest, decode_round, document
+from weightsync.service.openapi import Operation, Revocation, RoundRequest, decode_revocation, decode_round, document
 from weightsync.service.problems import problem, problem_of
 from weightsync.service.proof import CHALLENGE_PATH, SCHEME, Challenge, Challenger
 from weightsync.service.rollouts import FOLLOWED, RolloutRoutes
@@ -60,6 +60,14 @@ OPERATIONS = (
         answer=RoundResult,
         body=RoundRequest,
         errors=(*_CONFLICTS, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
+    ),
+    Operation(
+        "post",
+        "/v1/revocations",
+        "Close the connection of a rank and refuse its credential, so that another process can take its place.",
+        answer=RankStatus,
+        body=Revocation,
+        errors=(HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
     ),
     Operation(
         "get",
@@ -102,6 +110,7 @@ class Service:
             Route(CHALLENGE_PATH, self._challenge),
             Route("/v1/status", self._status),
             Route("/v1/rounds", self._round, methods=["POST"]),
+            Route("/v1/revocations", self._revoke, methods=["POST"]),
             Route("/v1/events", self._events),
             Route("/v1/openapi.json", self._openapi),
             Route("/metrics", self._metrics),
@@ -134,6 +143,9 @@ class Service:
         return _json({"status": "ok"})
 
     async def _page(self, request: Request) -> Response:
+        if not page.is_own_name(request.headers.get("host", ""), self._settings.host):
+            why = "this page is for this machine alone: open it under 127.0.0.1 or localhost"
+            raise HTTPException(HTTPStatus.MISDIRECTED_REQUEST, why)
         return Response(page.HTML, media_type="text/html", headers=page.HEADERS)
 
     async def _challenge(self, request: Request) -> Response:
@@ -152,13 +164,19 @@ class Service:
         return metrics.exposition(self._coordinator.gauges(), self._totals).encode()
 
     async def _round(self, request: Request) -> Response:
+        wanted = decode_round(await self._body(request))
+        return _json(await self._coordinator.seed(wanted.replicas, wanted.timeout))
+
+    async def _revoke(self, request: Request) -> Response:
+        return _json(self._coordinator.revoke(decode_revocation(await self._body(request)).member))
+
+    async def _body(self, request: Request) -> bytes:
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
             if len(body) > self._settings.limits.body_bytes:
                 raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"more than {self._settings.limits.body_bytes} bytes")
-        wanted = decode_round(bytes(body))
-        return _json(await self._coordinator.seed(wanted.replicas, wanted.timeout))
+        return bytes(body)
 
     async def _events(self, request: Request) -> Response:
         if self._streams >= self._settings.limits.event_streams:

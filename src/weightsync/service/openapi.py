@@ -11,7 +11,7 @@ from weightsync.errors import ConfigurationError
 from weightsync.messages import UNREADABLE
 from weightsync.service.problems import Problem
 
-__all__ = ["Operation", "RoundRequest", "decode_round", "document"]
+__all__ = ["Operation", "Revocation", "RoundRequest", "decode_revocation", "decode_round", "document"]
 
 _NUMBER = {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1}
 
@@ -23,6 +23,21 @@ class RoundRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Names; ``null`` for every replica that does not serve that version."""
     timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None
     """Seconds for the whole round, at most the coordinator's own limit."""
+
+
+class Revocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Close the connection of a rank, and refuse the credential that its process has."""
+
+    member: Annotated[str, msgspec.Meta(min_length=1, max_length=250)]
+    """As in the status: ``trainer/0``, or the replica's name and the rank."""
+
+
+def decode_revocation(body: bytes) -> Revocation:
+    """The request in a body. Raises :class:`~weightsync.errors.ConfigurationError`."""
+    try:
+        return msgspec.json.decode(body, type=Revocation)
+    except UNREADABLE as error:
+        raise ConfigurationError(f"not a revocation: {error}") from None
 
 
 def decode_round(body: bytes) -> RoundRequest:

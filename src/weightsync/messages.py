@@ -194,7 +194,6 @@ class Hello(_Struct, frozen=True):
     """The epoch in which this trainer rank publishes; 0 until the coordinator has said it with the first :class:`Place`."""
     new_epoch: bool = False
     """Whether this trainer rank was made with ``new_epoch=True``."""
-
     version: Version | None = None
     """The last version that this trainer rank published. By its digest a restarted coordinator tells which engines are right."""
     credential: _Name = ""
@@ -376,26 +375,9 @@ class Done(_Struct, frozen=True):
 
 
 Body = (
-    Place
-    | Placed
-    | Prepare
-    | Prepared
-    | CheckSources
-    | Pause
-    | Move
-    | Moved
-    | Commit
-    | Resume
-    | Update
-    | Updated
-    | Quarantine
-    | Publish
-    | CannotPublish
-    | Published
-    | WaitForReplicas
-    | ReplicaList
-    | Done
-)
+    Place | Placed | Prepare | Prepared | CheckSources | Pause | Move | Moved | Commit | Resume | Update | Updated |
+    Quarantine | Publish | CannotPublish | Published | WaitForReplicas | ReplicaList | Done
+)  # fmt: skip
 
 
 class Call(_Struct, frozen=True):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import msgspec
@@ -324,6 +326,27 @@ def test_a_url_from_elsewhere_gets_no_token(monkeypatch: pytest.MonkeyPatch) -> 
     assert b"uthorization" not in squatter.heard
 
 
+async def test_an_answer_without_a_proof_is_not_believed(runtime: None) -> None:
+    """Of whoever takes the port within the seconds in which a client that asks often wants no new challenge."""
+    port = free_port()
+    with BackgroundServer(ServerSettings(port=port, run="run", token=Secret(TOKEN))) as server:
+        client = coordinator_http(fast(server.address, Secret(TOKEN)))
+        assert (await client.get("/v1/status")).status_code == 200
+        auth: Any = client.auth
+        auth._trusted = 3600.0
+    async with contextlib.aclosing(client):
+        with Squatter(port, http("200 OK", b'{"run":"run"}')) as squatter:
+            with pytest.raises(httpx.ConnectError, match="cannot prove"):
+                await client.get("/v1/status")
+            with pytest.raises(httpx.ConnectError, match=r"could not prove|not a weightsync coordinator"):
+                await client.get("/v1/status")
+            assert TOKEN.encode() not in squatter.heard
+        with BackgroundServer(ServerSettings(port=port, run="run", token=Secret(TOKEN))):
+            assert (await client.get("/v1/status")).status_code == 200
+            auth._claimant._challenge = "0" * 96  # as of another process of the coordinator
+            assert (await client.get("/v1/status")).status_code == 200
+
+
 async def test_a_clients_request_is_proved_once_and_cannot_be_sent_again(
     server: BackgroundServer, settings: ClientSettings
 ) -> None:
@@ -336,6 +359,7 @@ async def test_a_clients_request_is_proved_once_and_cannot_be_sent_again(
         client.event_hooks = {"request": [note]}
         assert (await client.get("/v1/status")).status_code == 200
         assert (await client.get("/v1/rollouts/completions/7?epoch=x")).status_code == 404
+    assert sum(request.url.path == "/v1/challenge" for request in seen) == 1, "one challenge is enough for requests in a row"
     assert not any(TOKEN in value for request in seen for value in request.headers.values())
     header = next(request.headers["Authorization"] for request in seen if request.url.path == "/v1/status")
     assert header.startswith(f"{SCHEME} ")

@@ -51,9 +51,10 @@ class _Proving(ClientConnection):
         body = await self._asking.answer  # bounded by the dial's own deadline
         self._asking = None
         try:
-            proof = self._claimant.authorization(body, f"GET {AGENTS_PATH}")
+            self._claimant.accept(body)
         except ProtocolError as error:
             raise ConfigurationError(str(error)) from None
+        proof, _ = self._claimant.authorization(f"GET {AGENTS_PATH}")  # the answer comes over the same connection
         await super().handshake({**dict(additional_headers or {}), "Authorization": proof}, user_agent_header)
 
     def data_received(self, data: bytes) -> None:

@@ -26,6 +26,7 @@ from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 from weightsync.control.attendance import Attendance
+from weightsync.control.attestations import attested, weigh
 from weightsync.control.epochs import REMEDY
 from weightsync.control.events import Event, Feed, Joined, Left, ReplicaBytes, RoundEnded
 from weightsync.control.link import Limit, Link
@@ -43,7 +44,7 @@ from weightsync.control.views import rank_status, replica_gauges, replica_status
 from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, VersionError, WeightSyncError
 from weightsync.garbage import collecting_later
 from weightsync.messages import ReplicaResult, RoundResult
-from weightsync.model import FIRST_EPOCH, Version
+from weightsync.model import FIRST_EPOCH
 
 __all__ = ["Coordinator"]
 
@@ -160,7 +161,7 @@ class Coordinator:
     def _settle(self, replica: Replica) -> None:
         """All ranks of a replica are here: what does it serve, and should it be seeded?"""
         reported = {link.serving for link in replica.links.values()}
-        version = self._attested(replica)
+        version = attested(replica, self.settings.run)
         if len(reported) > 1:
             self._distrust(replica, f"its ranks report different versions: {', '.join(sorted(map(str, reported)))}")
         elif version is not None:
@@ -171,32 +172,10 @@ class Coordinator:
             self._wanted.add(replica.name)
             self._seed_wanted()
 
-    def _attested(self, replica: Replica) -> Version | None:
-        """The version of this run that all ranks of a replica report, none of which a round has touched since."""
-        reported = {link.serving for link in replica.links.values()}
-        version = reported.pop() if len(reported) == 1 else None
-        if version is None or not replica.complete or replica.state not in ("registered", "loaded"):
-            return None
-        return version if version.run == self.settings.run and version.manifest == replica.manifest.fingerprint else None
-
     def _weigh(self, order: tuple[int, int]) -> None:
-        """Decide about all replicas that report the version of this epoch and number: those with its digest are loaded.
-
-        One replica that claims another digest must not take the others out of service. While nobody knows what was published,
-        replicas that differ are neither believed nor paused; the trainer's ranks decide when they are back, or publish the next.
-        """
-        reports = [(replica, version) for replica in self._members.replicas.values() if (version := self._attested(replica))]
-        reports = [(replica, version) for replica, version in reports if version.order == order]
-        published = self._shelves.published.get(order)
-        if published is None and len({version for _, version in reports}) > 1:
-            for replica, version in reports:
-                replica.doubt(f"replicas report version {version} with different digests, and no trainer has said which is right")
-            return
-        for replica, version in reports:
-            if published is not None and version != published:
-                self._distrust(replica, f"version {version} was published with another digest than {version.digest}")
-            elif replica.state == "registered":
-                replica.become("loaded", version)
+        """Believe or distrust all replicas that report the version of this epoch and number."""
+        for replica, why in weigh(self._members.replicas.values(), self.settings.run, order, self._shelves.published.get(order)):
+            self._distrust(replica, why)
 
     def _distrust(self, replica: Replica, why: str) -> None:
         """Dirty, and told so: it may be generating."""

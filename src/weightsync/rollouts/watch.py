@@ -23,6 +23,7 @@ __all__ = ["Watch", "coordinator_http"]
 
 _log = logging.getLogger(__name__)
 _MISSED = 3  # heartbeats without a byte
+_TRUSTED_SECONDS = 2.0
 _FIRST_AGAIN = 0.05
 _MOST_AGAIN = 5.0
 _EVENT: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
@@ -34,7 +35,7 @@ def coordinator_http(settings: ClientSettings) -> httpx.AsyncClient:
     context = tls_context(settings)
     return httpx.AsyncClient(
         base_url=settings.coordinator.url,
-        auth=presenting(settings),
+        auth=presenting(settings, _TRUSTED_SECONDS),
         timeout=settings.connect_timeout,
         verify=True if context is None else context,
         trust_env=False,

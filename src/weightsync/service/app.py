@@ -30,7 +30,7 @@ from weightsync.service.connections import Connections
 from weightsync.service.endpoint import AGENTS_PATH
 from weightsync.service.openapi import Operation, Revocation, RoundRequest, decode_revocation, decode_round, document
 from weightsync.service.problems import problem, problem_of
-from weightsync.service.proof import CHALLENGE_PATH, SCHEME, Challenge, Challenger
+from weightsync.service.proof import ANSWER_HEADER, CHALLENGE_PATH, SCHEME, Challenge, Challenger
 from weightsync.service.rollouts import FOLLOWED, RolloutRoutes
 from weightsync.service.settings import Secret, ServerSettings
 from weightsync.service.snapshots import Snapshot
@@ -218,10 +218,10 @@ class _Admission:
             return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         public = scope["type"] == "http" and scope["path"] in _PUBLIC
-        proved = len(given) == 1 and self._admits(given[0].decode("latin-1"), scope)
-        if proved:
+        answer = self._admits(given[0].decode("latin-1"), scope) if len(given) == 1 else None
+        if answer is not None:
             self._connections.proved(scope.get("client"))
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, _with(send, ANSWER_HEADER, answer) if answer else send)
             return
         if public:
             # Whoever asks for a challenge proves the token on the same connection next.
@@ -235,22 +235,28 @@ class _Admission:
         message = f"{why}: set WEIGHTSYNC_TOKEN or WEIGHTSYNC_TOKEN_FILE to the one that the coordinator was started with"
         await problem(HTTPStatus.UNAUTHORIZED, "AuthenticationError", message)(scope, receive, _last(send))
 
-    def _admits(self, header: str, scope: Scope) -> bool:
+    def _admits(self, header: str, scope: Scope) -> str | None:
+        """What the answer must prove: nothing to who sent the token itself. ``None``: whoever this is stays outside."""
         if matches(header, self._token):
-            return True
+            return ""
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
         return self._challenger.admits(header, f"{scope.get('method', 'GET')} {target.decode('latin-1')}")
 
 
-def _last(send: Send) -> Send:
-    """The answer ends the connection: a stranger who wants more must come in by the door again, where they are counted."""
+def _with(send: Send, name: str, value: str) -> Send:
+    """Add a header to the answer."""
 
-    async def closing(message: Message) -> None:
+    async def adding(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            message = {**message, "headers": [*message.get("headers", ()), (name.lower().encode(), value.encode())]}
         await send(message)
 
-    return closing
+    return adding
+
+
+def _last(send: Send) -> Send:
+    """The answer ends the connection: a stranger who wants more must come in by the door again, where they are counted."""
+    return _with(send, "Connection", "close")
 
 
 class _Busy:

@@ -24,12 +24,13 @@ class Clock:
 
 
 def answer(challenger: Challenger, claimant: Claimant) -> bytes:
-    return msgspec.json.encode(challenger.challenge(claimant.nonce))
+    return msgspec.json.encode(challenger.challenge(claimant.target.rpartition("=")[2]))
 
 
 def claimed(challenger: Challenger, request: str = REQUEST) -> str:
     claimant = Claimant(TOKEN, WHERE)
-    return claimant.authorization(answer(challenger, claimant), request)
+    claimant.accept(answer(challenger, claimant))
+    return claimant.authorization(request)[0]
 
 
 def test_a_proof_is_taken_once_and_holds_no_token() -> None:
@@ -48,39 +49,53 @@ def test_a_proof_is_for_one_request_of_one_process_of_the_coordinator() -> None:
     assert not Challenger(Secret("another")).admits(claimed(challenger), REQUEST)
 
 
+def test_a_challenge_is_good_for_several_requests_each_once_and_each_answer_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "_MOST_REQUESTS", 5)
+    challenger, claimant = Challenger(TOKEN), Claimant(TOKEN, WHERE)
+    claimant.accept(answer(challenger, claimant))
+    given = [claimant.authorization(REQUEST) for _ in range(6)]
+    assert claimant.spent
+    for header, expected in reversed(given[:5]):
+        assert challenger.admits(header, REQUEST) == expected
+    assert len({expected for _, expected in given}) == 6, "an answer proves one request"
+    for header, _ in given:
+        assert challenger.admits(header, REQUEST) is None
+    assert len(challenger._used) == 1
+
+
 def test_a_coordinator_without_the_token_gets_nothing() -> None:
     claimant = Claimant(TOKEN, WHERE)
     for fake in (
-        Challenger(Secret("another")).challenge(claimant.nonce),
+        Challenger(Secret("another")).challenge(claimant.target.rpartition("=")[2]),
         Challenge("0" * 96, "0" * 64),
         Challenge("ü\n", "ü\udcff"),
     ):
         body = msgspec.json.encode({"nonce": fake.nonce, "proof": fake.proof.encode("utf-8", "replace").decode()})
         with pytest.raises(AuthenticationError, match=r"127\.0\.0\.1:7400 could not prove that it has the token.*something else"):
-            claimant.authorization(body, REQUEST)
+            claimant.accept(body)
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"[]", b"<html>", b"[" * 5000, b'{"nonce":1,"proof":2}', b"\xff"])
 def test_something_else_than_a_coordinator_is_said_to_be_that(body: bytes) -> None:
     with pytest.raises(ProtocolError, match="not a weightsync coordinator"):
-        Claimant(TOKEN, WHERE).authorization(body, REQUEST)
+        Claimant(TOKEN, WHERE).accept(body)
 
 
 def test_an_answer_to_another_nonce_proves_nothing() -> None:
     challenger = Challenger(TOKEN)
     recorded = answer(challenger, Claimant(TOKEN, WHERE))
     with pytest.raises(AuthenticationError):
-        Claimant(TOKEN, WHERE).authorization(recorded, REQUEST)
+        Claimant(TOKEN, WHERE).accept(recorded)
 
 
 def test_a_coordinators_proof_is_no_agents_proof() -> None:
     challenger = Challenger(TOKEN)
-    claimant = Claimant(TOKEN, WHERE)
-    challenge = challenger.challenge(claimant.nonce)
-    assert not challenger.admits(f"{SCHEME} {claimant.nonce} {challenge.nonce} {challenge.proof}", REQUEST)
+    nonce = "0" * 32
+    challenge = challenger.challenge(nonce)
+    assert not challenger.admits(f"{SCHEME} {nonce} {challenge.nonce} 0 {challenge.proof}", REQUEST)
 
 
-@pytest.mark.parametrize("change", [0, 40, 60, 120, 135, 200])
+@pytest.mark.parametrize("change", [0, 40, 60, 120, 135, 141, 200])
 def test_a_changed_character_spoils_it(change: int) -> None:
     challenger = Challenger(TOKEN)
     header = claimed(challenger)
@@ -90,7 +105,7 @@ def test_a_changed_character_spoils_it(change: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "header", ["", SCHEME, f"{SCHEME} a b c", f"{SCHEME} {'0' * 32} {'0' * 96} ", f"{SCHEME} {'ü' * 32} x \udcff"]
+    "header", ["", SCHEME, f"{SCHEME} a b 0 c", f"{SCHEME} {'0' * 32} {'0' * 96} 0 ", f"{SCHEME} {'0' * 32} {'0' * 96} -1 \udcff"]
 )
 def test_rubbish_is_refused(header: str) -> None:
     assert not Challenger(TOKEN).admits(header, REQUEST)
@@ -109,7 +124,7 @@ def test_challenges_expire_and_are_forgotten(monkeypatch: pytest.MonkeyPatch) ->
     clock.now += 31
     assert not challenger.admits(late, REQUEST)
     monkeypatch.setattr(proof, "_MOST_USED", 3)
-    assert [challenger.admits(claimed(challenger), REQUEST) for _ in range(5)] == [True, True, True, False, False]
+    assert [challenger.admits(claimed(challenger), REQUEST) is not None for _ in range(5)] == [True, True, True, False, False]
     clock.now += 31
     assert challenger.admits(claimed(challenger), REQUEST)
     assert len(challenger._used) == 1

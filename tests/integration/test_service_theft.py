@@ -113,7 +113,7 @@ def test_a_stolen_worker_cannot_take_the_place_of_the_live_trainer_or_a_live_rep
         with torch.no_grad():
             weights["w"].fill_(2.0)
         assert trainer.publish(2, timeout=20).ok
-        assert model.w.tolist() == [2.0] * 8
+        assert model.get_parameter("w").tolist() == [2.0] * 8
         with Client(fast(server.address, Secret(TOKEN))) as client:
             assert [(one.name, one.state, one.version) for one in client.status().replicas] == [("honest", "loaded", 2)]
     assert "refused an agent: trainer/0 is connected already" in caplog.text

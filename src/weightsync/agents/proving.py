@@ -29,11 +29,12 @@ def proving(settings: ClientSettings, token: Secret | None) -> type[ClientConnec
     """The class of connections to ``settings.coordinator`` that prove ``token``; without one, they show nothing and are refused."""
     if token is None:
         return ClientConnection
+    claimant = Claimant(token, settings.coordinator)
 
     class Proving(_Proving):
         def __init__(self, protocol: ClientProtocol, **options: object) -> None:
             super().__init__(protocol, **options)  # type: ignore[arg-type]
-            self._settings, self._claimant = settings, Claimant(token, settings.coordinator)
+            self._settings, self._claimant = settings, claimant
 
     return Proving
 

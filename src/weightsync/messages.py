@@ -27,6 +27,7 @@ __all__ = [
     "Cancel",
     "CannotPublish",
     "Commit",
+    "Confirmed",
     "Delivery",
     "Done",
     "Failure",
@@ -193,9 +194,13 @@ class Hello(_Struct, frozen=True):
     """The epoch in which this trainer rank publishes; 0 until the coordinator has said it with the first :class:`Place`."""
     new_epoch: bool = False
     """Whether this trainer rank was made with ``new_epoch=True``."""
+    version: Version | None = None
+    """The last version that this trainer rank published. By its digest a restarted coordinator tells which engines are right."""
+    credential: _Name = ""
+    """From the last :class:`Welcome`; who reconnects before the coordinator saw the old connection end needs it."""
 
     def __repr__(self) -> str:
-        return f"<Hello of {self.role} {self.name}/{self.rank}>"  # the key is not for logs
+        return f"<Hello of {self.role} {self.name}/{self.rank}>"  # key and credential are not for logs
 
 
 class Welcome(_Struct, frozen=True):
@@ -207,6 +212,15 @@ class Welcome(_Struct, frozen=True):
     """For a trainer rank: the highest version number of its epoch that is known."""
     refusal: str = ""
     """For an engine rank: why no round takes its replica in, though it is connected."""
+    credential: _Name = ""
+    """Random. While this rank is connected, only who shows it can take its place."""
+
+    def __repr__(self) -> str:
+        return f"<Welcome of {self.member}>"
+
+
+class Confirmed(_Struct, frozen=True):
+    """The agent has its :class:`Welcome`: from now on its place needs the credential in it. Needs no answer."""
 
 
 class Refused(_Struct, frozen=True):
@@ -361,26 +375,9 @@ class Done(_Struct, frozen=True):
 
 
 Body = (
-    Place
-    | Placed
-    | Prepare
-    | Prepared
-    | CheckSources
-    | Pause
-    | Move
-    | Moved
-    | Commit
-    | Resume
-    | Update
-    | Updated
-    | Quarantine
-    | Publish
-    | CannotPublish
-    | Published
-    | WaitForReplicas
-    | ReplicaList
-    | Done
-)
+    Place | Placed | Prepare | Prepared | CheckSources | Pause | Move | Moved | Commit | Resume | Update | Updated |
+    Quarantine | Publish | CannotPublish | Published | WaitForReplicas | ReplicaList | Done
+)  # fmt: skip
 
 
 class Call(_Struct, frozen=True):
@@ -424,7 +421,7 @@ class Notice(_Struct, frozen=True):
     text: Annotated[str, msgspec.Meta(max_length=4000)]
 
 
-Frame = Hello | Welcome | Refused | Call | Answer | Failure | Cancel | Progress | Notice
+Frame = Hello | Welcome | Confirmed | Refused | Call | Answer | Failure | Cancel | Progress | Notice
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)

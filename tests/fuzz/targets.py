@@ -30,7 +30,7 @@ from weightsync.control.agreement import agree_on, cover_trainers
 from weightsync.control.nodes import EngineRank, TrainerRank
 from weightsync.control.remote import rank_of
 from weightsync.deadline import Deadline
-from weightsync.errors import ConfigurationError, WeightSyncError, from_wire
+from weightsync.errors import AuthenticationError, ConfigurationError, ProtocolError, WeightSyncError, from_wire
 from weightsync.messages import PROTOCOL, Call, Hello, Host, Offer, PieceColumns, Prepare, SourceAddress
 from weightsync.model import Layout, Manifest, TensorSpec, Version
 from weightsync.model.layout import LayoutColumns
@@ -38,6 +38,7 @@ from weightsync.model.version import fold
 from weightsync.planning.pieces import Pieces
 from weightsync.service.auth import matches
 from weightsync.service.openapi import RoundRequest, decode_round
+from weightsync.service.proof import Challenger, Claimant
 from weightsync.service.settings import Address, ClientSettings, Secret, ServerSettings
 from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.tiles import tiles_of
@@ -418,6 +419,9 @@ _VARIABLES = [
 ] + ["WEIGHTSYNC_TOKEN", "WEIGHTSYNC_AGENTS", "WEIGHTSYNC_FRAME_BYTES"]
 
 
+_CHALLENGER = Challenger(Secret("the-token"))
+
+
 def _settings(data: bytes) -> None:
     """Variables of the environment, addresses, sizes, headers."""
     which, text = data[:1], data[1:].decode("utf-8", "replace").replace("\0", "")
@@ -440,6 +444,13 @@ def _settings(data: bytes) -> None:
         and text.lower().split() != ["bearer", "the-token"]
     ):
         raise AssertionError("another header passed for the token")
+    if _CHALLENGER.admits(text, "GET /") is not None:
+        raise AssertionError("a header passed for a proof of the token")
+    with contextlib.suppress(ConfigurationError):
+        _CHALLENGER.challenge(text)
+    with contextlib.suppress(AuthenticationError, ProtocolError):
+        Claimant(Secret("the-token"), Address("http", "host", 1)).accept(data)
+        raise AssertionError("something else passed for the coordinator")
 
 
 def _rounds(data: bytes) -> None:

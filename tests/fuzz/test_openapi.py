@@ -50,7 +50,7 @@ def api(server: BackgroundServer) -> Any:
 pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisDeprecationWarning")
 LASTING = ("/v1/events", *FOLLOWED)
 PATHS = [(one.method, one.path) for one in OPERATIONS if one.path not in LASTING]
-PUBLIC = ("/", "/healthz")
+PUBLIC = ("/", "/healthz", "/v1/challenge")
 several = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 

@@ -40,7 +40,8 @@ pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
 
 def test_an_agent_is_welcomed_and_named(settings: ClientSettings) -> None:
     with joined(settings, engine_hello("a")) as agent:
-        assert agent.welcomes.get(timeout=1) == Welcome("a/0", "run")
+        welcome = agent.welcomes.get(timeout=1)
+        assert (welcome.member, welcome.run) == ("a/0", "run")
         assert agent.link.connected
 
 

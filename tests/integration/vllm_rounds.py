@@ -264,9 +264,9 @@ def server(directory: str, ranks: int, coordinator: BackgroundServer) -> Iterato
     from weightsync.adapters.vllm import attach_server
 
     alone = "WEIGHTSYNC_COORDINATOR" in os.environ
-    with serving(directory, ranks, {} if alone else {"WEIGHTSYNC_TOKEN": coordinator.token}) as found:
+    with serving(directory, ranks, {}) as found:
         if not alone:
-            attach_server(str(found.http.base_url), "vllm-0", coordinator.url, bucket_bytes=200_000)
+            attach_server(str(found.http.base_url), "vllm-0", coordinator.url, token=coordinator.token, bucket_bytes=200_000)
         yield found
 
 

@@ -12,6 +12,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI, NegotiationError
 from websockets.typing import Subprotocol
 
+from weightsync.agents.proving import proving
 from weightsync.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -21,7 +22,7 @@ from weightsync.errors import (
     from_wire,
 )
 from weightsync.messages import Hello, Refused, Welcome, decode, encode
-from weightsync.service.auth import bearer, token_for
+from weightsync.service.auth import token_for
 from weightsync.service.endpoint import AGENTS_PATH, FRAME_LIMIT_HEADER, SUBPROTOCOL, reason, tls_context, unreachable
 from weightsync.service.settings import ClientSettings
 
@@ -37,7 +38,8 @@ async def dial(settings: ClientSettings, hello: Hello, timeout: float) -> tuple[
     """A socket on which the coordinator has welcomed ``hello``, within ``timeout`` seconds.
 
     Raises :class:`~weightsync.errors.CoordinatorUnreachable` if nobody answers (worth another try),
-    :class:`~weightsync.errors.AuthenticationError` for a token that is missing or wrong,
+    :class:`~weightsync.errors.AuthenticationError` for a token that is missing or wrong, or a coordinator that cannot prove that it
+    has it (the token itself is never sent),
     :class:`~weightsync.errors.ConfigurationError` if something else than a coordinator answers, and the error that the
     coordinator gave as its reason if it refuses the rank.
     """
@@ -58,7 +60,7 @@ async def _connect(settings: ClientSettings, timeout: float) -> ClientConnection
     try:
         return await connect(
             settings.coordinator.websocket + AGENTS_PATH,
-            additional_headers=bearer(token_for(settings)),
+            create_connection=proving(settings, token_for(settings)),
             subprotocols=[Subprotocol(SUBPROTOCOL)],
             ssl=tls_context(settings),
             proxy=None,

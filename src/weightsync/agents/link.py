@@ -19,6 +19,7 @@ from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Self
 
+import msgspec
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
@@ -40,7 +41,7 @@ from weightsync.errors import (
     from_wire,
 )
 from weightsync.forks import Origin
-from weightsync.messages import Body, Frame, Hello, Progress, Quarantine, Welcome, decode, encode
+from weightsync.messages import Body, Confirmed, Frame, Hello, Progress, Quarantine, Welcome, decode, encode
 from weightsync.service.endpoint import CLOSE_NORMAL, unreachable
 from weightsync.service.settings import ClientSettings
 
@@ -119,6 +120,7 @@ class Link:
         self._connected = asyncio.Event()
         self._trouble = "not connected yet"
         self._lost_at: float | None = None
+        self._credential = ""
         # Progress: the newest count, and whether a report of it is under way.
         self._progress_lock = threading.Lock()
         self._progress_bytes = 0
@@ -269,7 +271,8 @@ class Link:
             welcomed = self._first.done()
             timeout = self._settings.connect_timeout if welcomed else first.remaining("connecting to the coordinator")
             try:
-                socket, welcome = await dial(self._settings, self._hello(), timeout)
+                hello = msgspec.structs.replace(self._hello(), credential=self._credential)
+                socket, welcome = await dial(self._settings, hello, timeout)
                 await self._look_for_refusal(socket, welcome)
             except CoordinatorUnreachable as error:
                 if not welcomed and first.at - time.monotonic() <= pause:
@@ -314,12 +317,15 @@ class Link:
         reason = "the link was closed"
         try:
             self._calls, self._send, self._socket, self._trouble = calls, send, socket, ""
+            self._credential = welcome.credential
             self._connected.set()
             if self._on_welcome is not None:
                 self._on_welcome(welcome)
             self._greeted(welcome)
             if not self._first.done():
                 self._first.set_result(welcome)
+            with contextlib.suppress(LinkLost):  # read() says why
+                await send(Confirmed())
             reason = await self._read(socket, calls)
         finally:
             self._connected.clear()

@@ -46,6 +46,7 @@ from weightsync.messages import (
     WaitForReplicas,
     Welcome,
 )
+from weightsync.model import Version
 from weightsync.roles.trainer import TrainerRole
 from weightsync.service.auth import is_loopback
 from weightsync.service.server import BackgroundServer
@@ -93,6 +94,7 @@ class Trainer:
     """
 
     _closed = False
+    _version: Version | None = None
 
     def __init__(
         self,
@@ -165,6 +167,7 @@ class Trainer:
             session=self._session, host=self._here, pid=os.getpid(), manifest=role.manifest.tensors,
             layout=role.layout.to_columns(), offers=role.offers, key=role.key, published=self._published,
             live=role.live, epoch=role.epoch, new_epoch=self._new_epoch,
+            version=self._version,
         )  # fmt: skip
 
     @property
@@ -298,7 +301,7 @@ class Trainer:
             raise ProtocolError(f"the coordinator answered a publication with {type(answer).__name__}")
         points.reached("trainer.published")
         result = answer.result
-        self._published = result.version.number
+        self._version, self._published = result.version, result.version.number
         self._last = max(self._last, self._published)
         if self.rank == 0:
             log_result("trainer/0", result)

@@ -235,6 +235,28 @@ def token(
 
 
 @app.command(cls=Command)
+def revoke(
+    member: Annotated[str, typer.Argument(help="The rank, as in `weightsync status --json`: `trainer/0`, `vllm-0/1`.")],
+    coordinator: Coordinator = None,
+    token_file: TokenFile = None,
+    ca_file: CaFile = None,
+    json: Json = False,
+) -> None:
+    """Send one rank away, so that another process can take its place.
+
+    ```
+    weightsync revoke trainer/0
+    ```
+
+    Its connection is closed and its process is refused until it is started again. Who has the token can join anew: after a theft
+    restart the coordinator with another token.
+    """
+    from weightsync.cli.status import send_away
+
+    send_away(client_settings(coordinator, token_file, ca_file), member, as_json=json)
+
+
+@app.command(cls=Command)
 def doctor(coordinator: Coordinator = None, token_file: TokenFile = None, ca_file: CaFile = None, json: Json = False) -> None:
     """Check this machine and the coordinator, and report what is missing with its impact. Changes nothing.
 

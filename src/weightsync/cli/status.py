@@ -1,4 +1,4 @@
-"""``weightsync status`` and ``weightsync round``: looking at a coordinator, and asking it for a round."""
+"""``weightsync status``, ``round`` and ``revoke``: looking at a coordinator, and asking it for something."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weightsync.control.events import ReplicaBytes
 from weightsync.service.client import Client
 from weightsync.service.settings import ClientSettings
 
-__all__ = ["seed", "show"]
+__all__ = ["seed", "send_away", "show"]
 
 
 def show(settings: ClientSettings, *, as_json: bool, watch: bool) -> None:
@@ -48,3 +48,13 @@ def seed(settings: ClientSettings, replicas: tuple[str, ...], timeout: float | N
     else:
         show_table(round_view(result))
     return result.ok
+
+
+def send_away(settings: ClientSettings, member: str, *, as_json: bool) -> None:
+    """Revoke a rank's credential and say which process had it."""
+    with Client(settings) as client:
+        gone = client.revoke(member)
+    if as_json:
+        typer.echo(msgspec.json.encode(gone).decode())
+    else:
+        typer.echo(f"revoked {gone.member}: process {gone.pid} on {gone.host} was sent away")

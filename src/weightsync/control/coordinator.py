@@ -4,9 +4,9 @@ One coordinator serves one run, on one event loop, and touches no tensor. It may
 from the ranks that connect again. What it then believes:
 
 * A replica whose ranks all report the same version (run, number, manifest, digest) is loaded with it: an engine rank takes a
-  label only in a commit, after verification, and reports it only while it generates with it (paused, it reports none). Should
-  another replica, or this coordinator, know the same number with another digest, every replica in question is quarantined until
-  it is seeded again.
+  label only in a commit, after verification, and reports it only while it generates with it (paused, it reports none). Whoever
+  reports another digest than the one that was published under that number is quarantined until it is seeded again. After a
+  restart the trainer's ranks say what was published; until then replicas that differ are registered, neither believed nor paused.
 * A replica whose ranks report different things is dirty, and is quarantined at once.
 * What the shelves hold cannot be trusted for seeding, since their digests died with the old coordinator: the next publication
   brings everybody up to date. Its number must be above everything that any rank reports.
@@ -26,9 +26,10 @@ from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 from weightsync.control.attendance import Attendance
+from weightsync.control.attestations import attested, weigh
 from weightsync.control.epochs import REMEDY
 from weightsync.control.events import Event, Feed, Joined, Left, ReplicaBytes, RoundEnded
-from weightsync.control.link import Limit
+from weightsync.control.link import Limit, Link
 from weightsync.control.membership import Membership
 from weightsync.control.nodes import EngineNode, TrainerNode
 from weightsync.control.planner import Planner
@@ -38,7 +39,7 @@ from weightsync.control.report import left_out
 from weightsync.control.round import Order, prepare, quarantine, run_round
 from weightsync.control.settings import Settings
 from weightsync.control.shelves import Shelves
-from weightsync.control.status import Gauges, Status
+from weightsync.control.status import Gauges, RankStatus, Status
 from weightsync.control.views import rank_status, replica_gauges, replica_status
 from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, VersionError, WeightSyncError
 from weightsync.garbage import collecting_later
@@ -82,12 +83,17 @@ class Coordinator:
         """A trainer rank has connected. Returns the last version number of its epoch, or -1.
 
         Raises :class:`~weightsync.errors.MembershipError` (rank in use by another live process, second trainer, other world
-        size) or :class:`~weightsync.errors.ManifestMismatch` (other tensors than the trainer's other ranks).
+        size), :class:`~weightsync.errors.AuthenticationError` (revoked) or :class:`~weightsync.errors.ManifestMismatch` (other
+        tensors than the trainer's other ranks).
         """
         self._check_open()
         refused = {replica.name: replica.refusal for replica in self._members.replicas.values()}
         self._members.add_trainer(node)
         self._shelves.observe(node.rank.epoch or FIRST_EPOCH, node.rank.published)
+        version = node.rank.version
+        if version is not None and version.run == self.settings.run and version.manifest == node.rank.manifest.fingerprint:
+            self._shelves.recall(version)
+            self._weigh(version.order)
         self._feed.emit(Joined(node.rank.member))
         for replica in self._members.replicas.values():
             if replica.links and replica.refusal not in (None, refused[replica.name]):
@@ -104,8 +110,9 @@ class Coordinator:
         """An engine rank has connected. When its replica is complete and a version is on the shelves, it is seeded.
 
         Returns why rounds leave its replica out (it holds other tensors than the trainer), or nothing. Raises
-        :class:`~weightsync.errors.MembershipError` (name or rank in use by another live process, other world size) or
-        :class:`~weightsync.errors.ManifestMismatch` (other tensors than the replica's other ranks).
+        :class:`~weightsync.errors.MembershipError` (name or rank in use by another live process, other world size),
+        :class:`~weightsync.errors.AuthenticationError` (revoked) or :class:`~weightsync.errors.ManifestMismatch` (other tensors
+        than the replica's other ranks).
         """
         self._check_open()
         replica, _ = self._members.add_engine(node)
@@ -131,6 +138,22 @@ class Coordinator:
     def _warn_of_refusal(self, replica: Replica) -> None:
         _log.warning("replica %s is refused, rounds leave it out: %s", replica.name, replica.refusal)
 
+    def link_of(self, member: str) -> Link[Any]:
+        """The connection of a rank. Raises :class:`~weightsync.errors.MembershipError` if it has none."""
+        return self._members.find(member)
+
+    def revoke(self, member: str) -> RankStatus:
+        """Close this rank's connection, and refuse its credential from now on; the process is told why.
+
+        Raises :class:`~weightsync.errors.MembershipError` if no such rank is connected.
+        """
+        link = self.link_of(member)
+        self._members.revoke(link)
+        reason = "its credential was revoked"
+        self.leave(link.node, reason)
+        link.node.dismiss(reason)
+        return rank_status(link)
+
     def progress(self, node: EngineNode, nbytes: int) -> None:
         """An engine rank has ``nbytes`` of the running move in place."""
         replica = self._members.replicas.get(node.rank.replica)
@@ -141,29 +164,21 @@ class Coordinator:
     def _settle(self, replica: Replica) -> None:
         """All ranks of a replica are here: what does it serve, and should it be seeded?"""
         reported = {link.serving for link in replica.links.values()}
-        version = next(iter(reported))
-        ours = version is not None and version.run == self.settings.run and version.manifest == replica.manifest.fingerprint
+        version = attested(replica, self.settings.run)
         if len(reported) > 1:
             self._distrust(replica, f"its ranks report different versions: {', '.join(sorted(map(str, reported)))}")
-        elif version is not None and ours:
+        elif version is not None:
             self._shelves.observe(*version.order)
-            published = self._shelves.published.get(version.order)
-            rivals = [
-                other
-                for other in self._members.replicas.values()
-                if other.version is not None and other.version.order == version.order and other.version != version
-            ]
-            if rivals or (published is not None and published != version):
-                why = f"version {version} is known with another digest than {version.digest}"
-                for doubtful in (replica, *rivals):
-                    if published is None or doubtful.version != published:
-                        self._distrust(doubtful, why)
-            else:
-                replica.become("loaded", version)
+            self._weigh(version.order)
         current = self._shelves.current(self._members.trainers)
         if current is None or replica.version != current.version:
             self._wanted.add(replica.name)
             self._seed_wanted()
+
+    def _weigh(self, order: tuple[int, int]) -> None:
+        """Believe or distrust all replicas that report the version of this epoch and number."""
+        for replica, why in weigh(self._members.replicas.values(), self.settings.run, order, self._shelves.published.get(order)):
+            self._distrust(replica, why)
 
     def _distrust(self, replica: Replica, why: str) -> None:
         """Dirty, and told so: it may be generating."""

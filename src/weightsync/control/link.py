@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -38,8 +39,12 @@ class Limit:
 class Link(Generic[N]):
     """A rank that has joined, until it leaves. A rank that comes back is a new link."""
 
-    def __init__(self, node: N) -> None:
+    def __init__(self, node: N, credential: str = "") -> None:
         self.node: N = node
+        self.credential = credential
+        """What another connection must show to take this one's place. The rank has it from its Welcome."""
+        self.confirmed = False
+        """Whether the rank is known to have its Welcome."""
         self.gone: PeerLost | None = None
         self.serving: Version | None = getattr(node.rank, "serving", None)
         """What an engine rank holds whole and labelled, as far as anybody knows; ``None`` from the start of an update on."""
@@ -53,6 +58,15 @@ class Link(Generic[N]):
         """The rank's name among all ranks of the run."""
         member: str = self.node.rank.member
         return member
+
+    def gives_way_to(self, node: N) -> bool:
+        """Whether ``node`` is the same process, which connected again: it shows the credential.
+
+        If the Welcome with the credential may have been lost, its session, which nobody else knows, is enough.
+        """
+        theirs, mine = node.rank, self.node.rank
+        shown = hmac.compare_digest(theirs.credential.encode(), self.credential.encode()) and bool(self.credential)
+        return shown or (not self.confirmed and hmac.compare_digest(theirs.session.encode(), mine.session.encode()))
 
     def start(self, call: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """Run ``call`` on this rank; the future fails at once when the link is severed. Cancel the future to withdraw it."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from itertools import islice
+from typing import Any
 
 from weightsync.control.link import Link
 from weightsync.control.nodes import EngineNode, EngineRank, TrainerNode
 from weightsync.control.replicas import Replica
-from weightsync.errors import ManifestMismatch, MembershipError
+from weightsync.errors import AuthenticationError, ManifestMismatch, MembershipError
 from weightsync.model import Manifest
 
 __all__ = ["Membership"]
 
 _SHOWN_MISSING = 16
 _REMEMBERED_LOST = 64  # replicas without any connection that status still shows
+_REMEMBERED_REVOKED = 4096
 
 
 class Membership:
@@ -23,6 +27,8 @@ class Membership:
         self.trainers: dict[str, Link[TrainerNode]] = {}
         self.replicas: dict[str, Replica] = {}
         self._lost: dict[str, Replica] = {}
+        self._revoked: dict[bytes, None] = {}
+        """Hashes of credentials, the oldest first."""
 
     @property
     def manifest(self) -> Manifest | None:
@@ -51,17 +57,14 @@ class Membership:
     def add_trainer(self, node: TrainerNode) -> Link[TrainerNode]:
         """A trainer rank joins; a connection of the same process that nobody saw close is replaced.
 
-        Raises :class:`~weightsync.errors.MembershipError` or :class:`~weightsync.errors.ManifestMismatch`.
+        Raises :class:`~weightsync.errors.MembershipError`, :class:`~weightsync.errors.ManifestMismatch`, or
+        :class:`~weightsync.errors.AuthenticationError` for a credential that was revoked.
         """
         rank = node.rank
         _check_rank(rank.member, rank.rank, rank.world_size)
         others = [link for member, link in self.trainers.items() if member != rank.member]
         held = self.trainers.get(rank.member)
-        if held is not None and held.node.rank.session != rank.session:
-            raise MembershipError(
-                f"{rank.member} is connected already, by another process that is still alive: a run has one trainer, "
-                "and each of its ranks joins once"
-            )
+        credential = self._admit(node, held)
         for other in others:
             theirs = other.node.rank
             if theirs.world_size != rank.world_size:
@@ -73,8 +76,9 @@ class Membership:
                 raise MembershipError(f"{rank.member} and {theirs.member} are both rank {rank.rank} of the trainer")
             theirs.manifest.check_same(rank.manifest, f"{rank.member}, unlike {theirs.member},")
         if held is not None:
-            held.sever("its process connected again")
-        link: Link[TrainerNode] = Link(node)
+            held.sever(_replaced(node))
+            held.node.dismiss(_replaced(node))
+        link: Link[TrainerNode] = Link(node, credential)
         self.trainers[rank.member] = link
         for replica in self.replicas.values():
             self._judge(replica)
@@ -84,26 +88,59 @@ class Membership:
         """An engine rank joins its replica, which comes into being with its first rank.
 
         A replica that does not hold the trainer's tensors is known, and refused: see :attr:`Replica.refusal`. Raises
-        :class:`~weightsync.errors.MembershipError`, or :class:`~weightsync.errors.ManifestMismatch` if the ranks of the
-        replica differ.
+        :class:`~weightsync.errors.MembershipError`, :class:`~weightsync.errors.AuthenticationError` for a credential that was
+        revoked, or :class:`~weightsync.errors.ManifestMismatch` if the ranks of the replica differ.
         """
         rank = node.rank
         _check_rank(rank.member, rank.rank, rank.world_size)
         replica = self.replicas.get(rank.replica)
+        held = None if replica is None else replica.links.get(rank.rank)
+        credential = self._admit(node, held)
         if replica is not None:
-            held = replica.links.get(rank.rank)
-            if held is not None and held.node.rank.session == rank.session:
-                replica.detach(held, "its process connected again")
+            if held is not None:
+                replica.detach(held, _replaced(node))
+                held.node.dismiss(_replaced(node))
             if not replica.links and (replica.world_size != rank.world_size or replica.manifest != rank.manifest):
                 replica = None  # the same name, but another engine
         if replica is None:
             replica = Replica(rank.replica, rank.world_size, rank.manifest)
-        link: Link[EngineNode] = Link(node)
+        link: Link[EngineNode] = Link(node, credential)
         replica.attach(link)
         self.replicas[rank.replica] = replica
         self._lost.pop(rank.replica, None)
         self._judge(replica)
         return replica, link
+
+    def find(self, member: str) -> Link[Any]:
+        """The connection of this rank. Raises :class:`~weightsync.errors.MembershipError` if it has none."""
+        links: dict[str, Link[Any]] = dict(self.trainers)
+        for replica in self.replicas.values():
+            links |= replica.members()
+        if member not in links:
+            raise MembershipError(f"{member!r} is not connected; these ranks are: {', '.join(links) or 'none'}")
+        return links[member]
+
+    def revoke(self, link: Link[Any]) -> None:
+        """Refuse this link's credential from now on."""
+        self._revoked[_hash(link.credential)] = None
+        while len(self._revoked) > _REMEMBERED_REVOKED:
+            del self._revoked[next(iter(self._revoked))]
+
+    def _admit(self, node: TrainerNode | EngineNode, held: Link[Any] | None) -> str:
+        """The credential of a rank that joins. ``held`` is the connection that has its place now."""
+        rank = node.rank
+        if rank.credential and _hash(rank.credential) in self._revoked:
+            raise AuthenticationError(f"the credential of {rank.member} was revoked: restart its process, and it may join anew")
+        if held is None:
+            return secrets.token_urlsafe(32)
+        if not held.gives_way_to(node):
+            theirs = held.node.rank
+            raise MembershipError(
+                f"{rank.member} is connected already, by process {theirs.pid} on {theirs.host.name}, which is still "
+                "alive, and only that one may reconnect: a run has one trainer, a replica's name belongs to one engine, and each "
+                "rank joins once"
+            )
+        return held.credential
 
     def remove(self, node: TrainerNode | EngineNode, reason: str, clean: bool = False) -> bool:
         """This very connection is gone, ``clean`` if its agent said goodbye. Returns whether it was still the one in use."""
@@ -146,6 +183,15 @@ class Membership:
             replica = self._lost.pop(name)
             if not replica.links and self.replicas.get(name) is replica:
                 del self.replicas[name]
+
+
+def _hash(credential: str) -> bytes:
+    return hashlib.sha256(credential.encode()).digest()
+
+
+def _replaced(node: TrainerNode | EngineNode) -> str:
+    rank = node.rank
+    return f"{rank.member} connected again, from process {rank.pid} on {rank.host.name}"
 
 
 def _check_rank(member: str, rank: int, world_size: int) -> None:

@@ -37,6 +37,10 @@ class TrainerRank:
     epoch: int = 0
     """The epoch in which it publishes, if it has been told one."""
     new_epoch: bool = False
+    version: Version | None = None
+    """The last one that it published."""
+    pid: int = 0
+    credential: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class EngineRank:
     serving: Version | None = None
     no_layout: str = ""
     device_memory: bool = False
+    pid: int = 0
+    credential: str = field(default="", repr=False)
 
 
 class TrainerNode(Protocol):
@@ -66,6 +72,10 @@ class TrainerNode(Protocol):
     @property
     def rank(self) -> TrainerRank:
         """What it is."""
+        ...
+
+    def dismiss(self, reason: str) -> None:
+        """End this connection, and tell its process why. Returns at once."""
         ...
 
     async def place(self, number: int, timeout: float, epoch: int) -> npt.NDArray[np.uint64]:
@@ -83,6 +93,10 @@ class EngineNode(Protocol):
     @property
     def rank(self) -> EngineRank:
         """What it is."""
+        ...
+
+    def dismiss(self, reason: str) -> None:
+        """End this connection, and tell its process why. Returns at once."""
         ...
 
     async def prepare(self, plan: PlanSlice, timeout: float) -> Prepared:

@@ -99,6 +99,9 @@ def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
             live=hello.live,
             epoch=hello.epoch,
             new_epoch=hello.new_epoch,
+            version=hello.version,
+            pid=hello.pid,
+            credential=hello.credential,
         )
     return EngineRank(
         member=member,
@@ -116,6 +119,8 @@ def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
         bucket_bytes=hello.bucket_bytes or _DEFAULT_BUCKET,
         adapter=hello.adapter or "custom",
         serving=hello.serving,
+        pid=hello.pid,
+        credential=hello.credential,
     )
 
 
@@ -127,12 +132,12 @@ def _check_texts(hello: Hello) -> None:
     for text in texts:
         if not text.isprintable():
             raise ProtocolError(f"{hello.name} describes itself by {text[:40]!r}, which is not printable")
-    served = hello.serving
-    if served is None:
-        return
-    hexadecimal = _HEX.fullmatch(served.manifest) and _HEX.fullmatch(served.digest)
-    if not (hexadecimal and served.run.isprintable() and len(served.run) <= _LONGEST):
-        raise ProtocolError(f"{hello.name} serves what cannot be a version: digests are hexadecimal digits")
+    for version in (hello.serving, hello.version):
+        if version is None:
+            continue
+        hexadecimal = _HEX.fullmatch(version.manifest) and _HEX.fullmatch(version.digest)
+        if not (hexadecimal and version.run.isprintable() and len(version.run) <= _LONGEST):
+            raise ProtocolError(f"{hello.name} reports what cannot be a version: digests are hexadecimal digits")
 
 
 def answer_agent(coordinator: Coordinator, rank: TrainerRank | EngineRank) -> Callable[[Body, float], Awaitable[Body]]:
@@ -152,11 +157,12 @@ def answer_agent(coordinator: Coordinator, rank: TrainerRank | EngineRank) -> Ca
 
 
 class RemoteTrainer:
-    """A trainer rank at the other end of ``calls``."""
+    """A trainer rank at the other end of ``calls``; ``dismiss`` ends its connection, with a reason."""
 
-    def __init__(self, rank: TrainerRank, calls: Calls) -> None:
+    def __init__(self, rank: TrainerRank, calls: Calls, dismiss: Callable[[str], None]) -> None:
         self._rank = rank
         self._calls = calls
+        self.dismiss = dismiss
 
     @property
     def rank(self) -> TrainerRank:
@@ -179,11 +185,12 @@ class RemoteTrainer:
 
 
 class RemoteEngine:
-    """An engine rank at the other end of ``calls``."""
+    """An engine rank at the other end of ``calls``; ``dismiss`` ends its connection, with a reason."""
 
-    def __init__(self, rank: EngineRank, calls: Calls) -> None:
+    def __init__(self, rank: EngineRank, calls: Calls, dismiss: Callable[[str], None]) -> None:
         self._rank = rank
         self._calls = calls
+        self.dismiss = dismiss
         self._plan: PlanSlice | None = None
 
     @property

@@ -20,7 +20,8 @@ State = Literal["registered", "loaded", "updating", "dirty", "lost"]
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     "registered": frozenset({"updating", "loaded", "dirty", "lost"}),  # loaded, dirty: what its ranks report on joining
-    "loaded": frozenset({"updating", "dirty", "lost"}),  # dirty: another replica holds other bytes under its version
+    # dirty: other bytes were published under its version; registered: nobody knows which were
+    "loaded": frozenset({"updating", "dirty", "lost", "registered"}),
     "updating": frozenset({"loaded", "dirty", "lost"}),
     "dirty": frozenset({"updating", "lost"}),  # never straight back to loaded
     "lost": frozenset({"registered"}),
@@ -34,7 +35,7 @@ class Replica:
     ======== ===================================================================================================
     state    meaning
     ======== ===================================================================================================
-    registered  not all of its ranks are here yet, or it has no version yet
+    registered  not all of its ranks are here yet, or it has no version yet, or none that can be believed
     loaded      it serves ``version``: every rank verified and committed it. The only state to send requests to
     updating    a round has paused it
     dirty       a round failed in it: paused, without a version, until a later round succeeds
@@ -115,6 +116,12 @@ class Replica:
         if (version is not None) != (state == "loaded"):
             raise RuntimeError(f"replica {self.name}: exactly a loaded replica has a version, not a replica that is {state}")
         self.state, self.version, self.error, self.since = state, version, error, time.time()
+
+    def doubt(self, why: str) -> None:
+        """What it reports can neither be believed nor refuted now. It is not told, and is believed or distrusted later."""
+        if self.state == "loaded":
+            self.become("registered", error=why)
+        self.error = why
 
     def attach(self, link: Link[EngineNode]) -> None:
         """A rank joins. Raises :class:`~weightsync.errors.MembershipError` if it does not fit the ranks that are here."""

@@ -38,7 +38,7 @@ class Shelves:
         self.last = -1
         """The highest version number of that epoch that is known; the next one must be higher."""
         self.published: dict[tuple[int, int], Version] = {}
-        """What was published through this coordinator, by epoch and number, in order; the oldest are forgotten."""
+        """What was published, as far as this coordinator or the trainer knows, by epoch and number; the oldest are forgotten."""
         self._placement: Placement | None = None
 
     @property
@@ -50,6 +50,11 @@ class Shelves:
         """Somebody knows of a version with this number; -1 is none."""
         if number >= 0:
             self.epoch, self.last = max((self.epoch, self.last), (epoch, number))
+
+    def recall(self, version: Version) -> None:
+        """A trainer rank says that it published ``version``, perhaps through an earlier coordinator."""
+        self.observe(*version.order)
+        self.published.setdefault(version.order, version)
 
     def last_in(self, epoch: int) -> int:
         """The highest number that is known in ``epoch``, if that is the latest; else -1."""

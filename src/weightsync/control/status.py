@@ -16,7 +16,8 @@ class RankStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     member: str
     rank: int
     host: str
-    session: str
+    pid: int
+    """Of its process on that host."""
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

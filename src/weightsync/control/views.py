@@ -15,7 +15,7 @@ __all__ = ["rank_status", "replica_gauges", "replica_status"]
 def rank_status(link: Link[Any]) -> RankStatus:
     """For status."""
     rank = link.node.rank
-    return RankStatus(rank.member, rank.rank, rank.host.name, rank.session)
+    return RankStatus(rank.member, rank.rank, rank.host.name, rank.pid)
 
 
 def replica_gauges(replica: Replica, shelves: Shelves) -> ReplicaGauges:

@@ -11,7 +11,7 @@ import msgspec
 from weightsync.control.events import Event
 from weightsync.control.status import Status
 from weightsync.errors import AuthenticationError, CoordinatorUnreachable
-from weightsync.service.auth import bearer, token_for
+from weightsync.service.presenting import presenting
 from weightsync.service.settings import ClientSettings
 
 __all__ = ["follow", "status"]
@@ -22,9 +22,7 @@ _UNAUTHORIZED = 401
 
 
 def _client(settings: ClientSettings) -> httpx.AsyncClient:
-    return httpx.AsyncClient(
-        base_url=settings.coordinator.url, headers=bearer(token_for(settings)), timeout=_SECONDS, trust_env=False
-    )
+    return httpx.AsyncClient(base_url=settings.coordinator.url, auth=presenting(settings), timeout=_SECONDS, trust_env=False)
 
 
 def _check(settings: ClientSettings, code: int) -> None:

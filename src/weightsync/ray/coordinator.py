@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,9 +12,9 @@ import ray
 
 from weightsync.errors import ConfigurationError
 from weightsync.ray.places import Access
-from weightsync.service.auth import generate
+from weightsync.service.auth import TokenFile, find_token, generate
 from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import Secret, ServerSettings
+from weightsync.service.settings import Address, Secret, ServerSettings, runtime_directory
 
 __all__ = ["CoordinatorActor", "cluster_settings", "start_coordinator"]
 
@@ -33,15 +34,49 @@ def with_token(settings: ServerSettings) -> ServerSettings:
 
 
 class CoordinatorActor:
-    """Holds a coordinator. Made by :func:`start_coordinator`."""
+    """Holds a coordinator. Made by :func:`start_coordinator`, which calls :meth:`begin` first.
 
-    def __init__(self, port: int, token: str, run: str) -> None:
-        self._server = BackgroundServer(cluster_settings(port, token=Secret(token), run=run))
-        self._server.start()
+    The token comes by that call and not by the constructor, whose arguments Ray stores in clear for as long as the actor may be
+    restarted. For its restart the actor keeps the token in a file of its node that only this user can read.
+    """
+
+    def __init__(self, port: int, run: str) -> None:
+        self._port, self._run = port, run
+        self._server: BackgroundServer | None = None
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            self._serve(self._kept())
+
+    def begin(self, token: str, restartable: bool) -> None:
+        """Serve, with this token."""
+        secret = Secret(token)
+        if restartable:
+            TokenFile(self._port, secret, _kept_in())
+        self._serve(secret)
 
     def access(self) -> Access:
         """Where it is, and its token."""
+        if self._server is None:
+            raise ConfigurationError("the coordinator's actor does not serve: start_coordinator() did not get through to it")
         return Access(self._server.url, self._server.token)
+
+    def _serve(self, token: Secret) -> None:
+        self._server = BackgroundServer(cluster_settings(self._port, token=token, run=self._run))
+        self._server.start()
+
+    def _kept(self) -> Secret:
+        token = find_token(Address("http", "127.0.0.1", self._port), _kept_in()) or ServerSettings.load().token
+        if token is None:
+            raise ConfigurationError(
+                f"the coordinator was restarted on {ray.util.get_node_ip_address()}, which does not have its token: pin its actor "
+                "to one node by a scheduling_strategy, or set WEIGHTSYNC_TOKEN_FILE on every node"
+            )
+        return token
+
+
+def _kept_in() -> Path:
+    """Not where clients look: who ends an actor by ``ray.kill`` leaves the file behind."""
+    directory = runtime_directory()
+    return directory.with_name(f"{directory.name}-ray")
 
 
 def start_coordinator(*, port: int = 0, token: str | None = None, run: str = "", **options: object) -> Any:  # noqa: ANN401 - a handle
@@ -49,7 +84,8 @@ def start_coordinator(*, port: int = 0, token: str | None = None, run: str = "",
 
     It holds no tensor and needs no GPU. ``options`` are those of a Ray actor: ``name``, ``lifetime``, ``scheduling_strategy``, ...;
     it takes no CPU unless you say so. With ``max_restarts`` it needs a ``port`` of its own and should be pinned to a node:
-    agents look for it where it was, and after a restart it is the same run with the same token. It ends with its actor.
+    agents look for it where it was, and after a restart it is the same run with the same token, which it keeps in a file of that
+    node that only this user can read. It ends with its actor.
 
     Raises :class:`~weightsync.errors.ConfigurationError`.
     """
@@ -62,4 +98,6 @@ def start_coordinator(*, port: int = 0, token: str | None = None, run: str = "",
     here = ServerSettings.load(token=Secret(token) if token else None, run=run or None)
     secret = here.token or generate()
     name = here.run or f"run-{secrets.token_hex(4)}"
-    return ray.remote(CoordinatorActor).options(**{"num_cpus": 0, **options}).remote(port, secret.reveal(), name)
+    actor = ray.remote(CoordinatorActor).options(**{"num_cpus": 0, **options}).remote(port, name)
+    actor.begin.remote(secret.reveal(), bool(options.get("max_restarts")))
+    return actor

@@ -15,14 +15,15 @@ from weightsync.control.events import Event, Joined, Left, ReplicaEnded, Replica
 from weightsync.control.status import Status
 from weightsync.errors import AuthenticationError, CoordinatorUnreachable, ProtocolError
 from weightsync.messages import UNREADABLE
-from weightsync.service.auth import bearer, token_for
 from weightsync.service.endpoint import reason, tls_context, unreachable
+from weightsync.service.presenting import presenting
 from weightsync.service.settings import ClientSettings
 
 __all__ = ["Watch", "coordinator_http"]
 
 _log = logging.getLogger(__name__)
 _MISSED = 3  # heartbeats without a byte
+_TRUSTED_SECONDS = 2.0
 _FIRST_AGAIN = 0.05
 _MOST_AGAIN = 5.0
 _EVENT: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
@@ -30,11 +31,11 @@ _STATUS: msgspec.json.Decoder[Status] = msgspec.json.Decoder(Status)
 
 
 def coordinator_http(settings: ClientSettings) -> httpx.AsyncClient:
-    """Connections to the coordinator, with its token."""
+    """Connections to the coordinator, which prove its token."""
     context = tls_context(settings)
     return httpx.AsyncClient(
         base_url=settings.coordinator.url,
-        headers=bearer(token_for(settings)),
+        auth=presenting(settings, _TRUSTED_SECONDS),
         timeout=settings.connect_timeout,
         verify=True if context is None else context,
         trust_env=False,

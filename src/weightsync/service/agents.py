@@ -7,16 +7,18 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
+from typing import Any
 
 import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from weightsync.control.calls import Calls
 from weightsync.control.coordinator import Coordinator
+from weightsync.control.link import Link
 from weightsync.control.nodes import TrainerRank
 from weightsync.control.remote import RemoteEngine, RemoteTrainer, answer_agent, rank_of
 from weightsync.errors import DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, readable, to_wire
-from weightsync.messages import Answer, Body, Failure, Frame, Hello, Refused, Welcome, decode, encode
+from weightsync.messages import Answer, Body, Confirmed, Failure, Frame, Hello, Refused, Welcome, decode, encode
 from weightsync.service.endpoint import CLOSE_NORMAL, CLOSE_POLICY, CLOSE_PROTOCOL, CLOSE_SHUTDOWN, FRAME_LIMIT_HEADER, SUBPROTOCOL
 from weightsync.service.problems import problem
 from weightsync.service.settings import ServerSettings
@@ -103,13 +105,18 @@ class AgentSockets:
             return
         connection = _Connection(self._coordinator, socket, rank.member, answer_agent(self._coordinator, rank))
         calls = Calls(connection.send, connection.handle, connection.progress)
-        node = RemoteTrainer(rank, calls) if isinstance(rank, TrainerRank) else RemoteEngine(rank, calls)
+        node = (
+            RemoteTrainer(rank, calls, connection.dismiss)
+            if isinstance(rank, TrainerRank)
+            else RemoteEngine(rank, calls, connection.dismiss)
+        )
         try:
             if isinstance(node, RemoteTrainer):
                 welcome = Welcome(rank.member, run, last=self._coordinator.join_trainer(node))
             else:
                 connection.engine = node
                 welcome = Welcome(rank.member, run, refusal=self._coordinator.join_engine(node))
+            link = self._coordinator.link_of(rank.member)
         except WeightSyncError as error:
             await self._refuse(socket, error)
             return
@@ -117,10 +124,17 @@ class AgentSockets:
         reason = "its connection closed"
         try:
             self._welcomed.add(connection)
-            await connection.welcome(welcome)
-            reason = await connection.read(calls)
+            await connection.welcome(msgspec.structs.replace(welcome, credential=link.credential))
+            reason = await connection.read(calls, link)
         except PeerLost as error:
             reason = str(error)
+        except asyncio.CancelledError:
+            if connection.dismissed is None:
+                raise
+            reason = connection.dismissed
+            _log.warning("%s: closing the connection of process %d on %s: %s", rank.member, hello.pid, hello.host.name, reason)
+            async with _at_most(limit):
+                await _close(socket, CLOSE_POLICY, reason)
         finally:
             self._welcomed.discard(connection)
             reason = self._closing or reason
@@ -149,6 +163,9 @@ class _Connection:
     def __init__(self, coordinator: Coordinator, socket: WebSocket, member: str, answer: _Answer) -> None:
         self._coordinator, self._socket, self._member, self._answer = coordinator, socket, member, answer
         self._welcomed = asyncio.Event()
+        self._task = asyncio.current_task()
+        self.dismissed: str | None = None
+        """Why this connection is being ended by the coordinator; nothing that still comes over it counts."""
         self._owed = 0
         self.answered = asyncio.Event()
         """Set while the agent waits for no answer."""
@@ -162,8 +179,16 @@ class _Connection:
         await self._put(frame)
         self._welcomed.set()
 
+    def dismiss(self, reason: str) -> None:
+        """Another connection took this one's place, or it was revoked: close it, with this reason."""
+        if self.dismissed is None and self._task is not None:
+            self.dismissed = reason
+            self._task.cancel()
+
     async def handle(self, body: Body, timeout: float) -> Body:
         """What the agent asks of the coordinator."""
+        if self.dismissed is not None:
+            raise PeerLost(f"{self._member}: {self.dismissed}")
         self._owe(1)
         try:
             return await self._answer(body, timeout)
@@ -195,14 +220,17 @@ class _Connection:
 
     def progress(self, nbytes: int) -> None:
         """The agent reports bytes in place."""
-        if self.engine is not None:
+        if self.engine is not None and self.dismissed is None:
             self._coordinator.progress(self.engine, nbytes)
 
-    async def read(self, calls: Calls) -> str:
+    async def read(self, calls: Calls, link: Link[Any]) -> str:
         """Feed frames to ``calls`` until the connection ends, and say why it did."""
         try:
             while True:
-                calls.feed(await _receive(self._socket))
+                frame = await _receive(self._socket)
+                link.confirmed = True
+                if not isinstance(frame, Confirmed):
+                    calls.feed(frame)
         except WebSocketDisconnect as gone:
             self.said_goodbye = gone.code == CLOSE_NORMAL
             return readable(gone.reason or "", _REASON_BYTES) or f"its connection closed (code {gone.code})"

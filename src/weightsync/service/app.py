@@ -7,7 +7,7 @@ import contextlib
 import importlib.metadata
 from collections.abc import AsyncGenerator, AsyncIterator
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 from starlette.applications import Starlette
@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weightsync.control.coordinator import Coordinator
 from weightsync.control.events import Event, RoundEnded
-from weightsync.control.status import Status
+from weightsync.control.status import RankStatus, Status
 from weightsync.errors import WeightSyncError
 from weightsync.messages import RoundResult
 from weightsync.service import metrics, page, rollouts
@@ -28,8 +28,9 @@ from weightsync.service.agents import AgentSockets
 from weightsync.service.auth import matches
 from weightsync.service.connections import Connections
 from weightsync.service.endpoint import AGENTS_PATH
-from weightsync.service.openapi import Operation, RoundRequest, decode_round, document
+from weightsync.service.openapi import Operation, Revocation, RoundRequest, decode_revocation, decode_round, document
 from weightsync.service.problems import problem, problem_of
+from weightsync.service.proof import ANSWER_HEADER, CHALLENGE_PATH, SCHEME, Challenge, Challenger
 from weightsync.service.rollouts import FOLLOWED, RolloutRoutes
 from weightsync.service.settings import Secret, ServerSettings
 from weightsync.service.snapshots import Snapshot
@@ -41,6 +42,16 @@ _CONFLICTS = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT,
 OPERATIONS = (
     Operation("get", "/healthz", "Whether the coordinator runs.", answer=dict[str, str], public=True),
     Operation("get", "/", "The status page for people.", answer=str, media="text/html", public=True),
+    Operation(
+        "get",
+        CHALLENGE_PATH,
+        "Prove that the coordinator has the token, and give a nonce with which a client proves the same without sending it.",
+        answer=Challenge,
+        public=True,
+        query=(("nonce", Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]),),
+        required=("nonce",),
+        errors=(HTTPStatus.BAD_REQUEST,),
+    ),
     Operation("get", "/v1/status", "Who serves which version, how stale, and the last rounds.", answer=Status),
     Operation(
         "post",
@@ -49,6 +60,14 @@ OPERATIONS = (
         answer=RoundResult,
         body=RoundRequest,
         errors=(*_CONFLICTS, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
+    ),
+    Operation(
+        "post",
+        "/v1/revocations",
+        "Close the connection of a rank and refuse its credential, so that another process can take its place.",
+        answer=RankStatus,
+        body=Revocation,
+        errors=(HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
     ),
     Operation(
         "get",
@@ -62,7 +81,12 @@ OPERATIONS = (
     Operation("get", "/metrics", "The same for Prometheus.", answer=str, media="text/plain"),
     *rollouts.OPERATIONS,
 )
-_UNCOUNTED = ("/healthz", "/v1/events", *FOLLOWED)  # the first must always answer, the others have limits of their own
+_UNCOUNTED = (
+    "/healthz",
+    CHALLENGE_PATH,
+    "/v1/events",
+    *FOLLOWED,
+)  # the first two must always answer, the others have limits of their own
 _PUBLIC = frozenset(operation.path for operation in OPERATIONS if operation.public)
 
 
@@ -74,6 +98,7 @@ class Service:
         self._agents = AgentSockets(coordinator, settings)
         self.connections = Connections(settings.limits, encrypted=settings.tls_certificate is not None)
         self._rollouts = RolloutRoutes(settings.heartbeat)
+        self._challenger = Challenger(token)
         self._streams = 0
         self._totals = metrics.Totals()
         self._counter = asyncio.ensure_future(self._count())
@@ -82,8 +107,10 @@ class Service:
         routes = [
             Route("/healthz", self._health),
             Route("/", self._page),
+            Route(CHALLENGE_PATH, self._challenge),
             Route("/v1/status", self._status),
             Route("/v1/rounds", self._round, methods=["POST"]),
+            Route("/v1/revocations", self._revoke, methods=["POST"]),
             Route("/v1/events", self._events),
             Route("/v1/openapi.json", self._openapi),
             Route("/metrics", self._metrics),
@@ -93,7 +120,7 @@ class Service:
         self.asgi: ASGIApp = Starlette(
             routes=routes,
             middleware=[
-                Middleware(_Bearer, token=token, connections=self.connections),
+                Middleware(_Admission, token=token, challenger=self._challenger, connections=self.connections),
                 Middleware(_Busy, most=settings.limits.requests),
             ],
             exception_handlers={WeightSyncError: _raised, HTTPException: _http, Exception: _raised},
@@ -116,7 +143,13 @@ class Service:
         return _json({"status": "ok"})
 
     async def _page(self, request: Request) -> Response:
+        if not page.is_own_name(request.headers.get("host", ""), self._settings.host):
+            why = "this page is for this machine alone: open it under 127.0.0.1 or localhost"
+            raise HTTPException(HTTPStatus.MISDIRECTED_REQUEST, why)
         return Response(page.HTML, media_type="text/html", headers=page.HEADERS)
+
+    async def _challenge(self, request: Request) -> Response:
+        return _json(self._challenger.challenge(request.query_params.get("nonce", "")))
 
     async def _status(self, request: Request) -> Response:
         return _answer(self._state.get())
@@ -131,13 +164,19 @@ class Service:
         return metrics.exposition(self._coordinator.gauges(), self._totals).encode()
 
     async def _round(self, request: Request) -> Response:
+        wanted = decode_round(await self._body(request))
+        return _json(await self._coordinator.seed(wanted.replicas, wanted.timeout))
+
+    async def _revoke(self, request: Request) -> Response:
+        return _json(self._coordinator.revoke(decode_revocation(await self._body(request)).member))
+
+    async def _body(self, request: Request) -> bytes:
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
             if len(body) > self._settings.limits.body_bytes:
                 raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"more than {self._settings.limits.body_bytes} bytes")
-        wanted = decode_round(bytes(body))
-        return _json(await self._coordinator.seed(wanted.replicas, wanted.timeout))
+        return bytes(body)
 
     async def _events(self, request: Request) -> Response:
         if self._streams >= self._settings.limits.event_streams:
@@ -167,11 +206,11 @@ class Service:
             await events.aclose()
 
 
-class _Bearer:
-    """Lets nobody past without the token, but to the public paths; applies to every route, also to those that do not exist."""
+class _Admission:
+    """Lets nobody past without the token or a proof of it, but to the public paths; also on routes that do not exist."""
 
-    def __init__(self, app: ASGIApp, token: Secret, connections: Connections) -> None:
-        self._app, self._token, self._connections = app, token, connections
+    def __init__(self, app: ASGIApp, token: Secret, challenger: Challenger, connections: Connections) -> None:
+        self._app, self._token, self._challenger, self._connections = app, token, challenger, connections
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -179,28 +218,45 @@ class _Bearer:
             return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         public = scope["type"] == "http" and scope["path"] in _PUBLIC
-        proved = len(given) == 1 and matches(given[0].decode("latin-1"), self._token)
-        if proved:
+        answer = self._admits(given[0].decode("latin-1"), scope) if len(given) == 1 else None
+        if answer is not None:
             self._connections.proved(scope.get("client"))
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, _with(send, ANSWER_HEADER, answer) if answer else send)
             return
         if public:
-            await self._app(scope, receive, _last(send))
+            # Whoever asks for a challenge proves the token on the same connection next.
+            stays = scope["path"] == CHALLENGE_PATH and self._connections.may_stay(scope.get("client"))
+            await self._app(scope, receive, send if stays else _last(send))
             return
-        why = "the bearer token is wrong" if given else "this needs a bearer token"
+        why = "this needs the token"
+        if given:
+            kind = given[0].decode("latin-1").partition(" ")[0]
+            why = "the proof is wrong, too old or used before" if kind == SCHEME else "the bearer token is wrong"
         message = f"{why}: set WEIGHTSYNC_TOKEN or WEIGHTSYNC_TOKEN_FILE to the one that the coordinator was started with"
         await problem(HTTPStatus.UNAUTHORIZED, "AuthenticationError", message)(scope, receive, _last(send))
+
+    def _admits(self, header: str, scope: Scope) -> str | None:
+        """What the answer must prove: nothing to who sent the token itself. ``None``: whoever this is stays outside."""
+        if matches(header, self._token):
+            return ""
+        target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+        return self._challenger.admits(header, f"{scope.get('method', 'GET')} {target.decode('latin-1')}")
+
+
+def _with(send: Send, name: str, value: str) -> Send:
+    """Add a header to the answer."""
+
+    async def adding(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (name.lower().encode(), value.encode())]}
+        await send(message)
+
+    return adding
 
 
 def _last(send: Send) -> Send:
     """The answer ends the connection: a stranger who wants more must come in by the door again, where they are counted."""
-
-    async def closing(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
-        await send(message)
-
-    return closing
+    return _with(send, "Connection", "close")
 
 
 class _Busy:

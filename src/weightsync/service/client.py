@@ -12,12 +12,12 @@ import httpx
 import msgspec
 
 from weightsync.control.events import Event
-from weightsync.control.status import Status
+from weightsync.control.status import RankStatus, Status
 from weightsync.errors import AuthenticationError, CoordinatorUnreachable, DeadlineExceeded, ProtocolError, from_wire
 from weightsync.messages import UNREADABLE, RoundResult
-from weightsync.service.auth import bearer, token_for
 from weightsync.service.endpoint import reason, tls_context, unreachable
-from weightsync.service.openapi import RoundRequest
+from weightsync.service.openapi import Revocation, RoundRequest
+from weightsync.service.presenting import presenting
 from weightsync.service.problems import Problem
 from weightsync.service.settings import ClientSettings
 
@@ -44,10 +44,10 @@ class Client:
         context = tls_context(settings)
         self._http = httpx.Client(
             base_url=settings.coordinator.url,
-            headers=bearer(token_for(settings)),
+            auth=presenting(settings),
             timeout=settings.connect_timeout,
             verify=True if context is None else context,
-            trust_env=False,  # settings.py is where the environment is read; a proxy must not see the token
+            trust_env=False,  # settings.py is where the environment is read; a proxy must not stand in between
         )
 
     def close(self) -> None:
@@ -69,6 +69,10 @@ class Client:
         body = msgspec.json.encode(RoundRequest(None if replicas is None else tuple(replicas), timeout))
         patience = _ROUND_SECONDS if timeout is None else timeout + _GRACE
         return self._decode(self._request("POST", "/v1/rounds", body, patience), RoundResult)
+
+    def revoke(self, member: str) -> RankStatus:
+        """Close the connection of the rank ``member`` (``trainer/0``), and refuse its credential; returns who that was."""
+        return self._decode(self._request("POST", "/v1/revocations", msgspec.json.encode(Revocation(member))), RankStatus)
 
     @contextmanager
     def events(self) -> Iterator[Iterator[Event]]:

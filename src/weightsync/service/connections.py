@@ -48,6 +48,7 @@ class Connections:
         self._most = max(float(limits.strangers), self._cost)
         self._transports: dict[_Peer | None, Transport] = {}
         self._strangers: dict[str, dict[_Peer, TimerHandle]] = {}
+        self._challenged: set[_Peer] = set()
         self._unproved = 0
         self._turns, self._since = self._most, time.monotonic()
         self.refused = 0
@@ -91,6 +92,17 @@ class Connections:
         if peer is not None and self._forget_stranger((peer[0], peer[1])):
             self._turns += self._cost
 
+    def may_stay(self, peer: _Peer | None) -> bool:
+        """Whether this connection stays open after a challenge: of somebody known always, of a stranger once."""
+        if peer is None:
+            return False
+        peer = peer[0], peer[1]
+        if peer not in self._strangers.get(peer[0], {}):
+            return peer in self._transports
+        first = peer not in self._challenged
+        self._challenged.add(peer)
+        return first
+
     def closed(self, peer: _Peer | None) -> None:
         """The connection is gone."""
         if peer is not None and self._transports.pop(peer, None) is not None:
@@ -99,6 +111,7 @@ class Connections:
     def _forget_stranger(self, peer: _Peer) -> bool:
         host = self._strangers.get(peer[0], {})
         timer = host.pop(peer, None)
+        self._challenged.discard(peer)
         if timer is not None:
             timer.cancel()
             self._unproved -= 1

@@ -11,7 +11,7 @@ from weightsync.errors import ConfigurationError
 from weightsync.messages import UNREADABLE
 from weightsync.service.problems import Problem
 
-__all__ = ["Operation", "RoundRequest", "decode_round", "document"]
+__all__ = ["Operation", "Revocation", "RoundRequest", "decode_revocation", "decode_round", "document"]
 
 _NUMBER = {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1}
 
@@ -23,6 +23,21 @@ class RoundRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Names; ``null`` for every replica that does not serve that version."""
     timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None
     """Seconds for the whole round, at most the coordinator's own limit."""
+
+
+class Revocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Close the connection of a rank, and refuse the credential that its process has."""
+
+    member: Annotated[str, msgspec.Meta(min_length=1, max_length=250)]
+    """As in the status: ``trainer/0``, or the replica's name and the rank."""
+
+
+def decode_revocation(body: bytes) -> Revocation:
+    """The request in a body. Raises :class:`~weightsync.errors.ConfigurationError`."""
+    try:
+        return msgspec.json.decode(body, type=Revocation)
+    except UNREADABLE as error:
+        raise ConfigurationError(f"not a revocation: {error}") from None
 
 
 def decode_round(body: bytes) -> RoundRequest:
@@ -46,6 +61,8 @@ class Operation(NamedTuple):
     public: bool = False
     query: tuple[tuple[str, Any], ...] = ()
     """Names and types of parameters after the question mark; those in the path are numbers."""
+    required: tuple[str, ...] = ()
+    """Which of them must be there."""
 
 
 def document(operations: tuple[Operation, ...], version: str) -> dict[str, Any]:
@@ -88,11 +105,11 @@ def _operation(operation: Operation) -> dict[str, Any]:
             "required": operation.body is not RoundRequest,
             "content": {"application/json": {"schema": _reference(operation.body)}},
         }
-    parameters = [("path", name, _NUMBER) for name in re.findall(r"{([a-z]+)}", operation.path)]
-    parameters += [("query", name, _reference(kind)) for name, kind in operation.query]
+    parameters = [("path", name, _NUMBER, True) for name in re.findall(r"{([a-z]+)}", operation.path)]
+    parameters += [("query", name, _reference(kind), name in operation.required) for name, kind in operation.query]
     if parameters:
         described["parameters"] = [
-            {"in": where, "name": name, "required": where == "path", "schema": schema} for where, name, schema in parameters
+            {"in": where, "name": name, "required": required, "schema": schema} for where, name, schema, required in parameters
         ]
     if operation.public:
         described["security"] = []

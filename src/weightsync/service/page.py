@@ -6,8 +6,11 @@ import base64
 import hashlib
 import re
 from importlib import resources
+from urllib.parse import urlsplit
 
-__all__ = ["HEADERS", "HTML"]
+from weightsync.service.auth import is_loopback
+
+__all__ = ["HEADERS", "HTML", "is_own_name"]
 
 HTML = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
 
@@ -25,3 +28,18 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 """The page shows names that agents chose: it inserts them as text, and nothing but its own script may run."""
+
+
+def is_own_name(host: str, listening: str) -> bool:
+    """Whether a browser that sends this ``Host`` asked for this machine, as far as a coordinator on loopback can know.
+
+    A page elsewhere can have its own name resolve to 127.0.0.1, and for the browser what is served under that name belongs to it.
+    Whoever listens on more than loopback has names that it does not know of.
+    """
+    if not is_loopback(listening):
+        return True
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    return is_loopback(name)

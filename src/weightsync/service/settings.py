@@ -35,6 +35,7 @@ __all__ = [
     "read_token",
     "replica_name",
     "runtime_directory",
+    "token_for_request",
     "token_source",
 ]
 
@@ -294,6 +295,25 @@ def read_token(path: str, named: str) -> Secret:
         raise ConfigurationError(f"{named}{path!r} cannot be read: {why}") from None
     except ConfigurationError as error:
         raise ConfigurationError(f"{named}{path!r}: {error}") from None
+
+
+def token_for_request(coordinator: str | None, token: str | None, environment: Mapping[str, str] | None = None) -> str | None:
+    """The token for a coordinator that a request named, over a route that others may reach.
+
+    It is what the request holds. The environment's token belongs to the environment's coordinator: for another one it is not used,
+    which is a :class:`ConfigurationError`. ``None``: neither has one (a coordinator of this user may have left its own).
+    """
+    if token or coordinator is None:
+        return token or None
+    source = os.environ if environment is None else environment
+    named = source.get("WEIGHTSYNC_COORDINATOR")
+    asked, own = Address.parse(coordinator), Address.parse(named) if named else ClientSettings().coordinator
+    if asked != own and _token(source) is not None:
+        raise ConfigurationError(
+            f"the request names the coordinator {asked}, and this process belongs to {own} (WEIGHTSYNC_COORDINATOR): the token "
+            "of the environment is for that one alone. Give the token with the request, or set WEIGHTSYNC_COORDINATOR here"
+        )
+    return None
 
 
 _LAUNCHERS = (("", "RANK", "WORLD_SIZE"), ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))

@@ -30,7 +30,7 @@ from weightsync.messages import Publish
 from weightsync.service.server import BackgroundServer
 from weightsync.service.settings import Address, ClientSettings, Secret, ServerSettings, control_settings
 
-COMMANDS = ["serve", "status", "round", "token", "doctor", "demo", "bench", "push"]
+COMMANDS = ["serve", "status", "round", "revoke", "token", "doctor", "demo", "bench", "push"]
 
 
 @pytest.fixture(autouse=True)

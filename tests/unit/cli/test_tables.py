@@ -32,7 +32,7 @@ def replica(name: str, state: str, version: int | None, error: str | None = None
     return ReplicaStatus(
         name=name, state=state, routable=state == "loaded", version=version, digest=None, staleness=version and 1, since=NOW - 200,
         world_size=2, missing=missing,
-        ranks=tuple(RankStatus(f"{name}/{rank}", rank, "host", "s") for rank in range(2 - len(missing))),
+        ranks=tuple(RankStatus(f"{name}/{rank}", rank, "host", 7) for rank in range(2 - len(missing))),
         adapter="transformers", error=error, phases={},
     )  # fmt: skip
 

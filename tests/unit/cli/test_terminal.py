@@ -39,7 +39,7 @@ STATUS = Status(
     busy=True,
     trainer_world_size=1,
     trainer=(),
-    replicas=(ReplicaStatus(EVIL, EVIL, False, 1, EVIL, 1, 0.0, 4096, (1, 2), (RankStatus(EVIL, 0, EVIL, EVIL),), EVIL, EVIL, {}),),
+    replicas=(ReplicaStatus(EVIL, EVIL, False, 1, EVIL, 1, 0.0, 4096, (1, 2), (RankStatus(EVIL, 0, EVIL, 7),), EVIL, EVIL, {}),),
     rounds=(RESULT,),
 )
 

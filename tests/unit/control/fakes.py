@@ -156,6 +156,8 @@ class World:
             raise PeerLost("there is no trainer")
         first = results[0]
         assert isinstance(first, RoundResult)
+        for trainer in self.trainers.values():
+            trainer.last = first.version
         return first
 
     def state(self, name: str) -> ReplicaStatus:
@@ -241,14 +243,19 @@ class TrainerProcess(_Process):
         self.world, self.member, self.connected = world, f"trainer/{rank}", False
         self.placed: int | None = None
         self.notices: list[tuple[float, str]] = []
+        self.last: Version | None = None
+        self.credential = ""
         self.make: Callable[[], TrainerRank] = lambda: TrainerRank(
             self.member, rank, count, session, HOST, manifest, rows_layout(manifest, rank, count), (Offer("memory", "x", HOST),),
             published=self.placed if self.placed is not None else published, live=world.live and world.tells,
+            version=self.last, credential=self.credential,
         )  # fmt: skip
 
     def connect(self) -> None:
         node = FakeTrainer(self)
         self.world.coordinator.join_trainer(node)
+        link = self.world.coordinator.link_of(self.member)
+        link.confirmed, self.credential = True, link.credential
         self.world.trainers[self.member] = self
         self.node, self.connected = node, True
 
@@ -262,7 +269,11 @@ class TrainerProcess(_Process):
 class FakeTrainer:
     def __init__(self, process: TrainerProcess) -> None:
         self.process = process
+        self.dismissed: list[str] = []
         self._rank = process.make()
+
+    def dismiss(self, reason: str) -> None:
+        self.dismissed.append(reason)
 
     @property
     def rank(self) -> TrainerRank:
@@ -299,10 +310,12 @@ class EngineProcess(_Process):
         self.plan: PlanSlice | None = None
         self.layout: Layout | None = None
         self.manifest = manifest
+        self.credential = ""
         own = None if delivery == "streamed" else rows_layout(manifest, rank, ranks)
         self.make: Callable[[], EngineRank] = lambda: EngineRank(
             self.member, name, rank, ranks, session, HOST, manifest, own, ("memory",), delivery, 64, "fake",
             self.label if self.generating else None,  # a rank that is paused serves nothing
+            credential=self.credential,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -316,6 +329,8 @@ class EngineProcess(_Process):
         node = FakeEngine(self)
         self.epoch += 1
         self.world.coordinator.join_engine(node)
+        link = self.world.coordinator.link_of(self.member)
+        link.confirmed, self.credential = True, link.credential
         self.world.engines[self.member] = self
         self.node, self.connected = node, True
 
@@ -329,7 +344,11 @@ class EngineProcess(_Process):
 class FakeEngine:
     def __init__(self, process: EngineProcess) -> None:
         self.process = process
+        self.dismissed: list[str] = []
         self._rank = process.make()
+
+    def dismiss(self, reason: str) -> None:
+        self.dismissed.append(reason)
 
     @property
     def rank(self) -> EngineRank:

@@ -296,10 +296,10 @@ async def test_answers_of_the_wrong_kind_or_size_are_refused() -> None:
     digests = np.arange(rows, dtype="<u8").tobytes()
 
     def engine_that_says(answer: Body) -> RemoteEngine:
-        return RemoteEngine(engine, pair(right=agent(answer))[0])  # type: ignore[arg-type]
+        return RemoteEngine(engine, pair(right=agent(answer))[0], lambda _: None)  # type: ignore[arg-type]
 
     def trainer_that_says(answer: Body) -> RemoteTrainer:
-        return RemoteTrainer(trainer, pair(right=agent(answer))[0])  # type: ignore[arg-type]
+        return RemoteTrainer(trainer, pair(right=agent(answer))[0], lambda _: None)  # type: ignore[arg-type]
 
     assert (await trainer_that_says(Placed(digests, 0)).place(1, 1.0, 1)).tolist() == list(range(rows))
     for wrong in (Done(), Placed(digests[:-1], 0), Placed(digests + b"12345678", 0)):
@@ -362,7 +362,7 @@ async def test_a_round_over_connections() -> None:
         return Done()
 
     near, _, _ = pair(right=handle)
-    node = RemoteEngine(fake.rank, near)
+    node = RemoteEngine(fake.rank, near, lambda _: None)
     world.coordinator.join_engine(node)
     engine.connected = True
     trainer = rank_of(hello(role="trainer", name="trainer", offers=(Offer("memory", "x", HOST),)), "test")

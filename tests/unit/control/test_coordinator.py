@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
 
 import pytest
-from tests.unit.control.fakes import GRACE, MANIFEST, SPECS, World
+from tests.unit.control.fakes import GRACE, MANIFEST, SPECS, FakeEngine, FakeTrainer, World
 from tests.virtual_time import virtual
 
 from weightsync.control import Settings
 from weightsync.control.events import ReplicaBytes, ReplicaPhase, RoundEnded, RoundStarted
 from weightsync.errors import (
     Aborted,
+    AuthenticationError,
     ManifestMismatch,
     MembershipError,
     StaleSource,
@@ -303,20 +306,126 @@ async def test_a_publication_lets_a_quarantine_end_before_it_prepares() -> None:
     world.check()
 
 
+def forge(world: World, name: str, number: int) -> None:
+    """Let a replica claim a version with a digest that nobody published."""
+    world.engines[f"{name}/0"].label = Version("test", number, MANIFEST.fingerprint, "0123456789abcdef")
+
+
 @virtual
-async def test_two_digests_under_one_number_are_both_distrusted() -> None:
+@pytest.mark.parametrize("liar", ["a", "r"])
+async def test_a_claim_of_another_digest_takes_nobody_else_out_of_service(liar: str) -> None:
+    """After a restart the coordinator learns from the trainer which digest was published, whoever comes first."""
+    world = World()
+    world.add_trainers(1)
+    for name in ("a", "b", "r"):
+        world.add_replica(name)
+    await world.publish(5)
+    forge(world, liar, 5)
+    world.log.clear()
+    restart(world)
+    honest = {"a", "b", "r"} - {liar}
+    assert {name: state for name, state in world.states().items() if name in honest} == dict.fromkeys(honest, ("loaded", 5))
+    await world.settle()
+    assert world.states()[liar] == ("dirty", None)
+    assert {member for _, member, _ in world.log} == {f"{liar}/0"}, "an honest replica was touched"
+    assert (await world.publish(6)).ok
+    world.check()
+
+
+@virtual
+async def test_replicas_that_differ_are_neither_believed_nor_paused_until_the_trainer_says_who_is_right() -> None:
+    world = World()
+    world.add_trainers(1)
+    for name in ("r", "s", "t"):
+        world.add_replica(name)
+    await world.publish(5)
+    forge(world, "s", 5)
+    world.trainers["trainer/0"].disconnect()
+    restart(world)
+    await world.settle()
+    assert world.states() == dict.fromkeys(("r", "s", "t"), ("registered", None))
+    assert all(engine.generating for engine in world.engines.values())
+    assert "no trainer has said" in str(world.state("r").error)
+    world.add_trainer(0, 1)  # a process that was started anew, and knows no digest
+    await world.settle()
+    assert world.states() == dict.fromkeys(("r", "s", "t"), ("registered", None))
+    assert (await world.publish(6)).ok
+    assert world.states() == dict.fromkeys(("r", "s", "t"), ("loaded", 6))
+    world.check()
+
+
+@virtual
+async def test_a_digest_that_the_trainer_reports_for_another_run_or_model_counts_for_nothing() -> None:
     world = World()
     world.add_trainers(1)
     world.add_replica("r")
-    world.add_replica("s")
     await world.publish(5)
-    world.engines["s/0"].label = Version("test", 5, MANIFEST.fingerprint, "0123456789abcdef")
-    restart(world)
-    await world.settle()
-    assert world.states() == {"r": ("dirty", None), "s": ("dirty", None)}
-    assert not any(engine.generating for engine in world.engines.values())
-    assert (await world.publish(6)).ok
+    for version in (Version("other", 5, MANIFEST.fingerprint, "0123456789abcdef"), Version("test", 5, "other", "0123456789abcdef")):
+        world.trainers["trainer/0"].last = version
+        restart(world)
+        assert world.states() == {"r": ("loaded", 5)}
+
+
+# Who may take whose place.
+
+
+@virtual
+@pytest.mark.parametrize("kind", ["trainer", "engine"])
+async def test_a_connected_rank_gives_way_only_to_its_own_credential(kind: str) -> None:
+    world = World()
+    world.add_trainers(1)
+    world.add_replica("r")
+    await world.publish(1)
+    real: Any = world.trainers["trainer/0"] if kind == "trainer" else world.engines["r/0"]
+    old, rank = real.node, real.node.rank
+    join: Any = world.coordinator.join_trainer if kind == "trainer" else world.coordinator.join_engine
+    for credential in ("", "guessed", real.credential[:-1], real.credential + "x", "\u1234"):
+        thief = FakeTrainer(real) if kind == "trainer" else FakeEngine(real)
+        thief._rank = replace(rank, credential=credential)  # with the session of the real one, at that
+        with pytest.raises(MembershipError, match="only that one may reconnect"):
+            join(thief)
+        assert not old.dismissed
+    credential = real.credential
+    real.connect()  # the coordinator has not seen the old connection end
+    assert len(old.dismissed) == 1
+    assert "connected again" in old.dismissed[0]
+    assert real.credential == credential
+    real.disconnect()
+    real.connect()  # it has seen it now
+    assert real.credential not in ("", credential), "the old one is worth nothing any more"
+    assert (await world.publish(2)).ok
     world.check()
+
+
+@virtual
+async def test_a_rank_whose_welcome_was_lost_needs_no_credential() -> None:
+    world = World()
+    process = world.add_engine("r", 0, 1)
+    (link,) = world.coordinator._members.replicas["r"].links.values()
+    link.confirmed, process.credential = False, ""
+    with pytest.raises(MembershipError, match="still alive"):
+        world.add_engine("r", 0, 1)  # another process
+    process.connect()
+    assert process.credential == link.credential
+
+
+@virtual
+async def test_a_revoked_rank_is_sent_away_and_its_place_is_free() -> None:
+    world = World()
+    world.add_trainers(1)
+    world.add_replica("r")
+    await world.publish(1)
+    process = world.engines["r/0"]
+    assert world.coordinator.revoke("r/0").member == "r/0"
+    assert process.node.dismissed == ["its credential was revoked"]
+    assert world.states()["r"] == ("lost", None)
+    with pytest.raises(AuthenticationError, match="revoked: restart its process"):
+        process.connect()
+    with pytest.raises(MembershipError, match=r"'r/0' is not connected; these ranks are: trainer/0"):
+        world.coordinator.revoke("r/0")
+    world.add_engine("r", 0, 1)
+    await world.settle()
+    assert world.states()["r"] == ("loaded", 1)
 
 
 @virtual

@@ -16,6 +16,7 @@ from weightsync.service.settings import (
     control_settings,
     read_token,
     runtime_directory,
+    token_for_request,
 )
 
 
@@ -163,3 +164,18 @@ def test_the_runtime_directory_is_the_users_own(tmp_path: Path) -> None:
     elsewhere = runtime_directory({"XDG_RUNTIME_DIR": str(tmp_path / "none"), "TMPDIR": "/var/tmp"})
     assert elsewhere.parent == Path("/var/tmp")
     assert elsewhere.name.startswith("weightsync-")
+
+
+def test_the_environments_token_is_for_the_environments_coordinator_alone() -> None:
+    own = {"WEIGHTSYNC_COORDINATOR": "http://head:7400", "WEIGHTSYNC_TOKEN": "do-not-show-me"}
+    assert token_for_request("http://head:7400", None, own) is None, "it is looked up as ever"
+    assert token_for_request("http://HEAD:7400/", None, own) is None
+    assert token_for_request(None, None, own) is None
+    assert token_for_request("http://evil:7400", "given", own) == "given"
+    for other in ("http://evil:7400", "http://head:7401", "https://head:7400", "http://127.0.0.1:7400"):
+        with pytest.raises(ConfigurationError, match="that one alone") as caught:
+            token_for_request(other, None, own)
+        assert "show-me" not in str(caught.value)
+    assert token_for_request("http://evil:7400", None, {"WEIGHTSYNC_COORDINATOR": "http://head:7400"}) is None, "it has none"
+    with pytest.raises(ConfigurationError, match=r"127\.0\.0\.1:7400"):
+        token_for_request("http://evil:7400", None, {"WEIGHTSYNC_TOKEN": "do-not-show-me"})

@@ -15,6 +15,7 @@ from weightsync.adapters.vllm.engines import AsyncEngine, OfflineLLM
 from weightsync.adapters.vllm.front import Front
 from weightsync.errors import DeadlineExceeded
 from weightsync.messages import Delivery, PauseMode
+from weightsync.service.settings import ClientSettings
 
 __all__ = ["Attached", "attach", "attach_async", "attach_server"]
 
@@ -153,6 +154,12 @@ def _init_info(
     }  # fmt: skip
 
 
+def _own_token(coordinator: str | None, token: str | None) -> str | None:
+    """The token that a worker is given, which uses this process's environment only for the coordinator that stands there."""
+    found = None if token is not None or coordinator is None else ClientSettings.load(coordinator=coordinator).token
+    return token if found is None else found.reveal()
+
+
 def attach(
     llm: OfflineLLM,
     replica: str | None = None,
@@ -174,7 +181,16 @@ def attach(
     with ExitStack() as owned:
         front = owned.enter_context(Front(gate))
         info = _init_info(
-            front.url, front.token, replica, coordinator, token, run, bucket_bytes, transports, delivery, draft_prefix
+            front.url,
+            front.token,
+            replica,
+            coordinator,
+            _own_token(coordinator, token),
+            run,
+            bucket_bytes,
+            transports,
+            delivery,
+            draft_prefix,
         )
 
         def leave() -> None:
@@ -207,7 +223,10 @@ async def attach_async(
     errors as for :func:`attach`.
     """
     front = await asyncio.to_thread(Front, _AsyncOwner(engine, asyncio.get_running_loop(), on_label))
-    info = _init_info(front.url, front.token, replica, coordinator, token, run, bucket_bytes, transports, delivery, draft_prefix)
+    info = _init_info(
+        front.url, front.token, replica, coordinator, _own_token(coordinator, token), run, bucket_bytes, transports, delivery,
+        draft_prefix,
+    )  # fmt: skip
 
     async def leave() -> None:
         try:
@@ -228,6 +247,7 @@ def attach_server(
     replica: str | None = None,
     coordinator: str | None = None,
     *,
+    token: str | None = None,
     run: str = "",
     bucket_bytes: int = 64 << 20,
     transports: Sequence[str] | None = None,
@@ -237,12 +257,13 @@ def attach_server(
 ) -> None:
     """Join the vLLM server at ``url``, started with ``VLLM_SERVER_DEV_MODE=1`` and the flag of this package's docstring.
 
-    Its rank 0 drives the server at that ``url``, so it must be right from there. The coordinator's token is looked for in the
-    server's environment: it is not sent over these routes, which vLLM does not protect. Leave by posting to
-    ``/shutdown_weight_transfer_engine``, or by ending the server.
+    Its rank 0 drives the server at that ``url``, so it must be right from there. Whoever reaches vLLM's routes can name a
+    coordinator, so the token in the server's environment is used only for the one that its ``WEIGHTSYNC_COORDINATOR`` names. For
+    another one give ``token``, which is then sent to ``url``. A coordinator of the same user on the same machine needs neither.
+    Leave by posting to ``/shutdown_weight_transfer_engine``, or by ending the server.
 
     Raises :class:`~weightsync.errors.PeerLost` if nobody answers, :class:`~weightsync.errors.DeadlineExceeded`, and
     :class:`~weightsync.errors.WeightSyncError` with what the server said.
     """
-    info = _init_info(url, "", replica, coordinator, None, run, bucket_bytes, transports, delivery, draft_prefix)
+    info = _init_info(url, "", replica, coordinator, token, run, bucket_bytes, transports, delivery, draft_prefix)
     HttpControls(url).join(info, timeout)

@@ -25,6 +25,7 @@ from weightsync.adapters.vllm.releases import check_release, has_labels, install
 from weightsync.agents.engine import Engine
 from weightsync.errors import ConfigurationError, LoadError
 from weightsync.messages import Delivery
+from weightsync.service.settings import token_for_request
 
 __all__ = ["GroupInfo", "InitInfo", "UpdateInfo", "WeightsyncEngine"]
 
@@ -44,7 +45,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     coordinator: str | None = None
     """Its URL; else ``WEIGHTSYNC_COORDINATOR``."""
     token: str | None = None
-    """The coordinator's token; better in the server's environment, as ``WEIGHTSYNC_TOKEN``."""
+    """The coordinator's token; better in the server's environment, which must name the same coordinator then."""
     control_token: str = ""
     run: str = ""
     bucket_bytes: int = 64 << 20
@@ -108,6 +109,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         replica = init_info.replica or os.environ.get("WEIGHTSYNC_REPLICA")
         if not replica:
             raise ConfigurationError("a vLLM replica needs a name: give replica, or set WEIGHTSYNC_REPLICA")
+        token = token_for_request(init_info.coordinator, init_info.token)
         wish = init_info.delivery or os.environ.get("WEIGHTSYNC_DELIVERY") or "auto"
         if wish not in get_args(Delivery):
             raise ConfigurationError(f"delivery {wish!r} is none of {', '.join(get_args(Delivery))}")
@@ -131,7 +133,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
                     adapter,
                     replica,
                     init_info.coordinator,
-                    token=init_info.token,
+                    token=token,
                     rank=rank,
                     world_size=parallel.world_size_across_dp,
                     run=init_info.run,

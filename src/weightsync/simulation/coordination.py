@@ -182,6 +182,6 @@ class CoordinatorProcess(Process):
             return
         if any(one.troubled_until + _MARGIN > started for one in (*ranks, *world.trainers.values(), self)):
             return
-        if "is not complete" in error or "went away" in error:
+        if any(reason in error for reason in ("is not complete", "went away", "it is not connected")):
             return
         world.violated("infected", f"{'the round' if name is None else f'replica {name}'} had no trouble, and failed: {error}")

@@ -11,6 +11,7 @@ from typing import Any
 
 from weightsync.errors import RoundFailed, WeightSyncError
 from weightsync.messages import RoundResult
+from weightsync.points import ENGINE_REPAIR_POINTS
 from weightsync.simulation.acts import happen
 from weightsync.simulation.clock import run
 from weightsync.simulation.coordination import GRACE
@@ -158,6 +159,7 @@ class _Schedule:
         engines = {f"{name}/{rank}": kind for name, (ranks, kind) in world.shape.items() for rank in range(ranks)}
         timed, pending = draw_faults(draw, engines, [f"trainer/{rank}" for rank in range(world.trainer_shape[0])])
         names = {fault.name for fault in timed}
+        world.pending.clear()
         for one in pending:
             world.pending[one.member, one.point] = one
         timers = [world.loop.call_later(fault.at, happen, world, fault) for fault in timed]
@@ -168,7 +170,8 @@ class _Schedule:
             await asyncio.sleep(draw.uniform(0.1, 5.0))
         for timer in timers:
             timer.cancel()
-        world.pending.clear()
+        for key in [key for key in world.pending if key[1] not in ENGINE_REPAIR_POINTS]:  # a re-seed comes after the publication
+            del world.pending[key]
         world.duplicating = False
         self.start_replica("r0")
         await asyncio.sleep(draw.choice((0.0, 0.02, draw.uniform(0.0, 1.0), draw.uniform(1.0, 30.0))))

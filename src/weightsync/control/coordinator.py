@@ -41,7 +41,7 @@ from weightsync.control.settings import Settings
 from weightsync.control.shelves import Shelves
 from weightsync.control.status import Gauges, RankStatus, Status
 from weightsync.control.views import rank_status, replica_gauges, replica_status
-from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, VersionError, WeightSyncError
+from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, VersionError, WeightSyncError, readable
 from weightsync.garbage import collecting_later
 from weightsync.messages import ReplicaResult, RoundResult
 from weightsync.model import FIRST_EPOCH
@@ -387,7 +387,7 @@ class Coordinator:
                 try:
                     await self._seed(names, Limit(self.settings.timeout))
                 except WeightSyncError as error:
-                    _log.warning("seeding %s: %s", ", ".join(names), error)
+                    _log.warning("seeding %s: %s", ", ".join(names), readable(str(error)))
         finally:
             self._seeder = None
 
@@ -433,7 +433,7 @@ class Coordinator:
         try:
             await prepare(self._planner, self._members.trainers, replica, replica.members(), Limit(self.settings.timeout))
         except WeightSyncError as error:
-            _log.info("preparing %s ahead of its next round: %s", replica.name, error)
+            _log.info("preparing %s ahead of its next round: %s", replica.name, readable(str(error)))
         finally:
             replica.preparing = None
 

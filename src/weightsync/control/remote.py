@@ -209,8 +209,8 @@ class RemoteEngine:
             raise _unexpected(self._rank.member, "Prepare", answer)
         if len(answer.transports) > len(plan.sources):
             raise ProtocolError(f"{self._rank.member} names {len(answer.transports)} transports for {len(plan.sources)} sources")
-        if not all(map(str.isprintable, answer.transports)):
-            raise ProtocolError(f"{self._rank.member} names a transport that is not printable")
+        if not all(map(str.isprintable, (answer.digest, *answer.transports))):
+            raise ProtocolError(f"{self._rank.member} names a plan or a transport in characters that are not printable")
         self._plan = plan
         return answer
 

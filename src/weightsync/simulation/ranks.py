@@ -14,6 +14,7 @@ from weightsync.agents.engine import Engine
 from weightsync.agents.link import Link
 from weightsync.agents.trainer import Trainer
 from weightsync.errors import Aborted, DeadlineExceeded, LoadError, WeightSyncError
+from weightsync.forks import Origin
 from weightsync.messages import Body, Delivery, Host, PauseMode, RoundResult, Welcome
 from weightsync.model import Manifest, Version
 from weightsync.roles.adapter import EngineAdapter
@@ -305,7 +306,7 @@ class TrainerProcess(Agent):
         self.trainer = Trainer.__new__(Trainer)
         fields = {
             "rank": rank, "world_size": ranks, "_run": "", "_session": self.session, "_published": -1, "_here": self.host,
-            "_role": role, "_publishing": Lock(), "_background": Executor(1, "publish"),
+            "_origin": Origin(), "_role": role, "_publishing": Lock(), "_background": Executor(1, "publish"),
             "_offload": None, "_restore": None, "_new_epoch": False, "_last": -1, "_calls": 0, "_missed": {},
         }  # fmt: skip
         vars(self.trainer).update(fields)

@@ -184,6 +184,7 @@ class _Schedule:
         if "trainer rank absent" in names and len(ranks) > 1:
             world.hit("trainer rank absent")
             ranks.pop(draw.randrange(len(ranks)))
+        blink = blink and len(ranks) > 1  # a rank that crashed meanwhile leaves nobody to wait for
         odd = draw.randrange(len(ranks)) if "trainer ranks differ" in names and len(ranks) > 1 else -1
         for index, trainer in enumerate(ranks):
             if index == odd:

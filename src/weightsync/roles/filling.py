@@ -15,9 +15,10 @@ import torch
 
 from weightsync import points
 from weightsync.deadline import Deadline
-from weightsync.errors import LoadError, PlanMismatch, WeightSyncError
+from weightsync.errors import PlanMismatch
 from weightsync.roles.adapter import EngineAdapter
 from weightsync.roles.adapter_calls import AdapterCalls
+from weightsync.roles.loading import load_all
 from weightsync.roles.read_back import ReadBack
 from weightsync.roles.route import Route
 from weightsync.tensors.staging import Staging
@@ -217,22 +218,7 @@ class Filling:
 
     def _load(self, staging: Staging, bucket: int) -> None:
         self._check_abort()
-        tensors = staging.tensors(bucket)
-        left = iter(tensors)
-        try:
-            self._calls.load(left)
-        except WeightSyncError:
-            raise
-        except Exception as error:
-            names = ", ".join(name for name, _ in tensors[:3])
-            raise LoadError(
-                f"the {self._adapter.name} loader raised on a bucket of {len(tensors)} tensors ({names}, ...): {error!r}"
-            ) from error
-        missed = sum(1 for _ in left)
-        if missed:
-            raise LoadError(
-                f"the {self._adapter.name} loader took {len(tensors) - missed} of the {len(tensors)} tensors of a bucket"
-            )
+        load_all(self._calls.load, self._adapter.name, staging.tensors(bucket))
 
     def _installed(
         self, route: Route, received: npt.NDArray[np.uint64], clock: Clock

@@ -121,6 +121,8 @@ class Group:
                 raise PeerLost(f"group {self.name!r} was destroyed")
             try:
                 broadcasts(process_group, what)
+                if self._closed:  # gloo cannot abort: what arrives after a close belongs to nobody
+                    raise PeerLost(f"group {self.name!r} was destroyed in the middle of a broadcast")
             except WeightSyncError:
                 self._closed = True
                 raise

@@ -15,12 +15,22 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.adapters.disaggregated.requests import InitGroup, Update
+from weightsync.adapters.disaggregated.requests import InitGroup, Tensors, Update
 from weightsync.errors import ConfigurationError, ManifestMismatch, VerificationError
-from weightsync.model import FIRST_EPOCH, ITEMSIZE, Manifest, parse_label
+from weightsync.model import FIRST_EPOCH, ITEMSIZE, Manifest, Version, parse_label
 from weightsync.model.version import fold
 
-__all__ = ["Incoming", "Packing", "check_bucket", "check_digests", "check_group", "join_manifests", "parse_version"]
+__all__ = [
+    "Committed",
+    "Incoming",
+    "Packing",
+    "check_bucket",
+    "check_digests",
+    "check_group",
+    "check_tensors",
+    "join_manifests",
+    "parse_version",
+]
 
 Packing = Literal["elements", "bytes"]
 """How a flattened bucket is laid out: LMDeploy's, of one dtype, or SGLang's, of bytes. See :func:`check_bucket`."""
@@ -75,15 +85,40 @@ def check_bucket(update: Update, manifest: Manifest, max_bytes: int, packing: Pa
     ``bytes`` is a vector of uint8 without padding, with offsets in bytes. With one dtype they are the same bytes on the wire.
     Raises :class:`~weightsync.errors.ConfigurationError` or :class:`~weightsync.errors.ManifestMismatch`.
     """
-    names, dtypes, shapes = update.names, update.dtypes, update.shapes
+    if not update.names and not update.finished:
+        raise ConfigurationError("an update without tensors does nothing; with finished=true it would finalize")
+    found = _incoming(update, manifest)
+    dtypes = {one.dtype for one in found}
+    if update.load_format == "flattened_bucket" and packing == "elements" and len(dtypes) > 1:
+        raise ConfigurationError(f"a flattened bucket holds one dtype, not {', '.join(sorted(dtypes))}; send one bucket for each")
+    total = sum(one.nbytes for one in found)
+    if total > max_bytes and len(found) > 1:
+        raise ConfigurationError(f"a bucket of {total:,} bytes; this server stages {max_bytes:,} at most: send smaller ones")
+    return found
+
+
+def check_tensors(tensors: Tensors, manifest: Manifest, *, partial: bool) -> None:
+    """Raise unless an update of ``tensors`` fits ``manifest``, and is complete or ``partial``. Nothing is paused for this.
+
+    Raises :class:`~weightsync.errors.ConfigurationError` or :class:`~weightsync.errors.ManifestMismatch`.
+    """
+    known = np.zeros(len(manifest), np.bool_)
+    known[[one.index for one in _incoming(tensors, manifest)]] = True
+    missing = [manifest[int(index)].name for index in np.flatnonzero(~known)]
+    if missing and not partial:
+        raise ManifestMismatch(f"{len(missing)} of the engine's {len(manifest)} tensors are not there to be sent: {_few(missing)}")
+    if not known.any():
+        raise ConfigurationError("an update without tensors does nothing")
+
+
+def _incoming(tensors: Tensors | Update, manifest: Manifest) -> tuple[Incoming, ...]:
+    names, dtypes, shapes = tensors.names, tensors.dtypes, tensors.shapes
     if not len(names) == len(dtypes) == len(shapes):
         raise ConfigurationError(
             f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes: there must be as many of each"
         )
-    if not names and not update.finished:
-        raise ConfigurationError("an update without tensors does nothing; with finished=true it would finalize")
     if len(set(names)) != len(names):
-        raise ConfigurationError(f"a bucket names a tensor twice: {_few([n for n, count in Counter(names).items() if count > 1])}")
+        raise ConfigurationError(f"a tensor is named twice: {_few([n for n, count in Counter(names).items() if count > 1])}")
     unknown = [name for name in names if name not in manifest.index]
     if unknown:
         raise ManifestMismatch(f"{len(unknown)} tensors are unknown to the engine: {_few(unknown)}")
@@ -99,13 +134,6 @@ def check_bucket(update: Update, manifest: Manifest, max_bytes: int, packing: Pa
         if dtype != spec.dtype:
             raise ManifestMismatch(f"dtype of {name}: {dtype} sent, the engine has {spec.dtype}; convert it before sending")
         found.append(Incoming(index, name, dtype, shape, spec.nbytes))
-    if update.load_format == "flattened_bucket" and packing == "elements" and len(set(dtypes)) > 1:
-        raise ConfigurationError(
-            f"a flattened bucket holds one dtype, not {', '.join(sorted(set(dtypes)))}; send one bucket for each"
-        )
-    total = sum(one.nbytes for one in found)
-    if total > max_bytes and len(found) > 1:
-        raise ConfigurationError(f"a bucket of {total:,} bytes; this server stages {max_bytes:,} at most: send smaller ones")
     return tuple(found)
 
 
@@ -144,6 +172,42 @@ def check_digests(
             raise VerificationError(f"{len(wrong)} of {len(digests)} tensors are not what was sent: {_few(wrong)}")
     if digest is not None and fold(held[known]) != digest:
         raise VerificationError(f"the tensors fold to {fold(held[known])}, not to {digest}: they are not what was sent")
+
+
+class Committed:
+    """The digest of every tensor of the last committed version, so that a partial update can name the whole."""
+
+    def __init__(self) -> None:
+        self._digests = np.zeros(0, np.uint64)
+        self._verified = np.zeros(0, np.bool_)
+
+    def complete(self, manifest: Manifest, held: npt.NDArray[np.uint64], known: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint64]:
+        """The digests of all tensors: of those that were sent as they are ``held``, of the others as they were committed.
+
+        Raises :class:`~weightsync.errors.VerificationError` if a tensor that was not sent could be read back and has changed.
+        """
+        if known.all():
+            return held
+        before = self._digests
+        changed = np.flatnonzero(~known & (held != 0) & (held != before))
+        if len(changed):
+            names = [manifest[int(index)].name for index in changed]
+            raise VerificationError(f"{len(names)} tensors changed that were not sent: {_few(names)}; send all tensors")
+        return np.where(known, held, before)
+
+    def describe_rest(self, known: npt.NDArray[np.bool_], last: Version | None, *, read_again: bool) -> str:
+        """For people: what is known of the tensors that were not sent; empty if all were."""
+        rest = int((~known).sum())
+        if not rest:
+            return ""
+        how = "read again and unchanged" if read_again else "not read again"
+        bare = int((~known & ~self._verified).sum())
+        return f"; the other {rest} are those of {last}, {how}" + (f", {bare} of them never verified" if bare else "")
+
+    def take(self, digests: npt.NDArray[np.uint64], known: npt.NDArray[np.bool_], *, verified: bool) -> None:
+        """These ``digests`` are committed; ``known`` says which tensors were sent."""
+        before = self._verified if len(self._verified) else np.zeros(len(known), np.bool_)
+        self._digests, self._verified = digests, np.where(known, verified, before)
 
 
 def check_named(manifest: Manifest, known: npt.NDArray[np.bool_], digests: Mapping[str, str]) -> None:

@@ -1,4 +1,8 @@
-"""What the server's front tells its engine ranks, and what they answer: bytes, so that any engine's own executor can carry them."""
+"""What the server's front tells its engine ranks, and what they answer: bytes, so that any engine's own executor can carry them.
+
+Every order that belongs to an update says which: ``update`` is a random number that the front draws when the update begins. A rank
+obeys only those of the update that it was paused for last, so an order that is late does nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ __all__ = [
     "Leave",
     "Order",
     "Pause",
+    "Quarantine",
     "Receive",
     "Resume",
     "Verify",
@@ -53,9 +58,16 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pause(msgspec.Struct, frozen=True, tag=True):
-    """Stop generating, and forget the digests of an earlier update."""
+    """Stop generating, wake the weights, and from now on obey orders of this update only."""
 
     mode: PauseMode
+    timeout: float
+    update: int = 0
+
+
+class Quarantine(msgspec.Struct, frozen=True, tag=True):
+    """Stop generating, and obey no order of any update until the next pause."""
+
     timeout: float
 
 
@@ -66,23 +78,29 @@ class Receive(msgspec.Struct, frozen=True, tag=True):
     tensors: tuple[Incoming, ...]
     flattened: bool
     timeout: float
+    update: int = 0
 
 
 class Verify(msgspec.Struct, frozen=True, tag=True):
-    """Say the digest of everything that was received."""
+    """Take no more buckets, and report the digests."""
+
+    update: int = 0
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
     """Finalize, reset captured graphs, take the label, drop caches."""
 
     version: Version
+    update: int = 0
 
 
 class Resume(msgspec.Struct, frozen=True, tag=True):
     """Generate again."""
 
+    update: int = 0
 
-Order = Describe | Join | Leave | Pause | Receive | Verify | Finish | Resume
+
+Order = Describe | Join | Leave | Pause | Quarantine | Receive | Verify | Finish | Resume
 
 
 class Described(msgspec.Struct, frozen=True, tag=True):
@@ -93,7 +111,10 @@ class Described(msgspec.Struct, frozen=True, tag=True):
 
 
 class Digested(msgspec.Struct, frozen=True, tag=True):
-    """One digest for each tensor of the manifest, ``<u8``; zero for what was not received."""
+    """One digest for each tensor of the manifest, ``<u8``; zero for what is not known.
+
+    Known are the tensors that were received, and, if ``installed``, all others that can be read back.
+    """
 
     digests: bytes
     installed: bool

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from weightsync import points
 from weightsync.adapters.disaggregated.checks import Incoming, Packing, join_manifests
 from weightsync.adapters.disaggregated.orders import (
     Answer,
@@ -24,6 +25,7 @@ from weightsync.adapters.disaggregated.orders import (
     Leave,
     Order,
     Pause,
+    Quarantine,
     Receive,
     Resume,
     Verify,
@@ -31,9 +33,11 @@ from weightsync.adapters.disaggregated.orders import (
     encode,
 )
 from weightsync.deadline import Deadline
-from weightsync.errors import LayoutError, LoadError, MembershipError, ProtocolError, WeightSyncError, to_wire
+from weightsync.errors import LayoutError, LoadError, MembershipError, PeerLost, ProtocolError, WeightSyncError, to_wire
+from weightsync.messages import PauseMode
 from weightsync.model import Box, Manifest, Version
 from weightsync.roles.adapter import EngineAdapter
+from weightsync.roles.loading import load_all
 from weightsync.tensors.digest import digest_rows
 from weightsync.tensors.memory import layout_in_place
 from weightsync.tensors.shards import Shard, torch_dtype
@@ -75,7 +79,9 @@ class DisaggregatedRank:
         self._joining: set[str] = set()
         self._table = threading.Lock()
         self._engine = threading.Lock()
-        self._state: Literal["serving", "paused", "finished"] = "serving"
+        self._state: Literal["serving", "quarantined", "paused", "verified", "finished"] = "serving"
+        self._paused = False
+        self._update = 0
         self._received = np.zeros(len(self.manifest), np.uint64)
         self._known = np.zeros(len(self.manifest), np.bool_)
 
@@ -108,6 +114,7 @@ class DisaggregatedRank:
             case Join():
                 self._join(order)
             case Leave():
+                points.reached("rank.leave")
                 with self._table:
                     group = self._groups.pop(order.name, None)
                 if group is not None:
@@ -116,15 +123,28 @@ class DisaggregatedRank:
                 return Done(self._receive(order))
             case Pause():
                 self._pause(order)
+            case Quarantine():
+                self._quarantine(order)
             case Verify():
-                return self._verify()
+                points.reached("rank.verify")
+                with self._engine:
+                    self._check(order.update, "paused", "verified")
+                    return self._verify()
             case Finish():
-                self._finish(order.version)
+                points.reached("rank.finish")
+                with self._engine:
+                    self._check(order.update, "verified")
+                    self._finish(order.version)
             case Resume():
-                self._resume()
+                points.reached("rank.resume")
+                with self._engine:
+                    self._check(order.update, "finished")
+                    self._resume()
+                points.reached("rank.resumed")
         return Done()
 
     def _join(self, order: Join) -> None:
+        points.reached("rank.join")
         with self._table:
             if order.name in self._groups or order.name in self._joining:
                 raise MembershipError(f"group {order.name!r} is already initialized")
@@ -147,51 +167,74 @@ class DisaggregatedRank:
                 self._joining.discard(order.name)
 
     def _pause(self, order: Pause) -> None:
+        points.reached("rank.pause")
         with self._engine:
+            self._halt(order.mode, order.timeout)
             for adapter in self._adapters:
-                adapter.pause(order.mode, order.timeout)
-            self._state = "paused"
+                adapter.wake_weights()
             self._known[:] = False
+            self._update, self._state = order.update, "paused"
+        points.reached("rank.paused")
+
+    def _quarantine(self, order: Quarantine) -> None:
+        points.reached("rank.quarantine")
+        with self._engine:
+            self._halt("abort", order.timeout)
+
+    def _halt(self, mode: PauseMode, timeout: float) -> None:
+        """Leave the serving state first, then pause what is not paused."""
+        self._state = "quarantined"
+        if not self._paused:
+            for adapter in self._adapters:
+                adapter.pause(mode, timeout)
+            self._paused = True
+
+    def _check(self, update: int, *states: str) -> None:
+        """Raise :class:`~weightsync.errors.ProtocolError` unless this rank is in one of ``states`` for this very ``update``."""
+        if self._state not in states:
+            raise ProtocolError(f"this engine rank is {self._state}, and must be {' or '.join(states)} for this order")
+        if self._update != update:
+            raise ProtocolError("this order belongs to an update that ended; another one was begun meanwhile")
 
     def _receive(self, order: Receive) -> int:
+        points.reached("rank.receive")
         with self._table:
             group = self._groups.get(order.group)
         if group is None or group.closed:
             raise MembershipError(f"group {order.group!r} is not initialized, or broke")
-        if self._state != "paused":
-            raise ProtocolError("a bucket came while the engine was not paused for an update")
+        self._check(order.update, "paused")
         deadline = Deadline(order.timeout)
         device = self._device if group.backend == "nccl" else torch.device("cpu")
         memory, tensors = _stage(order, device, self._packing)
         group.broadcast(memory, deadline)
+        points.reached("rank.arrived")
         if order.flattened:
             tensors = _unflatten(memory[0], order.tensors) if memory else []
         digests = self._digests([Shard(self.manifest[one.index].name, t.shape, Box.whole(tuple(t.shape)), t)
                                  for one, t in zip(order.tensors, tensors, strict=True)])  # fmt: skip
+        points.reached("rank.load")
         with self._engine:
-            if self._state != "paused":
-                raise ProtocolError("the update ended while a bucket of it arrived")
+            self._check_current(order, group)
+            self._state = "quarantined"  # and stays so if the loader fails: what it took is not known
             self._load([(one.name, tensor) for one, tensor in zip(order.tensors, tensors, strict=True)])
+            self._state = "paused"
             for one in order.tensors:
                 self._received[one.index] = digests[one.index]
                 self._known[one.index] = True
         return sum(one.nbytes for one in order.tensors)
 
+    def _check_current(self, order: Receive, group: Group) -> None:
+        """Raise unless a bucket that has arrived may still be loaded. Called under the lock that loads."""
+        self._check(order.update, "paused")
+        if group.closed:
+            raise PeerLost(f"group {order.group!r} was destroyed while a bucket of it arrived; the bucket was not loaded")
+
     def _load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         own = [item for item in tensors if self._draft is None or not item[0].startswith(self._prefix)]
         rest = [item for item in tensors if self._draft is not None and item[0].startswith(self._prefix)]
         for adapter, share in zip(self._adapters, (own, rest), strict=False):
-            if not share:
-                continue
-            try:
-                adapter.load(iter(share))
-            except WeightSyncError:
-                raise
-            except Exception as error:
-                names = ", ".join(name for name, _ in share[:3])
-                raise LoadError(
-                    f"the {adapter.name} loader raised on a bucket of {len(share)} tensors ({names}, ...): {error!r}"
-                ) from error
+            if share:
+                load_all(adapter.load, adapter.name, share)
 
     def _digests(self, shards: Sequence[Shard]) -> npt.NDArray[np.uint64]:
         """Of whole tensors in memory, ``uint64[tensors of the manifest]``; zero for those that are not there, or empty."""
@@ -210,46 +253,43 @@ class DisaggregatedRank:
         found[layout.tensor] = digests
         return found
 
+    # Called under the lock, for the update that runs.
+
     def _verify(self) -> Digested:
         """Digest the parameters themselves where they are whole, plain copies; else what the loader was given must do."""
-        with self._engine:
-            if self._state != "paused":
-                raise ProtocolError("there is no update to verify")
-            digests, installed = np.where(self._known, self._received, 0).astype("<u8"), False
-            shards: list[Shard] = []
-            for adapter in self._adapters:
-                shards += adapter.shards() or ()
-            names = [shard.name for shard in shards]
-            whole = all(shard.box == Box.whole(shard.shape) for shard in shards)
-            if shards and whole and len({shard.tensor.device for shard in shards}) == 1 and len(set(names)) == len(names):
-                wanted = {spec.name for spec, known in zip(self.manifest, self._known, strict=True) if known and spec.size}
-                mine = [shard for shard in shards if shard.name in wanted]
-                if len(mine) == len(wanted):
-                    try:
-                        digests, installed = self._digests(mine).astype("<u8"), True
-                    except LayoutError:  # not memory that can be digested in place
-                        installed = False
-            return Digested(digests.tobytes(), installed)
+        self._state = "verified"
+        digests, installed = np.where(self._known, self._received, 0).astype("<u8"), False
+        shards: list[Shard] = []
+        for adapter in self._adapters:
+            shards += adapter.shards() or ()
+        names = {shard.name for shard in shards}
+        whole = all(shard.box == Box.whole(shard.shape) for shard in shards)
+        if shards and whole and len({shard.tensor.device for shard in shards}) == 1 and len(names) == len(shards):
+            sent = {spec.name for spec, known in zip(self.manifest, self._known, strict=True) if known and spec.size}
+            if sent <= names:
+                try:
+                    digests, installed = self._digests(shards).astype("<u8"), True
+                except LayoutError:  # not memory that can be digested in place
+                    installed = False
+        return Digested(digests.tobytes(), installed)
 
     def _finish(self, version: Version) -> None:
-        with self._engine:
-            if self._state != "paused":
-                raise ProtocolError("there is no update to finish")
-            for adapter in self._adapters:
-                adapter.finish(version)
-            self._reset_graphs()
-            for adapter in self._adapters:
-                if not adapter.flush():
-                    raise LoadError(f"the {adapter.name} engine refused to drop caches made with the old weights")
-            self._state = "finished"
+        for adapter in self._adapters:
+            adapter.finish(version)
+        self._reset_graphs()
+        for adapter in self._adapters:
+            adapter.wake_cache()
+        points.reached("rank.flush")
+        for adapter in self._adapters:
+            if not adapter.flush():
+                raise LoadError(f"the {adapter.name} engine refused to drop caches made with the old weights")
+        self._state = "finished"
 
     def _resume(self) -> None:
-        with self._engine:
-            if self._state != "finished":
-                raise ProtocolError("this engine rank holds bytes that were not committed: it is not resumed")
-            for adapter in self._adapters:
-                adapter.resume()
-            self._state = "serving"
+        self._paused = False
+        for adapter in self._adapters:
+            adapter.resume()
+        self._state = "serving"
 
 
 def _stage(order: Receive, device: torch.device, packing: Packing) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

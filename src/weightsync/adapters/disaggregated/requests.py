@@ -8,7 +8,20 @@ import msgspec
 
 from weightsync.messages import PauseMode
 
-__all__ = ["Abort", "Begin", "Commit", "Destroy", "End", "GroupName", "InitGroup", "Reply", "State", "Update"]
+__all__ = [
+    "Abort",
+    "Begin",
+    "Check",
+    "Commit",
+    "Destroy",
+    "End",
+    "GroupName",
+    "InitGroup",
+    "Reply",
+    "State",
+    "Tensors",
+    "Update",
+]
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 GroupName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
@@ -16,6 +29,10 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Extent = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 Label = Annotated[str, msgspec.Meta(max_length=256)]
+
+Names = Annotated[list[Name], msgspec.Meta(max_length=1 << 20)]
+Dtypes = Annotated[list[Annotated[str, msgspec.Meta(max_length=32)]], msgspec.Meta(max_length=1 << 20)]
+Shapes = Annotated[list[Annotated[list[Extent], msgspec.Meta(max_length=16)]], msgspec.Meta(max_length=1 << 20)]
 
 DEFAULT_GROUP = "weight_update_group"
 
@@ -36,9 +53,9 @@ class InitGroup(msgspec.Struct, frozen=True, kw_only=True):
 class Update(msgspec.Struct, frozen=True, kw_only=True):
     """``POST /update_weights_from_distributed``: one bucket, broadcast by the trainer meanwhile. Answered when it is loaded."""
 
-    names: Annotated[list[Name], msgspec.Meta(max_length=1 << 20)]
-    dtypes: Annotated[list[Annotated[str, msgspec.Meta(max_length=32)]], msgspec.Meta(max_length=1 << 20)]
-    shapes: Annotated[list[Annotated[list[Extent], msgspec.Meta(max_length=16)]], msgspec.Meta(max_length=1 << 20)]
+    names: Names
+    dtypes: Dtypes
+    shapes: Shapes
     group_name: GroupName = DEFAULT_GROUP
     load_format: Literal["flattened_bucket"] | None = None
     finished: bool = False
@@ -58,12 +75,30 @@ class Destroy(msgspec.Struct, frozen=True, kw_only=True):
     group_name: GroupName = DEFAULT_GROUP
 
 
+class Tensors(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that an update will send."""
+
+    names: Names
+    dtypes: Dtypes
+    shapes: Shapes
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /check_weight_update``: whether an update of these tensors would be taken. Changes nothing, pauses nothing."""
+
+    tensors: Tensors
+    weight_version: Label | None = None
+    partial: bool = False
+
+
 class Begin(msgspec.Struct, frozen=True, kw_only=True):
     """``POST /begin_weight_update``: pause the engine and take an update, until it is committed, ended, aborted or too late."""
 
     weight_version: Label | None = None
     manifest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")] | None = None
     """Fingerprint of the sender's manifest; another than the engine's is refused before anything is paused."""
+    tensors: Tensors | None = None
+    """Everything that will be sent; what the engine could not take, or what is missing, is refused before anything is paused."""
     mode: PauseMode | None = None
     partial: bool = False
     """Whether the commit may leave tensors as they were. Refused for an engine whose last update failed."""
@@ -104,7 +139,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """``dirty``: paused, after an update that failed, until one is committed."""
     weight_version: str | None
     digest: str | None
-    """What all tensors of that version fold to."""
+    """What all tensors of that version fold to, those that a partial update did not send included."""
     manifest: str
     tensors: int
     received: int

@@ -52,6 +52,7 @@ def weight_update_routes(updates: WeightUpdates, token: Secret | None) -> list[B
         post("/init_weights_update_group", requests.InitGroup, updates.init_group),
         post("/update_weights_from_distributed", requests.Update, updates.update),
         post("/destroy_weights_update_group", requests.Destroy, updates.destroy),
+        post("/check_weight_update", requests.Check, updates.check),
         post("/begin_weight_update", requests.Begin, updates.begin),
         post("/commit_weight_update", requests.Commit, updates.commit),
         post("/end_weight_update", requests.End, lambda _: updates.end()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from contextlib import suppress
 from typing import Literal
 
@@ -10,6 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from weightsync import points
 from weightsync.adapters.disaggregated import checks, requests
 from weightsync.adapters.disaggregated.orders import (
     Describe,
@@ -20,6 +22,7 @@ from weightsync.adapters.disaggregated.orders import (
     Join,
     Leave,
     Pause,
+    Quarantine,
     Receive,
     Resume,
     Verify,
@@ -67,13 +70,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Update:
-    """One update that runs."""
+    """One update that runs. ``number`` is what its orders carry."""
 
-    def __init__(self, tensors: int, deadline: Deadline, *, explicit: bool, partial: bool, label: str | None) -> None:
-        self.deadline, self.explicit, self.partial, self.label = deadline, explicit, partial, label
+    def __init__(self, number: int, tensors: int, deadline: Deadline, *, explicit: bool, partial: bool, label: str | None) -> None:
+        self.number, self.deadline = number, deadline
+        self.explicit, self.partial, self.label = explicit, partial, label
         self.known = np.zeros(tensors, np.bool_)
         self.error: str | None = None
         self.busy = 0
+
+
+class _GroupState:
+    """One group of a name; a later one of the same name is another."""
+
+    def __init__(self) -> None:
+        self.state: Literal["joining", "ready", "busy"] = "joining"
 
 
 class WeightUpdates:
@@ -87,11 +98,12 @@ class WeightUpdates:
         self._ranks, self.settings, self._run = ranks, settings, run
         self._manifest: Manifest | None = None
         self._backends: frozenset[str] = frozenset()
-        self._groups: dict[str, Literal["joining", "ready", "busy"]] = {}
+        self._groups: dict[str, _GroupState] = {}
         self._turn = asyncio.Lock()
         self._update: _Update | None = None
         self._dirty: str | None = None
         self._last: Version | None = None
+        self._committed = checks.Committed()
 
     @property
     def version(self) -> Version | None:
@@ -120,7 +132,7 @@ class WeightUpdates:
             manifest=manifest.fingerprint,
             tensors=len(manifest),
             received=0 if update is None else int(update.known.sum()),
-            groups=tuple(sorted(name for name, state in self._groups.items() if state != "joining")),
+            groups=tuple(sorted(name for name, group in self._groups.items() if group.state != "joining")),
             error=late or self._dirty or (None if update is None else update.error),
         )
 
@@ -132,19 +144,20 @@ class WeightUpdates:
             raise ConfigurationError(f"{len(self._groups)} groups are initialized already; destroy one first")
         timeout = min(wish.timeout or self.settings.init_timeout, self.settings.init_timeout)
         name = wish.group_name
-        self._groups[name] = "joining"
+        group = self._groups[name] = _GroupState()
         try:
             join = Join(name, wish.backend, wish.master_address, wish.master_port, wish.rank_offset, wish.world_size, timeout)
             await tell_all(self._ranks, join, timeout, Done)
         except BaseException:
             await self._leave(name)
             raise
-        self._groups[name] = "ready"
+        group.state = "ready"
         return f"group {name!r} is initialized: ranks {wish.rank_offset} to {wish.rank_offset + self._ranks.count - 1}"
 
     async def destroy(self, wish: requests.Destroy) -> str:
         """All ranks leave a group; a collective that runs is aborted where the backend can."""
         self._known_group(wish.group_name)
+        points.reached("updates.destroy")
         await self._leave(wish.group_name)
         return f"group {wish.group_name!r} is destroyed"
 
@@ -154,17 +167,29 @@ class WeightUpdates:
         finally:
             self._groups.pop(name, None)
 
-    def _known_group(self, name: str) -> None:
-        if self._groups.get(name) in (None, "joining"):
+    def _known_group(self, name: str) -> _GroupState:
+        group = self._groups.get(name)
+        if group is None or group.state == "joining":
             known = ", ".join(sorted(self._groups)) or "none"
             raise MembershipError(f"group {name!r} is not initialized; initialized: {known}")
+        return group
+
+    async def check(self, wish: requests.Check) -> str:
+        """Look whether an update would be taken; nothing is paused."""
+        manifest = await self.manifest()
+        checks.check_tensors(wish.tensors, manifest, partial=wish.partial)
+        self._parse(wish.weight_version)
+        return f"an update of these {len(wish.tensors.names)} tensors fits"
 
     async def begin(self, wish: requests.Begin) -> str:
         """Pause the engine for an update of several requests."""
         manifest = await self.manifest()
         if wish.manifest not in (None, manifest.fingerprint):
             raise ManifestMismatch(f"the sender's manifest is {wish.manifest}, the engine's {manifest.fingerprint}: other tensors")
+        if wish.tensors is not None:
+            checks.check_tensors(wish.tensors, manifest, partial=wish.partial)
         self._parse(wish.weight_version)
+        points.reached("updates.begin")
         async with self._turn:
             self._drop_overdue()
             if self._update is not None and self._update.error is None:
@@ -177,36 +202,39 @@ class WeightUpdates:
     async def _open(
         self, timeout: float | None, mode: PauseMode | None, *, explicit: bool, partial: bool, label: str | None
     ) -> _Update:
-        if sum(state == "busy" for state in self._groups.values()) > (not explicit):
+        if sum(group.state == "busy" for group in self._groups.values()) > (not explicit):
             raise ConfigurationError("a bucket of an earlier update still arrives; destroy its group, or wait for its answer")
         limit = self.settings.update_timeout
         deadline = Deadline(min(timeout or limit, limit))
         pausing = min(deadline.remaining("pausing"), self.settings.bucket_timeout)
-        self._update = None
+        self._update, number = None, secrets.randbits(63)
         try:
-            await tell_all(self._ranks, Pause(mode or self.settings.pause_mode, pausing), pausing, Done)
+            await tell_all(self._ranks, Pause(mode or self.settings.pause_mode, pausing, number), pausing, Done)
         except BaseException as error:
             self._fail(f"pausing failed: {error}")
             raise
-        self._update = _Update(len(await self.manifest()), deadline, explicit=explicit, partial=partial, label=label)
+        tensors = len(await self.manifest())
+        self._update = _Update(number, tensors, deadline, explicit=explicit, partial=partial, label=label)
         return self._update
 
     async def update(self, wish: requests.Update) -> str:
         """Receive and load one bucket; with ``finished`` commit what came, unless the update was begun explicitly."""
         manifest = await self.manifest()
-        self._known_group(wish.group_name)
+        group = self._known_group(wish.group_name)
         tensors = checks.check_bucket(wish, manifest, self.settings.max_bucket_bytes, self.settings.packing)
         self._parse(wish.weight_version)
-        if self._groups[wish.group_name] == "busy":
+        if group.state == "busy":
             raise ConfigurationError(f"group {wish.group_name!r} carries another bucket: one at a time, or use another group")
-        self._groups[wish.group_name] = "busy"
+        points.reached("updates.bucket")
+        group.state = "busy"
         try:
-            return await self._take(wish, manifest, tensors)
+            return await self._take(wish, manifest, tensors, group)
         finally:
-            if self._groups.get(wish.group_name) == "busy":
-                self._groups[wish.group_name] = "ready"
+            group.state = "ready"
 
-    async def _take(self, wish: requests.Update, manifest: Manifest, tensors: tuple[checks.Incoming, ...]) -> str:
+    async def _take(
+        self, wish: requests.Update, manifest: Manifest, tensors: tuple[checks.Incoming, ...], group: _GroupState
+    ) -> str:
         async with self._turn:
             self._drop_overdue()
             update = self._update
@@ -220,7 +248,7 @@ class WeightUpdates:
             update.busy += 1
         try:
             if tensors:
-                await self._receive(wish, tensors, update)
+                await self._receive(wish, tensors, update, group)
         finally:
             update.busy -= 1
         if not wish.finished:
@@ -238,21 +266,27 @@ class WeightUpdates:
         self._check_complete(manifest, known, partial=False)
         self._check_digest(manifest, known, wish.digest, wish.digests)
 
-    async def _receive(self, wish: requests.Update, tensors: tuple[checks.Incoming, ...], update: _Update) -> None:
+    async def _receive(
+        self, wish: requests.Update, tensors: tuple[checks.Incoming, ...], update: _Update, group: _GroupState
+    ) -> None:
         limit = min(wish.timeout or self.settings.bucket_timeout, self.settings.bucket_timeout)
         timeout = min(limit, update.deadline.remaining("the update"))
-        order = Receive(wish.group_name, tensors, wish.load_format is not None, timeout)
+        order = Receive(wish.group_name, tensors, wish.load_format is not None, timeout, update.number)
         try:
             done = await tell_all(self._ranks, order, timeout, Done)
             short = [rank for rank, one in enumerate(done) if one.nbytes != sum(t.nbytes for t in tensors)]
             if short:
                 raise LoadError(f"ranks {short} received fewer bytes than were sent")
+            if self._update is not update:
+                raise ConfigurationError("the update ended while this bucket arrived; the bucket is part of no other")
         except BaseException as error:
             update.error = str(error) or type(error).__name__
-            self._fail(update.error)
-            if not update.explicit and self._update is update:
-                self._update = None
-            if not isinstance(error, LoadError):  # its ranks may no longer stand at the same collective
+            if self._update is update:  # another that was begun meanwhile is not touched by it
+                self._fail(update.error)
+                if not update.explicit:
+                    self._update = None
+            # After a loader's error all ranks still stand at the same collective.
+            if not isinstance(error, LoadError) and self._groups.get(wish.group_name) is group:
                 await self._leave(wish.group_name)
             raise
         update.known[[one.index for one in tensors]] = True
@@ -283,6 +317,7 @@ class WeightUpdates:
 
     async def abort(self) -> str:
         """Give the update up; the engine stays paused."""
+        points.reached("updates.abort")
         async with self._turn:
             self._running()
             self._update = None
@@ -291,6 +326,7 @@ class WeightUpdates:
 
     async def _commit(self, update: _Update, digest: str | None, digests: dict[str, str] | None) -> str:
         manifest = await self.manifest()
+        points.reached("updates.commit")
         async with self._turn:
             if self._update is not update:
                 raise ConfigurationError("the update ended meanwhile")
@@ -311,7 +347,7 @@ class WeightUpdates:
     async def _quarantine(self) -> None:
         """Pause again: one rank may have resumed before another failed to."""
         with suppress(WeightSyncError):  # a rank that cannot be paused is already reported
-            await tell_all(self._ranks, Pause("abort", _LEAVING), _LEAVING, Done)
+            await tell_all(self._ranks, Quarantine(_LEAVING), _LEAVING, Done)
 
     async def _settle(
         self,
@@ -322,16 +358,16 @@ class WeightUpdates:
         digests: dict[str, str] | None,
         timeout: float,
     ) -> str:
-        wrong = []
-        held = await tell_all(self._ranks, Verify(), timeout, Digested)
-        folds = []
+        wrong, folds, whole = [], [], []
+        held = await tell_all(self._ranks, Verify(update.number), timeout, Digested)
         for rank, one in enumerate(held):
             values = np.frombuffer(one.digests, "<u8").astype(np.uint64)
             if len(values) != len(manifest):
                 raise VerificationError(f"rank{rank}: {len(values)} digests for {len(manifest)} tensors")
-            folds.append(fold(values[update.known]))
             try:
                 checks.check_digests(manifest, values, update.known, digest, digests)
+                whole.append(self._committed.complete(manifest, values, update.known))
+                folds.append(fold(whole[-1]))
             except VerificationError as error:
                 wrong.append(f"rank{rank}: {error}")
         if wrong:
@@ -342,13 +378,17 @@ class WeightUpdates:
             )
         run, number, epoch = name
         version = Version(run, number, manifest.fingerprint, folds[0], epoch)
-        await tell_all(self._ranks, Finish(version), timeout, Done)
-        await tell_all(self._ranks, Resume(), timeout, Done)
+        verified = digest is not None or digests is not None
+        installed = all(one.installed for one in held)
+        points.reached("updates.verified")
+        await tell_all(self._ranks, Finish(version, update.number), timeout, Done)
+        points.reached("updates.finished")
+        await tell_all(self._ranks, Resume(update.number), timeout, Done)
+        rest = self._committed.describe_rest(update.known, self._last, read_again=installed)
+        self._committed.take(whole[0], update.known, verified=verified)
         self._update, self._dirty, self._last = None, None, version
-        how = "not verified: no digest was given" if digest is None and digests is None else (
-            "verified as installed" if all(one.installed for one in held) else "verified as received"
-        )  # fmt: skip
-        return f"version {version} with {int(update.known.sum())} tensors, {how}"
+        how = "not verified: no digest was given" if not verified else f"verified as {'installed' if installed else 'received'}"
+        return f"version {version} with {int(update.known.sum())} tensors, {how}{rest}"
 
     def _check_complete(self, manifest: Manifest, known: Known, *, partial: bool) -> None:
         if not known.any():

@@ -60,6 +60,7 @@ class PushedUpdates:
     def __init__(self, adapter: VllmWorkerAdapter, rank: int, device: torch.device) -> None:
         self._rank = DisaggregatedRank(adapter, rank=rank, device=device)
         self._received: set[int] = set()  # in the manifest
+        self._update = 0  # its number: a rank takes nothing of an earlier one
         self.begun = False
         """Whether an update has begun, and neither ended nor failed."""
         self._loaded = False
@@ -80,7 +81,8 @@ class PushedUpdates:
         """A session: nothing has come yet. Pausing the engine was for whoever pushes to see to."""
         self.begun, self._loaded = True, False
         self._received.clear()
-        self._tell(Pause("abort", _PATIENCE))
+        self._update += 1
+        self._tell(Pause("abort", _PATIENCE, self._update))
 
     def update(self, update_info: Mapping[str, Any], load: Callable[[], None]) -> None:
         """Obey one body; ``load`` is called to load everything that is staged. Raises what went wrong; nothing is loaded then."""
@@ -92,7 +94,7 @@ class PushedUpdates:
         wish = _converted(update_info, Update)
         tensors = check_bucket(wish, self._rank.manifest, _MAX_BUCKET, "elements")
         flattened = wish.load_format == "flattened_bucket"
-        self._tell(Receive(wish.group_name, tensors, flattened, wish.timeout or _PATIENCE))
+        self._tell(Receive(wish.group_name, tensors, flattened, wish.timeout or _PATIENCE, self._update))
         self._received.update(one.index for one in tensors)
 
     def finish(self) -> None:
@@ -110,7 +112,7 @@ class PushedUpdates:
         self._rank.close()
 
     def _compare(self, digests: Mapping[str, str]) -> None:
-        found = self._tell(Verify())
+        found = self._tell(Verify(self._update))
         held = np.frombuffer(found.digests, "<u8") if isinstance(found, Digested) else np.empty(0, np.uint64)
         known = np.zeros(len(self._rank.manifest), np.bool_)
         known[list(self._received)] = True

@@ -90,6 +90,7 @@ FORBIDDEN_FROM = {
     ("builtins", "exec"),
 }
 PICKLES_LOCALLY = {"faults/stage.py", "simulation/main.py"}  # between a parent and its own children: developers' tools
+WAITS_OUTSIDE = {"faults/leaks.py": "another process tells nobody when it lets go of what it holds"}
 IMPORTS_BY_NAME = {
     "__init__.py": "this package's own public names, from a table",
     "adapters/vllm/__init__.py": "a constant",
@@ -130,8 +131,41 @@ def _is_program(tree: ast.Module) -> bool:
     return any(isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'" for node in tree.body)
 
 
+def _waits_for_nobody(tree: ast.Module) -> Iterator[int]:
+    """Lines where an event is waited for that nobody else can set: a sleep by another name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "wait" and _makes_event(node.value):
+            yield node.lineno
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            made = {name: line for name, line in _events(node)}
+            reads = [one for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)]
+            looks = {
+                id(one.value) for one in ast.walk(node) if isinstance(one, ast.Attribute) and one.attr in ("wait", "is_set")
+            }  # fmt: skip
+            for name, line in made.items():
+                uses = [one for one in reads if one.id == name]
+                if uses and all(id(use) in looks for use in uses):
+                    yield line
+
+
+def _makes_event(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and _name(node.func) in ("threading.Event", "Event", "asyncio.Event")
+
+
+def _events(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[str, int]]:
+    """Local names that are given a new event."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                tuples = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+                pairs = zip(target.elts, node.value.elts, strict=False) if tuples else [(target, node.value)]  # type: ignore[attr-defined]
+                yield from ((left.id, node.lineno) for left, right in pairs if isinstance(left, ast.Name) and _makes_event(right))
+
+
 def _forbidden(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and complaint for each construct that the house forbids."""
+    for line in _waits_for_nobody(tree):
+        yield line, "Event().wait(): nobody can set it, so it is a sleep; wait for an event with a deadline"
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -214,6 +248,7 @@ def test_no_forbidden_construct(path: Path) -> None:
         f"{_where(path)}:{line}: {what}"
         for line, what in _forbidden(ast.parse(path.read_text()))
         if not (path in SHIPPED_TESTS and (what.startswith("assert") or what == "timer.join() without a timeout"))
+        and not (path.relative_to(SOURCE).as_posix() in WAITS_OUTSIDE and what.startswith("Event().wait()"))
     ]
     assert not found, "\n".join(found)
 
@@ -242,10 +277,25 @@ def test_no_forbidden_construct(path: Path) -> None:
         "AutoModel.from_pretrained(p, trust_remote_code=True)",
         "AutoModel.from_pretrained(p, trust_remote_code=flag)",
         "try:\n    f()\nexcept msgspec.DecodeError:\n    raise",
+        "threading.Event().wait(0.1)",
+        "def f():\n    pause = threading.Event()\n    while look():\n        pause.wait(0.1)",
+        "def f():\n    pause, left = threading.Event(), 5\n    while not pause.is_set():\n        pause.wait(left)",
     ],
 )
 def test_the_search_for_forbidden_constructs_finds_them(code: str) -> None:
     assert list(_forbidden(ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f():\n    done = threading.Event()\n    start(done)\n    done.wait(1)",
+        "def f():\n    done = threading.Event()\n    def run():\n        done.set()\n    start(run)\n    done.wait(1)",
+        "self.over.wait(1)",
+    ],
+)
+def test_an_event_that_somebody_can_set_may_be_waited_for(code: str) -> None:
+    assert not list(_forbidden(ast.parse(code)))
 
 
 @pytest.mark.parametrize("path", FILES, ids=_where)

@@ -12,9 +12,9 @@ NCCL aborts a collective that runs. Gloo cannot: one that runs ends when a peer 
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -37,7 +37,7 @@ _FIRST_DEVICE = {"gloo": "cpu", "nccl": "cuda"}
 _ROOT = 0
 _FOREVER = timedelta(days=1)
 _ABORT_SECONDS = 1.0
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
+_MOST_JOINING = 32
 _log = logging.getLogger(__name__)
 
 
@@ -198,30 +198,72 @@ def init_custom_process_group(
     if backend == "gloo" and not dist.is_gloo_available():
         raise TransportUnavailable("this torch was built without gloo")
     what = f"joining group {name!r} as rank {rank} of {world_size}"
-    try:
+
+    def meet() -> Group:
         if rendezvous is not None:
-            store, address, port = rendezvous.client, rendezvous.address, rendezvous.port
+            store, at = rendezvous.client, f"{rendezvous.address}:{rendezvous.port}"
         else:
-            _await_listener(address, port, deadline, what)
-            store = _c10d.TCPStore(address, port, world_size, is_master=False, timeout=_patience(deadline, what))
-        store.set_timeout(_patience(deadline, what))
-        # Three prefixes: the engines' own, then torch's for the group, then torch's for the device.
-        inner = _c10d.PrefixStore(f"{_FIRST_DEVICE[backend]}/", _c10d.PrefixStore(f"{name}/", _c10d.PrefixStore(name, store)))
-        patience = _patience(deadline, what)
-        if backend == "gloo":
-            made = _gloo(inner, rank, world_size, patience, interface)
+            at = f"{address}:{port}"
+        try:
+            if rendezvous is None:
+                store = _c10d.TCPStore(address, port, world_size, is_master=False, timeout=_patience(deadline, what))
+            store.set_timeout(_patience(deadline, what))
+            # Three prefixes: the engines' own, then torch's for the group, then torch's for the device.
+            inner = _c10d.PrefixStore(f"{_FIRST_DEVICE[backend]}/", _c10d.PrefixStore(f"{name}/", _c10d.PrefixStore(name, store)))
+            patience = _patience(deadline, what)
+            if backend == "gloo":
+                made = _gloo(inner, rank, world_size, patience, interface)
+            else:
+                made = _nccl(inner, rank, world_size, device, priority)
+        except (RuntimeError, ValueError) as error:
+            text = _first_line(error)
+            slow = isinstance(error, dist.DistNetworkError) or "time" in text.lower()  # "timed out", "wait timeout after"
+            kind = DeadlineExceeded if slow else PeerLost
+            if rendezvous is None:
+                # Told to others, the reason would say what listens at an address that they gave.
+                _log.warning("%s at %a port %d failed: %s", what, address, port, text)
+                text = "this process's own log says why"
+            raise kind(f"{what} at {at} failed: {text}") from error
+        return Group(name, backend, rank, world_size, made, (store, rendezvous))
+
+    # Rank 0 waits at its own store, whose close ends the wait. The others wait for somebody else's.
+    return meet() if rendezvous is not None else _in_time(meet, deadline, f"{what} at {address}:{port}")
+
+
+_joining = threading.Semaphore(_MOST_JOINING)
+
+
+def _in_time(meet: Callable[[], Group], deadline: Deadline, what: str) -> Group:
+    """Run ``meet`` in a thread and wait for it until ``deadline``.
+
+    A store's client tries again while nobody listens, but goes on after its timeout, and waits for ever for the first answer of a
+    listener that is no store. A thread that is late is left behind and closes what it makes; there are never many of them.
+    """
+    if not _joining.acquire(blocking=False):
+        raise TransportUnavailable(f"{_MOST_JOINING} earlier attempts to join a group still wait for an answer; try again later")
+    made: Future[Group] = Future()
+
+    def run() -> None:
+        try:
+            group = meet()
+        except Exception as error:  # noqa: BLE001 - raised by who waits
+            if made.set_running_or_notify_cancel():
+                made.set_exception(error)
         else:
-            made = _nccl(inner, rank, world_size, device, priority)
-    except (RuntimeError, ValueError) as error:
-        text = _first_line(error)
-        slow = isinstance(error, dist.DistNetworkError) or "time" in text.lower()  # "timed out", "Timeout", "wait timeout after"
-        kind = DeadlineExceeded if slow else PeerLost
-        if rendezvous is None:
-            # Told to others, the reason would say what listens at an address that they gave.
-            _log.warning("%s at %a port %d failed: %s", what, address, port, text)
-            text = "this process's own log says why"
-        raise kind(f"{what} at {address}:{port} failed: {text}") from error
-    return Group(name, backend, rank, world_size, made, (store, rendezvous))
+            if made.set_running_or_notify_cancel():
+                made.set_result(group)
+            else:
+                group.close()
+        finally:
+            _joining.release()
+
+    threading.Thread(target=run, name="weightsync-join", daemon=True).start()
+    try:
+        return made.result(deadline.remaining(what))
+    except TimeoutError:  # of the wait, or the attempt's own
+        if made.cancel():
+            raise DeadlineExceeded(f"{what} did not finish within {deadline.seconds:g} s") from None
+        return made.result(_ABORT_SECONDS)  # it came in this very moment
 
 
 def _one_by_one(tensors: Sequence[torch.Tensor]) -> Callable[[Enqueue], None]:
@@ -310,19 +352,6 @@ def _nccl(store: Any, rank: int, world_size: int, device: torch.device | None, p
     options._timeout = _FOREVER  # deadlines are kept here: see _through_nccl
     with torch.cuda.device(device):
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
-
-
-def _await_listener(address: str, port: int, deadline: Deadline, what: str) -> None:
-    """Return when somebody listens there. A store's own client would go on trying after its timeout."""
-    pause = _FIRST_PAUSE
-    while True:
-        try:
-            with socket.create_connection((address, port), timeout=deadline.remaining(what)):
-                return
-        except OSError as error:  # the trainer asked first, and opens its rendezvous in a moment
-            _log.debug("nobody listens at %s:%d yet: %s", address, port, error)
-            threading.Event().wait(min(pause, deadline.remaining(what)))
-            pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

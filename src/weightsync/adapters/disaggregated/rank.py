@@ -33,7 +33,16 @@ from weightsync.adapters.disaggregated.orders import (
     encode,
 )
 from weightsync.deadline import Deadline
-from weightsync.errors import LayoutError, LoadError, MembershipError, PeerLost, ProtocolError, WeightSyncError, to_wire
+from weightsync.errors import (
+    DeadlineExceeded,
+    LayoutError,
+    LoadError,
+    MembershipError,
+    PeerLost,
+    ProtocolError,
+    WeightSyncError,
+    to_wire,
+)
 from weightsync.messages import PauseMode
 from weightsync.model import Box, Manifest, Version
 from weightsync.roles.adapter import EngineAdapter
@@ -150,7 +159,17 @@ class DisaggregatedRank:
                 raise MembershipError(f"group {order.name!r} is already initialized")
             self._joining.add(order.name)
         try:
-            group = init_custom_process_group(
+            group = self._meet(order)
+            with self._table:
+                self._groups[order.name] = group
+        finally:
+            with self._table:
+                self._joining.discard(order.name)
+
+    def _meet(self, order: Join) -> Group:
+        """Join the group. One error for every failure at the other end: whoever names an address learns nothing about it."""
+        try:
+            return init_custom_process_group(
                 cast(Any, order.backend),
                 order.rank_offset + self.rank,
                 order.world_size,
@@ -160,11 +179,11 @@ class DisaggregatedRank:
                 port=order.port,
                 device=self._device if order.backend == "nccl" else None,
             )
-            with self._table:
-                self._groups[order.name] = group
-        finally:
-            with self._table:
-                self._joining.discard(order.name)
+        except (DeadlineExceeded, PeerLost) as error:
+            _log.warning("rank %d could not join group %r at %s:%d: %s", self.rank, order.name, order.address, order.port, error)
+            raise PeerLost(
+                f"group {order.name!r} did not come about within {order.timeout:g} s; the log of this engine rank says why"
+            ) from None
 
     def _pause(self, order: Pause) -> None:
         points.reached("rank.pause")

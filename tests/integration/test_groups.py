@@ -1,0 +1,91 @@
+"""Holds process groups of their own (gloo) to their contract where the other side is late, silent, gone, or no store at all."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+
+import pytest
+import torch
+from tests.integration.nursery import start_nursery
+
+from weightsync.deadline import Deadline
+from weightsync.errors import DeadlineExceeded, PeerLost, TransportUnavailable
+from weightsync.transports import groups
+from weightsync.transports.groups import Group, Rendezvous, init_custom_process_group
+
+SECONDS = 15.0
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gloo() -> None:
+    """Gloo keeps a pipe from its first group on, for the life of the process; the nursery a socket."""
+    start_nursery()
+    rendezvous = Rendezvous("127.0.0.1", 1, Deadline(10))
+    init_custom_process_group("gloo", 0, 1, "first", Deadline(10), rendezvous=rendezvous).close()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def joined(name: str, port: int, seconds: float = SECONDS) -> Group:
+    return init_custom_process_group("gloo", 1, 2, name, Deadline(seconds), address="127.0.0.1", port=port)
+
+
+@contextmanager
+def pair(name: str) -> Iterator[tuple[Group, Group]]:
+    deadline = Deadline(SECONDS)
+    rendezvous = Rendezvous("127.0.0.1", 2, deadline)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(joined, name, rendezvous.port)
+        mine = init_custom_process_group("gloo", 0, 2, name, deadline, rendezvous=rendezvous)
+        with closing(mine), closing(other.result(SECONDS)) as theirs:
+            yield mine, theirs
+
+
+def test_bytes_that_arrive_after_a_group_was_closed_are_an_error() -> None:
+    """Gloo cannot abort: the broadcast itself succeeds."""
+    with pair("late") as (sender, receiver), ThreadPoolExecutor(1) as pool:
+        memory = torch.zeros(4)
+        receiving = pool.submit(receiver.broadcast, [memory], Deadline(SECONDS))
+        while not receiver._turn.locked():
+            assert not receiving.done()
+        receiver.close()
+        sender.broadcast([torch.ones(4)], Deadline(SECONDS))
+        with pytest.raises(PeerLost, match="destroyed in the middle"):
+            receiving.result(SECONDS)
+
+
+def test_a_rendezvous_that_opens_later_is_met() -> None:
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(joined, "later", port)
+        assert not threading.Event().wait(0.3)  # nobody listens meanwhile
+        rendezvous = Rendezvous("127.0.0.1", 2, Deadline(SECONDS), port)
+        with closing(init_custom_process_group("gloo", 0, 2, "later", Deadline(SECONDS), rendezvous=rendezvous)):
+            other.result(SECONDS).close()
+
+
+def test_a_listener_that_says_nothing_holds_nobody_beyond_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            joined("silent", listener.getsockname()[1], 1.0)
+        assert time.monotonic() - started < 3.0
+        listener.settimeout(SECONDS)
+        listener.accept()[0].close()  # which ends the thread that was left behind
+
+
+def test_attempts_that_wait_for_silent_listeners_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "_joining", threading.Semaphore(0))
+    with pytest.raises(TransportUnavailable, match="earlier attempts"):
+        joined("many", free_port())

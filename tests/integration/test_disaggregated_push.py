@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,7 @@ def test_server_without_an_update_is_untouched_when_nobody_answers_or_the_checkp
     (path / INDEX).write_text('{"weight_map": {"a": "../x.safetensors"}}')
     done = CliRunner().invoke(app, ["push", str(path), "--to", good.url, "--engine", "weightsync", "--backend", "gloo"])
     assert done.exit_code == 2
-    assert "not a file of this directory" in done.stderr
+    assert "files of this directory" in done.stderr
     for wrong in (["--to", good.url], ["--engine", "other"], ["--bucket", "0"]):
         assert (
             CliRunner()
@@ -132,6 +133,47 @@ def test_server_without_an_update_is_untouched_when_nobody_answers_or_the_checkp
             .exit_code
             == 2
         )
+    assert good.calls() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"not.ours": torch.zeros(4)}, "1 tensors are unknown to the engine: not.ours"),
+        ({"norm.scale": torch.zeros(3)}, "shape of norm.scale"),
+        ({"norm.scale": torch.zeros((), dtype=torch.float64)}, "dtype of norm.scale"),
+        ({"norm.scale": None}, "1 of the engine's 7 tensors are not there to be sent: norm.scale"),
+    ],
+)
+def test_a_checkpoint_of_another_model_pauses_nobody(
+    pair: tuple[Server, Server], tmp_path: Path, seed: int, change: dict[str, torch.Tensor | None], words: str
+) -> None:
+    good, _ = pair
+    good.calls()
+    state = good.state()
+    tensors: dict[str, torch.Tensor | None] = {**checkpoint(seed), **change}
+    path = _save(tmp_path / "it", {name: tensor for name, tensor in tensors.items() if tensor is not None})
+    code, found = _push(str(path), "--to", good.url, "--engine", "weightsync", "--ranks", "2")
+    result = found["servers"][0]
+    assert (code, result["touched"], words in result["said"]) == (1, False, True), result
+    assert good.state() == state
+    assert good.calls() == []
+
+
+def test_a_checkpoint_that_does_not_fit_into_memory_pauses_nobody(pair: tuple[Server, Server], tmp_path: Path, seed: int) -> None:
+    good, _ = pair
+    good.calls()
+    state, file = good.state(), tmp_path / "model.safetensors"
+    arguments = ["push", str(tmp_path), "--to", good.url, "--engine", "weightsync", "--backend", "gloo"]
+    for size in (1 << 30, 1 << 43):
+        text = json.dumps({"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text)
+        os.truncate(file, 8 + len(text) + size)
+        done = CliRunner().invoke(app, arguments)
+        assert (done.exit_code, "are stored" in done.stderr) == (2, True), done.stderr
+    done = CliRunner().invoke(app, [*arguments, "--allow-sparse"])  # 8 TiB
+    assert (done.exit_code, "do not fit into memory" in done.stderr) == (2, True), done.stderr
+    assert good.state() == state
     assert good.calls() == []
 
 

@@ -359,6 +359,19 @@ def test_a_push_is_loaded_only_if_its_digests_are_right() -> None:
     assert torch.equal(dict(adapter.staged())["b"], sent[4:])
 
 
+def test_a_push_of_other_tensors_or_from_elsewhere_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joining comes before the pause."""
+    pushed = PushedUpdates(VllmWorkerAdapter(Checkpoint(Manifest([TensorSpec("a", (4,), "float32")]), ("a",)), None), 0, CPU)
+    wish = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2, "backend": "gloo", "timeout": 1.0}
+    for names, words in ((["b"], "unknown to the engine: b"), ([], "not there to be sent: a")):
+        tensors = {"names": names, "dtypes": ["float32"] * len(names), "shapes": [[4]] * len(names)}
+        with pytest.raises(ManifestMismatch, match=words):
+            pushed.join(wish | {"tensors": tensors})
+    monkeypatch.setenv("WEIGHTSYNC_UPDATE_NETWORKS", "192.0.2.0/24")
+    with pytest.raises(ConfigurationError, match="none of the networks"):
+        pushed.join(wish)
+
+
 @pytest.mark.parametrize("wish", [{"master_address": "127.0.0.1"}, {"master_address": "127.0.0.1", "master_port": 0}])
 def test_a_group_that_is_none_is_refused(wish: dict[str, object]) -> None:
     pushed = PushedUpdates(VllmWorkerAdapter(Checkpoint(Manifest([TensorSpec("a", (4,), "float32")]), ("a",)), None), 0, CPU)

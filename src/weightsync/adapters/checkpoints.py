@@ -6,21 +6,20 @@ A sharded checkpoint has an index, ``model.safetensors.index.json``, that says w
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import stat
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import ConfigurationError
+from weightsync.messages import UNREADABLE
 from weightsync.model import Manifest, TensorSpec
 
 __all__ = ["INDEX", "SINGLE", "Checkpoint", "buckets_of"]
@@ -44,11 +43,38 @@ _DTYPES = {
 }
 _MAX_HEADER = 100_000_000
 """Bytes of a header: the format's own limit."""
-_MAX_INDEX = 256 << 20
+_MAX_INDEX = 64 << 20
+_MAX_TENSORS = 1 << 20
+_MAX_FIELDS = 4096
+"""Of one entry of a header. A tensor has three; the rest is for ``__metadata__``."""
 _MAX_FILES = 4096
 _MAX_NAME = 1024
 _READ = 16 << 20
-_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,240}\.safetensors")
+_FILE = r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,240}\.safetensors"
+_SPARSE = 8
+"""A file may be so many times larger than what is stored of it: some file systems compress."""
+_UNCOUNTED = 1 << 20
+"""Bytes of a file that a file system may keep where they are not counted."""
+
+
+class _Name(str):
+    """A tensor's name, as it is decoded."""
+
+    __slots__ = ()
+
+
+class _Field(str):
+    """A field's name in an entry, as it is decoded."""
+
+    __slots__ = ()
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[_Name, Annotated[str, msgspec.Meta(pattern=rf"^{_FILE}\Z")]]
+
+
+_Entry = dict[_Field, str | list[int]]
+_Header = dict[_Name, _Entry]
 
 
 class _Place(NamedTuple):
@@ -62,12 +88,15 @@ class Checkpoint:
 
     Reads headers only; :meth:`read` reads a tensor. A name in the index never leads out of the directory. Links are followed within
     it, and to the blobs of Hugging Face's cache if it is a snapshot there; with ``follow_links`` to anywhere, which lets whoever
-    made the directory have any safetensors file sent that you may read. Raises :class:`~weightsync.errors.ConfigurationError` for
-    a directory without a checkpoint, and for every header or index that is not what the format says.
+    made the directory have any safetensors file sent that you may read. A file of which the file system stores next to nothing is
+    refused, since it costs its maker nothing and its reader its size; with ``allow_sparse`` it is read. Raises
+    :class:`~weightsync.errors.ConfigurationError` for a directory without a checkpoint, and for every header or index that is not
+    what the format says.
     """
 
-    def __init__(self, directory: Path, *, follow_links: bool = False) -> None:
+    def __init__(self, directory: Path, *, follow_links: bool = False, allow_sparse: bool = False) -> None:
         self._places: dict[str, _Place] = {}
+        self._allow_sparse = allow_sparse
         # A file that the caller names is what the caller wants, wherever it leads.
         self._folders = None if follow_links or directory.is_file() else _allowed(directory)
         specs: list[TensorSpec] = []
@@ -93,6 +122,12 @@ class Checkpoint:
         except FileNotFoundError as error:
             raise ConfigurationError(f"cannot open {path}: {error.strerror}") from error
         opened.callback(os.close, descriptor)
+        stored = os.fstat(descriptor).st_blocks * 512
+        if size > stored * _SPARSE + _UNCOUNTED and not self._allow_sparse:
+            raise ConfigurationError(
+                f"{path} has {size:,} bytes, of which {stored:,} are stored; if its file system does not say what it stores, allow "
+                "it (allow_sparse=True, --allow-sparse)"
+            )
         for spec, offset in _read_header(path, descriptor, size):
             if spec.name in self._places:
                 raise ConfigurationError(f"{path}: tensor {spec.name!r} is in {self._places[spec.name].path.name} already")
@@ -213,35 +248,42 @@ def _find(directory: Path, folders: tuple[Path, ...] | None) -> dict[str, str] |
         data = _exactly(path, descriptor, size, 0)
     finally:
         os.close(descriptor)
-    mapped = _object(path, data).get("weight_map")
-    if not isinstance(mapped, dict) or not mapped:
+    mapped: dict[str, str] = {str(name): file for name, file in _decoded(path, data, _Index).weight_map.items()}
+    if not mapped:
         raise ConfigurationError(f"{path} has no weight_map")
-    for name, file_name in mapped.items():
-        if not isinstance(file_name, str) or _FILE.fullmatch(file_name) is None:
-            raise ConfigurationError(f"{path}: tensor {name[:200]!r} is in {file_name!r}, which is not a file of this directory")
     if len(set(mapped.values())) > _MAX_FILES:
         raise ConfigurationError(f"{path} names more than {_MAX_FILES} files")
     return mapped
 
 
-def _object(path: Path, data: bytes) -> dict[str, Any]:
-    """A JSON object in which no name occurs twice, at any depth."""
+def _decoded(path: Path, data: bytes, kind: Any) -> Any:  # noqa: ANN401 - the type of its argument
+    """JSON of this very kind, decoded without building anything else; no name may occur twice in an object.
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-            raise ConfigurationError(f"{path}: {twice[:200]!r} occurs twice")
-        return found
+    The decoder stops at the first thing that does not belong there, and at the first name too many, so what is built is bounded.
+    """
+    if data.count(b",") > 32 * _MAX_TENSORS:  # a list is built before its length can be looked at
+        raise ConfigurationError(f"{path} has more JSON than {_MAX_TENSORS:,} tensors need")
+    names: set[str] = set()
+    fields: set[str] = set()
+
+    def once(key: type, text: str) -> object:
+        seen, most = (names, _MAX_TENSORS) if key is _Name else (fields, _MAX_FIELDS)
+        if key is _Name:
+            fields.clear()  # those of the entry before
+        if text in seen:
+            raise ValueError(f"{text[:200]!r} occurs twice")
+        if len(seen) >= most:
+            raise ValueError(f"more than {most:,} names")
+        seen.add(text)
+        return key(text)
 
     try:
-        found = json.loads(data, object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, ConfigurationError):
-            raise
-        raise ConfigurationError(f"{path} does not begin with JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigurationError(f"{path} holds JSON, but no object")
+        found = msgspec.json.decode(data, type=kind, dec_hook=once)
+    except UNREADABLE as error:
+        what = "is not an index (JSON) of files of this directory" if kind is _Index else "does not begin with a header (JSON)"
+        raise ConfigurationError(f"{path} {what}: {str(error)[:500]}") from None
+    if kind is _Index and len(found.weight_map) != len(names):
+        raise ConfigurationError(f"{path}: 'weight_map' occurs twice")
     return found
 
 
@@ -250,12 +292,12 @@ def _read_header(path: Path, descriptor: int, size: int) -> list[tuple[TensorSpe
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little") if size >= 8 else 0
     if not 2 <= length <= min(_MAX_HEADER, size - 8):
         raise ConfigurationError(f"{path} is not a safetensors file: {size:,} bytes, with a header of {length:,}")
-    header = _object(path, _exactly(path, descriptor, length, 8))
-    header.pop("__metadata__", None)
+    header: _Header = _decoded(path, _exactly(path, descriptor, length, 8), _Header)
+    header.pop(_Name("__metadata__"), None)
     base, end = 8 + length, 0
     found = []
     for name, entry in header.items():
-        spec, first, last = _entry(path, name, entry)
+        spec, first, last = _entry(path, str(name), entry)
         if last > size - base:
             raise ConfigurationError(f"{path}: tensor {name!r} ends {last - (size - base):,} bytes after the file")
         found.append((spec, first, last))
@@ -279,15 +321,15 @@ def _exactly(path: Path, descriptor: int, length: int, offset: int) -> bytes:
     return data
 
 
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+def _whole(value: int) -> bool:
+    return 0 <= value < 1 << 62
 
 
-def _entry(path: Path, name: str, entry: object) -> tuple[TensorSpec, int, int]:
+def _entry(path: Path, name: str, entry: _Entry) -> tuple[TensorSpec, int, int]:
     """One tensor of a header, and its first and last byte."""
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"} or not 0 < len(name) <= _MAX_NAME:
+    if set(entry) != {"dtype", "shape", "data_offsets"} or not 0 < len(name) <= _MAX_NAME:
         raise ConfigurationError(f"{path}: {name[:200]!r} is not a tensor")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype, shape, offsets = (entry[_Field(field)] for field in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ConfigurationError(f"{path}: tensor {name!r} has dtype {str(dtype)[:50]!r}; known: {', '.join(_DTYPES)}")
     good = isinstance(shape, list) and len(shape) <= 16 and all(map(_whole, shape))

@@ -7,7 +7,7 @@ it: the request from a thread, the bytes through the group meanwhile, and no wai
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import accumulate
@@ -31,13 +31,13 @@ from weightsync.errors import (
 )
 from weightsync.forks import Origin
 from weightsync.messages import UNREADABLE, PauseMode
-from weightsync.model import TensorSpec
+from weightsync.model import Manifest, TensorSpec
 from weightsync.service.auth import bearer
 from weightsync.service.settings import Secret
 from weightsync.transports.groups import Backend, Group, Rendezvous, init_custom_process_group
 from weightsync.transports.host import reachable_address
 
-__all__ = ["Bucket", "Call", "GroupWish", "UpdateClient", "bucket_body", "group_body"]
+__all__ = ["Bucket", "Call", "GroupWish", "UpdateClient", "bucket_body", "group_body", "tensors_body"]
 
 _CLEANUP_SECONDS = 10.0
 _MAX_REPLY = 1 << 20
@@ -98,23 +98,27 @@ def bucket_body(specs: Sequence[TensorSpec], group: str) -> dict[str, Any]:
     dtypes = {spec.dtype for spec in specs}
     if len(dtypes) > 1:
         raise ConfigurationError(f"a flattened bucket holds one dtype, not {', '.join(sorted(dtypes))}")
+    return tensors_body(specs) | {"group_name": group, "load_format": "flattened_bucket"}
+
+
+def tensors_body(specs: Iterable[TensorSpec]) -> dict[str, Any]:
+    """Names, dtypes and shapes, as all these routes have them."""
+    specs = list(specs)
     return {
         "names": [spec.name for spec in specs],
         "dtypes": [spec.dtype for spec in specs],
         "shapes": [list(spec.shape) for spec in specs],
-        "group_name": group,
-        "load_format": "flattened_bucket",
     }
 
 
 class UpdateClient(ABC):
     """One engine to be updated. Derive from it for a kind of engine; methods that it does not have raise ``ConfigurationError``.
 
-    An update is ``pause``, ``begin``, ``update`` for every bucket (``last`` with the last), ``commit``, ``flush`` (true where the
-    engine flushed already), ``resume``. After an error: ``abort``, and everything again; an engine that was not committed must not
-    be resumed. Used by one thread. Raises :class:`~weightsync.errors.LoadError` for what the engine refused,
-    :class:`~weightsync.errors.PeerLost` and :class:`~weightsync.errors.DeadlineExceeded`; errors of another weightsync are raised
-    as what they are.
+    An update is ``check``, ``join``, ``pause``, ``begin``, ``update`` for every bucket (``last`` with the last), ``commit``,
+    ``flush`` (true where the engine flushed already), ``resume``. After an error: ``abort``, and everything again; an engine that
+    was not committed must not be resumed. Used by one thread. Raises :class:`~weightsync.errors.LoadError` for what the engine
+    refused, :class:`~weightsync.errors.PeerLost` and :class:`~weightsync.errors.DeadlineExceeded`; errors of another weightsync are
+    raised as what they are.
     """
 
     engine = "custom"
@@ -183,6 +187,10 @@ class UpdateClient(ABC):
     @abstractmethod
     def abort(self, deadline: Deadline) -> None:
         """Give an update up, as far as the engine has a way to."""
+
+    @abstractmethod
+    def check(self, manifest: Manifest, label: str | None, deadline: Deadline) -> None:
+        """Before anything is paused: raise what the engine has against these tensors, as far as it has a way to tell."""
 
     # The same for all.
 

@@ -14,7 +14,7 @@ from weightsync.adapters.clients import Call, GroupWish, UpdateClient, bucket_bo
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError
 from weightsync.messages import PauseMode
-from weightsync.model import TensorSpec
+from weightsync.model import Manifest, TensorSpec
 
 __all__ = ["LMDeployClient", "abort_requests", "destroy_group", "finalize", "init_group", "sleep", "update", "wakeup"]
 
@@ -68,6 +68,9 @@ class LMDeployClient(UpdateClient):
 
     def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> Call:
         return update(specs, self.group_name, last)
+
+    def check(self, manifest: Manifest, label: str | None, deadline: Deadline) -> None:
+        """LMDeploy has no route that says which tensors it takes."""
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
         """End running requests; nothing holds back new ones, so whoever routes requests must. Only ``abort``."""

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from weightsync.adapters.checkpoints import Checkpoint, buckets_of
 from weightsync.adapters.clients import Bucket, UpdateClient
 from weightsync.deadline import Deadline
-from weightsync.errors import WeightSyncError
+from weightsync.errors import ConfigurationError, WeightSyncError
 from weightsync.messages import PauseMode
 from weightsync.model import TensorSpec
 from weightsync.tensors.digest import digest_box
 from weightsync.tensors.shards import torch_dtype
+from weightsync.transports.memory import available_bytes
 
 __all__ = ["Pushed", "push"]
 
@@ -84,10 +88,11 @@ def push(
 ) -> list[Pushed]:
     """Bring every engine to ``checkpoint`` under ``label``; one result for each, in order. Closes nothing.
 
-    Holds two buckets in memory: one is read while the other is sent. Engines are paused only after all groups have come about or
-    failed. An engine that fails is aborted and not resumed, and the others go on. ``progress`` hears the bytes of each bucket that
-    all engines have. No step of an engine takes longer than ``step_timeout`` seconds, and all of it no longer than ``timeout``.
-    An exception of this function itself (a file that cannot be read, Ctrl-C) aborts all.
+    Holds two buckets in memory: one is read while the other is sent. Engines are paused only after the memory was taken, the first
+    bucket was read, the engines that can had compared the checkpoint's names, shapes and dtypes with their own, and all groups had
+    come about or failed. An engine that fails is aborted and not resumed, and the others go on. ``progress`` hears the bytes of
+    each bucket that all engines have. No step of an engine takes longer than ``step_timeout`` seconds, and all of it no longer
+    than ``timeout``. An exception of this function itself (a file that cannot be read, Ctrl-C) aborts all.
     """
     deadline = Deadline(timeout)
     targets = [_Target(client) for client in clients]
@@ -107,18 +112,22 @@ def push(
 
         return run
 
-    with ThreadPoolExecutor(max(len(targets), 1), thread_name_prefix="weightsync-target") as threads:
+    buckets = buckets_of(checkpoint.manifest, bucket_bytes)
+    with (
+        _Reading(checkpoint, buckets) as reading,
+        ThreadPoolExecutor(max(len(targets), 1), thread_name_prefix="weightsync-target") as threads,
+    ):
 
         def each(what: Callable[[_Target], Step]) -> None:
             for done in [threads.submit(target.run, what(target)) for target in targets]:
                 done.result()  # every step inside has the deadline
 
         try:
+            reading.wait_for_first(step())
+            each(always(lambda client: client.check(checkpoint.manifest, label, step())))
             each(always(lambda client: client.join(step())))
             each(paused)
-            digests: dict[str, str] = {}
-            buckets = buckets_of(checkpoint.manifest, bucket_bytes)
-            for number, bucket in enumerate(_read_ahead(checkpoint, buckets, digests)):
+            for number, bucket in enumerate(reading):
                 last = number == len(buckets) - 1
 
                 def send(client: UpdateClient, bucket: Bucket = bucket, last: bool = last) -> None:
@@ -131,7 +140,7 @@ def push(
 
             def commit(target: _Target) -> Step:
                 def run(client: UpdateClient) -> None:
-                    said = client.commit(digests, step())
+                    said = client.commit(reading.digests, step())
                     client.flush(step())
                     client.resume(step())
                     client.leave(step())
@@ -150,24 +159,62 @@ def push(
     return [target.result for target in targets]
 
 
-def _read_ahead(checkpoint: Checkpoint, buckets: Sequence[Sequence[TensorSpec]], digests: dict[str, str]) -> Iterable[Bucket]:
-    """Each bucket, with the next one being read meanwhile; its digests are in ``digests`` when it comes."""
-    size = max(sum(spec.nbytes for spec in bucket) for bucket in buckets)
-    memory = [np.empty(size, np.uint8) for _ in range(min(_BUFFERS, len(buckets)))]
+class _Reading:
+    """A checkpoint's buckets in order, the next one being read while one is used. Takes its memory, and begins, when it is made.
 
-    def read(number: int) -> Bucket:
-        specs, into = buckets[number], memory[number % _BUFFERS]
-        checkpoint.read(specs, into)
+    Raises :class:`~weightsync.errors.ConfigurationError` where the memory is not there.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, buckets: Sequence[Sequence[TensorSpec]]) -> None:
+        self._checkpoint, self._buckets = checkpoint, buckets
+        self.digests: dict[str, str] = {}
+        """Of the tensors of every bucket that has come."""
+        self._memory = _staging(max(sum(spec.nbytes for spec in bucket) for bucket in buckets), min(_BUFFERS, len(buckets)))
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="weightsync-read")
+        self._coming = self._reader.submit(self._read, 0)
+
+    def wait_for_first(self, deadline: Deadline) -> None:
+        """Return when the first bucket was read. Raises what reading raised."""
+        what = "reading the first bucket of the checkpoint"
+        try:
+            self._coming.result(deadline.remaining(what))
+        except TimeoutError:
+            deadline.remaining(what)
+            raise
+
+    def _read(self, number: int) -> Bucket:
+        specs, into = self._buckets[number], self._memory[number % _BUFFERS]
+        self._checkpoint.read(specs, into)
         bucket = Bucket(specs, torch.from_numpy(into))
         for spec, part in zip(specs, bucket.tensors(), strict=True):
             tensor = part.view(torch_dtype(spec.dtype)).view(spec.shape)
-            digests[spec.name] = f"{digest_box(tensor, spec.shape, [0] * len(spec.shape)):016x}"
+            self.digests[spec.name] = f"{digest_box(tensor, spec.shape, [0] * len(spec.shape)):016x}"
         return bucket
 
-    with ThreadPoolExecutor(1, thread_name_prefix="weightsync-read") as reader:
-        coming = reader.submit(read, 0)
-        for number in range(len(buckets)):
-            bucket = coming.result()
-            if number + 1 < len(buckets):
-                coming = reader.submit(read, number + 1)
+    def __iter__(self) -> Iterator[Bucket]:
+        for number in range(len(self._buckets)):
+            bucket = self._coming.result()
+            if number + 1 < len(self._buckets):
+                self._coming = self._reader.submit(self._read, number + 1)
             yield bucket
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+
+def _staging(nbytes: int, count: int) -> list[npt.NDArray[np.uint8]]:
+    """Memory for ``count`` buckets of ``nbytes``."""
+    free = available_bytes()
+    try:
+        if free is None or count * nbytes <= free:
+            return [np.empty(nbytes, np.uint8) for _ in range(count)]
+    except MemoryError:
+        pass
+    have = "that much is not available" if free is None else f"{free:,} bytes are available"
+    raise ConfigurationError(
+        f"{count} buckets of {nbytes:,} bytes do not fit into memory, {have}: give smaller ones (bucket_bytes, --bucket); a bucket "
+        "is never smaller than the largest tensor"
+    )

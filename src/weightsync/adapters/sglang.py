@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from weightsync.adapters.clients import Call, GroupWish, UpdateClient, bucket_body, group_body
+from weightsync.adapters.sglang_modes import SGLangMode, sglang_mode
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, LoadError, ProtocolError
 from weightsync.messages import PauseMode
-from weightsync.model import TensorSpec
+from weightsync.model import Manifest, TensorSpec
 
 __all__ = [
     "SGLangClient",
@@ -24,10 +25,6 @@ __all__ = [
     "update",
     "update_weight_version",
 ]
-
-_MODES: dict[PauseMode, Literal["abort", "retract", "in_place"]] = {"abort": "abort", "keep": "retract"}
-"""``keep``: requests go back to the queue and are computed anew. ``in_place`` would keep cache entries of the old weights, which
-SGLang refuses to flush while requests run, after the weights have changed."""
 
 
 def init_group(wish: GroupWish) -> Call:
@@ -56,7 +53,7 @@ def end() -> Call:
     return Call("POST", "/end_weight_update", {})
 
 
-def pause_generation(mode: Literal["abort", "retract", "in_place"]) -> Call:
+def pause_generation(mode: SGLangMode) -> Call:
     """Stop generating."""
     return Call("POST", "/pause_generation", {"mode": mode})
 
@@ -95,11 +92,12 @@ class SGLangClient(UpdateClient):
     def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> Call:
         return update(specs, self.group_name, self.label if last else None)
 
+    def check(self, manifest: Manifest, label: str | None, deadline: Deadline) -> None:
+        """SGLang has no route that says which tensors it takes."""
+
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
         """Pause with ``abort``, or ``keep`` (retract). SGLang has no way to ``wait``."""
-        if mode not in _MODES:
-            raise ConfigurationError(f"SGLang cannot pause with {mode!r}; it knows {', '.join(_MODES)}")
-        self.call(pause_generation(_MODES[mode]), deadline)
+        self.call(pause_generation(sglang_mode(mode)), deadline)
 
     def resume(self, deadline: Deadline) -> None:
         """Generate again."""

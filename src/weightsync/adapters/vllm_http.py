@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from weightsync.adapters.clients import Call, GroupWish, UpdateClient, bucket_body, group_body
+from weightsync.adapters.clients import Call, GroupWish, UpdateClient, bucket_body, group_body, tensors_body
 from weightsync.deadline import Deadline
 from weightsync.errors import LoadError, ProtocolError
 from weightsync.messages import PauseMode
-from weightsync.model import TensorSpec
+from weightsync.model import Manifest, TensorSpec
 
 __all__ = [
     "VLLMClient",
@@ -95,9 +95,15 @@ class VLLMClient(UpdateClient):
     engine = "vllm"
     verifies = True
     _session = False
+    _manifest: Manifest | None = None
 
     def _init(self, wish: GroupWish) -> Call:
-        return init_engine(group_body(wish))
+        tensors = {} if self._manifest is None else {"tensors": tensors_body(self._manifest)}
+        return init_engine(group_body(wish) | tensors)
+
+    def check(self, manifest: Manifest, label: str | None, deadline: Deadline) -> None:
+        """The workers compare these tensors with theirs when they join, which comes before the pause."""
+        self._manifest = manifest
 
     def _destroy(self) -> Call:
         return shutdown_engine()

@@ -54,14 +54,18 @@ def push(
     follow_links: Annotated[
         bool, typer.Option("--follow-links", help="Also read files that links in the checkpoint lead to, wherever they are.")
     ] = False,
+    allow_sparse: Annotated[
+        bool, typer.Option("--allow-sparse", help="Also read files that are far larger than what is stored of them.")
+    ] = False,
     token_file: Annotated[Path | None, typer.Option(help="File with the servers' API key.")] = None,
     json: Json = False,
 ) -> None:
     """Update running servers from a checkpoint on disk, without a trainer.
 
-    Reads a bucket at a time, sends it to all servers at once, and says what each made of it. A server that fails is not resumed:
-    push again. Exits with 0 only if all are updated. With `--engine vllm` a draft model keeps its weights, since vLLM loads
-    it in a session of its own, from a checkpoint that is not pushed; rounds from a trainer update both.
+    Reads a bucket at a time, sends it to all servers at once, and says what each made of it. No server is paused before the first
+    bucket was read and, with `weightsync` and `vllm`, the server has compared the checkpoint with its model. A server that fails
+    after that is not resumed: push again. Exits with 0 only if all are updated. With `--engine vllm` a draft model keeps its
+    weights, since vLLM loads it in a session of its own, from a checkpoint that is not pushed; rounds from a trainer update both.
 
     ```
     weightsync push ./step-400 --to http://head:30000 --engine sglang --label 400 --ranks 8
@@ -84,7 +88,7 @@ def push(
     nbytes = parse_size(bucket)
     device = torch.device("cuda") if backend is GroupBackend.nccl else None
     with ExitStack() as opened:
-        source = opened.enter_context(Checkpoint(checkpoint, follow_links=follow_links))
+        source = opened.enter_context(Checkpoint(checkpoint, follow_links=follow_links, allow_sparse=allow_sparse))
         clients = [
             opened.enter_context(
                 _client(engine)(

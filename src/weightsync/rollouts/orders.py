@@ -7,21 +7,23 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
+from pathlib import PurePosixPath
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self, cast
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, TypeVar, cast
 
 import httpx
 import msgspec
 
+from weightsync.adapters.sglang_modes import sglang_mode
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, LoadError, MembershipError, WeightSyncError, to_wire
-from weightsync.messages import UNREADABLE
+from weightsync.messages import UNREADABLE, PauseMode
 from weightsync.rollouts.mail import asked, followed
 from weightsync.rollouts.watch import coordinator_http
 from weightsync.service.auth import bearer
 from weightsync.service.endpoint import reason
 from weightsync.service.mailbox import Signal
-from weightsync.service.rollouts import Answered, Order
+from weightsync.service.rollouts import Answered, Name, Order
 from weightsync.service.settings import ClientSettings, Secret
 
 __all__ = ["OrderFollower", "Server", "UpdateServers"]
@@ -30,7 +32,50 @@ _log = logging.getLogger(__name__)
 _ANSWER_SECONDS = 30.0
 _SAID = 500
 _REMEMBERED = 1024
-_SGLANG_MODES = {"wait": "retract", "keep": "in_place"}
+
+Names = Annotated[list[Name], msgspec.Meta(max_length=1 << 20)]
+Group = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
+Label = Annotated[str, msgspec.Meta(max_length=256)]
+B = TypeVar("B", bound="_Body")
+
+
+class _Body(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What an order may ask of servers; anything else in it is refused, since it would be asked with the servers' key."""
+
+
+class _InitGroup(_Body, omit_defaults=False):
+    group_name: Group
+    master_address: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+    master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    backend: Literal["nccl", "gloo"]
+    world_size: int | None = None
+
+
+class _Distributed(_Body):
+    group_name: Group
+    names: Names
+    dtypes: list[Annotated[str, msgspec.Meta(max_length=32)]]
+    shapes: list[list[int]]
+    load_format: Literal["flattened_bucket"] | None = None
+    finished: bool = False
+    weight_version: Label | None = None
+
+
+class _Disk(_Body):
+    model_path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    weight_version: Label | None = None
+
+
+class _Destroy(_Body):
+    group_name: Group
+
+
+class _Pause(_Body):
+    mode: PauseMode = "abort"
+
+
+class _Continue(_Body):
+    pass
 
 
 class Server(NamedTuple):
@@ -56,12 +101,22 @@ class UpdateServers:
     """Servers with the routes of :mod:`weightsync.adapters.disaggregated`, or SGLang's, all told the same at once.
 
     Engine ranks follow the trainer in each group: those of the first server from rank 1, and so on. ``kind`` says how they pause.
+    Servers load from disk only what lies under ``checkpoints``, an absolute path as they see it; ``None``: nothing.
     """
 
-    def __init__(self, servers: Mapping[str, Server], *, token: Secret | None = None, kind: str = "weightsync") -> None:
+    def __init__(
+        self,
+        servers: Mapping[str, Server],
+        *,
+        token: Secret | None = None,
+        kind: str = "weightsync",
+        checkpoints: str | None = None,
+    ) -> None:
         if kind not in ("weightsync", "sglang") or not servers:
             raise ConfigurationError(f"at least one server, of kind weightsync or sglang, not {len(servers)} of {kind!r}")
-        self._servers, self._kind = dict(servers), kind
+        if checkpoints is not None and not checkpoints.startswith("/"):
+            raise ConfigurationError(f"checkpoints={checkpoints!r}: give the absolute path of a folder, as the servers see it")
+        self._servers, self._kind, self._checkpoints = dict(servers), kind, checkpoints
         self._http = httpx.AsyncClient(headers=bearer(token), trust_env=False, follow_redirects=False)
 
     async def aclose(self) -> None:
@@ -69,29 +124,48 @@ class UpdateServers:
         await self._http.aclose()
 
     async def carry_out(self, order: Order) -> str:
-        """Do it everywhere. Raises :class:`~weightsync.errors.LoadError` that names every server that failed."""
-        body, sglang = dict(order.body), self._kind == "sglang"
+        """Do it everywhere.
+
+        Raises :class:`~weightsync.errors.LoadError` that names every server that failed, and
+        :class:`~weightsync.errors.ConfigurationError` for an order that no server was told of.
+        """
+        sglang = self._kind == "sglang"
         match order.kind:
             case "init_group":
-                return await self._tell_all(order, "/init_weights_update_group", self._groups(body, order.timeout))
+                wish = _body(order, _InitGroup)
+                return await self._tell_all(order, "/init_weights_update_group", self._groups(wish, order.timeout))
             case "update_from_distributed":
-                last = bool(body.pop("finished", False))
-                body |= {"flush_cache": last} if sglang else {}  # weightsync's servers commit on ``continue``, not with a bucket
+                bucket = _body(order, _Distributed)
+                body = msgspec.to_builtins(bucket)
+                last = bool(body.pop("finished", False))  # weightsync's servers commit on ``continue``, not with a bucket
+                body |= {"load_format": bucket.load_format} | ({"flush_cache": last} if sglang else {})
                 return await self._tell_all(order, "/update_weights_from_distributed", body)
             case "update_from_disk":
-                return await self._tell_all(order, "/update_weights_from_disk", body)
+                return await self._tell_all(order, "/update_weights_from_disk", self._from_disk(_body(order, _Disk)))
             case "destroy_group":
-                return await self._tell_all(order, "/destroy_weights_update_group", body)
+                return await self._tell_all(order, "/destroy_weights_update_group", msgspec.to_builtins(_body(order, _Destroy)))
             case "pause":
+                mode = _body(order, _Pause).mode
                 if sglang:
-                    await self._tell_all(order, "/pause_generation", {"mode": _SGLANG_MODES.get(str(body.get("mode")), "abort")})
+                    await self._tell_all(order, "/pause_generation", {"mode": sglang_mode(mode)})
                     return await self._tell_all(order, "/begin_weight_update", {})
-                return await self._tell_all(order, "/begin_weight_update", body)
+                return await self._tell_all(order, "/begin_weight_update", {"mode": mode})
             case "continue":
+                _body(order, _Continue)
                 said = await self._tell_all(order, "/end_weight_update", {})
                 return await self._tell_all(order, "/continue_generation", {}) if sglang else said
             case _:
                 raise ConfigurationError(f"{order.kind!r} is no order that servers know")
+
+    def _from_disk(self, wish: _Disk) -> dict[str, Any]:
+        """What to ask: a path under the folder of checkpoints, and nothing but safetensors, which hold no code."""
+        root = self._checkpoints
+        if root is None:
+            raise ConfigurationError("servers load nothing from disk here: give UpdateServers the folder (checkpoints=...)")
+        path = PurePosixPath(wish.model_path)
+        if ".." in path.parts or not path.is_relative_to(root) or not wish.model_path.isprintable():
+            raise ConfigurationError(f"{wish.model_path[:200]!r} is not a path under {root}, the folder of checkpoints")
+        return msgspec.to_builtins(wish) | {"load_format": "safetensors"}
 
     async def _tell_all(self, order: Order, path: str, body: Mapping[str, Any] | list[dict[str, Any]]) -> str:
         bodies = body if isinstance(body, list) else [body] * len(self._servers)
@@ -103,10 +177,10 @@ class UpdateServers:
             raise LoadError(f"{order.kind} failed at {len(failed)} of {len(told)} replicas: {' | '.join(failed)}")
         return " | ".join(f"{name}: {said}" for name, (_, said) in zip(self._servers, told, strict=True))
 
-    def _groups(self, body: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
-        world = 1 + sum(server.ranks for server in self._servers.values())
-        if body.get("world_size", world) != world:
-            raise ConfigurationError(f"the trainer says {body['world_size']} ranks, but it and the engines' ranks are {world}")
+    def _groups(self, wish: _InitGroup, timeout: float) -> list[dict[str, Any]]:
+        world, body = 1 + sum(server.ranks for server in self._servers.values()), msgspec.to_builtins(wish)
+        if wish.world_size not in (None, world):
+            raise ConfigurationError(f"the trainer says {wish.world_size} ranks, but it and the engines' ranks are {world}")
         found, offset = [], 1
         for server in self._servers.values():
             mine = body | {"world_size": world, "rank_offset": offset}
@@ -125,6 +199,13 @@ class UpdateServers:
             said = {}
         message = str(said.get("message", answer.text))[:_SAID]
         return answer.is_success and said.get("success", True) is not False, message or f"HTTP {answer.status_code}"
+
+
+def _body(order: Order, kind: type[B]) -> B:
+    try:
+        return msgspec.convert(order.body, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"an order {order.kind!r} of another form than servers are asked: {error}") from None
 
 
 class OrderFollower:

@@ -37,6 +37,7 @@ __all__ = [
     "runtime_directory",
     "token_for_request",
     "token_source",
+    "update_networks",
 ]
 
 DEFAULT_PORT = 7400
@@ -346,6 +347,12 @@ def launched_place(environment: Mapping[str, str] | None = None) -> tuple[int, i
 def replica_name(environment: Mapping[str, str] | None = None) -> str | None:
     """The replica that this process is a rank of, if its environment says so."""
     return (os.environ if environment is None else environment).get("WEIGHTSYNC_REPLICA") or None
+
+
+def update_networks(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Where the process group of an update from outside may meet (``WEIGHTSYNC_UPDATE_NETWORKS``); empty: anywhere."""
+    text = (os.environ if environment is None else environment).get("WEIGHTSYNC_UPDATE_NETWORKS") or ""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def runtime_directory(environment: Mapping[str, str] | None = None) -> Path:

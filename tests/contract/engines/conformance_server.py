@@ -277,7 +277,12 @@ class VLLM(Engine):
 
     def init_engine(self, body: dict[str, Any]) -> dict[str, Any]:
         self.fields(body, {"init_info"}, set())
-        self.init(body["init_info"])
+        info = dict(body["init_info"])
+        tensors = info.pop("tensors", None)  # the backend's own: vLLM hands init_info on as it is
+        own = {name: list(parameter.shape) for name, parameter in self.module.named_parameters()}
+        if tensors is not None and dict(zip(tensors["names"], tensors["shapes"], strict=True)) != own:
+            raise Misuse("ManifestMismatch: other tensors than the model's")
+        self.init(info)
         return {"message": "Weight transfer initialized"}
 
     def shutdown(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from weightsync.adapters import checkpoints
 from weightsync.adapters.checkpoints import INDEX, Checkpoint
 from weightsync.errors import ConfigurationError
 
@@ -121,16 +124,86 @@ def test_a_pipe_or_a_folder_is_refused_and_not_waited_for(given: Path, name: str
 )
 def test_a_name_in_the_index_never_leads_out(given: Path, private: Path, name: object) -> None:
     index(given, {"w": name})
-    refused(given, "not a file of this directory")
+    refused(given, "files of this directory")
 
 
 def test_many_names_twice_are_refused_in_time(given: Path) -> None:
-    names = [f'"t{i}":0' for i in range(200_000)]
+    names = [f'"t{i}":{{}}' for i in range(200_000)]
     text = ("{" + ",".join([*names, names[-1]]) + "}").encode()
     (given / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
     started = time.monotonic()
     refused(given, "'t199999' occurs twice")
     assert time.monotonic() - started < 20  # looking for each name among all of them would take minutes
+
+
+def written(given: Path, name: str, begin: bytes, part: bytes, end: bytes, nbytes: int) -> None:
+    """A header, or an index, of so many bytes of JSON."""
+    text = begin + part * ((nbytes - len(begin) - len(end)) // len(part)) + end
+    head = b"" if name == INDEX else len(text).to_bytes(8, "little")
+    (given / name).write_bytes(head + text)
+
+
+BOMBS = {
+    "objects in a list": (b'{"a":[', b"{},", b"{}]}"),
+    "objects for tensors": (b'{"a":', b'{"b":', b""),
+    "numbers": (b'{"a":{"shape":[', b"0,", b"0]}}"),
+    "objects of no use": (b'{"weight_map":{},"more":[', b"{},", b"{}]}"),
+    "fields": (b'{"a":{"b":"c"', b',"d":"e"', b"}}"),
+}
+
+
+@pytest.mark.parametrize("case", BOMBS)
+@pytest.mark.parametrize("name", ["model.safetensors", INDEX])
+def test_json_that_is_larger_in_memory_than_on_disk_is_not_built(given: Path, name: str, case: str) -> None:
+    begin, part, end = BOMBS[case]
+    written(given, name, begin, part, end, 20_000_000)
+    refused(given, "JSON|weight_map|not a tensor")  # and what was imported for it is there now
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURE, str(given)], capture_output=True, text=True, timeout=55, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 130 << 20, f"{int(done.stdout):,} bytes for 20 MB"
+
+
+_MEASURE = """
+import sys
+from pathlib import Path
+from weightsync.adapters.checkpoints import Checkpoint
+from weightsync.errors import ConfigurationError
+
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) << 10
+
+before = peak()
+try:
+    Checkpoint(Path(sys.argv[1]))
+except ConfigurationError:
+    print(peak() - before)
+"""
+
+
+def test_an_index_has_at_most_64_mib(given: Path) -> None:
+    with (given / INDEX).open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    refused(given, "more than 67,108,864 bytes")
+
+
+def test_more_tensors_than_any_model_has_are_refused_early(given: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "_MAX_TENSORS", 4)
+    (given / "model.safetensors").write_bytes(file_of(["a", "b", "c", "d", "e"]))
+    refused(given, "more than 4 names")
+
+
+def test_a_file_that_stores_nothing_of_its_size_is_refused_unless_it_is_asked_for(given: Path) -> None:
+    size = 1 << 43
+    entry = {"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}
+    text = json.dumps(entry).encode()
+    with (given / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + size)
+    refused(given, "are stored.*allow_sparse=True, --allow-sparse")
+    with Checkpoint(given, allow_sparse=True) as checkpoint:
+        assert checkpoint.manifest.nbytes == size
 
 
 @pytest.mark.parametrize("name", ["\ud800", "a\nb", "a\x1b[31mb", "x" * 2000, "9" * 900 + "\ud800", ""])

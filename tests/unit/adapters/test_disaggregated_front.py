@@ -16,6 +16,7 @@ from weightsync.adapters.disaggregated.orders import (
     Digested,
     Done,
     Failed,
+    Join,
     Order,
     Pause,
     Receive,
@@ -26,6 +27,7 @@ from weightsync.adapters.disaggregated.orders import (
 from weightsync.adapters.disaggregated.session import Settings, WeightUpdates
 from weightsync.errors import ConfigurationError, ManifestMismatch, VerificationError, WeightSyncError
 from weightsync.model import Manifest, TensorSpec, fold
+from weightsync.service.settings import update_networks
 
 NAMES = ("a", "b", "c")
 MANIFEST = Manifest([TensorSpec(name, (4,), "float32") for name in NAMES])
@@ -234,3 +236,26 @@ async def test_a_check_changes_nothing_and_a_begin_of_what_fits_pauses() -> None
         await updates.check(requests.Check(tensors=ALL, weight_version="newest"))
     await updates.begin(requests.Begin(tensors=ALL))
     assert (await updates.state()).state == "updating"
+
+
+@pytest.mark.parametrize("address", ["192.0.3.1", "localhost", "::1", "192.0.2.1.example.org", "0300.0.2.1"])
+async def test_a_rendezvous_outside_the_networks_is_refused_before_anybody_connects(address: str) -> None:
+    ranks = Digesting()
+    updates = WeightUpdates(ranks, Settings(networks=("192.0.2.0/24", "2001:db8::/32")))
+    wish = requests.InitGroup(master_address=address, master_port=1, rank_offset=1, world_size=2, backend="gloo")
+    with pytest.raises(ConfigurationError, match=r"192\.0\.2\.0/24, 2001:db8::/32"):
+        await updates.init_group(wish)
+    assert not any(isinstance(order, Join) for order in ranks.orders)
+    for good in ("192.0.2.77", "2001:db8::5"):
+        fields = {name: getattr(wish, name) for name in wish.__struct_fields__} | {"master_address": good, "group_name": good}
+        await updates.init_group(requests.InitGroup(**fields))
+
+
+def test_a_network_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="not a network"):
+        Settings(networks=("192.0.2.0/24", "nowhere"))
+
+
+def test_networks_of_the_environment() -> None:
+    assert update_networks({}) == ()
+    assert update_networks({"WEIGHTSYNC_UPDATE_NETWORKS": "192.0.2.0/24, 2001:db8::/32,"}) == ("192.0.2.0/24", "2001:db8::/32")

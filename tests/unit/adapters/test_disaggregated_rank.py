@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from weightsync import points
+from weightsync.adapters.disaggregated import rank
 from weightsync.adapters.disaggregated.checks import Incoming
 from weightsync.adapters.disaggregated.orders import (
     Answer,
@@ -18,6 +19,7 @@ from weightsync.adapters.disaggregated.orders import (
     Done,
     Failed,
     Finish,
+    Join,
     Leave,
     Order,
     Pause,
@@ -30,6 +32,7 @@ from weightsync.adapters.disaggregated.orders import (
 )
 from weightsync.adapters.disaggregated.rank import DisaggregatedRank
 from weightsync.deadline import Deadline
+from weightsync.errors import DeadlineExceeded, PeerLost
 from weightsync.messages import PauseMode
 from weightsync.model import Manifest, TensorSpec, Version
 from weightsync.roles.adapter import EngineAdapter
@@ -287,3 +290,15 @@ def test_digests_are_of_what_was_received_in_this_update(driven: Driven) -> None
     assert isinstance(answer, Digested)
     wanted = digest_box(torch.full((4,), 3.0), (4,), [0])
     assert [int.from_bytes(answer.digests[place : place + 8], "little") for place in (0, 8)] == [0, wanted]
+
+
+@pytest.mark.parametrize("error", [PeerLost("connection refused by 192.0.2.7:22"), DeadlineExceeded("192.0.2.7:443 is silent")])
+def test_every_failure_to_join_has_the_same_answer(driven: Driven, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Whoever may name an address must not learn from the answer what listens there."""
+
+    def fails(*_: object, **__: object) -> Group:
+        raise error
+
+    monkeypatch.setattr(rank, "init_custom_process_group", fails)
+    answer = driven.tell(Join("g", "gloo", "192.0.2.7", 22, 1, 2, 3.0))
+    assert answer == Failed("PeerLost", "group 'g' did not come about within 3 s; the log of this engine rank says why")

@@ -6,9 +6,10 @@ from the request alone is looked at here, sizes included, before anything is all
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
 import msgspec
@@ -24,9 +25,11 @@ __all__ = [
     "Committed",
     "Incoming",
     "Packing",
+    "check_address",
     "check_bucket",
     "check_digests",
     "check_group",
+    "check_networks",
     "check_tensors",
     "join_manifests",
     "parse_version",
@@ -76,6 +79,32 @@ def check_group(wish: InitGroup, ranks: int, known: Collection[str], backends: C
         raise ConfigurationError(
             f"{ranks} engine ranks from rank {wish.rank_offset} on do not fit {wish.group_name!r}, a world of {wish.world_size}"
         )
+
+
+def check_networks(networks: Iterable[str]) -> None:
+    """Raise :class:`~weightsync.errors.ConfigurationError` for what is no network, as ``192.0.2.0/24`` is one."""
+    for network in networks:
+        try:
+            ipaddress.ip_network(network)
+        except ValueError as error:
+            raise ConfigurationError(f"{network!r} is not a network: {error}; write it as 192.0.2.0/24") from None
+
+
+def check_address(address: str, networks: Collection[str]) -> None:
+    """Raise :class:`~weightsync.errors.ConfigurationError` unless ``address`` is in one of ``networks``; without any, all are fine.
+
+    With networks a name is refused too: who owns it decides where it leads.
+    """
+    if not networks:
+        return
+    try:
+        place = ipaddress.ip_address(address)
+    except ValueError:
+        raise ConfigurationError(
+            f"master_address {address[:200]!r} is a name; this server takes addresses, in {', '.join(networks)}"
+        ) from None
+    if not any(place in ipaddress.ip_network(network) for network in networks):
+        raise ConfigurationError(f"master_address {place} is in none of the networks that this server takes: {', '.join(networks)}")
 
 
 def check_bucket(update: Update, manifest: Manifest, max_bytes: int, packing: Packing) -> tuple[Incoming, ...]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from weightsync.adapters.clients import Call, GroupWish, UpdateClient, bucket_body, group_body
+from weightsync.adapters.clients import Call, GroupWish, UpdateClient, bucket_body, group_body, tensors_body
 from weightsync.deadline import Deadline
 from weightsync.errors import ProtocolError
 from weightsync.messages import PauseMode
-from weightsync.model import TensorSpec
+from weightsync.model import Manifest, TensorSpec
 
-__all__ = ["WeightUpdateClient", "abort", "begin", "commit", "destroy_group", "init_group", "state", "update"]
+__all__ = ["WeightUpdateClient", "abort", "begin", "check", "commit", "destroy_group", "init_group", "state", "update"]
 
 
 def init_group(wish: GroupWish, timeout: float) -> Call:
@@ -21,6 +21,11 @@ def init_group(wish: GroupWish, timeout: float) -> Call:
 def destroy_group(name: str) -> Call:
     """Leave a group."""
     return Call("POST", "/destroy_weights_update_group", {"group_name": name})
+
+
+def check(label: str | None, manifest: Manifest) -> Call:
+    """Say whether an update of these tensors would be taken; nothing is paused for it."""
+    return Call("POST", "/check_weight_update", {"weight_version": label, "tensors": tensors_body(manifest)})
 
 
 def begin(label: str | None, fingerprint: str | None, mode: PauseMode | None, timeout: float) -> Call:
@@ -71,6 +76,10 @@ class WeightUpdateClient(UpdateClient):
         """Make a group with the engine's ranks, which give up when this side does."""
         self._init_seconds = deadline.remaining("joining a group")
         super().join(deadline)
+
+    def check(self, manifest: Manifest, label: str | None, deadline: Deadline) -> None:
+        """Compare names, shapes and dtypes with the engine's, and look at the label."""
+        self.call(check(label, manifest), deadline)
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
         """The begin pauses, in this mode."""

@@ -67,6 +67,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_groups: int = 16
     require_digest: bool = False
     """Refuse to commit what the sender gave no digest for."""
+    networks: tuple[str, ...] = ()
+    """Where a group's rendezvous may be (``192.0.2.0/24``, ...); empty: anywhere."""
+
+    def __post_init__(self) -> None:
+        checks.check_networks(self.networks)
 
 
 class _Update:
@@ -140,6 +145,7 @@ class WeightUpdates:
         """All ranks join a group; all, or none stays in it."""
         await self.manifest()
         checks.check_group(wish, self._ranks.count, self._groups, self._backends)
+        checks.check_address(wish.master_address, self.settings.networks)
         if len(self._groups) >= self.settings.max_groups:
             raise ConfigurationError(f"{len(self._groups)} groups are initialized already; destroy one first")
         timeout = min(wish.timeout or self.settings.init_timeout, self.settings.init_timeout)

@@ -1,6 +1,7 @@
 """A vLLM worker's part in an update from outside (``weightsync push --engine vllm``): a process group, staging, and digests.
 
-It comes over vLLM's own weight-transfer routes. ``init_info`` is a body of ``init_weights_update_group``; ``update_info`` is one of
+It comes over vLLM's own weight-transfer routes. ``init_info`` is a body of ``init_weights_update_group``, in which
+``tensors`` may have the names, dtypes and shapes of everything that will be sent; ``update_info`` is one of
 
 * a bucket, a body of ``update_weights_from_distributed``: broadcast meanwhile, and staged;
 * ``{"digests": {name: digest}}`` of everything that was sent: compared, and loaded if it is right;
@@ -16,7 +17,14 @@ import msgspec
 import numpy as np
 import torch
 
-from weightsync.adapters.disaggregated.checks import check_bucket, check_digests, check_group
+from weightsync.adapters.disaggregated.checks import (
+    check_address,
+    check_bucket,
+    check_digests,
+    check_group,
+    check_networks,
+    check_tensors,
+)
 from weightsync.adapters.disaggregated.orders import (
     Answer,
     Described,
@@ -32,9 +40,10 @@ from weightsync.adapters.disaggregated.orders import (
 )
 from weightsync.adapters.disaggregated.orders import Describe as Ask
 from weightsync.adapters.disaggregated.rank import DisaggregatedRank
-from weightsync.adapters.disaggregated.requests import Digest, InitGroup, Name, Update
+from weightsync.adapters.disaggregated.requests import Digest, InitGroup, Name, Tensors, Update
 from weightsync.adapters.vllm.adapter import VllmWorkerAdapter
 from weightsync.errors import ConfigurationError, LoadError, MembershipError
+from weightsync.service.settings import update_networks
 
 __all__ = ["PushedUpdates", "is_group"]
 
@@ -43,6 +52,10 @@ _JOINING = 60.0
 _MAX_BUCKET = 16 << 30
 
 T = TypeVar("T")
+
+
+class _Join(InitGroup, frozen=True, kw_only=True):
+    tensors: Tensors | None = None
 
 
 class _Digests(msgspec.Struct, forbid_unknown_fields=True):
@@ -66,8 +79,16 @@ class PushedUpdates:
         self._loaded = False
 
     def join(self, init_info: Mapping[str, Any]) -> None:
-        """Join the group. Raises :class:`~weightsync.errors.ConfigurationError`, and what joining raises."""
-        wish = _converted(init_info, InitGroup)
+        """Join the group.
+
+        Raises :class:`~weightsync.errors.ConfigurationError`, :class:`~weightsync.errors.ManifestMismatch` for tensors that do not
+        fit, and what joining raises.
+        """
+        wish, networks = _converted(init_info, _Join), update_networks()
+        check_networks(networks)
+        check_address(wish.master_address, networks)
+        if wish.tensors is not None:  # before the engine is paused
+            check_tensors(wish.tensors, self._rank.manifest, partial=False)
         known = self._tell(Ask())
         check_group(wish, self._rank.rank + 1, (), known.backends if isinstance(known, Described) else ())
         timeout = wish.timeout or _JOINING

@@ -15,6 +15,7 @@ __all__ = [
     "ENGINE_REPAIR_POINTS",
     "ENGINE_TOGETHER_POINTS",
     "TRAINER_POINTS",
+    "UPDATE_POINTS",
     "install",
     "reached",
 ]
@@ -59,6 +60,30 @@ COORDINATOR_POINTS = (
     "round.resumed",
     "round.end",
 )
+
+UPDATE_POINTS = (
+    "rank.join",
+    "updates.begin",
+    "rank.pause",
+    "rank.paused",
+    "updates.bucket",
+    "rank.receive",
+    "rank.arrived",
+    "rank.load",
+    "rank.answer",
+    "updates.commit",
+    "rank.verify",
+    "updates.verified",
+    "rank.finish",
+    "rank.flush",
+    "updates.finished",
+    "rank.resume",
+    "rank.resumed",
+    "updates.destroy",
+    "rank.leave",
+)
+"""Of an update from outside (``adapters.disaggregated``): the server's front, and its engine ranks. Two more are reached only when
+something failed: ``updates.abort`` and ``rank.quarantine``."""
 
 _gate: Callable[[str], None] | None = None
 

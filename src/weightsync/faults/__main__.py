@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, ExitStack
 
 from weightsync.errors import WeightSyncError
 from weightsync.faults.campaign import TRANSPORTS, Case, Findings, cases, run_cases
+from weightsync.faults.disaggregated import DISAGGREGATED, MUTANT_CASES, caught, disaggregated_cases, run_disaggregated
 from weightsync.faults.leaks import machine
 from weightsync.faults.network import Network, obstacle
 from weightsync.faults.relay import Relay
@@ -35,15 +36,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", action="append", default=[], metavar="TEXT", help="only cases whose name contains this; repeatable"
     )
-    parser.add_argument("--transport", choices=TRANSPORTS, action="append", help="only over this; repeatable")
+    parser.add_argument("--transport", choices=(*TRANSPORTS, DISAGGREGATED), action="append", help="only over this; repeatable")
     parser.add_argument("--soak", type=int, default=1000, metavar="ROUNDS", help="rounds of the soak, 0 for none (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the soak's joins and leaves (default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     given = parser.parse_args(arguments)
-    transports = tuple(given.transport or TRANSPORTS)
-    chosen = [case for case in cases(transports) if not given.only or any(text in case.name for text in given.only)]
+    asked = tuple(given.transport or (*TRANSPORTS, DISAGGREGATED))
+    transports = tuple(one for one in asked if one != DISAGGREGATED)
+
+    def wanted(name: str) -> bool:
+        return not given.only or any(text in name for text in given.only)
+
+    chosen = [case for case in cases(transports) if wanted(case.name)]
+    pushed = [case for case in disaggregated_cases() if DISAGGREGATED in asked and wanted(case.name)]
+    mutants = [name for name in MUTANT_CASES if DISAGGREGATED in asked and wanted(f"mutant/{name}")]
     if given.list:
-        print("\n".join(case.name for case in chosen))
+        print("\n".join([*(case.name for case in (*chosen, *pushed)), *(f"mutant/{name}" for name in mutants)]))
         return 0
     found, started, before = Findings(), time.monotonic(), machine()
     tally, injected = Tally(), Counter[str]()
@@ -65,8 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         injected += stage.injected
         found.run += len(mine)
         found.leaks += [f"{transport}: {name} did not end when asked to" for name in stage.unclean]
+    if pushed:
+        injected += run_disaggregated(pushed, tally, found, _say)
+        found.run += len(pushed)
+    noticed = sum(caught(name, _say) for name in mutants)
+    if noticed < len(mutants):
+        found.failed.append(f"{len(mutants) - noticed} of {len(mutants)} mutants were not noticed")
     found.leaks += [f"left behind: {what}" for what in sorted(machine() - before)]
-    return _report(found, tally, injected, time.monotonic() - started)
+    return _report(found, tally, injected, (len(mutants), noticed), time.monotonic() - started)
 
 
 @functools.cache
@@ -81,8 +95,8 @@ def _possible(case: Case) -> bool:
     return case.transport != "network" or _obstacle(case.act) is None
 
 
-def _report(found: Findings, tally: Tally, injected: Counter[str], seconds: float) -> int:
-    if not tally.served:
+def _report(found: Findings, tally: Tally, injected: Counter[str], mutants: tuple[int, int], seconds: float) -> int:
+    if found.run and not tally.served:
         found.failed.append("no request was answered")
     if injected.total() < found.run:
         found.failed.append(f"{found.run} cases, but only {injected.total()} faults")
@@ -108,8 +122,8 @@ def _report(found: Findings, tally: Tally, injected: Counter[str], seconds: floa
         "hangs": len(found.hangs),
         "leaks": len(found.leaks),
         "uncaught_corruptions": len(found.uncaught),
-        "mutants": 0,
-        "mutants_caught": 0,
+        "mutants": mutants[0],
+        "mutants_caught": mutants[1],
     }
     print(json.dumps(summary))
     return 1 if any(kinds.values()) else 0

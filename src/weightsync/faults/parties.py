@@ -33,7 +33,7 @@ from weightsync.transports.registry import register
 from weightsync.transports.shelf import Shelf
 from weightsync.transports.tcp import Tcp
 
-__all__ = ["Sockets", "coordinator", "engine", "run", "trainer"]
+__all__ = ["Gate", "Sockets", "coordinator", "engine", "lines", "run", "say", "trainer"]
 
 Sockets = tuple[socket.socket, socket.socket, socket.socket]
 """Commands, points, requests: this process's ends."""
@@ -49,7 +49,8 @@ def run(target: Callable[[Sockets, dict[str, Any]], None], sockets: Sockets, con
         target(sockets, config)
 
 
-def _lines(sock: socket.socket) -> Iterator[dict[str, Any]]:
+def lines(sock: socket.socket) -> Iterator[dict[str, Any]]:
+    """Messages of the runner, until it closes its end."""
     sock.settimeout(_PATIENCE)
     with sock.makefile("rb") as stream:
         try:
@@ -59,11 +60,12 @@ def _lines(sock: socket.socket) -> Iterator[dict[str, Any]]:
             return
 
 
-def _say(sock: socket.socket, message: dict[str, Any]) -> None:
+def say(sock: socket.socket, message: dict[str, Any]) -> None:
+    """Send a message to the runner."""
     sock.sendall(msgspec.json.encode(message) + b"\n")
 
 
-class _Gate:
+class Gate:
     """Tells the runner where this process is, and does what it answers: go on, or an order first."""
 
     def __init__(self, sock: socket.socket, orders: Callable[[dict[str, Any]], None] = lambda order: None) -> None:
@@ -78,9 +80,10 @@ class _Gate:
         self._turn = threading.Lock()
 
     def __call__(self, name: str) -> None:
+        """This process is at point ``name``."""
         with self._turn:
             try:
-                _say(self._sock, {"point": name})
+                say(self._sock, {"point": name})
                 line = self._stream.readline()
             except OSError:
                 line = b""
@@ -89,19 +92,20 @@ class _Gate:
             order = msgspec.json.decode(line)
             if "fork" in order:
                 self._fork(order["fork"])
-            elif order:
-                self._orders(order)
+                return
+        if order:
+            self._orders(order)  # other threads go on meanwhile
 
     def _fork(self, kind: str) -> None:
         child = fork(kind, self.made, self.sockets)
-        _say(self._sock, {"forked": child})
+        say(self._sock, {"forked": child})
         self._stream.readline()
 
 
 def coordinator(sockets: Sockets, config: dict[str, Any]) -> None:
     """Serve until SIGTERM."""
     commands, gate, _ = sockets
-    points.install(_Gate(gate))
+    points.install(Gate(gate))
     settings = ServerSettings.load(
         {},
         host=config["host"],
@@ -111,7 +115,7 @@ def coordinator(sockets: Sockets, config: dict[str, Any]) -> None:
         require="all",
         shutdown_seconds=1.0,
     )
-    serve(settings, lambda address, token, control: _say(commands, {"ready": True}))
+    serve(settings, lambda address, token, control: say(commands, {"ready": True}))
 
 
 def _corrupt(shelf: Shelf, kind: str, seed: int) -> None:
@@ -158,11 +162,11 @@ def trainer(sockets: Sockets, config: dict[str, Any]) -> None:
             if isinstance(shelf, Shelf):
                 _corrupt(shelf, order["corrupt"], order["seed"])
 
-        gated = _Gate(gate, obey)
+        gated = Gate(gate, obey)
         gated.made, gated.sockets = made, tuple(sock.fileno() for sock in sockets)
         points.install(gated)
-        _say(commands, {"ready": True})
-        for command in _lines(commands):
+        say(commands, {"ready": True})
+        for command in lines(commands):
             fill(local, rank * rows, command["number"])
             started = time.monotonic()
             answer: dict[str, Any] = {"error": None, "digest": None}
@@ -170,7 +174,7 @@ def trainer(sockets: Sockets, config: dict[str, Any]) -> None:
                 answer["digest"] = made.publish(command["number"], timeout=command["timeout"]).version.digest
             except WeightSyncError as error:
                 answer["error"] = f"{type(error).__name__}: {error}"
-            _say(commands, {**answer, "seconds": time.monotonic() - started})
+            say(commands, {**answer, "seconds": time.monotonic() - started})
 
 
 def engine(sockets: Sockets, config: dict[str, Any]) -> None:
@@ -180,14 +184,14 @@ def engine(sockets: Sockets, config: dict[str, Any]) -> None:
         enter(config["namespace"])
     commands, gate, requests = sockets
     weights = Weights(config["rank"], config["world"])
-    gated = _Gate(gate)
+    gated = Gate(gate)
     gated.sockets = tuple(sock.fileno() for sock in sockets)
     points.install(gated)
 
     def serve_requests() -> None:
         try:
-            for _ in _lines(requests):
-                _say(requests, weights.answer())
+            for _ in lines(requests):
+                say(requests, weights.answer())
         except OSError:
             return  # the runner closed its end
 
@@ -208,14 +212,14 @@ def engine(sockets: Sockets, config: dict[str, Any]) -> None:
 
     joined: Engine | None = join()
     gated.made = joined
-    _say(commands, {"ready": True})
-    for command in _lines(commands):
+    say(commands, {"ready": True})
+    for command in lines(commands):
         if joined is not None and command["do"] == "leave":
             weights.pause("abort", 10.0)
             joined.close()
             joined = None
         elif joined is None and command["do"] == "join":
             gated.made = joined = join()
-        _say(commands, {"done": True})
+        say(commands, {"done": True})
     if joined is not None:
         joined.close()

@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import msgspec
 
@@ -29,7 +29,7 @@ from weightsync.faults.relay import Relay
 from weightsync.service.client import Client
 from weightsync.service.settings import Address, ClientSettings, Secret
 
-__all__ = ["Party", "Stage", "Tally", "Trap"]
+__all__ = ["Party", "Stage", "Tally", "Trap", "Watching"]
 
 _START_SECONDS = 60.0
 _END_SECONDS = 10.0
@@ -73,10 +73,20 @@ class Trap:
     sprung: threading.Event = field(default_factory=threading.Event)
 
 
+class Watching(Protocol):
+    """Whose party a process is."""
+
+    tally: Tally
+
+    def at(self, party: Party, point: str) -> dict[str, Any]:
+        """A process reached a point: what it is to do before it goes on."""
+        ...
+
+
 class Party:
     """One process and its three sockets."""
 
-    def __init__(self, name: str, target: Callable[..., None], config: dict[str, Any], stage: Stage) -> None:
+    def __init__(self, name: str, target: Callable[..., None], config: dict[str, Any], stage: Watching) -> None:
         self.name, self.config, self._stage = name, config, stage
         pairs = [socket.socketpair() for _ in range(3)]
         self._ends = [pair[0] for pair in pairs]
@@ -92,7 +102,7 @@ class Party:
         self._answers = commands.makefile("rb")
         self._closed = threading.Event()
         watching: list[Callable[[], None]] = [lambda: self._watch(gate)]
-        if target is parties.engine:
+        if config.get("answers", target is parties.engine):
             watching.append(lambda: self._ask(requests))
         self._threads = [threading.Thread(target=work, name=f"{name}-watch", daemon=True) for work in watching]
         for thread in self._threads:

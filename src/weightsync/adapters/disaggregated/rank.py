@@ -101,12 +101,14 @@ class DisaggregatedRank:
     def handle(self, message: bytes) -> bytes:
         """Obey one encoded order; never raises: what went wrong is in the answer."""
         try:
-            return encode(self._obey(decode_order(message)))
+            answer = self._obey(decode_order(message))
         except WeightSyncError as error:
-            return encode(Failed(*to_wire(error)))
+            answer = Failed(*to_wire(error))
         except Exception as error:  # noqa: BLE001 - it crosses to the front, and is logged here
             _log.exception("rank %d of a disaggregated update failed", self.rank)
-            return encode(Failed(*to_wire(error)))
+            answer = Failed(*to_wire(error))
+        points.reached("rank.answer")
+        return encode(answer)
 
     def close(self) -> None:
         """Leave all groups. The engine stays as it is."""

@@ -46,8 +46,6 @@ __all__ = ["Settings", "WeightUpdates"]
 
 Known = npt.NDArray[np.bool_]
 
-_LEAVING = 30.0
-
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Limits and habits of a server that is updated from outside."""
@@ -64,6 +62,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from a bucket's request to its answer."""
     update_timeout: float = 3600.0
     """Seconds from the begin of an update to its end."""
+    leave_timeout: float = 30.0
+    """Seconds for ranks to leave a group, or to stop after a failure."""
     max_groups: int = 16
     require_digest: bool = False
     """Refuse to commit what the sender gave no digest for."""
@@ -169,7 +169,7 @@ class WeightUpdates:
 
     async def _leave(self, name: str) -> None:
         try:
-            await tell_all(self._ranks, Leave(name), _LEAVING, Done)
+            await tell_all(self._ranks, Leave(name), self.settings.leave_timeout, Done)
         finally:
             self._groups.pop(name, None)
 
@@ -353,7 +353,7 @@ class WeightUpdates:
     async def _quarantine(self) -> None:
         """Pause again: one rank may have resumed before another failed to."""
         with suppress(WeightSyncError):  # a rank that cannot be paused is already reported
-            await tell_all(self._ranks, Quarantine(_LEAVING), _LEAVING, Done)
+            await tell_all(self._ranks, Quarantine(self.settings.leave_timeout), self.settings.leave_timeout, Done)
 
     async def _settle(
         self,

@@ -1,0 +1,54 @@
+"""Bugs that the campaign must notice, put back one at a time in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+
+from weightsync.adapters.disaggregated import rank as updates
+from weightsync.adapters.disaggregated.rank import DisaggregatedRank
+from weightsync.errors import ProtocolError
+from weightsync.roles.adapter import EngineAdapter
+from weightsync.transports.groups import Group
+
+__all__ = ["UPDATE_MUTANTS", "planted"]
+
+
+def _check_state_alone(self: DisaggregatedRank, update: int, *states: str) -> None:
+    """Any update will do, and what was verified takes more buckets."""
+    if ("paused" if self._state == "verified" else self._state) not in {"paused" if one == "verified" else one for one in states}:
+        raise ProtocolError(f"this engine rank is {self._state}")
+
+
+def _load_and_believe(adapter: EngineAdapter, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    adapter.load(iter(tensors))
+
+
+_close = Group.close
+
+
+def _close_what_is_idle(self: Group) -> None:
+    """A group that carries a bucket stays open, and the bucket is taken."""
+    if not self._turn.locked():
+        _close(self)
+
+
+UPDATE_MUTANTS = {
+    "a bucket's update is not compared": lambda: patch.object(DisaggregatedRank, "_check", _check_state_alone),
+    "what a loader took is not looked at": lambda: patch.object(updates, "load_all", _load_and_believe),
+    "a closed group's bucket is taken": lambda: patch.object(Group, "close", _close_what_is_idle),
+}
+"""Of updates from outside."""
+
+
+@contextmanager
+def planted(name: str | None) -> Iterator[None]:
+    """Plant one; ``None``: nothing."""
+    if name is None:
+        yield
+        return
+    with UPDATE_MUTANTS[name]():
+        yield

@@ -21,11 +21,14 @@ import pytest
 import torch
 
 from weightsync import points
+from weightsync.adapters import disaggregated
 from weightsync.faults import leaks
 from weightsync.faults.campaign import Findings, cases, run_cases
+from weightsync.faults.disaggregated import DISAGGREGATED, LATE, MUTANT_CASES, disaggregated_cases
 from weightsync.faults.fork_mutants import MUTANTS
 from weightsync.faults.forked import ORPHAN, UNWIND
 from weightsync.faults.leaks import Held, grown, held
+from weightsync.faults.mutants import UPDATE_MUTANTS, planted
 from weightsync.faults.network import obstacle
 from weightsync.faults.stage import Stage, Tally
 from weightsync.faults.weights import MANIFEST, Weights, fill
@@ -33,7 +36,8 @@ from weightsync.messages import CheckSources, Commit, Move, Pause, Prepare, Quar
 from weightsync.model import Version
 
 COUNTED = ["schedules", "faults_injected", "kills", "corruptions"]
-ZEROS = ["torn_responses", "mislabelled_responses", "hangs", "leaks", "uncaught_corruptions", "mutants", "mutants_caught"]
+ZEROS = ["torn_responses", "mislabelled_responses", "hangs", "leaks", "uncaught_corruptions"]
+PLANTED = ["mutants", "mutants_caught"]
 
 
 EVERY_POINT = {
@@ -51,7 +55,7 @@ def campaign(*arguments: str) -> dict[str, int]:
     run = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert run.returncode == 0, run.stderr + run.stdout
     found: dict[str, int] = json.loads(run.stdout.splitlines()[-1])
-    assert list(found) == COUNTED + ZEROS
+    assert list(found) == COUNTED + ZEROS + PLANTED
     assert {found[key] for key in ZEROS} == {0}
     return found
 
@@ -85,6 +89,43 @@ def test_a_part_of_the_campaign(transport: str, chosen: list[str]) -> None:
     found = campaign("--transport", transport, "--soak", "0" if transport in ("network", "relay") else "40", *only)
     assert found["schedules"] >= len(chosen)
     assert found["faults_injected"] > len(chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_part_of_the_campaign_of_updates_from_outside() -> None:
+    chosen = ["late", "lazy", "kill/server/rank.load", "stop/server/updates.commit", "kill/trainer/rank.receive"]
+    only = [text for part in chosen for text in ("--only", part)]
+    found = campaign("--transport", DISAGGREGATED, "--soak", "0", *only)
+    assert found["schedules"] == len(LATE) + 3
+    assert found["mutants"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.rare
+@pytest.mark.timeout(180)
+def test_a_bug_that_is_put_back_is_noticed() -> None:
+    found = campaign("--transport", DISAGGREGATED, "--soak", "0", "--only", "mutant")
+    assert (found["schedules"], found["mutants"], found["mutants_caught"]) == (0, len(UPDATE_MUTANTS), len(UPDATE_MUTANTS))
+
+
+def test_every_point_of_an_update_from_outside_is_visited_and_every_mutant_has_a_case() -> None:
+    visited = {(case.act, case.party, case.point) for case in disaggregated_cases()}
+    assert {(act, "server", point) for act in ("kill", "stop") for point in points.UPDATE_POINTS} <= visited
+    assert set(MUTANT_CASES) == set(UPDATE_MUTANTS)
+    assert {act for acts in MUTANT_CASES.values() for act in acts} <= set(LATE)
+    assert len({case.name for case in disaggregated_cases()}) == len(list(disaggregated_cases()))
+    source = "".join(path.read_text() for path in Path(disaggregated.__file__).parent.glob("*.py"))
+    reached = set(re.findall(r'points\.reached\("([a-z.]+)"\)', source))
+    assert reached == {*points.UPDATE_POINTS, "updates.abort", "rank.quarantine"}  # the last two only after a failure
+
+
+def test_a_planted_bug_is_taken_out_again() -> None:
+    right = {name: getattr(owner, attribute) for name, (owner, attribute, _) in UPDATE_MUTANTS.items()}
+    for name, (owner, attribute, bug) in UPDATE_MUTANTS.items():
+        with planted(name):
+            assert getattr(owner, attribute) is bug
+        assert getattr(owner, attribute) is right[name]
 
 
 def test_every_point_is_visited_by_every_party_that_has_it() -> None:

@@ -321,8 +321,8 @@ def _exactly(path: Path, descriptor: int, length: int, offset: int) -> bytes:
     return data
 
 
-def _whole(value: int) -> bool:
-    return 0 <= value < 1 << 62
+def _whole(*values: int) -> bool:
+    return all(0 <= value < 1 << 62 for value in values)
 
 
 def _entry(path: Path, name: str, entry: _Entry) -> tuple[TensorSpec, int, int]:
@@ -332,8 +332,7 @@ def _entry(path: Path, name: str, entry: _Entry) -> tuple[TensorSpec, int, int]:
     dtype, shape, offsets = (entry[_Field(field)] for field in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ConfigurationError(f"{path}: tensor {name!r} has dtype {str(dtype)[:50]!r}; known: {', '.join(_DTYPES)}")
-    good = isinstance(shape, list) and len(shape) <= 16 and all(map(_whole, shape))
-    if not good or not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_whole, offsets)):
+    if isinstance(shape, str) or isinstance(offsets, str) or len(shape) > 16 or len(offsets) != 2 or not _whole(*shape, *offsets):
         raise ConfigurationError(
             f"{path}: tensor {name!r} has an impossible shape or place: {str(shape)[:80]}, {str(offsets)[:80]}"
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.list:
         print("\n".join([*(case.name for case in (*chosen, *pushed)), *(f"mutant/{name}" for name in mutants)]))
         return 0
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # in the parties, whose lost connections are what this is about
     found, started, before = Findings(), time.monotonic(), machine()
     tally, injected = Tally(), Counter[str]()
     made: dict[str, Callable[[], AbstractContextManager[Network | Relay]]] = {"network": Network.made, "relay": Relay.made}

@@ -36,10 +36,10 @@ def _close_what_is_idle(self: Group) -> None:
         _close(self)
 
 
-UPDATE_MUTANTS = {
-    "a bucket's update is not compared": lambda: patch.object(DisaggregatedRank, "_check", _check_state_alone),
-    "what a loader took is not looked at": lambda: patch.object(updates, "load_all", _load_and_believe),
-    "a closed group's bucket is taken": lambda: patch.object(Group, "close", _close_what_is_idle),
+UPDATE_MUTANTS: dict[str, tuple[object, str, object]] = {
+    "a bucket's update is not compared": (DisaggregatedRank, "_check", _check_state_alone),
+    "what a loader took is not looked at": (updates, "load_all", _load_and_believe),
+    "a closed group's bucket is taken": (Group, "close", _close_what_is_idle),
 }
 """Of updates from outside."""
 
@@ -50,5 +50,6 @@ def planted(name: str | None) -> Iterator[None]:
     if name is None:
         yield
         return
-    with UPDATE_MUTANTS[name]():
+    owner, attribute, bug = UPDATE_MUTANTS[name]
+    with patch.object(owner, attribute, bug):
         yield

@@ -30,7 +30,7 @@ from weightsync.transports.groups import Group, Rendezvous, init_custom_process_
 __all__ = ["BUCKET_SECONDS", "server", "trainer"]
 
 RANKS = 2
-BUCKET_SECONDS = 1.5
+BUCKET_SECONDS = 1.0
 _BUCKET_BYTES = MANIFEST.nbytes // 2
 _PATIENCE = 60.0
 _HELD = 10.0
@@ -102,7 +102,7 @@ def server(sockets: Sockets, config: dict[str, Any]) -> None:
         except OSError:
             return  # the runner closed its end
 
-    with planted(config["mutant"]):
+    with planted(config["bug"]):
         serving.start()
         threading.Thread(target=serve_requests, name="requests", daemon=True).start()
         say(commands, {"ready": True})

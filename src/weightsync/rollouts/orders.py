@@ -43,7 +43,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     """What an order may ask of servers; anything else in it is refused, since it would be asked with the servers' key."""
 
 
-class _InitGroup(_Body, omit_defaults=False):
+class _InitGroup(_Body, frozen=True, kw_only=True):
     group_name: Group
     master_address: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
     master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -51,7 +51,7 @@ class _InitGroup(_Body, omit_defaults=False):
     world_size: int | None = None
 
 
-class _Distributed(_Body):
+class _Distributed(_Body, frozen=True, kw_only=True):
     group_name: Group
     names: Names
     dtypes: list[Annotated[str, msgspec.Meta(max_length=32)]]
@@ -61,20 +61,20 @@ class _Distributed(_Body):
     weight_version: Label | None = None
 
 
-class _Disk(_Body):
+class _Disk(_Body, frozen=True, kw_only=True):
     model_path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
     weight_version: Label | None = None
 
 
-class _Destroy(_Body):
+class _Destroy(_Body, frozen=True, kw_only=True):
     group_name: Group
 
 
-class _Pause(_Body):
+class _Pause(_Body, frozen=True, kw_only=True):
     mode: PauseMode = "abort"
 
 
-class _Continue(_Body):
+class _Continue(_Body, frozen=True, kw_only=True):
     pass
 
 
@@ -165,7 +165,7 @@ class UpdateServers:
         path = PurePosixPath(wish.model_path)
         if ".." in path.parts or not path.is_relative_to(root) or not wish.model_path.isprintable():
             raise ConfigurationError(f"{wish.model_path[:200]!r} is not a path under {root}, the folder of checkpoints")
-        return msgspec.to_builtins(wish) | {"load_format": "safetensors"}
+        return {**msgspec.to_builtins(wish), "load_format": "safetensors"}
 
     async def _tell_all(self, order: Order, path: str, body: Mapping[str, Any] | list[dict[str, Any]]) -> str:
         bodies = body if isinstance(body, list) else [body] * len(self._servers)

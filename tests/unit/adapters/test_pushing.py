@@ -115,7 +115,7 @@ def test_memory_that_is_not_there_is_an_error_before_any_engine_is_asked(
         raise MemoryError
 
     if how == "refused":
-        monkeypatch.setattr(pushing.np, "empty", raises)
+        monkeypatch.setattr(np, "empty", raises)
     else:
         monkeypatch.setattr(pushing, "available_bytes", lambda: 31)
     refused_so = pytest.raises(ConfigurationError, match=r"2 buckets of 16 bytes do not fit into memory.*--bucket")

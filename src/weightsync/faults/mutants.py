@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -11,10 +11,11 @@ import torch
 from weightsync.adapters.disaggregated import rank as updates
 from weightsync.adapters.disaggregated.rank import DisaggregatedRank
 from weightsync.errors import ProtocolError
-from weightsync.roles.adapter import EngineAdapter
 from weightsync.transports.groups import Group
 
 __all__ = ["UPDATE_MUTANTS", "planted"]
+
+Load = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
 
 
 def _check_state_alone(self: DisaggregatedRank, update: int, *states: str) -> None:
@@ -23,8 +24,8 @@ def _check_state_alone(self: DisaggregatedRank, update: int, *states: str) -> No
         raise ProtocolError(f"this engine rank is {self._state}")
 
 
-def _load_and_believe(adapter: EngineAdapter, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    adapter.load(iter(tensors))
+def _load_and_believe(load: Load, name: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    load(iter(tensors))
 
 
 _close = Group.close

@@ -61,6 +61,9 @@ class Recording(EngineAdapter):
     def pause(self, mode: PauseMode, timeout: float) -> None:
         self.calls.append("pause")
 
+    def begin(self) -> None:
+        self.calls.append("begin")
+
     def wake_weights(self) -> None:
         self.calls.append("wake_weights")
 
@@ -262,7 +265,7 @@ def test_a_sleeping_engine_is_woken_as_in_a_round(driven: Driven) -> None:
     driven.done(Pause("abort", SECONDS, 1))
     driven.done(bucket("g", 1))
     commit(driven, 1)
-    assert driven.adapter.calls == ["pause", "wake_weights", "load", "finish", "wake_cache", "flush", "resume"]
+    assert driven.adapter.calls == ["pause", "begin", "wake_weights", "load", "finish", "wake_cache", "flush", "resume"]
 
 
 def test_an_engine_that_is_paused_is_not_paused_again(driven: Driven) -> None:

@@ -46,6 +46,7 @@ from weightsync.errors import (
 from weightsync.messages import PauseMode
 from weightsync.model import Box, Manifest, Version
 from weightsync.roles.adapter import EngineAdapter
+from weightsync.roles.adapter_calls import AdapterCalls
 from weightsync.roles.loading import load_all
 from weightsync.tensors.digest import digest_rows
 from weightsync.tensors.memory import layout_in_place
@@ -79,7 +80,9 @@ class DisaggregatedRank:
         reset_graphs: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank = rank
-        self._main, self._draft, self._prefix = adapter, draft, draft_prefix
+        self._draft, self._prefix = draft, draft_prefix
+        self._adapters = (adapter,) if draft is None else (adapter, draft)
+        self._calls = tuple(AdapterCalls(one, f"rank {rank}") for one in self._adapters)
         self._packing = packing
         self._device = torch.device(device)
         self._reset_graphs = reset_graphs
@@ -89,14 +92,9 @@ class DisaggregatedRank:
         self._table = threading.Lock()
         self._engine = threading.Lock()
         self._state: Literal["serving", "quarantined", "paused", "verified", "finished"] = "serving"
-        self._paused = False
         self._update = 0
         self._received = np.zeros(len(self.manifest), np.uint64)
         self._known = np.zeros(len(self.manifest), np.bool_)
-
-    @property
-    def _adapters(self) -> tuple[EngineAdapter, ...]:
-        return (self._main,) if self._draft is None else (self._main, self._draft)
 
     def handle(self, message: bytes) -> bytes:
         """Obey one encoded order; never raises: what went wrong is in the answer."""
@@ -191,8 +189,9 @@ class DisaggregatedRank:
         points.reached("rank.pause")
         with self._engine:
             self._halt(order.mode, order.timeout)
-            for adapter in self._adapters:
-                adapter.wake_weights()
+            for calls in self._calls:
+                calls.begin()
+                calls.wake_weights()
             self._known[:] = False
             self._update, self._state = order.update, "paused"
         points.reached("rank.paused")
@@ -205,10 +204,8 @@ class DisaggregatedRank:
     def _halt(self, mode: PauseMode, timeout: float) -> None:
         """Leave the serving state first, then pause what is not paused."""
         self._state = "quarantined"
-        if not self._paused:
-            for adapter in self._adapters:
-                adapter.pause(mode, timeout)
-            self._paused = True
+        for calls in self._calls:
+            calls.pause(mode, timeout)
 
     def _check(self, update: int, *states: str) -> None:
         """Raise :class:`~weightsync.errors.ProtocolError` unless this rank is in one of ``states`` for this very ``update``."""
@@ -253,9 +250,9 @@ class DisaggregatedRank:
     def _load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         own = [item for item in tensors if self._draft is None or not item[0].startswith(self._prefix)]
         rest = [item for item in tensors if self._draft is not None and item[0].startswith(self._prefix)]
-        for adapter, share in zip(self._adapters, (own, rest), strict=False):
+        for adapter, calls, share in zip(self._adapters, self._calls, (own, rest), strict=False):
             if share:
-                load_all(adapter.load, adapter.name, share)
+                load_all(calls.load, adapter.name, share)
 
     def _digests(self, shards: Sequence[Shard]) -> npt.NDArray[np.uint64]:
         """Of whole tensors in memory, ``uint64[tensors of the manifest]``; zero for those that are not there, or empty."""
@@ -281,8 +278,8 @@ class DisaggregatedRank:
         self._state = "verified"
         digests, installed = np.where(self._known, self._received, 0).astype("<u8"), False
         shards: list[Shard] = []
-        for adapter in self._adapters:
-            shards += adapter.shards() or ()
+        for calls in self._calls:
+            shards += calls.shards() or ()
         names = {shard.name for shard in shards}
         whole = all(shard.box == Box.whole(shard.shape) for shard in shards)
         if shards and whole and len({shard.tensor.device for shard in shards}) == 1 and len(names) == len(shards):
@@ -295,21 +292,20 @@ class DisaggregatedRank:
         return Digested(digests.tobytes(), installed)
 
     def _finish(self, version: Version) -> None:
-        for adapter in self._adapters:
-            adapter.finish(version)
+        for calls in self._calls:
+            calls.finish(version)
         self._reset_graphs()
-        for adapter in self._adapters:
-            adapter.wake_cache()
+        for calls in self._calls:
+            calls.wake_cache()
         points.reached("rank.flush")
-        for adapter in self._adapters:
-            if not adapter.flush():
+        for adapter, calls in zip(self._adapters, self._calls, strict=True):
+            if not calls.flush():
                 raise LoadError(f"the {adapter.name} engine refused to drop caches made with the old weights")
         self._state = "finished"
 
     def _resume(self) -> None:
-        self._paused = False
-        for adapter in self._adapters:
-            adapter.resume()
+        for calls in self._calls:
+            calls.resume()
         self._state = "serving"
 
 

@@ -81,9 +81,7 @@ class VllmWorkerAdapter(EngineAdapter):
         self._loaded.clear()
 
     def wake_weights(self) -> None:
-        """About to be written: forget an earlier update, and wait for what vLLM's last step still reads of the weights."""
-        self._arrived.clear()
-        self._loaded.clear()
+        """About to be written: wait for what vLLM's last step still reads of the weights on the device."""
         if self._device is not None:
             torch.cuda.synchronize(self._device)
 

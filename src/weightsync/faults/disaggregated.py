@@ -26,7 +26,7 @@ __all__ = ["DISAGGREGATED", "MUTANT_CASES", "caught", "disaggregated_cases", "ru
 
 DISAGGREGATED = "disaggregated"
 _TRAINER_LOST = ("rank.join", "updates.begin", "rank.receive", "rank.arrived", "updates.commit", "rank.finish")
-_DEADLINE = 1.5  # seconds for an update that meets a fault
+_DEADLINES = (1.5, 4.0, 10.0)  # seconds for an update that meets a fault
 _SLACK = 11.0  # seconds after its deadline: a client waits so long for its own end of a collective that nobody aborts
 _REACHED = 8.0
 _SECONDS = 20.0
@@ -112,9 +112,20 @@ class _Scene:
         self._traps.append(trap)
         return trap
 
-    def hold(self, point: str) -> _Trap:
-        """Stop the next thread of the server that comes there, until :meth:`release`."""
-        return self.lay(point, lambda: {"hold": point})
+    def hold(self, point: str, threads: int = 1) -> Callable[[], None]:
+        """Stop the next threads of the server that come there, until :meth:`release`; wait for them with what is returned."""
+        return self._wait_for(point, [self.lay(point, lambda: {"hold": point}) for _ in range(threads)])
+
+    def note(self, point: str, threads: int = 1) -> Callable[[], None]:
+        """What is returned waits until so many threads have come there."""
+        return self._wait_for(point, [self.lay(point, dict) for _ in range(threads)])
+
+    def _wait_for(self, point: str, traps: list[_Trap]) -> Callable[[], None]:
+        def wait() -> None:
+            if not all(trap.sprung.wait(_REACHED) for trap in traps):
+                raise WeightSyncError(f"the server never reached {point}")
+
+        return wait
 
     def release(self, point: str) -> None:
         """Let it go on."""
@@ -237,13 +248,7 @@ def _run(scene: _Scene, case: Case, found: Findings) -> None:
 
 def _struck(scene: _Scene, case: Case, found: Findings) -> None:
     """Kill or stop a party while an update is at a point, and look that it ends."""
-    number = signal.SIGKILL if case.act == "kill" else signal.SIGSTOP
-    trap = scene.lay(case.point, scene.signal(case.party, number, case.act))
-    scene.number += 1
-    trainer = scene.parties["trainer"]
-    trainer.tell(do="update", number=scene.number, timeout=_DEADLINE)
-    if not trap.sprung.wait(_REACHED):
-        raise WeightSyncError(f"the server never reached {case.point}")
+    deadline = _strike(scene, case)
     if case.act == "kill":
         scene.start(case.party)
     if (case.party, case.act) == ("trainer", "kill"):
@@ -251,17 +256,34 @@ def _struck(scene: _Scene, case: Case, found: Findings) -> None:
     try:
         if case.act == "stop":
             with suppress(DeadlineExceeded):  # beyond its own deadline and the server's: what goes on after that is late
-                scene.parties["trainer"].hear(_DEADLINE + 0.5)
+                scene.parties["trainer"].hear(deadline + 0.5)
                 return
             scene.parties[case.party].signal(signal.SIGCONT)
-        answer = scene.parties["trainer"].hear(_DEADLINE + _SLACK)
+        answer = scene.parties["trainer"].hear(deadline + _SLACK)
     except (DeadlineExceeded, PeerLost) as error:
         found.hangs.append(f"{case.name}: {error}")
         raise
     finally:
         scene.parties[case.party].signal(signal.SIGCONT)
-    if answer["seconds"] > _DEADLINE + _SLACK:
+    if answer["seconds"] > deadline + _SLACK:
         found.hangs.append(f"{case.name}: the trainer had its answer after {answer['seconds']:.2f} s")
+
+
+def _strike(scene: _Scene, case: Case) -> float:
+    """Begin an update and strike when it is at the point; the update's deadline, longer where a busy machine never came so far."""
+    number = signal.SIGKILL if case.act == "kill" else signal.SIGSTOP
+    for deadline in _DEADLINES:
+        trap = scene.lay(case.point, scene.signal(case.party, number, case.act))
+        scene.number += 1
+        scene.parties["trainer"].tell(do="update", number=scene.number, timeout=deadline)
+        if trap.sprung.wait(deadline + 0.5):
+            return deadline
+        scene.clear()
+        if trap.sprung.is_set():  # in this very moment
+            return deadline
+        scene.parties["trainer"].hear(deadline + _SLACK)
+        scene.update_well()
+    raise WeightSyncError(f"the server never reached {case.point}")
 
 
 def _late_into_the_next(scene: _Scene, release: Callable[[int], None]) -> None:
@@ -271,14 +293,13 @@ def _late_into_the_next(scene: _Scene, release: Callable[[int], None]) -> None:
     for group in ("old", "new"):
         scene.command("trainer", do="join", group=group)
     scene.must("/begin_weight_update", weight_version=str(old))
-    held, leaving = scene.hold("rank.load"), scene.hold("rank.leave")
+    held, leaving = scene.hold("rank.load", updated.RANKS), scene.hold("rank.leave", updated.RANKS)
+    scene.hold("rank.leave", updated.RANKS)  # the front orders it once more when the bucket has timed out
     late = scene.ask_for("old", _FIRST)
     scene.command("trainer", do="broadcast", group="old", number=old, names=_FIRST)
-    if not held.sprung.wait(_REACHED):
-        raise WeightSyncError("no rank came to the bucket")
+    held()
     scene.post("/destroy_weights_update_group", group_name="old")
-    if not leaving.sprung.wait(_REACHED):
-        raise WeightSyncError("no rank was told to leave")
+    leaving()
     scene.post("/abort_weight_update")
     scene.must("/begin_weight_update", weight_version=str(new))
     for names in (_FIRST, _REST):
@@ -291,10 +312,9 @@ def _late_into_the_next(scene: _Scene, release: Callable[[int], None]) -> None:
 
 def _late_before_commit(scene: _Scene) -> None:
     def release(number: int) -> None:
-        answered = scene.lay("rank.answer", dict)
+        answered = scene.note("rank.answer", updated.RANKS)
         scene.release("rank.load")
-        if not answered.sprung.wait(_REACHED):
-            raise WeightSyncError("the late bucket was never answered")
+        answered()
         scene.must("/commit_weight_update")
 
     _late_into_the_next(scene, release)
@@ -316,8 +336,7 @@ def _late_order(scene: _Scene) -> None:
     scene.must("/begin_weight_update", weight_version=str(old))
     held = scene.hold("rank.receive")
     late = scene.ask_for("same", _FIRST)
-    if not held.sprung.wait(_REACHED):
-        raise WeightSyncError("no rank came to the bucket")
+    held()
     scene.must("/destroy_weights_update_group", group_name="same")
     scene.post("/abort_weight_update")
     scene.command("trainer", do="leave", group="same")
@@ -339,10 +358,9 @@ def _late_broadcast(scene: _Scene) -> None:
     for group in ("old", "new"):
         scene.command("trainer", do="join", group=group)
     scene.must("/begin_weight_update", weight_version=str(new))
-    waiting = scene.lay("rank.receive", dict)
+    waiting = scene.note("rank.receive", updated.RANKS)
     late = scene.ask_for("old", _FIRST)
-    if not waiting.sprung.wait(_REACHED):
-        raise WeightSyncError("no rank came to the bucket")
+    waiting()
     scene.must("/destroy_weights_update_group", group_name="old")
     for names in (_FIRST, _REST):
         scene.send("new", new, names)
@@ -356,7 +374,7 @@ def _lazy_loader(scene: _Scene) -> None:
     """A loader that takes nothing of what it is handed: the digest of what was handed over would be right."""
     scene.number += 1
     scene.command("server", do="be", lazy=True)
-    answer = scene.command("trainer", do="update", number=scene.number, timeout=_DEADLINE)
+    answer = scene.command("trainer", do="update", number=scene.number, timeout=_DEADLINES[-1])
     scene.command("server", do="be", lazy=False)
     if not answer["error"]:
         scene.injected["unnoticed"] += 1

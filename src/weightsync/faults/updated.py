@@ -27,13 +27,13 @@ from weightsync.faults.weights import MANIFEST, NAMES, SHAPE, Weights, fill
 from weightsync.tensors.digest import digest_box
 from weightsync.transports.groups import Group, Rendezvous, init_custom_process_group
 
-__all__ = ["BUCKET_SECONDS", "server", "trainer"]
+__all__ = ["RANKS", "server", "trainer"]
 
 RANKS = 2
-BUCKET_SECONDS = 1.0
 _BUCKET_BYTES = MANIFEST.nbytes // 2
 _PATIENCE = 60.0
 _HELD = 10.0
+_BUCKET_SECONDS = 1.0
 
 
 class _Lazy(Weights):
@@ -52,17 +52,19 @@ class _Held:
 
     def __init__(self) -> None:
         self._ends: dict[str, threading.Event] = {}
-        self._answered = threading.Event()
+        self._answers = threading.Semaphore(0)
 
     def obey(self, order: dict[str, Any]) -> None:
-        """Hold the calling thread at a point; or release another, and wait until a rank has answered."""
+        """Hold the calling thread at a point; or release those of all ranks, and wait until these have answered."""
         if "hold" in order:
             end = self._ends.setdefault(order["hold"], threading.Event())
             end.wait(_HELD)
         if "release" in order:
-            self._answered.clear()
+            while self._answers.acquire(blocking=False):
+                pass  # of earlier orders
             self.release(order["release"])
-            self._answered.wait(_HELD)
+            for _ in range(RANKS):
+                self._answers.acquire(timeout=_HELD)
 
     def release(self, point: str) -> None:
         """Let go of whoever is, or comes to be, held there."""
@@ -71,7 +73,7 @@ class _Held:
 
     def answered(self) -> None:
         """A rank answers."""
-        self._answered.set()
+        self._answers.release()
 
 
 def server(sockets: Sockets, config: dict[str, Any]) -> None:
@@ -89,7 +91,7 @@ def server(sockets: Sockets, config: dict[str, Any]) -> None:
 
     points.install(reach)
     ranks = LocalRanks(*(DisaggregatedRank(one, rank=rank) for rank, one in enumerate(weights)))
-    limits = Settings(bucket_timeout=BUCKET_SECONDS, init_timeout=5.0, update_timeout=10.0, leave_timeout=1.0)
+    limits = Settings(bucket_timeout=_BUCKET_SECONDS, init_timeout=5.0, update_timeout=10.0, leave_timeout=1.0)
     app = Starlette(routes=weight_update_routes(WeightUpdates(ranks, limits), None))
     listener = socket.create_server(("127.0.0.1", config["port"]))
     http = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False, timeout_graceful_shutdown=1))

@@ -90,7 +90,10 @@ FORBIDDEN_FROM = {
     ("builtins", "exec"),
 }
 PICKLES_LOCALLY = {"faults/stage.py", "simulation/main.py"}  # between a parent and its own children: developers' tools
-WAITS_OUTSIDE = {"faults/leaks.py": "another process tells nobody when it lets go of what it holds"}
+WAITS_OUTSIDE = {
+    "faults/leaks.py": "another process tells nobody when it lets go of what it holds",
+    "faults/forked.py": "a forked child that is to live on, with nobody to wait for",
+}
 IMPORTS_BY_NAME = {
     "__init__.py": "this package's own public names, from a table",
     "adapters/vllm/__init__.py": "a constant",

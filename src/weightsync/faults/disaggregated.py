@@ -106,6 +106,10 @@ class _Scene:
                 return order
         return {}
 
+    def forked(self, party: Party, child: int) -> dict[str, Any]:
+        """Nobody is told to fork here."""
+        raise WeightSyncError(f"{party.name} forked process {child}")
+
     def lay(self, point: str, act: Callable[[], dict[str, Any]]) -> _Trap:
         """Lay a trap; :meth:`clear` takes all away."""
         trap = _Trap(point, act)

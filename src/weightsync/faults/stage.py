@@ -82,6 +82,10 @@ class Watching(Protocol):
         """A process reached a point: what it is to do before it goes on."""
         ...
 
+    def forked(self, party: Party, child: int) -> dict[str, Any]:
+        """A process forked, since it was told to."""
+        ...
+
 
 class Party:
     """One process and its three sockets."""

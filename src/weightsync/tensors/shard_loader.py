@@ -68,6 +68,8 @@ class ShardLoader:
         for name, tensor in zip(names, tensors, strict=True):
             shard = self._shards.get(name)
             if shard is None:
+                if not tensor.numel():  # shards are of tensors with elements
+                    continue
                 raise LoadError(f"this engine rank has no parameter named {name!r}")
             if tensor.dtype != shard.tensor.dtype or tuple(tensor.shape) != tuple(shard.shape):
                 came = f"{tensor.dtype}{list(tensor.shape)}"

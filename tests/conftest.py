@@ -18,7 +18,6 @@ import hypothesis
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, several processes: more threads only fight
-os.environ.setdefault("WEIGHTSYNC_PORT", "0")  # tests that run side by side cannot all have the default port
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, database=None)
 hypothesis.settings.register_profile("dev", deadline=None, print_blob=True)

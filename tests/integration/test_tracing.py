@@ -64,6 +64,12 @@ ENGINE_LACKS = (".sinks", "o_proj.bias", "down_proj_bias", "router.bias", "q_nor
 RENAMED = {".block_sparse_moe.": ".mlp.", ".mlp.router.": ".mlp.gate."}
 
 
+@pytest.fixture(autouse=True)
+def free_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer's own coordinator takes a free port: tests that run side by side cannot all have the default one."""
+    monkeypatch.setenv("WEIGHTSYNC_PORT", "0")
+
+
 def config_of(name: str) -> Any:
     kind, more, _ = MODELS[name]
     return getattr(transformers, kind)(**(COMMON | more))

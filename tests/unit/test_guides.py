@@ -30,6 +30,12 @@ KEY = b"k" * 32
 NBYTES = 4096
 
 
+@pytest.fixture(autouse=True)
+def free_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer's own coordinator takes a free port: tests that run side by side cannot all have the default one."""
+    monkeypatch.setenv("WEIGHTSYNC_PORT", "0")
+
+
 def _run(page: str) -> dict[str, Any]:
     """Execute the ``python`` blocks of a page in order, in one namespace; those marked ``notest`` are left out."""
     text = (DOCS / page).read_text()

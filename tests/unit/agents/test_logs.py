@@ -24,6 +24,12 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 SECONDS = 20
 
 
+@pytest.fixture(autouse=True)
+def free_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer's own coordinator takes a free port: tests that run side by side cannot all have the default one."""
+    monkeypatch.setenv("WEIGHTSYNC_PORT", "0")
+
+
 class Lines(logging.Handler):
     """Everything that is logged under ``weightsync``, as ``LEVEL message``."""
 

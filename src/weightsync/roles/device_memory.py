@@ -12,9 +12,9 @@ import torch
 from weightsync.model import Layout, Manifest
 from weightsync.tensors.cuda.digest import LayoutDigest
 from weightsync.tensors.memory import layout_in_place
-from weightsync.tensors.shards import Shard
+from weightsync.tensors.shards import Shard, Views, views_of
 
-__all__ = ["DeviceDigest", "Form", "device_of", "forms_of", "layout_by_shard", "pointers_of", "wait_for_devices"]
+__all__ = ["DeviceDigest", "Form", "device_of", "forms_of", "layout_by_shard", "views_of_shards", "wait_for_devices"]
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
@@ -27,9 +27,9 @@ def device_of(shards: Sequence[Shard]) -> torch.device | None:
     return devices.pop() if devices else torch.device("cpu")
 
 
-def pointers_of(shards: Iterable[Shard]) -> list[int]:
-    """Where each of ``shards`` is now: a tenth of a microsecond each, as it is asked while engines stand still."""
-    return list(map(torch.Tensor.data_ptr, map(attrgetter("tensor"), shards)))
+def views_of_shards(shards: Iterable[Shard]) -> Views:
+    """Where ``shards`` are now, and how their memory is read; see :func:`~weightsync.tensors.shards.views_of`."""
+    return views_of(map(attrgetter("tensor"), shards))
 
 
 def wait_for_devices(shards: Sequence[Shard]) -> None:

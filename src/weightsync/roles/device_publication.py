@@ -12,7 +12,7 @@ from weightsync.errors import LayoutError, TransportUnavailable
 from weightsync.messages import DEVICE_SCHEMES
 from weightsync.model import Layout, Manifest
 from weightsync.roles.device_memory import DeviceDigest, Form, device_of, forms_of, layout_by_shard
-from weightsync.tensors.shards import Shard, dtype_name
+from weightsync.tensors.shards import Shard, checkpoint_name, dtype_name
 from weightsync.transports.base import Scheme
 from weightsync.transports.device_shelf import DeviceShelf
 from weightsync.transports.shelf import EMPTY
@@ -96,7 +96,8 @@ class LivePlacer:
 
 def _local(state: State, names: Sequence[str]) -> list[torch.Tensor]:
     """This rank's memory of each of ``names``, as the state holds it now."""
-    values = state.state_dict(keep_vars=True) if isinstance(state, torch.nn.Module) else state
+    state = state.state_dict(keep_vars=True) if isinstance(state, torch.nn.Module) else state
+    values = {checkpoint_name(name): value for name, value in state.items()}
     missing = [name for name in names if name not in values]
     if missing:
         raise LayoutError(f"{missing[0]} ({len(missing)} in all) is no longer in the state that this trainer was made with")

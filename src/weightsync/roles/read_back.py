@@ -10,20 +10,23 @@ import torch
 
 from weightsync.errors import LayoutError
 from weightsync.model import Box, Layout, Manifest
-from weightsync.roles.device_memory import DeviceDigest, device_of, pointers_of
+from weightsync.roles.device_memory import DeviceDigest, device_of, views_of_shards
 from weightsync.tensors.digest import digest_rows
 from weightsync.tensors.memory import layout_in_place
-from weightsync.tensors.shards import Shard
+from weightsync.tensors.shards import Shard, Views
 
 __all__ = ["ReadBack"]
 
 
 class ReadBack:
-    """Where the parameters are, and how to digest them: made once, and anew when they moved. Used by one thread at a time."""
+    """Where the parameters are, and how to digest them: made once, and anew when they are other memory or another view of it.
+
+    Used by one thread at a time.
+    """
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._where: list[int] | None = None
+        self._views: Views | None = None
         self._part = 0  # the first shard that is not whole
         self._layout: Layout | None = None
         self._addresses: tuple[int, ...] = ()
@@ -34,9 +37,9 @@ class ReadBack:
         """Whether ``shards`` can be read back as what a trainer publishes: all of them whole, and none of another dtype."""
         if shards is None or (self._part < len(shards) and not _whole(shards[self._part])):
             return False  # perhaps as it was the last time, which takes no further look
-        where = pointers_of(shards)
-        if where != self._where:
-            self._where, self._digest = where, None
+        views = views_of_shards(shards)
+        if views != self._views:
+            self._views, self._digest = views, None
             self._layout, self._addresses, self._device = self._find(shards)
         return self._layout is not None
 

@@ -75,7 +75,7 @@ class Placer:
         rows = self._direct
         if not len(rows):
             return
-        # Addresses and strides anew each time: a framework may have given a parameter other memory.
+        # Addresses anew each time: a storage may have moved. Other views of it have to be found by whoever made the shards.
         addresses = np.array([self._shards[row].tensor.data_ptr() for row in rows], np.int64)
         strides = np.zeros((len(rows), self._manifest.dims), np.int64)
         for index, row in enumerate(rows):

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from weightsync.deadline import Deadline
 from weightsync.errors import LayoutError
 from weightsync.model import Box, Layout, Manifest
 from weightsync.roles.device_memory import DeviceDigest, device_of, views_of_shards
@@ -60,14 +61,15 @@ class ReadBack:
             self._digest = DeviceDigest(self._manifest, self._layout, self._device)
             self._digest.build(self._addresses)
 
-    def digests(self, shards: Sequence[Shard] | None, tensors: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64] | None:
+    def digests(
+        self, shards: Sequence[Shard] | None, tensors: npt.NDArray[np.int32], deadline: Deadline
+    ) -> npt.NDArray[np.uint64] | None:
         """The digest of each of ``tensors`` (manifest indices, as the plan names them); ``None`` where they cannot be read back."""
         if not self.look(shards) or self._layout is None or not np.array_equal(self._layout.tensor, tensors):
             return None
         self.build()
         if self._digest is not None:
-            torch.cuda.synchronize(self._device)  # for what a loader queued, in whatever stream
-            return self._digest.take(self._addresses)
+            return self._digest.take(self._addresses, deadline)  # of what a loader queued, in whatever stream
         digests = np.zeros(len(self._layout), np.uint64)
         digest_rows(self._manifest, self._layout, self._addresses, 0, len(self._layout), digests)
         return digests

@@ -249,7 +249,7 @@ def _view(value: torch.Tensor) -> _View:
     local = _here(value)
     if local.layout is not torch.strided:  # its parts have storages, itself has none
         return _View(-id(value), 0, (), tuple(local.shape), local.dtype)
-    return _View(local.untyped_storage()._cdata, local.storage_offset(), local.stride(), tuple(local.shape), local.dtype)
+    return _View(local.untyped_storage()._cdata, int(local.storage_offset()), local.stride(), tuple(local.shape), local.dtype)
 
 
 def _here(value: torch.Tensor) -> torch.Tensor:

@@ -192,7 +192,8 @@ class EncryptedChannel(Channel):
 
     def send(self, buffers: Sequence[memoryview | bytes], deadline: Deadline, more: bool = False) -> None:
         """See :meth:`Channel.send`."""
-        for buffer in map(memoryview, buffers):
+        for given in buffers:
+            buffer = memoryview(given)
             for start in range(0, len(buffer), RECORD_BYTES):
                 super().send(self._sealing.seal(buffer[start : start + RECORD_BYTES]), deadline, more)
 

@@ -43,8 +43,9 @@ def test_a_round_beside_busy_neighbours_says_so(monkeypatch: pytest.MonkeyPatch)
     def floor(trainers: Sequence[Peer], engines: Sequence[Peer], streamed: bool) -> tuple[float, float]:
         return 2.0, 1.0
 
-    peers: Any = [trainer], [engine]
-    (one,) = transfer._rounds(*peers, 1, False, floor, lines.append)
+    trainers: Any = [trainer]
+    engines: Any = [engine]
+    (one,) = transfer._rounds(trainers, engines, 1, False, floor, lines.append)
     assert (one.paused, one.floor_paused, one.floor_whole) == (1.5, 1.0, 2.0)
     assert one.ran / one.floor_ran == pytest.approx(1.2), "the program itself was no slower"
     assert one.waited == pytest.approx(0.9)
@@ -53,9 +54,10 @@ def test_a_round_beside_busy_neighbours_says_so(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_floor_of_encryption_holds_sockets_and_both_ends() -> None:
     trainer, engine = Rank({"seal": [0.3], "send": [0.5]}), Rank({"open": [0.2], "receive": [0.6]})
-    peers: Any = [trainer], [engine]
+    trainers: Any = [trainer]
+    engines: Any = [engine]
     engine.ask = lambda **_: {"answer": 1}  # type: ignore[attr-defined]
-    whole, paused = transfer._encrypted_floor(*peers, False)
+    whole, paused = transfer._encrypted_floor(trainers, engines, False)
     assert whole == paused == pytest.approx(0.6 + 0.3 + 0.2)
     floor = _Floor([torch.zeros(300_000, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)])
     assert floor.seal() > 0

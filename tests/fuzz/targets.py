@@ -509,7 +509,7 @@ TARGETS: dict[str, Target] = {
     "descriptors": Target(_descriptors, (msgspec.msgpack.encode({"nbytes": 64, "layout_digest": "x"}),)),
     "device": Target(
         _device,
-        (msgspec.msgpack.encode(Exported("p", 0, 1, "x", (b"h" * 64,), (0,), (64,), struct.pack("<3q", 0, 0, 64))),),
+        (msgspec.msgpack.encode(Exported("p", 0, 1, "x", (b"h" * 64,), (1,), (0,), (64,), struct.pack("<3q", 0, 0, 64))),),
     ),
     "offers": Target(_offers, (b"[::1]:80/" + b"00" * 16, b"h:1/" + b"00" * 16 + b"/" + b"ab" * 32, b"weightsync-" + b"00" * 16)),
     "safetensors": Target(_safetensors, (_file({"a": ("F32", [2], [0, 8]), "b": ("U8", [3], [8, 11])}, 11),)),

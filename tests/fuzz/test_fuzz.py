@@ -56,7 +56,7 @@ FOUND: dict[str, tuple[str, bytes]] = {
     "an allocation beyond 64 bits": (
         "device",
         msgspec.msgpack.encode(
-            {"process": "p", "device": 0, "count": 1, "layout_digest": "x", "handles": (b"h" * 64,), "bases": (0,),
+            {"process": "p", "device": 0, "count": 1, "layout_digest": "x", "handles": (b"h" * 64,), "ids": (1,), "bases": (0,),
              "sizes": (1 << 63,), "columns": bytes(24)}
         ),
     ),

@@ -15,6 +15,7 @@ _GOOD = Exported(
     count=1,
     layout_digest="d",
     handles=(b"h" * 64, b"i" * 64),
+    ids=(7, 8),
     bases=(1 << 40, 2 << 40),
     sizes=(1000, 2000),
     columns=np.array([[0, 1], [0, 500], [1000, 1500]], "<i8").tobytes(),
@@ -43,7 +44,9 @@ def test_regions_outside_their_allocations_are_refused(columns: list[list[int]])
 
 
 @pytest.mark.parametrize(
-    "change", [{"columns": b"123"}, {"handles": (b"h" * 64,)}, {"handles": (b"h" * 64, b"i" * 63)}, {"sizes": (1000,)}], ids=str
+    "change",
+    [{"columns": b"123"}, {"handles": (b"h" * 64,)}, {"handles": (b"h" * 64, b"i" * 63)}, {"sizes": (1000,)}, {"ids": (7,)}],
+    ids=str,
 )
 def test_columns_that_do_not_fit_each_other_are_refused(change: dict[str, object]) -> None:
     with pytest.raises(ProtocolError):

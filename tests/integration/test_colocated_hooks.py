@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
 
 import pytest
 import torch
@@ -91,6 +92,63 @@ def test_phases_in_order_and_restored_after_a_failure(server: BackgroundServer, 
         adapter.broken = False
         assert trainer.publish(3, timeout=20).ok
         assert torch.equal(target.weight, source.weight)
+
+
+def test_restored_after_an_offload_that_failed_half_way(server: BackgroundServer) -> None:
+    said: list[str] = []
+
+    def offload() -> None:
+        said.append("offload")
+        raise RuntimeError("no room on the host")
+
+    with Trainer(
+        torch.nn.Linear(4, 4), server.url, token=server.token, offload=offload, restore=lambda: said.append("restore")
+    ) as trainer:
+        with pytest.raises(RuntimeError, match="no room"):
+            trainer.publish(1, timeout=20)
+        assert said == ["offload", "restore"]
+
+
+@pytest.mark.parametrize("delivery", ["direct", "streamed"])
+def test_a_parameter_viewed_anew_is_right_or_refused_never_wrong(
+    server: BackgroundServer, delivery: Literal["direct", "streamed"]
+) -> None:
+    source, target = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
+    with (
+        Trainer(source, server.url, token=server.token, transports=["shared_memory"]) as trainer,
+        Engine(ModuleAdapter(target), "r", server.url, token=server.token, delivery=delivery, transports=["shared_memory"]),
+    ):
+        assert trainer.publish(1, timeout=20).ok
+        source.weight.data = source.weight.data.t()  # same address, other strides
+        assert trainer.publish(2, timeout=20).ok
+        assert torch.equal(target.weight, source.weight)
+        target.weight.data = target.weight.data.t()
+        if delivery == "direct":
+            with pytest.raises(RoundFailed, match="rebuilt its parameters"):
+                trainer.publish(3, timeout=20)
+        else:
+            assert trainer.publish(3, timeout=20).ok
+            assert torch.equal(target.weight, source.weight)
+
+
+@pytest.mark.parametrize("delivery", ["direct", "streamed"])
+def test_ties_registered_in_another_order_are_the_same_model(
+    server: BackgroundServer, delivery: Literal["direct", "streamed"]
+) -> None:
+    def tied(names: Sequence[str]) -> torch.nn.ModuleDict:
+        parts = torch.nn.ModuleDict({name: torch.nn.Linear(4, 8, bias=False) for name in names})
+        parts["head"].weight = parts["embed"].weight
+        return parts
+
+    source, target = tied(["middle", "head", "embed"]), tied(["embed", "head", "middle"])
+    with (
+        Trainer(source, server.url, token=server.token, transports=["shared_memory"]) as trainer,
+        Engine(ModuleAdapter(target), "r", server.url, token=server.token, delivery=delivery, transports=["shared_memory"]),
+    ):
+        (replica,) = trainer.publish(1, timeout=20).replicas
+        assert replica.verified == "installed"
+        assert torch.equal(target.get_parameter("head.weight"), source.get_parameter("embed.weight"))
+        assert torch.equal(target.get_parameter("middle.weight"), source.get_parameter("middle.weight"))
 
 
 def test_weights_that_wake_elsewhere_are_written_where_they_are_then(server: BackgroundServer) -> None:

@@ -11,7 +11,7 @@ from weightsync.errors import LoadError
 from weightsync.messages import PauseMode
 from weightsync.model import Manifest, Version
 from weightsync.roles.adapter import EngineAdapter
-from weightsync.tensors.shards import FollowedShards, Shard
+from weightsync.tensors.shards import FollowedShards, Shard, checkpoint_name
 
 __all__ = ["CompletionsAdapter", "Served"]
 
@@ -67,7 +67,8 @@ class CompletionsAdapter(EngineAdapter):
 
         Raises :class:`~weightsync.errors.LoadError` for an unknown name, another shape or another dtype.
         """
-        parameters = dict(self._server.model.named_parameters(remove_duplicate=False))
+        named = self._server.model.named_parameters(remove_duplicate=False)
+        parameters = {checkpoint_name(name): parameter for name, parameter in named}
         with torch.no_grad():
             for name, tensor in tensors:
                 own = parameters.get(name)

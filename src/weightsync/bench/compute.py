@@ -38,6 +38,13 @@ class Case(msgspec.Struct, frozen=True):
     """``publish_seconds`` over its own floor (for shared memory, the copy to the shelf is part of that)."""
     phases: dict[str, float] = {}
     rounds: int = 1
+    ratio_lowest: float | None = None
+    ratio_highest: float | None = None
+    """Of the rounds, each beside the floor that was measured just before it."""
+    processor_ratio: float | None = None
+    """Processor time of the engine ranks in a round over that of their part of the floor: other programs change it little."""
+    waited_share: float | None = None
+    """The part of a round that the engine rank which waited longest for a processor waited: near zero on a quiet machine."""
 
 
 def _timed(work: Callable[[], object], repeats: int) -> float:

@@ -84,7 +84,7 @@ class _Rank:
 
     def digest(self) -> str:
         """Of all bytes of the model here."""
-        return hashlib.sha256(self._digest.take(self._addresses).tobytes()).hexdigest()
+        return hashlib.sha256(self._digest.take(self._addresses, Deadline(60)).tobytes()).hexdigest()
 
     def prepare(self, group: str, buffer_bytes: int, num_buffers: int, programs: int | None = None) -> dict[str, float]:
         """Make the packed broadcast's buffers and tables: seconds, bytes."""

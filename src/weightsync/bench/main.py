@@ -34,16 +34,29 @@ def select(options: BenchOptions) -> list[str]:
 
 
 def _table(cases: Sequence[Case]) -> Table:
-    table = Table(title="pause to resume, beside the floor of the same run (ratio = ms / floor ms)")
+    table = Table(
+        title="pause to resume, beside the floor of the same run",
+        caption="ratio: ms / floor, and of the rounds the lowest and the highest. cpu: the same ratio of the engine ranks' "
+        "processor time. waited: for a processor, as a share of ms.",
+    )
     table.add_column("case", no_wrap=True)
-    for heading in ("ms", "floor ms", "ratio", "goal", "GB/s", "publish ms"):
+    for heading in ("ms", "floor", "ratio", "rounds", "goal", "cpu", "waited", "publish ms"):
         table.add_column(heading, justify="right")
     for case in cases:
         publish = "" if case.publish_seconds is None else f"{case.publish_seconds * 1000:.0f} ({case.publish_ratio:.2f})"
-        goal = "" if case.goal is None else f"{case.goal:.2f}"
         style = "" if case.goal is None or case.ratio <= case.goal else "yellow"
-        numbers = (f"{case.seconds * 1000:.0f}", f"{case.floor_seconds * 1000:.0f}", f"{case.ratio:.2f}")
-        table.add_row(case.name, *numbers, goal, f"{case.bytes / case.seconds / 1e9:.2f}", publish, style=style)
+        table.add_row(
+            case.name,
+            f"{case.seconds * 1000:.0f}",
+            f"{case.floor_seconds * 1000:.0f}",
+            f"{case.ratio:.2f}",
+            "" if case.ratio_lowest is None else f"{case.ratio_lowest:.2f}-{case.ratio_highest:.2f}",
+            "" if case.goal is None else f"{case.goal:.2f}",
+            "" if case.processor_ratio is None else f"{case.processor_ratio:.2f}",
+            "" if case.waited_share is None else f"{case.waited_share:.0%}",
+            publish,
+            style=style,
+        )
     return table
 
 

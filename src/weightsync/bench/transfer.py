@@ -7,8 +7,13 @@ with the same tensors and as many processes at the same time:
 
 * shared memory, direct: copy every shard once (shelf to parameter); for ``publish``, once more (trainer to shelf);
 * shared memory, streamed: the same with every engine rank taking the whole model, and a last copy by its loader;
-* TCP, encrypted or not: the same tensors through one bare loopback socket for each pair, from where they are to memory of the
-  same size.
+* TCP: the same tensors through one bare loopback socket for each pair, from where they are to memory of the same size;
+* TCP, encrypted: the same, and apart from it one AES-256-GCM encryption of these bytes at every trainer rank, and one decryption at
+  every engine rank, in pieces of 256 KiB.
+
+Beside the ratio stands how far the rounds were from it, what share of a round an engine rank waited for a processor that another
+process had, and the ratio of processor times, which other programs change little: together they tell a slower program from a
+busier machine.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import socket
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 from weightsync.bench.compute import Case
 from weightsync.bench.peer import Peer
@@ -75,6 +80,11 @@ def _socket_floor(trainers: Sequence[Peer], engines: Sequence[Peer], streamed: b
     return total, total
 
 
+def _encrypted_floor(trainers: Sequence[Peer], engines: Sequence[Peer], streamed: bool) -> tuple[float, float]:
+    total = _socket_floor(trainers, engines, streamed)[0] + max(_together(trainers, do="seal")) + max(_together(engines, do="open"))
+    return total, total
+
+
 def _peers(config: dict[str, Any], encrypted: bool, owned: ExitStack) -> tuple[list[Peer], list[Peer]]:
     environment = {"OMP_NUM_THREADS": "1", "WEIGHTSYNC_DATA_ENCRYPTION": "on" if encrypted else "off"}
 
@@ -106,24 +116,34 @@ def run_transfer_case(name: str, size: int, rounds: int, note: Callable[[str], N
         }  # fmt: skip
         note(f"{name}: starting {2 * _RANKS} processes")
         trainers, engines = _peers(config, bool(encrypted), owned)
-        measured = list(_rounds(trainers, engines, rounds, streamed, mapped, lambda text: note(f"{name}: {text}")))
-    results = [result for _, _, result in measured]
-    seconds = statistics.median(result["replicas"][0]["paused_seconds"] for result in results)
-    floor_seconds = statistics.median(paused for _, (_, paused), _ in measured)
-    publish_seconds = statistics.median(taken for taken, _, _ in measured)
+        measure = _copy_floor if mapped else _encrypted_floor if encrypted else _socket_floor
+        measured = list(_rounds(trainers, engines, rounds, streamed, measure, lambda text: note(f"{name}: {text}")))
+    results = [one.result for one in measured]
+    seconds = statistics.median(one.paused for one in measured)
+    floor_seconds = statistics.median(one.floor_paused for one in measured)
+    publish_seconds = statistics.median(one.seconds for one in measured)
+    ratios = [one.paused / one.floor_paused for one in measured]
     phases = {phase: statistics.median(row[phase] for row in map(_phases, results)) for phase in _phases(results[0])}
     return Case(
         name=name,
         bytes=results[0]["nbytes"],
         seconds=seconds,
-        floor="plain copies of the same tensors" if mapped else "bare loopback sockets",
+        floor="plain copies of the same tensors"
+        if mapped
+        else "bare loopback sockets, and one encryption and decryption"
+        if encrypted
+        else "bare loopback sockets",
         floor_seconds=floor_seconds,
         ratio=seconds / floor_seconds,
-        goal=None if streamed or encrypted else 1.6 if int(tensors) > 300 else 1.3 if mapped else 1.5,
+        goal=None if streamed else 1.6 if int(tensors) > 300 else 1.3 if mapped or encrypted else 1.5,
         publish_seconds=publish_seconds,
-        publish_ratio=publish_seconds / statistics.median(whole for _, (whole, _), _ in measured),
+        publish_ratio=publish_seconds / statistics.median(one.floor_whole for one in measured),
         phases=phases,
         rounds=rounds,
+        ratio_lowest=min(ratios),
+        ratio_highest=max(ratios),
+        processor_ratio=None if streamed else statistics.median(one.ran / one.floor_ran for one in measured),
+        waited_share=statistics.median(one.waited / one.paused for one in measured),
     )
 
 
@@ -131,22 +151,47 @@ def _phases(result: dict[str, Any]) -> dict[str, float]:
     return {**result["phases"], **result["replicas"][0]["phases"]}
 
 
+class _Round(NamedTuple):
+    """What one round took, and the floor before it, in seconds. ``ran`` and ``waited`` are of the engine ranks."""
+
+    seconds: float
+    paused: float
+    ran: float
+    waited: float
+    floor_whole: float
+    floor_paused: float
+    floor_ran: float
+    result: dict[str, Any]
+
+
+_Floor = Callable[[Sequence[Peer], Sequence[Peer], bool], tuple[float, float]]
+
+
 def _rounds(
-    trainers: Sequence[Peer], engines: Sequence[Peer], rounds: int, streamed: bool, mapped: bool, note: Callable[[str], None]
-) -> Iterator[tuple[float, tuple[float, float], dict[str, Any]]]:
+    trainers: Sequence[Peer], engines: Sequence[Peer], rounds: int, streamed: bool, floor: _Floor, note: Callable[[str], None]
+) -> Iterator[_Round]:
     for number in range(rounds + 1):
         _together(trainers, do="change", seed=number * 7919)
-        floor = (_copy_floor if mapped else _socket_floor)(trainers, engines, streamed)
+        before = _together(engines, do="processor")
+        floor_whole, floor_paused = floor(trainers, engines, streamed)
+        between = _together(engines, do="processor")
         answers = _together(trainers, do="publish", number=number)
         result = answers[0]["result"]
         if not result["ok"]:
             raise RoundFailed(
                 f"a benchmark round failed: {result['error']}; {[replica['error'] for replica in result['replicas']]}"
             )
+        after = _together(engines, do="processor")
         seconds = max(answer["seconds"] for answer in answers)
         paused = result["replicas"][0]["paused_seconds"]
         label = "set-up" if number == 0 else f"round {number}"
-        floors = f"floors {floor[1] * 1000:.0f} and {floor[0] * 1000:.0f} ms"
-        note(f"{label}: paused {paused * 1000:.0f} ms, publish {seconds * 1000:.0f} ms, {floors}")
+        floors = f"floors {floor_paused * 1000:.0f} and {floor_whole * 1000:.0f} ms"
+        waited = max(then[1] - earlier[1] for earlier, then in zip(between, after, strict=True))
+        note(
+            f"{label}: paused {paused * 1000:.0f} ms, publish {seconds * 1000:.0f} ms, {floors}; "
+            f"waited for a processor {waited * 1000:.0f} ms"
+        )
         if number:
-            yield seconds, floor, result
+            floor_ran = sum(then[0] - earlier[0] for earlier, then in zip(before, between, strict=True))
+            ran = sum(then[0] - earlier[0] for earlier, then in zip(between, after, strict=True))
+            yield _Round(seconds, paused, ran, waited, floor_whole, floor_paused, floor_ran, result)

@@ -28,12 +28,20 @@ _SHOWN = 10
 
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One checkpoint tensor: Hugging Face name, global shape in elements, dtype by torch's name, and the names tied to it."""
+    """One checkpoint tensor: Hugging Face name, global shape in elements, dtype by torch's name, and the names tied to it.
+
+    ``name`` is the one of tied names under which this rank's loader or module knows the tensor; another rank may choose another.
+    """
 
     name: str
     shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=_MAX_RANK)]
     dtype: str
     aliases: Annotated[tuple[str, ...], msgspec.Meta(max_length=1024)] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names in natural order: the same on every rank that ties the same names."""
+        return tuple(sorted((self.name, *self.aliases), key=_order)) if self.aliases else (self.name,)
 
     @property
     def size(self) -> int:
@@ -51,11 +59,16 @@ def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
     return tuple((0, int(part)) if "0" <= part[0] <= "9" else (1, part) for part in re.split(r"([0-9]+)", name) if part)
 
 
+def _order(name: str) -> tuple[tuple[tuple[int, int | str], ...], str]:
+    return _natural(name), name
+
+
 class Manifest:
     """The tensors of one model in their one canonical order, with a fingerprint.
 
-    The order is natural by name (``layers.2`` before ``layers.10``), so trainer and engine agree on it without asking, and a
-    tensor's index means the same everywhere. Immutable. Raises :class:`~weightsync.errors.ConfigurationError` for duplicate
+    The order is natural by name (``layers.2`` before ``layers.10``), of tied names by the first, so trainer and engine agree on it
+    without asking, and a tensor's index means the same everywhere. Manifests are equal if they hold the same tensors, whichever of
+    tied names comes first in each. Immutable. Raises :class:`~weightsync.errors.ConfigurationError` for duplicate
     names (aliases included) or unprintable ones, a negative extent, an unknown dtype, more than 16 dimensions or an absurd size.
     """
 
@@ -74,7 +87,7 @@ class Manifest:
                 if name in seen:
                     raise ConfigurationError(f"tensor name {name!r} occurs twice in the manifest")
                 seen.add(name)
-        ordered.sort(key=lambda spec: (_natural(spec.name), spec.name))
+        ordered.sort(key=lambda spec: _order(spec.names[0]))
         self.tensors: tuple[TensorSpec, ...] = tuple(ordered)
 
     def __len__(self) -> int:
@@ -87,7 +100,7 @@ class Manifest:
         return self.tensors[index]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Manifest) and self.tensors == other.tensors
+        return isinstance(other, Manifest) and self.fingerprint == other.fingerprint
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)
@@ -98,7 +111,8 @@ class Manifest:
     @cached_property
     def fingerprint(self) -> str:
         """32 hexadecimal digits (BLAKE2b-128) over names, shapes, dtypes and ties, in canonical order."""
-        return hashlib.blake2b(msgspec.msgpack.encode(self.tensors), digest_size=16).hexdigest()
+        tensors = [(spec.names, spec.shape, spec.dtype) for spec in self.tensors]
+        return hashlib.blake2b(msgspec.msgpack.encode(tensors), digest_size=16).hexdigest()
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -133,8 +147,8 @@ class Manifest:
         """Raise :class:`~weightsync.errors.ManifestMismatch` naming what differs in ``engine`` (at most ten, with the count)."""
         if self.fingerprint == engine.fingerprint:
             return
-        ours = {spec.name: spec for spec in self.tensors}
-        theirs = {spec.name: spec for spec in engine.tensors}
+        ours = {spec.names[0]: spec for spec in self.tensors}
+        theirs = {spec.names[0]: spec for spec in engine.tensors}
         lines = [f"missing there: {name}" for name in ours if name not in theirs]
         lines += [f"unexpected there: {name}" for name in theirs if name not in ours]
         dtypes: dict[tuple[str, str], list[str]] = {}
@@ -146,8 +160,8 @@ class Manifest:
                 lines.append(f"shape of {name}: {list(spec.shape)} here, {list(other.shape)} there")
             if spec.dtype != other.dtype:
                 dtypes.setdefault((spec.dtype, other.dtype), []).append(name)
-            if spec.aliases != other.aliases:
-                lines.append(f"tied names of {name}: {list(spec.aliases)} here, {list(other.aliases)} there")
+            if spec.names != other.names:
+                lines.append(f"tied names of {name}: {list(spec.names[1:])} here, {list(other.names[1:])} there")
         count = len(lines) + sum(map(len, dtypes.values()))
         shown = [_dtype_line(*pair, names) for pair, names in dtypes.items()][:_SHOWN]
         shown += lines[: _SHOWN - len(shown)]

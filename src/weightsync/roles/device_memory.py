@@ -9,12 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from weightsync.deadline import Deadline
 from weightsync.model import Layout, Manifest
 from weightsync.tensors.cuda.digest import LayoutDigest
 from weightsync.tensors.memory import layout_in_place
-from weightsync.tensors.shards import Shard
+from weightsync.tensors.shards import Shard, Views, views_of
+from weightsync.transports.cuda_waiting import wait_for_device, wait_until_idle
 
-__all__ = ["DeviceDigest", "Form", "device_of", "forms_of", "layout_by_shard", "pointers_of", "wait_for_devices"]
+__all__ = ["DeviceDigest", "Form", "device_of", "forms_of", "layout_by_shard", "views_of_shards", "wait_for_devices"]
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
@@ -27,16 +29,19 @@ def device_of(shards: Sequence[Shard]) -> torch.device | None:
     return devices.pop() if devices else torch.device("cpu")
 
 
-def pointers_of(shards: Iterable[Shard]) -> list[int]:
-    """Where each of ``shards`` is now: a tenth of a microsecond each, as it is asked while engines stand still."""
-    return list(map(torch.Tensor.data_ptr, map(attrgetter("tensor"), shards)))
+def views_of_shards(shards: Iterable[Shard]) -> Views:
+    """Where ``shards`` are now, and how their memory is read; see :func:`~weightsync.tensors.shards.views_of`."""
+    return views_of(map(attrgetter("tensor"), shards))
 
 
-def wait_for_devices(shards: Sequence[Shard]) -> None:
-    """Return when all that this process has queued on the CUDA devices that hold ``shards`` is done, in whatever stream."""
+def wait_for_devices(shards: Sequence[Shard], deadline: Deadline) -> None:
+    """Return when all that this process has queued on the CUDA devices that hold ``shards`` is done, in whatever stream.
+
+    Raises :class:`~weightsync.errors.DeadlineExceeded`, or what a device reports as a TransportError.
+    """
     for device in {one.tensor.device for one in shards}:
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            wait_until_idle(device, deadline, f"what this trainer rank has queued on {device}")
 
 
 def forms_of(tensors: Sequence[torch.Tensor]) -> list[Form]:
@@ -84,11 +89,17 @@ class DeviceDigest:
                 self._digest = LayoutDigest(self._manifest, self._layout, addresses, self._device)
             self._addresses = tuple(addresses)
 
-    def take(self, addresses: Sequence[int]) -> npt.NDArray[np.uint64]:
-        """The digests of all rows, ``uint64[rows]``, of what the device's current stream has written by now."""
+    def take(self, addresses: Sequence[int], deadline: Deadline) -> npt.NDArray[np.uint64]:
+        """The digests of all rows, ``uint64[rows]``, of what this process has written on the device by now, in whatever stream.
+
+        Raises :class:`~weightsync.errors.DeadlineExceeded`, or what the device reports as a TransportError.
+        """
+        wait_until_idle(self._device, deadline, f"what is queued on {self._device} before its digests")
         self.build(addresses)
         with torch.cuda.device(self._device):
-            return self._digest.digests()
+            self._digest.launch()
+            wait_for_device(self._device, deadline, f"taking digests on {self._device}")
+            return self._digest.taken()
 
     def launch(self, first: int, end: int) -> None:
         """Begin to digest rows ``first <= row < end`` in the device's current stream, with the tables in hand."""

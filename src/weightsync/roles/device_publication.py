@@ -8,13 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from weightsync.deadline import Deadline
 from weightsync.errors import LayoutError, TransportUnavailable
 from weightsync.messages import DEVICE_SCHEMES
 from weightsync.model import Layout, Manifest
 from weightsync.roles.device_memory import DeviceDigest, Form, device_of, forms_of, layout_by_shard
-from weightsync.tensors.shards import Shard, dtype_name
+from weightsync.tensors.shards import Shard, checkpoint_name, dtype_name
 from weightsync.transports.base import Scheme
-from weightsync.transports.device_shelf import DeviceShelf
+from weightsync.transports.device_shelf import PLACING_SECONDS, DeviceShelf
 from weightsync.transports.shelf import EMPTY
 
 __all__ = ["LivePlacer", "obstacle_to_live"]
@@ -79,13 +80,13 @@ class LivePlacer:
         self._now = tuple(tensor.data_ptr() for tensor in held)
         return self._now
 
-    def place(self, stop: npt.NDArray[np.int8] | None = None) -> npt.NDArray[np.uint64]:
+    def place(self, stop: npt.NDArray[np.int8] | None = None, deadline: Deadline | None = None) -> npt.NDArray[np.uint64]:
         """The digest of every row of the layout, of what the device's memory holds after all that was queued on it.
 
-        Called within ``shelf.placing``, which has looked where the memory is. One launch, so ``stop`` cannot end it early.
+        Called within ``shelf.placing``, which has looked where the memory is. One launch, so ``stop`` cannot end it early. Raises
+        :class:`~weightsync.errors.DeadlineExceeded` (without a ``deadline``, after a minute).
         """
-        torch.cuda.synchronize(self._device)
-        return self._digest.take(self._now)
+        return self._digest.take(self._now, deadline or Deadline(PLACING_SECONDS))
 
     def withdraw(self) -> None:
         """The trainer is about to change its memory: readers that are still at it find out and fail. Safe to repeat."""
@@ -96,7 +97,8 @@ class LivePlacer:
 
 def _local(state: State, names: Sequence[str]) -> list[torch.Tensor]:
     """This rank's memory of each of ``names``, as the state holds it now."""
-    values = state.state_dict(keep_vars=True) if isinstance(state, torch.nn.Module) else state
+    state = state.state_dict(keep_vars=True) if isinstance(state, torch.nn.Module) else state
+    values = {checkpoint_name(name): value for name, value in state.items()}
     missing = [name for name in names if name not in values]
     if missing:
         raise LayoutError(f"{missing[0]} ({len(missing)} in all) is no longer in the state that this trainer was made with")

@@ -39,12 +39,13 @@ from weightsync.model import Layout, Manifest, Version, fold
 from weightsync.planning.cover import Cover
 from weightsync.roles.adapter import EngineAdapter
 from weightsync.roles.adapter_calls import AdapterCalls
-from weightsync.roles.device_memory import device_of, pointers_of
+from weightsync.roles.device_memory import device_of, views_of_shards
 from weightsync.roles.device_streaming import bucket_bytes_for
 from weightsync.roles.filling import Clock, Filling
 from weightsync.roles.read_back import ReadBack
 from weightsync.roles.route import Route, StagingSettings
 from weightsync.tensors.memory import layout_in_place
+from weightsync.tensors.shards import Views
 
 __all__ = ["EngineRole", "ReceivedCall"]
 
@@ -121,7 +122,7 @@ class EngineRole:
         self.transports = tuple(transports)
         self.here = here
         self.manifest: Manifest = adapter.manifest()
-        self._pointers: list[int] = []
+        self._views: Views | None = None
         self.layout, self._addresses = self._look()
         self.device_memory = self._device is not None and type(adapter).load is not EngineAdapter.load
         self._staging_on = self._staging_device()
@@ -151,7 +152,7 @@ class EngineRole:
         if shards is None or device is None or (device.type != "cpu" and not DEVICE_SCHEMES & set(self.transports)):
             return None, ()
         self._device = device if device.type == "cuda" else None
-        self._pointers = pointers_of(shards)
+        self._views = views_of_shards(shards)
         # Rows are cut so that a processor's cache holds them until they are digested; a GPU digests all at once.
         cut = {} if self._device is None else {"block_bytes": None}
         layout, addresses = layout_in_place(self.manifest, shards, **cut)
@@ -333,7 +334,7 @@ class EngineRole:
 
     def _follow_memory(self, route: Route, deadline: Deadline) -> Route:
         """The route to where the parameters are now: an engine may have given them other memory since it prepared."""
-        if route.plan.delivery != "direct" or pointers_of(self._calls.shards() or ()) == self._pointers:
+        if route.plan.delivery != "direct" or views_of_shards(self._calls.shards() or ()) == self._views:
             return route
         layout, addresses = self._look()
         if self._device != route.device or layout is None or layout.digest != route.layout.digest:

@@ -80,7 +80,7 @@ class Filling:
                 digests = self._stream_device(route, route.staging, digests, clock, deadline)
             else:
                 digests = self._stream(route, route.staging, digests, clock, deadline)
-            return self._installed(route, digests, clock)
+            return self._installed(route, digests, clock, deadline)
         if route.device is not None:
             return self._fill_device(route, number, digests, clock, deadline), "installed"
         done = 0
@@ -221,12 +221,12 @@ class Filling:
         load_all(self._calls.load, self._adapter.name, staging.tensors(bucket))
 
     def _installed(
-        self, route: Route, received: npt.NDArray[np.uint64], clock: Clock
+        self, route: Route, received: npt.NDArray[np.uint64], clock: Clock, deadline: Deadline
     ) -> tuple[npt.NDArray[np.uint64], Literal["installed", "received"]]:
         """Digest the parameters themselves where they are whole, plain copies; else what the loader was given must do."""
         started = time.perf_counter()
         shards = None if self._adapter.loads_late else self._calls.shards()
-        digests = self._read_back.digests(shards, route.layout.tensor)
+        digests = self._read_back.digests(shards, route.layout.tensor, deadline)
         if digests is None:
             if route.settings.reads_back and route.device is not None:
                 raise PlanMismatch("the loader gave the engine other parameters than it had: restart this rank's weightsync.Engine")

@@ -8,22 +8,26 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from weightsync.deadline import Deadline
 from weightsync.errors import LayoutError
 from weightsync.model import Box, Layout, Manifest
-from weightsync.roles.device_memory import DeviceDigest, device_of, pointers_of
+from weightsync.roles.device_memory import DeviceDigest, device_of, views_of_shards
 from weightsync.tensors.digest import digest_rows
 from weightsync.tensors.memory import layout_in_place
-from weightsync.tensors.shards import Shard
+from weightsync.tensors.shards import Shard, Views
 
 __all__ = ["ReadBack"]
 
 
 class ReadBack:
-    """Where the parameters are, and how to digest them: made once, and anew when they moved. Used by one thread at a time."""
+    """Where the parameters are, and how to digest them: made once, and anew when they are other memory or another view of it.
+
+    Used by one thread at a time.
+    """
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._where: list[int] | None = None
+        self._views: Views | None = None
         self._part = 0  # the first shard that is not whole
         self._layout: Layout | None = None
         self._addresses: tuple[int, ...] = ()
@@ -34,9 +38,9 @@ class ReadBack:
         """Whether ``shards`` can be read back as what a trainer publishes: all of them whole, and none of another dtype."""
         if shards is None or (self._part < len(shards) and not _whole(shards[self._part])):
             return False  # perhaps as it was the last time, which takes no further look
-        where = pointers_of(shards)
-        if where != self._where:
-            self._where, self._digest = where, None
+        views = views_of_shards(shards)
+        if views != self._views:
+            self._views, self._digest = views, None
             self._layout, self._addresses, self._device = self._find(shards)
         return self._layout is not None
 
@@ -57,14 +61,15 @@ class ReadBack:
             self._digest = DeviceDigest(self._manifest, self._layout, self._device)
             self._digest.build(self._addresses)
 
-    def digests(self, shards: Sequence[Shard] | None, tensors: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64] | None:
+    def digests(
+        self, shards: Sequence[Shard] | None, tensors: npt.NDArray[np.int32], deadline: Deadline
+    ) -> npt.NDArray[np.uint64] | None:
         """The digest of each of ``tensors`` (manifest indices, as the plan names them); ``None`` where they cannot be read back."""
         if not self.look(shards) or self._layout is None or not np.array_equal(self._layout.tensor, tensors):
             return None
         self.build()
         if self._digest is not None:
-            torch.cuda.synchronize(self._device)  # for what a loader queued, in whatever stream
-            return self._digest.take(self._addresses)
+            return self._digest.take(self._addresses, deadline)  # of what a loader queued, in whatever stream
         digests = np.zeros(len(self._layout), np.uint64)
         digest_rows(self._manifest, self._layout, self._addresses, 0, len(self._layout), digests)
         return digests

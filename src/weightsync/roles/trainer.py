@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from weightsync import points
+from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, TransportUnavailable
 from weightsync.messages import DEVICE_SCHEMES, Body, Done, Host, Offer, Place, Placed
 from weightsync.model import Layout, Manifest
@@ -174,10 +175,10 @@ class TrainerRole:
         if isinstance(body, Place):
             points.reached("trainer.received.place")
             self.epoch = body.epoch
-            return self._place(body.number)
+            return self._place(body.number, Deadline(timeout))
         return Done()
 
-    def _place(self, number: int) -> Placed:
+    def _place(self, number: int, deadline: Deadline) -> Placed:
         with self._busy:
             if self._last is not None and self.shelf.version == number:
                 return self._last  # asked again, by a coordinator that restarted: a number always means the same bytes
@@ -185,9 +186,9 @@ class TrainerRole:
                 raise Aborted(f"this trainer rank is not publishing version {number} (any more)")
             points.reached("trainer.place")
             started = time.perf_counter()
-            wait_for_devices(self._shards)  # for what the trainer queued before it called publish, in whatever stream
+            wait_for_devices(self._shards, deadline)  # for what the trainer queued before it called publish, in whatever stream
             with self.shelf.placing(number):
-                digests = self._placer.place(self._stop)
+                digests = self._placer.place(self._stop, deadline)
                 points.reached("trainer.placing")
                 if self._stop[0]:
                     raise Aborted(f"placing version {number} was aborted by the trainer")

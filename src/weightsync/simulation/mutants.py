@@ -184,9 +184,9 @@ def _stale_shelf() -> AbstractContextManager[None]:
 
     earlier: WeakKeyDictionary[TrainerRole, Any] = WeakKeyDictionary()
 
-    def broken(role: TrainerRole, number: int) -> Any:  # noqa: ANN401
+    def broken(role: TrainerRole, number: int, deadline: Any) -> Any:  # noqa: ANN401
         if role not in earlier or role._armed != number:
-            earlier[role] = real(role, number)
+            earlier[role] = real(role, number, deadline)
             return earlier[role]
         with role.shelf.placing(number):
             role._armed = None

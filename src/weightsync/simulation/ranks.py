@@ -262,7 +262,7 @@ class _Placer:
     def __init__(self, process: TrainerProcess, real: Any) -> None:  # noqa: ANN401
         self._process, self._real = process, real
 
-    def place(self, stop: Any) -> Any:  # noqa: ANN401
+    def place(self, stop: Any, deadline: Any) -> Any:  # noqa: ANN401
         world = self._process.world
         seconds, kind = world.at_point(self._process, "place", fast=0.005)
         while seconds > 0 and not stop[0]:  # the compiled copy looks at the flag every few hundred KiB
@@ -270,7 +270,7 @@ class _Placer:
             seconds -= _PLACING_STEP
         if kind == "fail":
             raise Aborted("placing was told to fail")
-        digests = self._real.place(stop)
+        digests = self._real.place(stop, deadline)
         threads().sleep(world.random.uniform(0.0, 0.002))
         return digests
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, LayoutError
 from weightsync.model import Layout, Manifest
 from weightsync.tensors.digest import columns_address, digest_rows, row_table
@@ -41,14 +42,15 @@ class Placer:
         self._targets: Int64 = layout.offset + address
         self._direct, self._converted, self._device = self._sort()
 
-    def place(self, stop: npt.NDArray[np.int8] | None = None) -> UInt64:
+    def place(self, stop: npt.NDArray[np.int8] | None = None, deadline: Deadline | None = None) -> UInt64:
         """Copy everything as it is now; return the digest of each row of the layout, ``uint64[rows]``.
 
-        Raises :class:`~weightsync.errors.Aborted` if another thread sets ``stop[0]``: the shelf then holds a mixture.
+        Raises :class:`~weightsync.errors.Aborted` if another thread sets ``stop[0]``: the shelf then holds a mixture; and
+        :class:`~weightsync.errors.DeadlineExceeded` between two shards of an accelerator.
         """
         flag = _NEVER if stop is None else stop
         out = np.zeros(len(self._shards), np.uint64)
-        self._place_device(out, flag)
+        self._place_device(out, flag, deadline)
         self._place_direct(out, flag)
         for row in self._converted:
             out[row] = self._place_converted(row, flag)
@@ -75,7 +77,7 @@ class Placer:
         rows = self._direct
         if not len(rows):
             return
-        # Addresses and strides anew each time: a framework may have given a parameter other memory.
+        # Addresses anew each time: a storage may have moved. Other views of it have to be found by whoever made the shards.
         addresses = np.array([self._shards[row].tensor.data_ptr() for row in rows], np.int64)
         strides = np.zeros((len(rows), self._manifest.dims), np.int64)
         for index, row in enumerate(rows):
@@ -129,11 +131,13 @@ class Placer:
             total += int(digest[0])
         return total % 2**64
 
-    def _place_device(self, out: UInt64, flag: npt.NDArray[np.int8]) -> None:
+    def _place_device(self, out: UInt64, flag: npt.NDArray[np.int8], deadline: Deadline | None) -> None:
         """Copy each device shard to the shelf, then take the digests from the shelf; looks at ``flag`` between two of them."""
         for row in self._device:
             if flag[0]:
                 return
+            if deadline is not None:
+                deadline.remaining("copying shards from their device")
             one, spec = self._shards[row], self._manifest[int(self._layout.tensor[row])]
             size = one.box.size * torch_dtype(spec.dtype).itemsize
             memory = torch.from_numpy(bytes_at(int(self._targets[row]), size)).view(self._dtype(row))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -11,10 +15,31 @@ from torch import nn
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.model import ITEMSIZE, Box, Manifest, TensorSpec
 
-__all__ = ["DTypes", "FollowedShards", "Shard", "dtype_name", "manifest_of", "ordered", "shard", "shards_of", "torch_dtype"]
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "DTypes",
+    "FollowedShards",
+    "Shard",
+    "Views",
+    "checkpoint_name",
+    "dtype_name",
+    "manifest_of",
+    "ordered",
+    "shard",
+    "shards_of",
+    "torch_dtype",
+    "views_of",
+]
 
 DTypes = torch.dtype | Mapping[str, torch.dtype] | None
 """What to publish as: one dtype for all floating-point tensors of 16 bits and more, or one a name; ``None``: as they are."""
+
+Views = tuple[list[int], list[tuple[int, ...]], list[tuple[int, ...]], list[torch.dtype]]
+"""Addresses, strides, shapes and dtypes of tensors: equal if all of them are the same memory, read in the same way."""
+
+_COMPILED = "_orig_mod"  # the attribute in which torch.compile() keeps the module that it wraps
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +72,22 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def checkpoint_name(name: str) -> str:
+    """``name`` without the parts that ``torch.compile`` adds: ``layers.0.w`` for ``_orig_mod.layers.0._orig_mod.w``."""
+    return ".".join(part for part in name.split(".") if part != _COMPILED) if _COMPILED in name else name
+
+
+def views_of(tensors: Iterable[torch.Tensor]) -> Views:
+    """Where ``tensors`` are now, and how their memory is read: a third of a microsecond each, as it is asked before every round."""
+    kept = tensors if isinstance(tensors, list) else list(tensors)
+    return (
+        list(map(torch.Tensor.data_ptr, kept)),
+        list(map(torch.Tensor.stride, kept)),
+        list(map(attrgetter("shape"), kept)),
+        list(map(attrgetter("dtype"), kept)),
+    )
+
+
 def shard(name: str, tensor: torch.Tensor, global_shape: Sequence[int], starts: Sequence[int]) -> Shard:
     """Declare by hand that ``tensor`` holds the box of ``name`` (of ``global_shape``) that begins at ``starts``, in elements.
 
@@ -67,23 +108,27 @@ def shards_of(
     """The manifest of the whole model (equal on every rank), and the shards that this rank holds, in manifest order.
 
     ``state`` is a module, or tensors by checkpoint name: plain ones are held whole, DTensors as their placements say (FSDP,
-    HSDP, tensor parallel and combinations, uneven ones too). Tensors that are the same memory under several names are listed
-    once, under the first name, the others being aliases. Of a module, persistent ``buffers`` are taken only on request; of a
-    mapping, everything. Empty shards are left out. No communication, and nothing is copied.
+    HSDP, tensor parallel and combinations, uneven ones too). Names lose what ``torch.compile`` adds to them. Tensors that are the
+    same memory under several names are listed once, under the first name, the others being aliases; in which order names come makes
+    no difference to the manifest's order and fingerprint. Of a module, all parameters are taken under the names of its state dict,
+    whose hooks may rename and split them, and persistent ``buffers`` only on request; of a mapping, everything. Empty shards are
+    left out. No communication, and nothing is copied.
 
-    Raises :class:`~weightsync.errors.LayoutError` for a tensor of which this rank does not hold one box,
-    :class:`~weightsync.errors.ConfigurationError` for a dtype that cannot be published or a name that is not there.
+    Raises :class:`~weightsync.errors.LayoutError` for a tensor of which this rank does not hold one box, or that has no memory
+    of its own (a tensor subclass that wraps others), and for a parameter that the state dict leaves out or copies;
+    :class:`~weightsync.errors.ConfigurationError` for a dtype that cannot be published, a name that is not there, or two tensors
+    of one name.
     """
     manifest, held = _survey(state, dtype, buffers)
     for name, (_, box, local) in held.items():
-        if box is not None and local.is_meta:
-            raise LayoutError(f"{name} is a meta tensor: it has no memory")
+        if box is not None and box.size:
+            _check_memory(name, local)
     shards = [Shard(name, shape, box, local) for name, (shape, box, local) in held.items() if box is not None]
     return manifest, ordered(manifest, shards)
 
 
 def manifest_of(state: Mapping[str, torch.Tensor] | nn.Module, *, dtype: DTypes = None, buffers: bool = False) -> Manifest:
-    """The manifest of the whole model; see :func:`shards_of`. Meta tensors will do."""
+    """The manifest of the whole model; see :func:`shards_of`. Meta tensors and subclasses that wrap others will do."""
     return _survey(state, dtype, buffers)[0]
 
 
@@ -92,7 +137,12 @@ def _survey(
     state: Mapping[str, torch.Tensor] | nn.Module, dtype: DTypes, buffers: bool
 ) -> tuple[Manifest, dict[str, tuple[tuple[int, ...], Box | None, torch.Tensor]]]:
     """The manifest, and by canonical name the global shape, this rank's box, and its memory."""
-    found = dict(_entries(state, buffers))
+    found: dict[str, torch.Tensor] = {}
+    for given, value in _entries(state, buffers):
+        name = checkpoint_name(given)
+        if name in found:
+            raise ConfigurationError(f"two tensors are named {name} when the parts that torch.compile adds are left out")
+        found[name] = value
     canonical: dict[tuple[object, ...], str] = {}
     aliases: dict[str, list[str]] = {}
     held: dict[str, tuple[tuple[int, ...], Box | None, torch.Tensor]] = {}
@@ -129,6 +179,8 @@ def ordered(manifest: Manifest, shards: Iterable[Shard]) -> list[Shard]:
                 f"the manifest says {list(manifest[index].shape)}"
             )
         if one.box.size:
+            if not one.tensor.is_meta:
+                _check_memory(one.name, one.tensor)
             rows.append((index, one))
     rows.sort(key=lambda row: row[0])
     return [one for _, one in rows]
@@ -136,37 +188,113 @@ def ordered(manifest: Manifest, shards: Iterable[Shard]) -> list[Shard]:
 
 def _entries(state: Mapping[str, torch.Tensor] | nn.Module, buffers: bool) -> Iterable[tuple[str, torch.Tensor]]:
     if isinstance(state, nn.Module):
-        # With keep_vars a parameter is still one, which tells it from a buffer; state-dict hooks still name and shard it.
-        for name, value in state.state_dict(keep_vars=True).items():
-            if isinstance(value, nn.Parameter) or (buffers and isinstance(value, torch.Tensor)):
-                yield name, value
-        return
+        return _module_entries(state, buffers)
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise ConfigurationError(f"{name} is a {type(value).__name__}, not a tensor")
-        yield name, value
+    return state.items()
+
+
+def _module_entries(module: nn.Module, buffers: bool) -> list[tuple[str, torch.Tensor]]:
+    """The parts of the state dict that are memory of a parameter, or of a buffer if these are asked for.
+
+    State-dict hooks may hand out views of parameters as plain tensors, so the memory tells what belongs to a parameter. Raises
+    :class:`~weightsync.errors.LayoutError` unless all of every parameter is there.
+    """
+    state = module.state_dict(keep_vars=True)  # first: FSDP then puts its shards in the place of parameters that it had gathered
+    parameters, others = list(module.named_parameters()), dict(module.named_buffers(remove_duplicate=False))
+    missing: dict[int, int] = {}  # by storage: bytes of parameters, less those that the state dict holds
+    for view in {_view(parameter) for _, parameter in parameters}:
+        missing[view.storage] = missing.get(view.storage, 0) + view.nbytes
+    wanted = missing.keys() | ({_view(buffer).storage for buffer in others.values()} if buffers else set())
+    entries: list[tuple[str, torch.Tensor]] = []
+    seen: set[_View] = set()
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor) or (name in others and not buffers):
+            continue
+        view = _view(value)
+        if view.storage not in wanted and not isinstance(value, nn.Parameter):
+            continue
+        entries.append((name, value))
+        if view not in seen:
+            seen.add(view)
+            missing[view.storage] = missing.get(view.storage, 0) - view.nbytes
+    for name, parameter in parameters:
+        left = missing[_view(parameter).storage]
+        if left > 0:
+            raise LayoutError(
+                f"parameter {name} of {type(module).__name__} would not be published whole: {left:,} bytes of its memory are in no "
+                "tensor of the module's state_dict(). A state-dict hook leaves it out or copies it: give weightsync a dict of the "
+                "live tensors by checkpoint name instead of the module"
+            )
+    return entries
+
+
+class _View(NamedTuple):
+    """Which memory of this rank a tensor is: equal for tensors that are the same elements in the same order."""
+
+    storage: int
+    offset: int
+    strides: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@torch.no_grad()
+def _view(value: torch.Tensor) -> _View:
+    local = _here(value)
+    if local.layout is not torch.strided:  # its parts have storages, itself has none
+        return _View(-id(value), 0, (), tuple(local.shape), local.dtype)
+    return _View(local.untyped_storage()._cdata, int(local.storage_offset()), local.stride(), tuple(local.shape), local.dtype)
+
+
+def _here(value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; any other tensor itself."""
+    return value.to_local() if isinstance(value, _dtensor()) else value
+
+
+@cache
+def _dtensor() -> type[DTensor] | tuple[()]:
+    """The class, for isinstance(), once it is needed: its module takes long to import, and is not in every build of torch."""
+    if not torch.distributed.is_available():
+        return ()
+    from torch.distributed.tensor import DTensor
+
+    return DTensor
+
+
+def _check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose elements are not at its address: kernels would read whatever is there."""
+    if tensor.is_meta:
+        raise LayoutError(f"{name} is a meta tensor: it has no memory")
+    if hasattr(tensor, "__tensor_flatten__") or not tensor.data_ptr():
+        raise LayoutError(
+            f"{name} is a {type(tensor).__module__}.{type(tensor).__qualname__}, which has no memory of its own (it wraps other "
+            "tensors, as quantized weights do): give weightsync a dict with the tensors inside it, or dequantize it first"
+        )
 
 
 def _local(name: str, value: torch.Tensor) -> tuple[Box | None, torch.Tensor]:
     """The box that this rank holds, and its memory."""
     if value.layout is not torch.strided or value.is_quantized:
         raise LayoutError(f"{name} is not a plain strided tensor ({value.layout}, {value.dtype}); publish its parts instead")
-    if torch.distributed.is_available():
-        from torch.distributed.tensor import DTensor
+    if isinstance(value, _dtensor()):
+        from weightsync.tensors.placements import local_box
 
-        if isinstance(value, DTensor):
-            from weightsync.tensors.placements import local_box
-
-            box = local_box(name, value)
-            local = value.to_local().detach()
-            if box is not None and tuple(local.shape) != box.shape:
-                if box.size or local.numel():
-                    raise LayoutError(
-                        f"{name} holds {list(local.shape)} here, but its placements {value.placements} of {list(value.shape)} "
-                        f"say {list(box.shape)}"
-                    )
-                local = local.new_empty(box.shape)
-            return box, local
+        box = local_box(name, value)
+        local = value.to_local().detach()
+        if box is not None and tuple(local.shape) != box.shape:
+            if box.size or local.numel():
+                raise LayoutError(
+                    f"{name} holds {list(local.shape)} here, but its placements {value.placements} of {list(value.shape)} "
+                    f"say {list(box.shape)}"
+                )
+            local = local.new_empty(box.shape)
+        return box, local
     return Box.whole(tuple(value.shape)), value.detach()
 
 
@@ -190,6 +318,7 @@ def _published(dtype: DTypes, held: Mapping[str, torch.dtype], aliases: Mapping[
         # Integers, booleans and float8 (whose values mean nothing without their scales) are never converted by a blanket wish.
         return {name: dtype if own.is_floating_point and own.itemsize > 1 else own for name, own in held.items()}
     owner = {alias: name for name, others in aliases.items() for alias in (name, *others)}
+    dtype = {checkpoint_name(name): kind for name, kind in dtype.items()}
     unknown = sorted(set(dtype) - set(owner))
     if unknown:
         raise ConfigurationError(f"dtype given for tensors that are not there: {', '.join(unknown[:10])} ({len(unknown)} in all)")
@@ -205,7 +334,7 @@ def _published(dtype: DTypes, held: Mapping[str, torch.dtype], aliases: Mapping[
 
 
 class FollowedShards:
-    """The manifest and shards of ``state``, taken anew whenever the framework gave one of its tensors other memory.
+    """The manifest and shards of ``state``, taken anew whenever a tensor has other memory, or is another view of the same.
 
     Looking costs some microseconds a tensor, taking them anew tens. For a mapping, its tensors themselves must be the live ones:
     what a module's ``state_dict()`` returned does not see that a parameter was replaced.
@@ -219,20 +348,19 @@ class FollowedShards:
         buffers: bool = False,
     ) -> None:
         self._state, self._dtype, self._buffers = state, dtype, buffers
-        self._where = self._look()
+        self._views = self._look()
         self._found = shards_of(state, dtype=dtype, buffers=buffers)
 
     @torch.no_grad()
-    def _look(self) -> tuple[int, ...]:
-        from torch.distributed.tensor import DTensor
-
+    def _look(self) -> Views:
         state = self._state
-        tensors = state.values() if isinstance(state, Mapping) else (*state.parameters(), *state.buffers())
-        return tuple((one.to_local() if isinstance(one, DTensor) else one).data_ptr() for one in tensors)
+        if isinstance(state, Mapping):
+            return views_of(map(_here, state.values()))
+        return views_of(map(_here, (*state.parameters(), *(state.buffers() if self._buffers else ()))))
 
     def now(self) -> tuple[Manifest, list[Shard]]:
         """As :func:`shards_of`, of the memory that the state has now: the very same objects if nothing moved."""
-        where = self._look()
-        if where != self._where:
-            self._where, self._found = where, shards_of(self._state, dtype=self._dtype, buffers=self._buffers)
+        views = self._look()
+        if views != self._views:
+            self._views, self._found = views, shards_of(self._state, dtype=self._dtype, buffers=self._buffers)
         return self._found

@@ -31,7 +31,7 @@ from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.cuda.copies import TileCopy
 from weightsync.tensors.tiles import Tiles
 from weightsync.transports.cuda_driver import close_handle, driver_problem, open_handle, reach_device
-from weightsync.transports.cuda_waiting import wait_for_event
+from weightsync.transports.cuda_waiting import wait_for_event, wait_until_idle
 from weightsync.transports.device_shelf import DeviceShelf, Exported, export_count, this_process
 from weightsync.transports.frames import Channel
 from weightsync.transports.handshake import HELLO_SECONDS
@@ -112,7 +112,7 @@ class CudaIpcSource:
         self.groups: tuple[Tiles, ...] = ()
         self._alone: CombinedRead | None = None
         self._running: torch.cuda.Event | None = None
-        self._opened: dict[bytes, int] = {}
+        self._opened: dict[tuple[bytes, int], int] = {}  # by handle and allocation: a handle's bytes may come again for another
         self._facts: Exported
         self.exports = 0
         """Which of the owner's exports :attr:`addresses` is of."""
@@ -155,18 +155,18 @@ class CudaIpcSource:
         for tiles in self.groups:
             wanted[tiles.region] = True
         bases = np.zeros(len(facts.handles) + 1, np.int64)
+        exported = list(zip(facts.handles, facts.ids, strict=True))
+        for gone in self._opened.keys() - set(exported):  # first, lest an equal handle of another allocation finds their mapping
+            close_handle(self._opened.pop(gone), self.device)
         for one in np.unique(number[wanted]).tolist():
-            bases[one] = facts.bases[one] if facts.process == this_process() else self._opened_at(facts.handles[one])
+            bases[one] = facts.bases[one] if facts.process == this_process() else self._opened_at(exported[one])
             self._check(deadline, "mapping device memory")
         self.addresses = tuple(np.where(wanted, bases[number] + offset, 0).tolist())
-        kept = set(facts.handles)
-        for handle in [handle for handle in self._opened if handle not in kept]:
-            close_handle(self._opened.pop(handle), self.device)
 
-    def _opened_at(self, handle: bytes) -> int:
-        if handle not in self._opened:
-            self._opened[handle] = open_handle(handle, self.device)
-        return self._opened[handle]
+    def _opened_at(self, exported: tuple[bytes, int]) -> int:
+        if exported not in self._opened:
+            self._opened[exported] = open_handle(exported[0], self.device)
+        return self._opened[exported]
 
     def _check(self, deadline: Deadline, what: str) -> None:
         if self._closed:
@@ -181,6 +181,7 @@ class CudaIpcSource:
         """See :meth:`weightsync.transports.base.Source.prepare`."""
         self._aborted, self._stamp, self.groups = False, None, ()
         self._check(deadline, "preparing")
+        self.finish(deadline)  # a read that failed may still run, on memory that is unmapped below
         if layout_digest != self._layout_digest:
             raise StaleSource(f"{self._channel.peer} has layout {self._layout_digest}, but the plan was made for {layout_digest}")
         for tiles in groups:
@@ -205,7 +206,8 @@ class CudaIpcSource:
             for tiles in self.groups:
                 check_tiles(tiles, self._sizes)
             self._open(deadline)
-        torch.cuda.synchronize(self.device)  # whoever reads the targets must be done before they change
+        # Whoever reads the targets must be done before they change.
+        wait_until_idle(self.device, deadline, f"what this engine rank has queued on its device before version {version}")
         self._stamp = stamp
 
     def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, TransportError
 
-__all__ = ["wait_for_device", "wait_for_event"]
+__all__ = ["wait_for_device", "wait_for_event", "wait_until_idle"]
 
 
 def wait_for_event(event: torch.cuda.Event, deadline: Deadline, what: str) -> None:
-    """Wait for ``event``. Raises :class:`~weightsync.errors.DeadlineExceeded`, or what the device reports as a TransportError.
+    """Wait for ``event``. Raises :class:`~weightsync.errors.DeadlineExceeded`, or what the device reports as a TransportError."""
+    if not event.query():  # type: ignore[no-untyped-call]
+        _wait(event.synchronize, deadline, what)
 
-    CUDA offers no wait that ends by itself, so a thread waits, and is left behind if the device never answers.
-    """
-    if event.query():  # type: ignore[no-untyped-call]
-        return
+
+def _wait(synchronize: Callable[[], object], deadline: Deadline, what: str) -> None:
+    """CUDA offers no wait that ends by itself, so a thread waits, and is left behind if the device never answers."""
     done = threading.Event()
     failed: list[RuntimeError] = []
 
-    def synchronize() -> None:
+    def run() -> None:
         try:
-            event.synchronize()
+            synchronize()
         except RuntimeError as error:
             failed.append(error)
         finally:
             done.set()
 
-    threading.Thread(target=synchronize, name="weightsync-cuda-wait", daemon=True).start()
+    threading.Thread(target=run, name="weightsync-cuda-wait", daemon=True).start()
     if not done.wait(deadline.remaining(what)):
         raise DeadlineExceeded(f"{what} did not finish within {deadline.seconds:g} s")
     if failed:
@@ -42,3 +44,8 @@ def wait_for_device(device: torch.device, deadline: Deadline, what: str) -> None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     wait_for_event(event, deadline, what)
+
+
+def wait_until_idle(device: torch.device | int | None, deadline: Deadline, what: str) -> None:
+    """Wait for all that this process has queued on ``device``, in whatever stream. Raises as :func:`wait_for_event` does."""
+    _wait(lambda: torch.cuda.synchronize(device), deadline, what)

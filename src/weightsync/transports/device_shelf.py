@@ -15,16 +15,19 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from weightsync.deadline import Deadline
 from weightsync.errors import LayoutError, ProtocolError, TransportUnavailable
 from weightsync.transports.cuda_driver import HANDLE_BYTES, Allocation, allocation_of, export_handle, still_allocated
+from weightsync.transports.cuda_waiting import wait_until_idle
 from weightsync.transports.shelf import HEADER_BYTES, Header, Shelf
 
-__all__ = ["DeviceShelf", "Exported", "export_count", "this_process"]
+__all__ = ["PLACING_SECONDS", "DeviceShelf", "Exported", "export_count", "this_process"]
 
 Int64 = npt.NDArray[np.int64]
 
+PLACING_SECONDS = 60.0
+"""How long the work that is queued on a device may take before what it computes is published, where no deadline is nearer."""
 _MOST_BYTES = 1 << 60
 _EXPORTS_WORD = 16  # of the header page, behind what Header uses; in a cache line of its own
 
@@ -50,6 +53,8 @@ class Exported(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     count: int
     layout_digest: str
     handles: tuple[bytes, ...]
+    ids: tuple[int, ...]
+    """Of allocations: never used twice in the owner's process, where a handle may be."""
     bases: tuple[int, ...]
     """Addresses in the owner's process, which only a reader in that same process may use."""
     sizes: tuple[int, ...]
@@ -57,7 +62,7 @@ class Exported(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def regions(self) -> Int64:
         """The columns, checked. Raises :class:`~weightsync.errors.ProtocolError` for a region outside its allocation."""
-        if len(self.columns) % 24 or not len(self.handles) == len(self.bases) == len(self.sizes):
+        if len(self.columns) % 24 or not len(self.handles) == len(self.ids) == len(self.bases) == len(self.sizes):
             raise ProtocolError("the owner described its device memory in columns of different lengths")
         columns = np.frombuffer(self.columns, "<i8").astype(np.int64).reshape(3, -1)
         if any(not 0 <= size <= _MOST_BYTES for size in self.sizes):
@@ -182,6 +187,7 @@ class DeviceShelf:
             count=int(words[_EXPORTS_WORD]) + 1,
             layout_digest=self.layout_digest,
             handles=handles,
+            ids=tuple(one.buffer_id for one in held),
             bases=tuple(one.base for one in held),
             sizes=tuple(one.nbytes for one in held),
             columns=np.stack([number, offset, np.array(self.sizes, np.int64)]).astype("<i8").tobytes(),
@@ -194,13 +200,14 @@ class DeviceShelf:
     def placing(self, number: int) -> Iterator[None]:
         """Publish the memory as it is after this block as version ``number``; within it, readers find no version.
 
-        Waits at its end for all work of this process on the device, so that readers see what was computed. An exception leaves
-        nothing published. Raises :class:`~weightsync.errors.VersionError` as a shelf does, and what the class says of memory.
+        Waits at its end for all work of this process on the device, at most a minute, so that readers see what was computed. An
+        exception leaves nothing published. Raises :class:`~weightsync.errors.VersionError` as a shelf does,
+        :class:`~weightsync.errors.DeadlineExceeded`, and what the class says of memory.
         """
         with self._cell.placing(number):
             self._look()
             yield
-            torch.cuda.synchronize(self.device)
+            wait_until_idle(self.device, Deadline(PLACING_SECONDS), f"what is queued on CUDA device {self.device} before a version")
 
     def withdraw(self) -> None:
         """Say that the memory is about to change: a transfer that still runs ends with StaleSource at its reader."""

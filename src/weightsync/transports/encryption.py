@@ -1,8 +1,10 @@
-"""TLS 1.3 on data sockets, with a certificate for each owner that is made when it starts and forgotten when it ends.
+"""Encrypted data sockets: TLS 1.3 agrees on keys, records of AES-256-GCM carry the rest.
 
-No authority signs it: the owner's address holds its fingerprint, and readers, who get the address over the control connection, take
-no other. Readers then prove inside of TLS that they know the key (:mod:`weightsync.transports.handshake`), so both ends know who
-the other is, and every connection has keys of its own that neither the token nor a recording of the traffic gives away.
+Each owner makes a certificate when it starts and forgets it when it ends. No authority signs it: the owner's address holds its
+fingerprint, and readers, who get the address over the control connection, take no other. Inside of TLS the owner sends two keys
+that it draws for this connection, one a direction, and both ends go on in records (:mod:`weightsync.transports.records`). There
+readers prove that they know the run's key (:mod:`weightsync.transports.handshake`). So both ends know who the other is, and every
+connection has keys of its own that neither the token nor a recording of the traffic gives away.
 """
 
 from __future__ import annotations
@@ -11,22 +13,27 @@ import datetime
 import hashlib
 import hmac
 import os
+import secrets
 import socket
 import ssl
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 from weightsync.deadline import Deadline
-from weightsync.errors import AuthenticationError, DeadlineExceeded, PeerLost
+from weightsync.errors import AuthenticationError, WeightSyncError
 from weightsync.transports.frames import Channel
 from weightsync.transports.handshake import ENCRYPTED_ONLY
+from weightsync.transports.records import KEY_BYTES, LENGTH_BYTES, RECORD_BYTES, Opening, Sealing
 
 __all__ = ["FINGERPRINT_BYTES", "EncryptedChannel", "owner_context", "reader_context"]
 
 FINGERPRINT_BYTES = 32
 _HANDSHAKE = b"\x16"  # the first byte of every TLS connection
 _GREETING = 64  # bytes: more than a reader says in plain text before it waits for an answer
+_T = TypeVar("_T")
+_SOME = 64 << 10  # bytes of a handshake to take at once
 _DAY = datetime.timedelta(days=1)
 
 
@@ -94,96 +101,134 @@ class EncryptedChannel(Channel):
 
     def __init__(self, sock: socket.socket, peer: str, context: ssl.SSLContext, fingerprint: bytes | None = None) -> None:
         super().__init__(sock, peer)
-        self._fingerprint = fingerprint
-        self._tls = context.wrap_socket(sock, server_side=fingerprint is None, do_handshake_on_connect=False)
-        self.socket = self._tls
-
-    def bound(self, option: int, deadline: Deadline, what: str) -> None:
-        """See :meth:`Channel.bound`. TLS goes on after the kernel's timeouts, so Python keeps the time."""
-        self._tls.settimeout(deadline.remaining(f"{what} {self.peer}"))
+        self._context, self._fingerprint = context, fingerprint
+        self._sealing: Sealing
+        self._opening: Opening
+        self._sealed = bytearray()
+        self._left = memoryview(b"")  # of the record that was opened last
 
     def secure(self, deadline: Deadline) -> None:
         """Encrypt from here on.
 
         Raises :class:`~weightsync.errors.AuthenticationError` for a peer that does not encrypt, or is not the owner that is meant.
         """
-        self.bound(0, deadline, "a TLS handshake with")
+        owner = self._fingerprint is None
+        if owner:
+            self._expect_tls(deadline)
+        handshake = _Handshake(self._context, owner, super().send, self._receive_some, deadline)
         try:
-            if self._fingerprint is None:
-                self._expect_tls()
-            self._tls.do_handshake()
-        except TimeoutError:
-            raise DeadlineExceeded(f"{self.peer} did not end its TLS handshake within {deadline.seconds:g} s") from None
-        except ssl.SSLEOFError as error:
-            raise self.lost(error) from error
+            handshake.run(handshake.tls.do_handshake)
+            if self._fingerprint is not None:
+                self._check_certificate(handshake.tls.getpeercert(binary_form=True) or b"")
+            # The owner draws the keys: nobody else can have them, as only this handshake's two ends read what it sends.
+            if owner:
+                keys = secrets.token_bytes(2 * KEY_BYTES)
+                handshake.run(lambda: handshake.tls.write(keys))
+            else:
+                keys = handshake.run(lambda: handshake.tls.read(2 * KEY_BYTES))
+                if len(keys) < 2 * KEY_BYTES:
+                    raise self.lost()
         except ssl.SSLError as error:
             if self.aborted:
                 raise self.lost() from None
             raise AuthenticationError(f"{self.peer} does not encrypt as this end does (TLS 1.3): {error.reason or error}") from None
-        except (OSError, ValueError) as error:
-            raise self.lost(error if isinstance(error, OSError) else None) from None
-        if self._fingerprint is not None:
-            shown = hashlib.sha256(self._tls.getpeercert(binary_form=True) or b"").digest()
-            if not hmac.compare_digest(shown, self._fingerprint):
-                raise AuthenticationError(
-                    f"{self.peer} shows another certificate than its address says: it was restarted, or somebody stands in between"
-                )
+        # Nothing of the next record can have come with the handshake: the owner waits for the reader, who waits for the keys.
+        ours, theirs = (keys[:KEY_BYTES], keys[KEY_BYTES:]) if owner else (keys[KEY_BYTES:], keys[:KEY_BYTES])
+        self._sealing, self._opening = Sealing(ours), Opening(theirs, self.peer)
 
-    def _expect_tls(self) -> None:
-        first = socket.socket.recv(self._tls, 1, socket.MSG_PEEK)  # the socket's own, below TLS
+    def _check_certificate(self, certificate: bytes) -> None:
+        if not hmac.compare_digest(hashlib.sha256(certificate).digest(), self._fingerprint or b""):
+            raise AuthenticationError(
+                f"{self.peer} shows another certificate than its address says: it was restarted, or somebody stands in between"
+            )
+
+    def _expect_tls(self, deadline: Deadline) -> None:
+        first = self._receive_some(1, deadline, socket.MSG_PEEK)
         if first == _HANDSHAKE:
             return
-        if not first:
-            raise PeerLost(f"{self.peer} went away")
         with suppress(OSError):
-            socket.socket.recv(self._tls, _GREETING)
-            socket.socket.send(self._tls, ENCRYPTED_ONLY)
+            self.socket.recv(_GREETING)
+            self.socket.send(ENCRYPTED_ONLY)
         raise AuthenticationError(f"{self.peer} came without encryption")
 
+    def _receive_some(self, most: int, deadline: Deadline, flags: int = 0) -> bytes:
+        """At least one byte, and at most ``most``, as they come."""
+        while True:
+            self.bound(socket.SO_RCVTIMEO, deadline, "a TLS handshake with")
+            try:
+                data = self.socket.recv(most, flags)
+            except BlockingIOError:
+                if self.aborted:
+                    raise self.lost() from None
+                continue
+            except OSError as error:
+                raise self.lost(error) from error
+            if not data:
+                raise self.lost()
+            return data
+
     def receive_into(self, buffers: Sequence[memoryview], deadline: Deadline) -> None:
-        """See :meth:`Channel.receive_into`."""
+        """See :meth:`Channel.receive_into`. Also raises :class:`~weightsync.errors.AuthenticationError` for what was altered."""
         for buffer in buffers:
             done = 0
-            self.bound(0, deadline, "receiving from")
             while done < len(buffer):
-                try:
-                    count = self._tls.recv_into(buffer[done:])  # at most a record of 16 KiB
-                except TimeoutError:
-                    raise self._late(deadline, "receiving from") from None
-                except (OSError, ValueError) as error:
-                    raise self.lost(error if isinstance(error, OSError) else None) from None
-                if not count:
-                    raise self.lost()
-                done += count
+                part = self.receive_part(len(buffer) - done, deadline)
+                buffer[done : done + len(part)] = part
+                done += len(part)
+
+    def receive_part(self, most: int, deadline: Deadline) -> memoryview:
+        """At least one byte, and at most ``most``: what is left of a record. Raises as :meth:`receive_into` does."""
+        if not self._left:
+            length = bytearray(LENGTH_BYTES)
+            super().receive_into([memoryview(length)], deadline)
+            count = self._opening.sealed_bytes(length)
+            if len(self._sealed) < count:
+                self._sealed = bytearray(count)
+            sealed = memoryview(self._sealed)[:count]
+            super().receive_into([sealed], deadline)
+            self._left = memoryview(self._opening.open(length, sealed))
+        part, self._left = self._left[:most], self._left[most:]
+        return part
 
     def send(self, buffers: Sequence[memoryview | bytes], deadline: Deadline, more: bool = False) -> None:
         """See :meth:`Channel.send`."""
         for given in buffers:
-            buffer, done = memoryview(given), 0
-            self.bound(0, deadline, "sending to")
-            while done < len(buffer):
-                try:
-                    done += self._tls.send(buffer[done:])
-                except TimeoutError:
-                    raise self._late(deadline, "sending to") from None
-                except (OSError, ValueError) as error:
-                    raise self.lost(error if isinstance(error, OSError) else None) from None
+            buffer = memoryview(given)
+            for start in range(0, len(buffer), RECORD_BYTES):
+                super().send(self._sealing.seal(buffer[start : start + RECORD_BYTES]), deadline, more)
 
-    def _late(self, deadline: Deadline, what: str) -> Exception:
-        return self.lost() if self.aborted else DeadlineExceeded(f"{what} {self.peer} took more than {deadline.seconds:g} s")
 
-    def peer_lives(self) -> bool:
-        """See :meth:`Channel.peer_lives`."""
-        self._tls.settimeout(0.0)
-        try:
-            return bool(socket.socket.recv(self._tls, 1, socket.MSG_PEEK))
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+class _Handshake:
+    """TLS over a channel for as long as it takes to agree on keys; it never reads more of the stream than has come."""
 
-    def abort(self) -> None:
-        """See :meth:`Channel.abort`."""
-        self.aborted = True
-        with suppress(OSError):
-            socket.socket.shutdown(self._tls, socket.SHUT_RDWR)  # TLS's own would turn a read elsewhere into one of plain bytes
+    def __init__(
+        self,
+        context: ssl.SSLContext,
+        owner: bool,
+        send: Callable[[Sequence[bytes], Deadline], None],
+        receive: Callable[[int, Deadline], bytes],
+        deadline: Deadline,
+    ) -> None:
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.tls = context.wrap_bio(self._incoming, self._outgoing, server_side=owner)
+        self._send, self._receive, self._deadline = send, receive, deadline
+
+    def run(self, step: Callable[[], _T]) -> _T:
+        """What ``step`` returns, once the peer has said what it needs."""
+        while True:
+            try:
+                answer = step()
+            except ssl.SSLWantReadError:
+                self._flush()
+                self._incoming.write(self._receive(_SOME, self._deadline))
+            except ssl.SSLError:
+                with suppress(WeightSyncError):
+                    self._flush()  # the alert that tells the peer why
+                raise
+            else:
+                self._flush()
+                return answer
+
+    def _flush(self) -> None:
+        if self._outgoing.pending:
+            self._send([self._outgoing.read()], self._deadline)

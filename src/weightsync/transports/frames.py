@@ -69,7 +69,7 @@ class Channel:
     """
 
     encrypted = False
-    """Whether bytes must go through :meth:`send` and :meth:`receive_into`; else also through the socket's own descriptor."""
+    """Whether bytes must go through this object's methods; else they may go through the socket's own descriptor, too."""
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self.socket = sock
@@ -119,6 +119,10 @@ class Channel:
                 if not count:
                     raise self.lost()
                 batch = _after(batch, count)
+
+    def receive_part(self, most: int, deadline: Deadline) -> memoryview:
+        """At least one byte, and at most ``most``, where they lie already. Raises as :meth:`receive_into` does."""
+        return memoryview(self.receive(most, deadline))
 
     def receive(self, nbytes: int, deadline: Deadline) -> bytearray:
         """Exactly ``nbytes`` bytes. The caller has bounded ``nbytes``."""

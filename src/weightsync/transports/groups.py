@@ -24,6 +24,7 @@ import torch.distributed as dist
 from weightsync import forks
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, DeadlineExceeded, PeerLost, TransportUnavailable, WeightSyncError
+from weightsync.transports.cuda_waiting import wait_for_device
 
 __all__ = ["Backend", "Enqueue", "Group", "Rendezvous", "init_custom_process_group"]
 
@@ -306,7 +307,7 @@ def _through_nccl(
     An abort does not end the wait for peers that never came, in which the thread is then left behind. Torch's own timeout is not
     used: its watchdog answers one by dumping its records and ending the process, at the peers too.
     """
-    torch.cuda.current_stream(device).synchronize()  # what fills or last used this memory
+    wait_for_device(device, deadline, f"{what}: what fills or last used its memory")
     own: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     errors: list[Exception] = []
     done = threading.Event()

@@ -12,6 +12,7 @@ import torch
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, ProtocolError, TransportUnavailable, WeightSyncError, from_wire
 from weightsync.tensors.tiles import Tiles
+from weightsync.transports.cuda_waiting import wait_until_idle
 from weightsync.transports.frames import END, Channel
 from weightsync.transports.groups import Group, init_custom_process_group
 from weightsync.transports.joining import JoiningSource
@@ -137,7 +138,8 @@ class NcclSource(JoiningSource):
         self._buffer_bytes = buffer_bytes
 
     def _begun(self, channel: Channel, group: Group, version: int, deadline: Deadline) -> None:
-        torch.cuda.synchronize(self.device)  # whoever reads the targets must be done before they change
+        # Whoever reads the targets must be done before they change.
+        wait_until_idle(self.device, deadline, f"what this engine rank has queued on its device before version {version}")
         self._version, self._next = version, 0
         self._watch = _Watch(channel, group, deadline)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -21,6 +22,7 @@ HEADER_BYTES = 4096
 EMPTY = -1
 """The version of a shelf that holds nothing, or is being filled."""
 
+_STAMP_SECONDS = 1.0
 _MAGIC = int.from_bytes(b"wshelf01", "little")
 _MAGIC_WORD, _NBYTES_WORD, _SEQUENCE_WORD, _VERSION_WORD = 0, 1, 8, 9  # the cells that change have a cache line of their own
 
@@ -49,14 +51,21 @@ class Header:
             raise ProtocolError("the shared memory that was handed over is not a weightsync shelf of the size announced")
 
     def stamp(self) -> tuple[int, int]:
-        """Sequence and version, read as one."""
-        while True:
+        """Sequence and version, read as one.
+
+        Raises :class:`~weightsync.errors.StaleSource` if the owner changes them for as long as a second: an honest one writes a
+        header a few times a round.
+        """
+        until = None
+        while until is None or time.monotonic() < until:
             before = int(self._words[_SEQUENCE_WORD])
             with self._barrier:
                 version = int(self._words[_VERSION_WORD])
             with self._barrier:
                 if int(self._words[_SEQUENCE_WORD]) == before:
                     return before, version
+            until = until or time.monotonic() + _STAMP_SECONDS
+        raise StaleSource(f"the trainer rank wrote the header of its shelf all the time for {_STAMP_SECONDS:g} s: it is broken")
 
     def require(self, version: int) -> tuple[int, int]:
         """The stamp. Raises :class:`~weightsync.errors.StaleSource` unless it says ``version``."""

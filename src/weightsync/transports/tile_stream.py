@@ -61,9 +61,9 @@ class TileStream:
             out = digests.ctypes.data
         done = 0
         while done < nbytes and self._channel.encrypted:
-            self._status[1] = have = min(SLICE, nbytes - done)
-            self._channel.receive_into([self._bucket.data[:have]], deadline)
-            done = receive_table(-1, tiles.table_address, first, last, done, nbytes, bucket, 0, out, columns_address, status)
+            opened = np.frombuffer(self._channel.receive_part(nbytes - done, deadline), np.uint8)
+            self._status[1], at = len(opened), opened.ctypes.data
+            done = receive_table(-1, tiles.table_address, first, last, done, nbytes, at, 0, out, columns_address, status)
             self._check()
         while done < nbytes:
             self._channel.bound(socket.SO_RCVTIMEO, deadline, "receiving from")

@@ -162,11 +162,11 @@ _cuda = SimpleNamespace(
 _torch = SimpleNamespace(**{**torch.__dict__, "cuda": _cuda, "device": lambda *_: _CPU})
 
 _HERE: dict[Any, dict[str, object]] = {
-    groups: {},
+    groups: {"wait_for_device": lambda *_: None},
     packed_broadcast: {"TileCopy": CopyHere},
     nccl: {},
     nccl_owner: {"Pinned": _Pinned, "init_custom_process_group": _join, "name_of_gpu": lambda _: "the owner's"},
-    nccl_source: {"init_custom_process_group": _join, "name_of_gpu": lambda _: "the reader's"},
+    nccl_source: {"init_custom_process_group": _join, "name_of_gpu": lambda _: "the reader's", "wait_until_idle": lambda *_: None},
 }
 for _module, _names in _HERE.items():
     _module.__dict__.update(_names, torch=_torch)

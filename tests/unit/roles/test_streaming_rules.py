@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from weightsync.adapters.module import ModuleAdapter
+from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, LayoutError, ProtocolError
 from weightsync.messages import Move, PlanSlice, Prepare
 from weightsync.model import Layout, Manifest, TensorSpec
@@ -128,15 +129,15 @@ def test_reading_back_needs_whole_tensors_and_follows_memory() -> None:
     manifest, shards = shards_of(module)
     read = ReadBack(manifest)
     tensors = torch.arange(len(manifest), dtype=torch.int32).numpy()
-    before = read.digests(shards, tensors)
+    before = read.digests(shards, tensors, Deadline(10))
     assert before is not None
     with torch.no_grad():
         module.weight.add_(1)
-    after = read.digests(shards, tensors)
+    after = read.digests(shards, tensors, Deadline(10))
     assert after is not None
     assert (before != after).any()
     module.weight.data = torch.zeros(4, 8)
-    moved = read.digests(shards_of(module)[1], tensors)
+    moved = read.digests(shards_of(module)[1], tensors, Deadline(10))
     assert moved is not None
     assert (moved != after).any()
     assert not read.look(None)

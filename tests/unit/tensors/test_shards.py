@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,11 +13,21 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor import Shard as ShardOn
 from torch.distributed.tensor.placement_types import Placement
 
-from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.errors import ConfigurationError, LayoutError, ManifestMismatch
 from weightsync.model import Box, Manifest, TensorSpec
 from weightsync.tensors.memory import layout_in_place, packed_layout
 from weightsync.tensors.placements import box_of
-from weightsync.tensors.shards import Shard, dtype_name, manifest_of, ordered, shard, shards_of, torch_dtype
+from weightsync.tensors.shards import (
+    FollowedShards,
+    Shard,
+    checkpoint_name,
+    dtype_name,
+    manifest_of,
+    ordered,
+    shard,
+    shards_of,
+    torch_dtype,
+)
 
 
 class Tied(nn.Module):
@@ -189,3 +201,134 @@ def test_shards_come_in_manifest_order() -> None:
     assert [one.name for one in shards] == ["layers.1.w", "layers.2.w", "layers.10.w"]
     assert isinstance(shards[0], Shard)
     assert [spec.name for spec in manifest] == [one.name for one in shards]
+
+
+class Fused(nn.Module):
+    """Hands out its fused parameter in three parts, as checkpoints name them."""
+
+    def __init__(self, parts: str = "qkv") -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.arange(48.0).view(12, 4))
+        self.out = nn.Linear(4, 4)
+        self.register_buffer("steps", torch.tensor(3))
+        self.parts = parts
+        self.register_state_dict_post_hook(self._split)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _split(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, _: object) -> None:
+        assert isinstance(module, Fused)
+        whole = state.pop(prefix + "qkv")
+        state |= {prefix + name: part for name, part in zip("qkv", whole.chunk(3), strict=True) if name in module.parts}
+        state[prefix + "steps_taken"] = state.pop(prefix + "steps")
+        state[prefix + "_extra_state"] = torch.zeros(5)
+
+
+def test_views_that_a_state_dict_hook_hands_out_are_parameters() -> None:
+    module = nn.Sequential(Fused())
+    manifest, shards = shards_of(module)
+    assert [spec.name for spec in manifest] == ["0.k", "0.out.bias", "0.out.weight", "0.q", "0.v"]
+    with torch.no_grad():
+        module[0].qkv.mul_(2)  # type: ignore[operator]
+    held = {one.name: one.tensor for one in shards}
+    assert torch.equal(torch.cat([held["0.q"], held["0.k"], held["0.v"]]), module[0].qkv)  # type: ignore[arg-type]
+    assert {spec.name for spec in manifest_of(module, buffers=True)} - {spec.name for spec in manifest} == {"0.steps_taken"}
+
+
+def test_a_parameter_that_a_hook_leaves_out_or_copies_is_named() -> None:
+    with pytest.raises(LayoutError, match=r"parameter 0\.qkv of Sequential.* 64 bytes"):
+        shards_of(nn.Sequential(Fused("qv")))
+
+    def copy(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, _: object) -> None:
+        state[prefix + "weight"] = state[prefix + "weight"].half()
+
+    module = nn.Linear(3, 4)
+    module.register_state_dict_post_hook(copy)  # type: ignore[no-untyped-call]
+    with pytest.raises(LayoutError, match="parameter weight of Linear"):
+        manifest_of(module)
+
+
+def test_two_parameters_of_one_memory_and_a_sparse_one() -> None:
+    module = nn.Module()
+    module.a = nn.Parameter(torch.zeros(3, 4))
+    module.b = nn.Parameter(module.a.data)
+    module.turned = nn.Parameter(module.a.data.t())
+    assert {spec.name: spec.aliases for spec in manifest_of(module)} == {"a": ("b",), "turned": ()}
+    module.s = nn.Parameter(torch.eye(3).to_sparse())
+    with pytest.raises(LayoutError, match="s is not a plain strided tensor"):
+        manifest_of(module)
+
+
+def wrapped(*shape: int) -> torch.Tensor:
+    """A tensor subclass that wraps two others, as quantized weights do: its own address is 0."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    return TwoTensor(torch.ones(shape), torch.ones(shape))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, {"layer.w": torch.bfloat16}], ids=str)
+def test_a_tensor_that_wraps_others_has_no_memory(dtype: torch.dtype | dict[str, torch.dtype] | None) -> None:
+    layer, module = nn.Module(), nn.Module()
+    layer.w, module.layer = nn.Parameter(wrapped(8, 8)), layer
+    named = r"layer\.w is a torch\.testing\._internal\.two_tensor\.TwoTensor"
+    with pytest.raises(LayoutError, match=named):
+        shards_of(module, dtype=dtype)
+    with pytest.raises(LayoutError, match=named):
+        shards_of({"layer.w": wrapped(8, 8)}, dtype=dtype)
+    assert manifest_of(module, dtype=dtype)[0].shape == (8, 8)
+
+
+def test_a_wrapper_in_a_shard_made_by_hand_is_refused_before_its_address_is_used() -> None:
+    manifest = Manifest([TensorSpec("w", (8, 8), "float32")])
+    one = shard("w", wrapped(8, 8), (8, 8), (0, 0))
+    for make in (layout_in_place, packed_layout):
+        with pytest.raises(LayoutError, match=r"w is a .*TwoTensor"):
+            make(manifest, [one])
+
+
+def test_another_view_of_the_same_memory_is_followed() -> None:
+    module = nn.Linear(4, 4, bias=False)
+    for state in (module, dict(module.named_parameters())):
+        followed = FollowedShards(state)
+        before = followed.now()
+        assert followed.now() is before
+        module.weight.data = module.weight.data.t()  # same address and shape
+        (now,) = followed.now()[1]
+        assert torch.equal(now.tensor, module.weight)
+    integers = torch.zeros(3, dtype=torch.int32)
+    tensors = {"w": integers}
+    followed = FollowedShards(tensors)
+    tensors["w"] = integers.view(torch.float32)
+    assert followed.now()[0][0].dtype == "float32"
+
+
+def test_the_order_in_which_ties_are_registered_makes_no_difference() -> None:
+    class Other(Tied):
+        def __init__(self) -> None:
+            super().__init__()
+            self._modules = dict(reversed(self._modules.items()))
+
+    ours, theirs = manifest_of(Tied()), manifest_of(Other())
+    assert (ours[0].name, theirs[0].name) == ("head.weight", "embed.weight")
+    assert ours == theirs
+    assert ours.fingerprint == theirs.fingerprint
+    assert [spec.names for spec in ours] == [spec.names for spec in theirs]
+    ours.check_same(theirs)
+    untied = Tied()
+    untied.head.weight = nn.Parameter(untied.embed.weight.clone())
+    with pytest.raises(ManifestMismatch, match=r"tied names of embed.weight: \['head.weight'\] here, \[\] there"):
+        theirs.check_same(manifest_of(untied))
+
+
+def test_names_lose_what_compiling_adds() -> None:
+    plain = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 2)))
+    expected = manifest_of(plain)
+    inner: Any = torch.compile(plain[1], backend="eager")
+    compiled: Any = torch.compile(nn.Sequential(plain[0], inner), backend="eager")
+    assert any("_orig_mod." in name for name in compiled.state_dict())
+    assert manifest_of(compiled) == expected
+    assert manifest_of(compiled.state_dict()) == expected
+    half = {name: torch.bfloat16 for name, _ in compiled.named_parameters()}
+    assert {spec.dtype for spec in manifest_of(compiled, dtype=half)} == {"bfloat16"}
+    assert checkpoint_name("my_orig_mod.w") == "my_orig_mod.w"
+    with pytest.raises(ConfigurationError, match=r"two tensors are named a\.w"):
+        manifest_of({"a.w": torch.zeros(1), "a._orig_mod.w": torch.zeros(1)})

@@ -1,0 +1,83 @@
+"""Records: what an encrypted channel sends once TLS has agreed on keys. AES-256-GCM over as much as a processor's cache holds.
+
+A record is its plain length (u32, little-endian), the ciphertext, and a tag of 16 bytes that authenticates both. Each direction of
+each connection has a key of its own, whose nonce counts the records from zero: one that is changed, repeated, left out, moved,
+cut short or sent back to where it came from does not open. After :data:`RECORDS_PER_KEY` records the next key is derived from the
+key and the key is forgotten.
+
+TLS does the same with records of 16 KiB, each a call of the operating system and of Python at either end, which took most of the
+time: see ``docs/benchmarks/cpu-transports.md``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from weightsync.errors import AuthenticationError
+
+__all__ = ["KEY_BYTES", "LENGTH_BYTES", "RECORDS_PER_KEY", "RECORD_BYTES", "TAG_BYTES", "Opening", "Sealing"]
+
+KEY_BYTES = 32
+TAG_BYTES = 16
+LENGTH_BYTES = 4
+RECORD_BYTES = 256 << 10
+"""Most plain bytes of a record."""
+RECORDS_PER_KEY = 1 << 18
+"""At most 64 GiB, so 2^32 blocks: an attacker's advantage over a key stays below 2^-60."""
+_LENGTH = struct.Struct("<I")
+_NEXT = b"weightsync: the next key of a channel"
+
+
+class _Keys:
+    """The key of one direction, and the nonce that is due."""
+
+    def __init__(self, key: bytes) -> None:
+        self._take(key)
+
+    def _take(self, key: bytes) -> None:
+        self._key, self._cipher, self._count = key, AESGCM(key), 0
+
+    def due(self) -> tuple[AESGCM, bytes]:
+        """A cipher and a nonce that are used once."""
+        if self._count == RECORDS_PER_KEY:
+            self._take(hmac.digest(self._key, _NEXT, hashlib.sha256))
+        self._count += 1
+        return self._cipher, (self._count - 1).to_bytes(12, "little")
+
+
+class Sealing(_Keys):
+    """The sender's end of a direction. Not thread-safe."""
+
+    def seal(self, plain: memoryview) -> tuple[bytes, bytes]:
+        """The record of at most :data:`RECORD_BYTES` bytes: its length, and the rest."""
+        cipher, nonce = self.due()
+        length = _LENGTH.pack(len(plain))
+        return length, cipher.encrypt(nonce, plain, length)
+
+
+class Opening(_Keys):
+    """The receiver's end of a direction, in which ``peer`` sends. Not thread-safe."""
+
+    def __init__(self, key: bytes, peer: str) -> None:
+        super().__init__(key)
+        self._peer = peer
+
+    def sealed_bytes(self, length: bytes | bytearray) -> int:
+        """How many bytes follow a record's length. Raises :class:`~weightsync.errors.AuthenticationError` for an impossible one."""
+        (plain,) = _LENGTH.unpack(length)
+        if not 0 < plain <= RECORD_BYTES:
+            raise AuthenticationError(f"{self._peer} announced a record of {plain:,} bytes: somebody altered the connection")
+        return int(plain) + TAG_BYTES
+
+    def open(self, length: bytes | bytearray, sealed: memoryview) -> bytes:
+        """What was sealed. Raises :class:`~weightsync.errors.AuthenticationError` unless this is the record that is due."""
+        cipher, nonce = self.due()
+        try:
+            return cipher.decrypt(nonce, sealed, length)
+        except InvalidTag:
+            raise AuthenticationError(f"a record is not the one that {self._peer} sent: somebody altered the connection") from None

@@ -1,0 +1,85 @@
+"""What the transfer benchmark says of a case, besides the median: how far rounds differ, and whether others had the processors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from weightsync.bench import main, transfer
+from weightsync.bench.compute import Case
+from weightsync.bench.peer import Peer
+from weightsync.bench.rank import _Floor, _processor
+
+
+class Rank:
+    """Answers as a rank process would, from a script."""
+
+    def __init__(self, answers: dict[str, list[Any]]) -> None:
+        self._answers, self._next = answers, [object()]
+
+    def tell(self, do: str, **_: object) -> None:
+        self._next = [self._answers[do].pop(0) if self._answers.get(do) else 0.1]
+
+    def hear(self) -> dict[str, Any]:
+        return {"answer": self._next[0]}
+
+
+def _result(paused: float) -> dict[str, Any]:
+    return {"ok": True, "replicas": [{"paused_seconds": paused}]}
+
+
+def test_a_round_beside_busy_neighbours_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Seconds run and waited: before the floor, between floor and round, after it; a set-up round and one that counts.
+    quiet, busy = [[0, 0], [1, 0], [2.2, 0]], [[3, 0], [4, 0], [5.2, 0.9]]
+    publishes = [{"seconds": 1.0, "result": _result(0.5)}, {"seconds": 2.0, "result": _result(1.5)}]
+    trainer = Rank({"publish": publishes})
+    engine = Rank({"processor": [*quiet, *busy]})
+    lines: list[str] = []
+
+    def floor(trainers: Sequence[Peer], engines: Sequence[Peer], streamed: bool) -> tuple[float, float]:
+        return 2.0, 1.0
+
+    trainers: Any = [trainer]
+    engines: Any = [engine]
+    (one,) = transfer._rounds(trainers, engines, 1, False, floor, lines.append)
+    assert (one.paused, one.floor_paused, one.floor_whole) == (1.5, 1.0, 2.0)
+    assert one.ran / one.floor_ran == pytest.approx(1.2), "the program itself was no slower"
+    assert one.waited == pytest.approx(0.9)
+    assert "waited for a processor 900 ms" in lines[1]
+
+
+def test_the_floor_of_encryption_holds_sockets_and_both_ends() -> None:
+    trainer, engine = Rank({"seal": [0.3], "send": [0.5]}), Rank({"open": [0.2], "receive": [0.6]})
+    trainers: Any = [trainer]
+    engines: Any = [engine]
+    engine.ask = lambda **_: {"answer": 1}  # type: ignore[attr-defined]
+    whole, paused = transfer._encrypted_floor(trainers, engines, False)
+    assert whole == paused == pytest.approx(0.6 + 0.3 + 0.2)
+    floor = _Floor([torch.zeros(300_000, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)])
+    assert floor.seal() > 0
+    assert floor.open() > 0
+    assert not any(bool(tensor.any()) for tensor in floor._others), "what was sealed are zeros, and these are they"
+
+
+def test_a_process_says_what_it_ran() -> None:
+    ran, waited = _processor()
+    sum(range(100_000))
+    assert _processor()[0] > ran
+    assert waited >= 0
+
+
+def test_the_table_shows_it() -> None:
+    case = Case(
+        name="tcp/direct/300", bytes=1, seconds=0.15, floor="f", floor_seconds=0.1, ratio=1.5, ratio_lowest=1.25,
+        ratio_highest=1.75, processor_ratio=1.2, waited_share=0.4,
+    )  # fmt: skip
+    console = Console(width=120, record=True)
+    with console.capture() as captured:
+        console.print(main._table([case, Case(name="cover", bytes=1, seconds=0.1, floor="f", floor_seconds=0.1, ratio=1.0)]))
+    shown = captured.get()
+    for part in ("1.50", "1.25-1.75", "1.20", "40%"):
+        assert part in shown

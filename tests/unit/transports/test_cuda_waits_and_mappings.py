@@ -1,0 +1,159 @@
+"""What concerns a CUDA device without one: every wait for it ends, and no mapping outlives the allocation that it was made of."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+
+from weightsync.deadline import Deadline
+from weightsync.errors import DeadlineExceeded, StaleSource, TransportError
+from weightsync.roles.device_memory import wait_for_devices
+from weightsync.tensors.shards import Shard
+from weightsync.tensors.tiles import Tiles
+from weightsync.transports import cuda_ipc, device_shelf, shelf
+from weightsync.transports.cuda_driver import HANDLE_BYTES, Allocation
+from weightsync.transports.cuda_ipc import CudaIpc, CudaIpcOwner, CudaIpcSource
+from weightsync.transports.device_shelf import DeviceShelf
+from weightsync.transports.host import this_host
+from weightsync.transports.shelf import HEADER_BYTES, Header
+
+_KEY = b"a key of thirty-two bytes, or so"
+_BASE, _OTHER = 1 << 40, 2 << 40
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+class Hung:
+    """A CUDA device that does not end its work until the test lets it."""
+
+    def __init__(self) -> None:
+        self.ends = threading.Event()
+        self.error: RuntimeError | None = None
+
+    def synchronize(self, _: object) -> None:
+        if self.error is not None:
+            raise self.error
+        self.ends.wait(30)
+
+
+@pytest.fixture
+def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hung]:
+    device = Hung()
+    monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
+    yield device
+    device.ends.set()
+    for thread in threading.enumerate():
+        if thread.name == "weightsync-cuda-wait":
+            thread.join(10)
+
+
+def test_a_trainer_rank_does_not_wait_for_a_hung_device_for_ever(hung: Hung) -> None:
+    held = cast("Shard", SimpleNamespace(tensor=SimpleNamespace(device=torch.device("cuda", 3))))
+    with pytest.raises(DeadlineExceeded, match=r"queued on cuda:3 did not finish within 0\.05 s"):
+        wait_for_devices([held], Deadline(0.05))
+    hung.error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(TransportError, match="illegal memory access"):
+        wait_for_devices([held], Deadline(5))
+    wait_for_devices([], Deadline(5))
+
+
+class Driver:
+    """Device memory of an owner and the mappings of a reader: a handle tells the base, and nothing else, of an allocation."""
+
+    def __init__(self) -> None:
+        self.ids = {_BASE: 1, _OTHER: 2}
+        self.log: list[str] = []
+        self.mapped = 0
+
+    def allocation(self, address: int, device: int) -> Allocation:
+        base = _BASE if address < _OTHER else _OTHER
+        return Allocation(base, 4096, self.ids[base], device, True)
+
+    def allocated(self, allocations: tuple[Allocation, ...], _: int) -> bool:
+        return all(self.ids[one.base] == one.buffer_id for one in allocations)
+
+    def handle(self, one: Allocation) -> bytes:
+        return one.base.to_bytes(HANDLE_BYTES, "little")
+
+    def open(self, handle: bytes, _: int) -> int:
+        self.mapped += 1
+        self.log.append(f"open {int.from_bytes(handle, 'little') >> 40} as {self.mapped}")
+        return self.mapped << 50
+
+    def close(self, address: int, _: int) -> None:
+        self.log.append(f"close {address >> 50}")
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    for module, name, stand_in in (
+        (device_shelf, "allocation_of", made.allocation),
+        (device_shelf, "still_allocated", made.allocated),
+        (device_shelf, "export_handle", made.handle),
+        (device_shelf, "wait_until_idle", lambda *_: None),
+        (cuda_ipc, "wait_until_idle", lambda *_: None),
+        (cuda_ipc, "open_handle", made.open),
+        (cuda_ipc, "close_handle", made.close),
+        (cuda_ipc, "this_process", lambda: "another"),
+    ):
+        monkeypatch.setattr(module, name, stand_in)
+    return made
+
+
+def _transfer(shelf: DeviceShelf, source: CudaIpcSource, version: int) -> tuple[int, ...]:
+    with shelf.placing(version):
+        pass
+    source.begin(version, Deadline(10))
+    source.end(Deadline(10))
+    return source.addresses
+
+
+def test_a_handle_that_comes_again_for_another_allocation_is_mapped_anew(driver: Driver) -> None:
+    both, zeros, size = np.array([0, 1], np.int32), np.zeros(2, np.int64), np.full(2, 64, np.int64)
+    tiles = Tiles(both, zeros, size, np.array([1 << 60, 1 << 61]), size, np.ones(2, np.int64), size)
+    shelf = DeviceShelf((64, 64), "d", lambda: (_BASE, _OTHER + 128), 0)
+    owner = CudaIpcOwner(shelf, _KEY, this_host())
+    source = CudaIpc(device=0).connect(owner.offer, _KEY, Deadline(10))
+    try:
+        source.prepare([tiles], "d", Deadline(10))
+        assert _transfer(shelf, source, 1) == (1 << 50, (2 << 50) + 128)
+        assert _transfer(shelf, source, 2) == (1 << 50, (2 << 50) + 128)
+        driver.ids[_BASE] = 3  # freed, and allocated again at the same address
+        assert _transfer(shelf, source, 3) == (3 << 50, (2 << 50) + 128)
+        assert driver.log == ["open 1 as 1", "open 2 as 2", "close 1", "open 1 as 3"], "the other mapping stays"
+    finally:
+        source.close()
+        owner.close()
+        shelf.close()
+    assert sorted(driver.log[4:]) == ["close 2", "close 3"]
+
+
+class Restless:
+    """The words of a header whose owner never stops to write it."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.count, self._clock = 0, clock
+
+    def __getitem__(self, _: int) -> int:
+        self.count += 1
+        self._clock[0] += 0.01
+        return self.count
+
+
+def test_a_header_that_is_written_all_the_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    header = Header(np.zeros(HEADER_BYTES, np.uint8))
+    header.write_new(0)
+    assert header.stamp() == (0, shelf.EMPTY)
+    words = Restless(clock)
+    monkeypatch.setattr(header, "_words", words)
+    monkeypatch.setattr(shelf, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with pytest.raises(StaleSource, match="all the time for 1 s"):
+        header.stamp()
+    assert 60 < words.count < 200

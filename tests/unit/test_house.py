@@ -23,7 +23,7 @@ SOURCE = ROOT / "src" / "weightsync"
 FILES = sorted(SOURCE.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 SHIPPED_TESTS = sorted(SOURCE.rglob("contract_*.py"))  # a third party inherits these; they assert, as tests do
-MAX_LINES = 450
+MAX_LINES = 600
 MAX_TEST_LINES = 600
 
 PUBLIC = [

@@ -327,7 +327,7 @@ async def test_a_claim_of_another_digest_takes_nobody_else_out_of_service(liar: 
     assert {name: state for name, state in world.states().items() if name in honest} == dict.fromkeys(honest, ("loaded", 5))
     await world.settle()
     assert world.states()[liar] == ("dirty", None)
-    assert {member for _, member, _ in world.log} == {f"{liar}/0"}, "an honest replica was touched"
+    assert {member for _, member, called in world.log if called != "prepare"} == {f"{liar}/0"}, "an honest replica was touched"
     assert (await world.publish(6)).ok
     world.check()
 

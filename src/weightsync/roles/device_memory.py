@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +12,10 @@ from weightsync.deadline import Deadline
 from weightsync.model import Layout, Manifest
 from weightsync.tensors.cuda.digest import LayoutDigest
 from weightsync.tensors.memory import layout_in_place
-from weightsync.tensors.shards import Shard, Views, views_of
+from weightsync.tensors.shards import Shard
 from weightsync.transports.cuda_waiting import wait_for_device, wait_until_idle
 
-__all__ = ["DeviceDigest", "Form", "device_of", "forms_of", "layout_by_shard", "views_of_shards", "wait_for_devices"]
+__all__ = ["DeviceDigest", "Form", "device_of", "forms_of", "layout_by_shard", "wait_for_devices"]
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
@@ -27,11 +26,6 @@ def device_of(shards: Sequence[Shard]) -> torch.device | None:
     if len(devices) > 1:
         return None
     return devices.pop() if devices else torch.device("cpu")
-
-
-def views_of_shards(shards: Iterable[Shard]) -> Views:
-    """Where ``shards`` are now, and how their memory is read; see :func:`~weightsync.tensors.shards.views_of`."""
-    return views_of(map(attrgetter("tensor"), shards))
 
 
 def wait_for_devices(shards: Sequence[Shard], deadline: Deadline) -> None:

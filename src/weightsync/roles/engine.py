@@ -39,7 +39,7 @@ from weightsync.model import Layout, Manifest, Version, fold
 from weightsync.planning.cover import Cover
 from weightsync.roles.adapter import EngineAdapter
 from weightsync.roles.adapter_calls import AdapterCalls
-from weightsync.roles.device_memory import device_of, views_of_shards
+from weightsync.roles.device_memory import device_of
 from weightsync.roles.device_streaming import bucket_bytes_for
 from weightsync.roles.filling import Clock, Filling
 from weightsync.roles.read_back import ReadBack
@@ -152,7 +152,7 @@ class EngineRole:
         if shards is None or device is None or (device.type != "cpu" and not DEVICE_SCHEMES & set(self.transports)):
             return None, ()
         self._device = device if device.type == "cuda" else None
-        self._views = views_of_shards(shards)
+        self._views = Views([one.tensor for one in shards])
         # Rows are cut so that a processor's cache holds them until they are digested; a GPU digests all at once.
         cut = {} if self._device is None else {"block_bytes": None}
         layout, addresses = layout_in_place(self.manifest, shards, **cut)
@@ -334,7 +334,9 @@ class EngineRole:
 
     def _follow_memory(self, route: Route, deadline: Deadline) -> Route:
         """The route to where the parameters are now: an engine may have given them other memory since it prepared."""
-        if route.plan.delivery != "direct" or views_of_shards(self._calls.shards() or ()) == self._views:
+        if route.plan.delivery != "direct":
+            return route
+        if self._views is not None and self._views.are_of([one.tensor for one in self._calls.shards() or ()]):
             return route
         layout, addresses = self._look()
         if self._device != route.device or layout is None or layout.digest != route.layout.digest:

@@ -11,7 +11,7 @@ import torch
 from weightsync.deadline import Deadline
 from weightsync.errors import LayoutError
 from weightsync.model import Box, Layout, Manifest
-from weightsync.roles.device_memory import DeviceDigest, device_of, views_of_shards
+from weightsync.roles.device_memory import DeviceDigest, device_of
 from weightsync.tensors.digest import digest_rows
 from weightsync.tensors.memory import layout_in_place
 from weightsync.tensors.shards import Shard, Views
@@ -38,9 +38,9 @@ class ReadBack:
         """Whether ``shards`` can be read back as what a trainer publishes: all of them whole, and none of another dtype."""
         if shards is None or (self._part < len(shards) and not _whole(shards[self._part])):
             return False  # perhaps as it was the last time, which takes no further look
-        views = views_of_shards(shards)
-        if views != self._views:
-            self._views, self._digest = views, None
+        tensors = [one.tensor for one in shards]
+        if self._views is None or not self._views.are_of(tensors):
+            self._views, self._digest = Views(tensors), None
             self._layout, self._addresses, self._device = self._find(shards)
         return self._layout is not None
 

@@ -215,6 +215,9 @@ def test_a_rank_speaks_for_itself_alone(server: BackgroundServer, settings: Clie
         assert isinstance(trainer.frame(), Welcome)
         thief.say(engine_hello("thief"))
         assert isinstance(thief.frame(), Welcome)
+        ahead = thief.frame()  # it is asked to prepare while nobody publishes
+        assert isinstance(ahead, Call)
+        thief.say(Failure(ahead.id, "LoadError", "not now"))
         thief.say(Call(1, 5.0, Publish(99)))
         refused = thief.frame()
         assert isinstance(refused, Failure)

@@ -90,6 +90,14 @@ class _TrainerRank:
             part.view(torch.int16).random_(-32768, 32767)
         torch.cuda.synchronize()
 
+    def train(self, seconds: float) -> None:
+        """Keep the device busy with these weights for some time, as the first training steps do."""
+        ended = time.monotonic() + seconds
+        while time.monotonic() < ended:
+            for part in self._local:
+                part.view(torch.int16).random_(-32768, 32767)
+            torch.cuda.synchronize()
+
     def publish(self, version: int) -> dict[str, Any]:
         started = time.monotonic()
         result = self._trainer.publish(version, timeout=120)

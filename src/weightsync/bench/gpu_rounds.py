@@ -23,6 +23,7 @@ __all__ = ["GpuCase", "Rates", "measured_rates", "run_gpu_case"]
 
 _COPY_BYTES = 2 << 30
 _SECONDS = 180.0
+_TRAINING_SECONDS = 12.0  # between joining and the first publication, in which ranks prepare
 
 
 class Rates(msgspec.Struct, frozen=True):
@@ -44,7 +45,8 @@ class GpuCase(msgspec.Struct, frozen=True, kw_only=True):
     setup_seconds: dict[str, float]
     """Making the ranks, and joining them to the coordinator."""
     first: dict[str, float]
-    """The first round, which plans, maps memory and builds tables (``agree``)."""
+    """The first round after some seconds of training. ``agree`` is what of planning, mapping and building tables was not done
+    meanwhile; ``agree_...`` is what each of these took, whenever it was done."""
     steady: dict[str, float]
     """Medians of the rounds after it."""
     extra_bytes: dict[str, int]
@@ -146,6 +148,7 @@ def run_gpu_case(job: Job, rates: Rates, rounds: int, note: Callable[[str], None
             raise RoundFailed("a trainer rank does not publish its GPU memory in place")
         setup = {"join_trainer": max(one["seconds"] for one in joined)}
         setup["join_engine"] = max(one["seconds"] for one in _together(engines, do="join", url=server.url, token=server.token))
+        _together(trainers, do="train", seconds=_TRAINING_SECONDS)
         measured: list[dict[str, float]] = []
         for version in range(rounds + 1):
             measured.append(_round(job, trainers, engines, version))

@@ -131,6 +131,19 @@ def test_parameters_that_were_given_other_memory_are_written_where_they_are(join
     assert fingerprint(target) == fingerprint(source)
 
 
+def test_parameters_that_are_read_in_another_way_are_not_called_installed(joined: Joined, source: Model, target: Model) -> None:
+    target.large = torch.nn.Parameter(torch.zeros(2048, 2048, dtype=torch.bfloat16, device=target.large.device))
+    source.large = torch.nn.Parameter(torch.zeros(2048, 2048, dtype=torch.bfloat16, device=source.large.device))
+    trainer = joined.trainer(source)
+    joined.engine(ModuleAdapter(target))
+    change(source, 1)
+    assert trainer.publish(1, timeout=30).ok
+    target.large.data = target.large.data.t()  # the same address
+    change(source, 2)
+    with pytest.raises(RoundFailed, match=r"restart this rank's weightsync\.Engine"):
+        trainer.publish(2, timeout=30)
+
+
 def test_a_shard_of_another_form_is_refused(joined: Joined, source: Model, target: Model) -> None:
     trainer = joined.trainer(source)
     joined.engine(ModuleAdapter(target))

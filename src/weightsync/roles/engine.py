@@ -140,7 +140,7 @@ class EngineRole:
         self._turn = threading.Lock()
         # Held for the moment in which an abort is noted or the state changes, so that what attests says after an abort stays true.
         self._changing = threading.Lock()
-        self._filling = Filling(adapter, self._calls, self._read_back, self._check_abort, progress)
+        self._filling = Filling(adapter, self._calls, self._read_back, self._check_abort, self._check_memory, progress)
 
     def _look(self) -> tuple[Layout | None, tuple[int, ...]]:
         """The engine's parameters as they lie in memory now; ``None`` if it can only be streamed to.
@@ -336,14 +336,21 @@ class EngineRole:
         """The route to where the parameters are now: an engine may have given them other memory since it prepared."""
         if route.plan.delivery != "direct":
             return route
-        if self._views is not None and self._views.are_of([one.tensor for one in self._calls.shards() or ()]):
-            return route
+        if self._views is not None:
+            tensors = [one.tensor for one in self._calls.shards() or ()]
+            # How memory on a device is read is looked at while the device copies: this must be quick for ten thousands of tensors.
+            if self._views.are_of(tensors) if route.device is None else self._views.are_at(tensors):
+                return route
         layout, addresses = self._look()
         if self._device != route.device or layout is None or layout.digest != route.layout.digest:
             raise PlanMismatch("the engine rebuilt its parameters since it prepared: restart this rank's weightsync.Engine")
         self._drop_route()
         self._route = self._new_route(route.plan, layout, addresses, deadline)
         return self._route
+
+    def _check_memory(self) -> None:
+        if self._views is not None and not self._views.are_of([one.tensor for one in self._calls.shards() or ()]):
+            raise PlanMismatch("the engine rebuilt its parameters since it prepared: restart this rank's weightsync.Engine")
 
     def _check_abort(self) -> None:
         if self._aborts != self._call.aborts:

@@ -44,8 +44,9 @@ class Clock:
 class Filling:
     """How one engine rank's memory is filled over a route, in every move of it.
 
-    ``check_abort`` raises once the round was aborted; ``progress`` is told the bytes in place, but not of the last ones, whose
-    arrival the answer tells.
+    ``check_abort`` raises once the round was aborted; ``check_memory`` raises if the engine's parameters are other views than those
+    that the route was made for, and is called while a device copies; ``progress`` is told the bytes in place, but not of the last
+    ones, whose arrival the answer tells.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class Filling:
         calls: AdapterCalls,
         read_back: ReadBack,
         check_abort: Callable[[], None],
+        check_memory: Callable[[], None],
         progress: Callable[[int], None],
     ) -> None:
         self._adapter, self._calls, self._read_back = adapter, calls, read_back
-        self._check_abort, self._progress = check_abort, progress
+        self._check_abort, self._check_memory, self._progress = check_abort, check_memory, progress
 
     def run(
         self, route: Route, number: int, clock: Clock, deadline: Deadline
@@ -111,6 +113,7 @@ class Filling:
             if route.digest_of is not None:
                 route.digest_of.build(route.addresses)
                 route.digest_of.launch(0, len(route.layout))
+            self._check_memory()
             if route.combined is not None and event is not None:
                 route.combined.settle(event, deadline)
             received = time.perf_counter()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from weightsync.control.nodes import EngineRank, TrainerRank
-from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.errors import ConfigurationError, LayoutError, PeerLost
 from weightsync.messages import DEVICE_SCHEMES, PlanSlice, SourceAddress
 from weightsync.model import Layout, Manifest
 from weightsync.planning.buckets import staging_layout
@@ -151,14 +151,19 @@ def agree_on(
     """The agreement for one replica: the ``earlier`` one, where ranks that joined anew say the same as before.
 
     Raises :class:`~weightsync.errors.ManifestMismatch`, :class:`~weightsync.errors.LayoutError` or
-    :class:`~weightsync.errors.ConfigurationError`, each naming the replica or rank; and :class:`~weightsync.errors.Aborted` soon
+    :class:`~weightsync.errors.ConfigurationError`, each naming the replica or rank; :class:`~weightsync.errors.PeerLost` without a
+    trainer; and :class:`~weightsync.errors.Aborted` soon
     after ``stop`` was set.
     """
     claim, stop = claim or Claim(), stop or Stop()
     key = key_of(trainers, engines)
     parties: tuple[TrainerRank | EngineRank, ...] = (*trainers.values(), *engines.values())
+    if not trainers:
+        raise PeerLost(f"no trainer rank is connected any more: nothing can be planned for replica {replica}")
     if earlier is not None and earlier.key == key:
         return replace(earlier, parties=parties)
+    if earlier is not None:
+        earlier.claim.keep(0)  # nobody reads by it again: its place is needed to make the next
     manifest = next(iter(trainers.values())).manifest
     for member, engine in engines.items():
         manifest.check_same(engine.manifest, member)

@@ -21,7 +21,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
@@ -31,7 +31,7 @@ from weightsync.control.epochs import REMEDY
 from weightsync.control.events import Event, Feed, Joined, Left, ReplicaBytes, RoundEnded
 from weightsync.control.link import Limit, Link
 from weightsync.control.membership import Membership
-from weightsync.control.nodes import EngineNode, TrainerNode
+from weightsync.control.nodes import EngineNode, TrainerNode, TrainerRank
 from weightsync.control.planner import Planner
 from weightsync.control.rendezvous import Rendezvous
 from weightsync.control.replicas import Replica
@@ -103,6 +103,7 @@ class Coordinator:
         self._attendance.changed()
         self._seed_wanted()
         for replica in self._members.replicas.values():
+            self._stop_preparing(replica)  # for the trainer as it was
             self._prepare_ahead(replica)
         return self._rendezvous.epochs.last(node.rank)
 
@@ -134,6 +135,9 @@ class Coordinator:
             self._feed.emit(Left(node.rank.member, reason))
             self._rendezvous.left(node.rank.member, reason, clean)
             self._attendance.changed()
+            if isinstance(node.rank, TrainerRank):  # one that hung must not hold up the next
+                for replica in self._members.replicas.values():
+                    self._stop_preparing(replica)
 
     def _warn_of_refusal(self, replica: Replica) -> None:
         _log.warning("replica %s is refused, rounds leave it out: %s", replica.name, replica.refusal)
@@ -427,15 +431,23 @@ class Coordinator:
         whole = bool(trainers) and not self._members.missing_trainers(set(trainers))
         possible = replica.complete and replica.refusal is None and replica.preparing is None and not self._turn.locked()
         if whole and possible and self._shelves.current(trainers) is None:
-            replica.preparing = self._spawn(self._prepare(replica))
+            replica.preparing = self._spawn(self._prepare(replica, trainers))
 
-    async def _prepare(self, replica: Replica) -> None:
+    async def _prepare(self, replica: Replica, trainers: Mapping[str, Link[TrainerNode]]) -> None:
         try:
-            await prepare(self._planner, self._members.trainers, replica, replica.members(), Limit(self.settings.timeout))
+            await prepare(self._planner, trainers, replica, replica.members(), Limit(self.settings.timeout))
         except WeightSyncError as error:
             _log.info("preparing %s ahead of its next round: %s", replica.name, readable(str(error)))
+        except Exception:  # noqa: BLE001 - nobody waits for this: a bug met here is logged, and met again by the round
+            _log.exception("preparing %s ahead of its next round failed by an unexpected error", replica.name)
         finally:
-            replica.preparing = None
+            if replica.preparing is asyncio.current_task():
+                replica.preparing = None
+
+    def _stop_preparing(self, replica: Replica) -> None:
+        task, replica.preparing = replica.preparing, None
+        if task is not None:
+            task.cancel()
 
     def subscribe(self) -> AsyncIterator[Event]:
         """Events from now on; see :class:`~weightsync.control.events.Feed`."""

@@ -32,7 +32,7 @@ class Room:
     def __init__(self, nbytes: int | None = None) -> None:
         self.nbytes = nbytes or _memory() // 2
         self.taken = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection inside may drop a plan, which gives its memory back
 
     def take(self, nbytes: int) -> None:
         """Add to what is taken. Raises :class:`~weightsync.errors.ConfigurationError` if it would be too much."""
@@ -73,7 +73,7 @@ class Planner:
     def forget_all_but(self, replicas: Container[str]) -> None:
         """Drop the agreements of other replicas than these."""
         for name in [name for name in self.agreed if name not in replicas]:
-            del self.agreed[name]
+            self.agreed.pop(name).claim.keep(0)
 
     async def agree(
         self, replica: str, trainers: Mapping[str, TrainerRank], engines: Mapping[str, EngineRank], limit: Limit
@@ -91,7 +91,13 @@ class Planner:
                 claim.keep(0)  # now: the traceback may hold it for long
                 raise
 
-        self.agreed[replica] = agreed = await self._run("planning", limit, work)
+        try:
+            agreed = await self._run("planning", limit, work, lambda unwanted: unwanted.claim.keep(0))
+        except BaseException:
+            if earlier is not None and not earlier.claim.nbytes:
+                self.agreed.pop(replica, None)  # its memory was given to the plan that failed
+            raise
+        self.agreed[replica] = agreed
         return agreed
 
     async def cover(self, manifest: Manifest, trainers: Mapping[str, TrainerRank], limit: Limit) -> Cover:
@@ -102,8 +108,10 @@ class Planner:
             self._covered = {key: found}
         return self._covered[key]
 
-    async def _run(self, what: str, limit: Limit, work: Callable[[Stop], T]) -> T:
-        """``work`` in a thread, whose place is free when it has really ended."""
+    async def _run(
+        self, what: str, limit: Limit, work: Callable[[Stop], T], drop: Callable[[T], None] = lambda unwanted: None
+    ) -> T:
+        """``work`` in a thread, whose place is free when it has really ended; ``drop`` takes what comes when nobody waits any more."""
         if self._places.locked():
             await bounded(f"{what}, after other plans", limit, self._places.acquire())
         else:
@@ -111,7 +119,7 @@ class Planner:
         stop = Stop()
         try:
             limit.remaining(what)
-            ending = asyncio.get_running_loop().run_in_executor(None, work, stop)
+            ending = asyncio.get_running_loop().run_in_executor(None, _whole, work, stop)
         except BaseException:
             self._places.release()
             raise
@@ -120,9 +128,18 @@ class Planner:
             return await bounded(what, limit, asyncio.shield(ending))
         except BaseException:
             stop.set()
+            ending.add_done_callback(lambda done: None if done.cancelled() or done.exception() else drop(done.result()))
             raise
 
     def _ended(self, ending: asyncio.Future[T]) -> None:
         self._places.release()
         if not ending.cancelled():
             ending.exception()  # looked at: there may be nobody left to raise it for
+
+
+def _whole(work: Callable[[Stop], T], stop: Stop) -> T:
+    """``work(stop)``, whose every end a future can hold: asyncio waits for ever for one that raised StopIteration."""
+    try:
+        return work(stop)
+    except StopIteration as error:
+        raise RuntimeError("an iterator ended inside a plan, which is a bug") from error

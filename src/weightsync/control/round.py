@@ -32,7 +32,7 @@ from weightsync.control.replicas import Replica
 from weightsync.control.report import Report, round_result
 from weightsync.control.settings import Settings
 from weightsync.control.shelves import Placement, Shelves
-from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError, VerificationError, WeightSyncError
+from weightsync.errors import ConfigurationError, PeerLost, PlanMismatch, ProtocolError, VerificationError, WeightSyncError
 from weightsync.messages import Moved, PlanSlice, ReplicaResult, RoundResult
 from weightsync.model import Version, fold
 
@@ -93,6 +93,8 @@ async def run_round(order: Order) -> RoundResult:
             ended = [group.create_task(_bring(order, report, placing)) for report in reports]
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from failed.exceptions[0].__cause__
+    finally:
+        del reports  # what failed refers to this frame: plans must not wait for a collection
     placement, place_seconds = placing.result()
     points.reached("round.end")
     seconds = asyncio.get_running_loop().time() - started
@@ -151,6 +153,8 @@ async def place(order: Order) -> tuple[Placement, float]:
         return order.shelves.require(order.trainers), 0.0
     started, limit = asyncio.get_running_loop().time(), order.limit
     ranks = {member: link.node.rank for member, link in order.trainers.items()}
+    if not ranks:
+        raise PeerLost("no trainer rank is connected any more: nothing can be published")
     manifest = next(iter(ranks.values())).manifest
     if not manifest.nbytes:
         raise ConfigurationError("the trainer's tensors hold no bytes: nothing can be published")
@@ -189,6 +193,8 @@ async def prepare(planner: Planner, trainers: Trainers, replica: Replica, engine
     agreed = await planner.agree(replica.name, sources, ranks, limit)
     slices, key = agreed.slices, agreed.key
     unprepared = {member: link for member, link in engines.items() if link.prepared != key}
+    for link in unprepared.values():
+        link.prepared = None  # whatever becomes of this: a rank drops the plan that it has to prepare another
     answers = await on_all("prepare", limit, unprepared, lambda link, left: link.node.prepare(slices[link.member], left))
     for member, answer in answers.items():
         if answer.digest != slices[member].digest:

@@ -139,7 +139,7 @@ def test_float32_masters_become_bfloat16_only_when_asked(joined: Joined) -> None
 def test_another_dtype_is_refused_and_says_what_to_do(joined: Joined) -> None:
     joined.trainer(torch.nn.Linear(4, 3))
     with pytest.raises(
-        ManifestMismatch, match=r"2 tensors differ in dtype: float32 here, bfloat16[\s\S]*Trainer\(..., dtype=torch.bfloat16"
+        ManifestMismatch, match=r"2 tensors have dtype bfloat16 instead of float32[\s\S]*Trainer\(..., dtype=torch.bfloat16"
     ):
         joined.engine(ModuleAdapter(torch.nn.Linear(4, 3, dtype=torch.bfloat16)))
 
@@ -152,7 +152,7 @@ def test_differences_of_the_manifest_are_listed_ten_at_most_with_their_count(joi
         joined.engine(ModuleAdapter(module))
     text = str(caught.value)
     assert "31 differences" in text
-    assert "missing there: layers.0.weight" in text
+    assert "missing: layers.0.weight" in text
     assert "21 more" in text
     assert text.count("\n") == 11
 

@@ -253,7 +253,7 @@ def test_a_forged_answer_is_as_harmless(server: BackgroundServer, answer: Callab
 def test_errors_of_our_own_keep_their_lines() -> None:
     from weightsync.errors import from_wire, readable
 
-    text = "2 differences:\n  missing there: a\n  missing there: b"
+    text = "2 differences:\n  missing: a\n  missing: b"
     assert str(from_wire("ManifestMismatch", text)) == text
     assert readable("a\nb\tc\u2028d\x85e") == "a\n  b\\tc\\u2028d\\x85e"
     assert len(readable("\x1b" * 100_000)) <= 4096

@@ -142,7 +142,7 @@ def test_rounds_that_cannot_be_run_say_why(settings: ClientSettings, http: httpx
             client.round(["nobody"])
         with pytest.raises(MembershipError, match="nothing to seed"):
             client.round()
-        with joined(settings, engine_hello("a")), pytest.raises(StaleSource, match="no version can be read from the trainer now"):
+        with joined(settings, engine_hello("a")), pytest.raises(StaleSource, match="no trainer is connected"):
             client.round(["a"], timeout=5)
     assert http.post("/v1/rounds", json={"replicas": ["nobody"]}).status_code == 404
 
@@ -275,5 +275,5 @@ def test_left_events_carry_the_reason(settings: ClientSettings) -> None:
             pass
         left = until(events, Left)[-1]
     assert isinstance(left, Left)
-    assert (left.member, left.reason) == ("a/0", "the agent left")
+    assert (left.member, left.reason) == ("a/0", "its process closed it")
     assert msgspec.json.decode(msgspec.json.encode(left), type=Event) == left

@@ -70,6 +70,8 @@ class Engine:
                 "(weightsync.ModuleAdapter for a torch.nn.Module)"
             )
         replica, rank, world_size = _place_in_replica(replica, rank, world_size)
+        if not replica or "/" in replica or not replica.isprintable():
+            raise ConfigurationError(f"a replica's name is printable characters without '/', not {replica!r}")
         if delivery not in get_args(Delivery):
             raise ConfigurationError(f"delivery {delivery!r} is none of {', '.join(get_args(Delivery))}")
         if bucket_bytes is not None and bucket_bytes <= 0:
@@ -94,7 +96,7 @@ class Engine:
                 hello=self._hello,
                 receive=LoggedCalls(f"{replica}/{rank}", self._role.receive),
                 on_lost=lambda _: self._role.abort(),
-                name=f"{replica}-{rank}",
+                name=f"{replica}/{rank}",
             )
             owned.callback(self._link.close)
             owned.callback(self._role.close)  # first: it ends what a call is still doing

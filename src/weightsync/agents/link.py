@@ -121,6 +121,7 @@ class Link:
         self._trouble = "not connected yet"
         self._lost_at: float | None = None
         self._credential = ""
+        self._joined_run = ""
         # Progress: the newest count, and whether a report of it is under way.
         self._progress_lock = threading.Lock()
         self._progress_bytes = 0
@@ -298,7 +299,7 @@ class Link:
         if self._first.done():
             self._on_notice(f"rounds leave this rank out: {welcome.refusal}")
             return
-        await socket.close(CLOSE_NORMAL, "the agent left")
+        await socket.close(CLOSE_NORMAL, "its process closed it")
         raise from_wire(*welcome.refusal.split(": ", 1))
 
     def _note(self, trouble: str) -> None:
@@ -332,7 +333,7 @@ class Link:
             self._calls = self._send = self._socket = None
             lost = f"the connection to the coordinator at {self._settings.coordinator} ended: {reason}"
             calls.close(LinkLost(lost))
-            await socket.close(CLOSE_NORMAL, "the agent left")
+            await socket.close(CLOSE_NORMAL, "its process closed it")
         self._lost_at = time.monotonic()
         self._note(lost)
         if self._on_lost is not None:
@@ -343,7 +344,10 @@ class Link:
         if self._lost_at is None:
             _log.info("%s joined run %s at %s", welcome.member, welcome.run, where)
         else:
-            _log.info("%s is connected to %s again after %.1f s", welcome.member, where, time.monotonic() - self._lost_at)
+            away = time.monotonic() - self._lost_at
+            changed = "" if welcome.run == self._joined_run else f"; its run is {welcome.run} now, and was {self._joined_run}"
+            _log.info("%s is connected to %s again after %.1f s%s", welcome.member, where, away, changed)
+        self._joined_run = welcome.run
 
     async def _read(self, socket: ClientConnection, calls: Calls) -> str:
         """Feed frames to ``calls`` until the connection ends, and say why it did."""

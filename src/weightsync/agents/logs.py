@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weightsync.agents.workers import Received
+from weightsync.errors import LoadError, WeightSyncError
 from weightsync.messages import (
     Body,
     Commit,
@@ -66,7 +67,8 @@ class LoggedCalls:
         try:
             answer = call.run(timeout)
         except Exception as error:
-            _log.warning("%s: %s failed: %s: %s", self._member, _STEPS.get(type(body), "a call"), type(error).__name__, error)
+            step, kind = _STEPS.get(type(body), "a call"), type(error).__name__
+            _log.warning("%s: %s failed: %s: %s", self._member, step, kind, error, exc_info=_of_engine(error))
             raise
         self._note(body, answer)
         return answer
@@ -127,3 +129,10 @@ def log_result(member: str, result: RoundResult) -> None:
         "%s: round %d: version %s serves in %d of %d replicas after %.1f ms: %s",
         member, result.round, result.version, good, len(result.replicas), 1000 * result.seconds, size(result.nbytes),
     )  # fmt: skip
+
+
+def _of_engine(error: Exception) -> BaseException | None:
+    """Return what the engine's own code raised, whose author needs the traceback; ``None`` for an error of this library."""
+    if isinstance(error, LoadError):
+        return error.__cause__
+    return None if isinstance(error, WeightSyncError) else error

@@ -112,6 +112,10 @@ class Trainer:
         restore: Callable[[], object] | None = None,
         new_epoch: bool = False,
     ) -> None:
+        if not isinstance(state, Mapping | torch.nn.Module):
+            raise ConfigurationError(
+                f"a trainer publishes a torch.nn.Module or a mapping of names to tensors, not a {type(state).__name__}"
+            )
         self._origin = Origin()
         self._offload, self._restore = offload, restore
         self.rank, self.world_size = place_in_world(rank, world_size)
@@ -133,7 +137,7 @@ class Trainer:
             self._background = ThreadPoolExecutor(1, thread_name_prefix="weightsync-publish")
             owned.callback(self._background.shutdown, wait=False, cancel_futures=True)
             self._link = Link(
-                settings, hello=self._hello, handle=self._role.handle, on_welcome=self._welcomed, name=f"trainer-{self.rank}"
+                settings, hello=self._hello, handle=self._role.handle, on_welcome=self._welcomed, name=f"trainer/{self.rank}"
             )
             owned.callback(self._link.close)
             self._link.connect()

@@ -22,7 +22,14 @@ class Level(StrEnum):
     error = "error"
 
 
-LogLevel = Annotated[Level, typer.Option("--log-level", help="Log this and what is more severe, on standard error.")]
+LogLevel = Annotated[
+    Level,
+    typer.Option(
+        "--log-level",
+        metavar="LEVEL",
+        help="Log this and what is more severe, on standard error: `debug`, `info`, `warning` or `error`.",
+    ),
+]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log one JSON object a line.")]
 
 

@@ -84,41 +84,55 @@ def root(
 def serve(
     host: Annotated[
         str | None,
-        typer.Option(help="Address to listen on; another than loopback needs a token [env: WEIGHTSYNC_HOST; default 127.0.0.1]."),
+        typer.Option(
+            metavar="HOST",
+            help="Address to listen on; another than loopback needs a token [env: WEIGHTSYNC_HOST; default 127.0.0.1].",
+        ),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Port; 0 takes a free one [env: WEIGHTSYNC_PORT; default 7400].")
+        int | None,
+        typer.Option(min=0, max=65535, metavar="PORT", help="Port; 0 takes a free one [env: WEIGHTSYNC_PORT; default 7400]."),
     ] = None,
     run: Annotated[
-        str | None, typer.Option(help="Id of the run, part of every version's name [env: WEIGHTSYNC_RUN; default: a new one].")
+        str | None,
+        typer.Option(metavar="ID", help="Id of the run, part of every version's name [env: WEIGHTSYNC_RUN; default: a new one]."),
     ] = None,
     token_file: TokenFile = None,
     tls_certificate: Annotated[
         Path | None,
         typer.Option(
             "--tls-cert",
-            "--tls-certificate",
+            metavar="PATH",
             help="Serve https with this certificate chain (PEM) [env: WEIGHTSYNC_TLS_CERTIFICATE].",
         ),
     ] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="The certificate's key (PEM) [env: WEIGHTSYNC_TLS_KEY].")] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="The certificate's key (PEM) [env: WEIGHTSYNC_TLS_KEY].")
+    ] = None,
     pause_mode: Annotated[
         Pausing | None,
-        typer.Option(help="What happens to running requests around an update [env: WEIGHTSYNC_PAUSE_MODE; default abort]."),
+        typer.Option(
+            metavar="MODE",
+            help="Running requests in an update: `abort`, `wait` or `keep` them [env: WEIGHTSYNC_PAUSE_MODE; default abort].",
+        ),
     ] = None,
     round_deadline: Annotated[
-        float | None, typer.Option(help="Seconds that a round may take [env: WEIGHTSYNC_ROUND_DEADLINE; default 600].")
+        float | None,
+        typer.Option(metavar="SECONDS", help="Seconds that a round may take [env: WEIGHTSYNC_ROUND_DEADLINE; default 600]."),
     ] = None,
     require: Annotated[
         str | None,
         typer.Option(
-            help="Replicas that a round needs to succeed: `all`, `any`, or a number [env: WEIGHTSYNC_REQUIRE; default any]."
+            metavar="COUNT",
+            help="Replicas that a round needs to succeed: `all`, `any`, or a number [env: WEIGHTSYNC_REQUIRE; default any].",
         ),
     ] = None,
     max_unavailable: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Replicas that a round takes out of service at a time [env: WEIGHTSYNC_MAX_UNAVAILABLE; default all]."
+            min=1,
+            metavar="COUNT",
+            help="Replicas that a round takes out of service at a time [env: WEIGHTSYNC_MAX_UNAVAILABLE; default all].",
         ),
     ] = None,
     log_level: LogLevel = Level.info,

@@ -32,12 +32,14 @@ Coordinator = Annotated[
     ),
 ]
 CaFile = Annotated[
-    Path | None, typer.Option("--ca-file", help="Certificates to check an https coordinator against [env: WEIGHTSYNC_CA_FILE].")
+    Path | None,
+    typer.Option("--ca-file", metavar="PATH", help="Certificates to check an https coordinator against [env: WEIGHTSYNC_CA_FILE]."),
 ]
 TokenFile = Annotated[
     Path | None,
     typer.Option(
         "--token-file",
+        metavar="PATH",
         help="File with the token [env: WEIGHTSYNC_TOKEN_FILE, or the token itself in WEIGHTSYNC_TOKEN]. "
         "Not needed for a coordinator of your own on this machine.",
     ),

@@ -58,9 +58,9 @@ def _colored(word: str) -> Text:
 
 
 def doctor_table(findings: Sequence[Finding]) -> Table:
-    """One row a finding, with what it costs on the lines below what was found."""
-    table = _table("what this machine offers")
-    for heading, fixed in (("", True), ("status", True), ("found, and what it costs", False)):
+    """One row a finding, with its impact on the lines below what was found."""
+    table = _table("this machine")
+    for heading, fixed in (("", True), ("status", True), ("found, with the impact of what is missing", False)):
         table.add_column(heading, no_wrap=fixed, overflow="fold")
     for finding in findings:
         found = _said(finding.found)

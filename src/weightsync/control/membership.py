@@ -138,7 +138,7 @@ class Membership:
             raise MembershipError(
                 f"{rank.member} is connected already, by process {theirs.pid} on {theirs.host.name}, which is still "
                 "alive, and only that one may reconnect: a run has one trainer, a replica's name belongs to one engine, and each "
-                "rank joins once"
+                f"rank joins once. End that process, or free the place with `weightsync revoke {rank.member}`"
             )
         return held.credential
 

@@ -245,7 +245,7 @@ class Rendezvous:
         why = (
             f"{member} stopped waiting before trainer rank {absent} came"
             if cancelled
-            else f"trainer rank {absent} did not ask for it"
+            else f"trainer rank {absent} did not call publish(); every rank must call it"
         )
         self._fail(gathering, DeadlineExceeded(f"{gathering.what} was not published: {why}"))
 

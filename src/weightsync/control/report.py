@@ -134,7 +134,7 @@ def shortfall(require: Require, results: Sequence[ReplicaResult]) -> str | None:
     if good >= wanted:
         return None
     if not results:
-        return f"no replica took part, and {wanted} must (has an engine joined?)"
+        return f"no replica took part, and {wanted} must (has an engine joined? trainer.wait_for_replicas(1) waits for one)"
     failed = "; ".join(f"{result.name}: {result.error}" for result in results if result.error is not None)
     return f"{good} of {len(results)} replicas got the version, and {wanted} must: {failed}"
 

@@ -94,6 +94,8 @@ class Shelves:
     def require(self, trainers: Mapping[str, Link[TrainerNode]]) -> Placement:
         """The same. Raises :class:`~weightsync.errors.StaleSource` if nothing can be read."""
         found = self.current(trainers)
+        if not trainers:
+            raise StaleSource("no trainer is connected, so no replica can be seeded; a trainer's next publication seeds them")
         if found is None:
             raise StaleSource(
                 "no version can be read from the trainer now, so nothing can be seeded; the next publication brings one "

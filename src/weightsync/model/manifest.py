@@ -149,33 +149,35 @@ class Manifest:
             return
         ours = {spec.names[0]: spec for spec in self.tensors}
         theirs = {spec.names[0]: spec for spec in engine.tensors}
-        lines = [f"missing there: {name}" for name in ours if name not in theirs]
-        lines += [f"unexpected there: {name}" for name in theirs if name not in ours]
+        lines = [f"missing: {name}" for name in ours if name not in theirs]
+        lines += [f"unexpected: {name}" for name in theirs if name not in ours]
         dtypes: dict[tuple[str, str], list[str]] = {}
         for name, spec in ours.items():
             other = theirs.get(name)
             if other is None:
                 continue
             if spec.shape != other.shape:
-                lines.append(f"shape of {name}: {list(spec.shape)} here, {list(other.shape)} there")
+                lines.append(f"shape of {name}: {list(other.shape)} instead of {list(spec.shape)}")
             if spec.dtype != other.dtype:
                 dtypes.setdefault((spec.dtype, other.dtype), []).append(name)
             if spec.names != other.names:
-                lines.append(f"tied names of {name}: {list(spec.names[1:])} here, {list(other.names[1:])} there")
+                lines.append(f"tied names of {name}: {list(other.names[1:])} instead of {list(spec.names[1:])}")
         count = len(lines) + sum(map(len, dtypes.values()))
         shown = [_dtype_line(*pair, names) for pair, names in dtypes.items()][:_SHOWN]
         shown += lines[: _SHOWN - len(shown)]
         more = len(dtypes) + len(lines) - len(shown)
         text = "\n  ".join(shown) + (f"\n  ... and {more} more" if more else "")
         text += _remedy(dtypes, ours, theirs)
-        raise ManifestMismatch(f"{who} does not hold the trainer's tensors; {count} differences:\n  {text}")
+        raise ManifestMismatch(
+            f"{who} does not hold the trainer's tensors; {count} difference{'s' if count > 1 else ''}:\n  {text}"
+        )
 
 
-def _dtype_line(here: str, there: str, names: list[str]) -> str:
+def _dtype_line(published: str, held: str, names: list[str]) -> str:
     if len(names) == 1:
-        return f"dtype of {names[0]}: {here} here, {there} there"
+        return f"dtype of {names[0]}: {held} instead of {published}"
     examples = ", ".join(names[:_EXAMPLES]) + (", ..." if len(names) > _EXAMPLES else "")
-    return f"{len(names)} tensors differ in dtype: {here} here, {there} there ({examples})"
+    return f"{len(names)} tensors have dtype {held} instead of {published} ({examples})"
 
 
 def _remedy(

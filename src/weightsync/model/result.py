@@ -8,7 +8,7 @@ from weightsync.model.version import Version
 
 __all__ = ["GUARANTEES", "ReplicaResult", "RoundResult"]
 
-_SHOWN, _LINE = 8, 200  # items, and characters of each, in a summary
+_SHOWN, _LINE = 8, 320  # items, and characters of each, in a summary
 
 GUARANTEES = {
     "installed": "the digests of the engine's own parameters are the published ones",
@@ -74,7 +74,7 @@ class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for kind, meaning in GUARANTEES.items()
             if (names := [one.name for one in good if one.verified == kind])
         ]
-        failed = _shown([f"{one.name} ({one.state}: {_first_line(one.error)})" for one in bad])
+        failed = _shown([f"{one.name} ({one.state}: {_one_line(one.error)})" for one in bad])
         return "\n".join(
             (
                 f"round {self.round}, version {self.version}: {'ok' if self.ok else 'failed'}, {len(good)} of {len(self.replicas)} "
@@ -89,6 +89,7 @@ def _shown(items: list[str]) -> list[str]:
     return items if len(items) <= _SHOWN else [*items[:_SHOWN], f"and {len(items) - _SHOWN} more"]
 
 
-def _first_line(text: str | None) -> str:
-    line = " ".join((text or "").split())
+def _one_line(text: str | None) -> str:
+    lines = [" ".join(line.split()) for line in (text or "").splitlines()]
+    line = "; ".join(filter(None, lines)).replace(":; ", ": ")
     return line if len(line) <= _LINE else line[: _LINE - 3] + "..."

@@ -233,7 +233,10 @@ class _Connection:
                     calls.feed(frame)
         except WebSocketDisconnect as gone:
             self.said_goodbye = gone.code == CLOSE_NORMAL
-            return readable(gone.reason or "", _REASON_BYTES) or f"its connection closed (code {gone.code})"
+            return (
+                readable(gone.reason or "", _REASON_BYTES)
+                or f"its connection ended without a goodbye: killed, crashed, hung or cut off (code {gone.code})"
+            )
         except ProtocolError as error:
             _log.warning("%s: %s", self._member, error)
             await _close(self._socket, CLOSE_PROTOCOL, str(error))

@@ -82,8 +82,9 @@ def _listen(settings: ServerSettings) -> socket.socket:
     except OSError as error:
         raise ConfigurationError(
             f"cannot listen on {host} port {settings.port}: {error.strerror or error}. Another coordinator may hold it "
-            "(`weightsync serve`, or that of another trainer on this machine), or another program. WEIGHTSYNC_PORT or --port "
-            "chooses a port, 0 takes a free one; WEIGHTSYNC_HOST or --host chooses the address"
+            "(`weightsync serve`, or that of another trainer on this machine), or another program. For a trainer to use the "
+            f"coordinator there, set WEIGHTSYNC_COORDINATOR=http://{f'[{host}]' if ':' in host else host}:{settings.port}. "
+            "WEIGHTSYNC_PORT or --port chooses a port, 0 takes a free one; WEIGHTSYNC_HOST or --host chooses the address"
         ) from None
 
 

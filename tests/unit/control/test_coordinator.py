@@ -55,7 +55,7 @@ async def test_manifests_that_differ() -> None:
     with pytest.raises(ManifestMismatch, match="trainer/1, unlike trainer/0"):
         world.add_trainer(1, 2, OTHER)
     world.add_engine("r", 0, 2, manifest=OTHER)
-    with pytest.raises(ManifestMismatch, match=r"(?s)unlike the other ranks.*2 differences.*missing there: d.*shape of c"):
+    with pytest.raises(ManifestMismatch, match=r"(?s)unlike the other ranks.*2 differences.*missing: d.*shape of c"):
         world.add_engine("r", 1, 2, manifest=MANIFEST)
 
 

@@ -39,7 +39,7 @@ async def test_a_replica_that_does_not_fit_is_refused_and_counted(first: str, ca
         world.add_trainers(1)
     [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "replica odd is refused" in warning
-    assert "3 tensors differ in dtype: uint8 here, int8 there (a, b, c)" in warning
+    assert "3 tensors have dtype int8 instead of uint8 (a, b, c)" in warning
     if first == "engine":  # the other is told by the Welcome
         [(_, notice)] = world.engines["odd/0"].notices
         assert notice.startswith("rounds leave this engine out: ManifestMismatch")
@@ -141,11 +141,11 @@ def manifest(*dtypes: str) -> Manifest:
 @pytest.mark.parametrize(
     ("ours", "theirs", "found"),
     [
-        (["float32"] * 21, ["bfloat16"] * 21, "21 tensors differ in dtype: float32 here, bfloat16 there (layers.0.weight,"),
+        (["float32"] * 21, ["bfloat16"] * 21, "21 tensors have dtype bfloat16 instead of float32 (layers.0.weight,"),
         (["float32"] * 21, ["bfloat16"] * 21, "Trainer(..., dtype=torch.bfloat16)"),
         (["float32"] * 2, ["bfloat16", "float32"], "Trainer(..., dtype={'layers.0.weight': torch.bfloat16, ...})"),
         (["float32", "int64"], ["bfloat16", "int64"], "Trainer(..., dtype=torch.bfloat16)"),
-        (["float32"], ["bfloat16"], "dtype of layers.0.weight: float32 here, bfloat16 there"),
+        (["float32"], ["bfloat16"], "dtype of layers.0.weight: bfloat16 instead of float32"),
     ],
 )
 def test_a_difference_of_dtypes_is_one_line_with_its_remedy(ours: list[str], theirs: list[str], found: str) -> None:
@@ -174,7 +174,7 @@ def test_a_result_reads_as_three_lines() -> None:
     assert first == "round 3, version run@7: ok, 2 of 3 replicas, 30.0 MB in 0.250 s"
     assert "mine-0 (installed: " in second
     assert "mine-1 (received: weaker" in second
-    assert third == "  not updated: odd (refused: first second)"
+    assert third == "  not updated: odd (refused: first; second)"
     assert "weaker" in result.replicas[1].guarantee
     assert not result.replicas[2].guarantee
     many = RoundResult(3, version, False, 0, 0.25, {}, tuple(one(f"r{index}", "lost", "", "x" * 500) for index in range(99)))

@@ -52,7 +52,7 @@ async def test_a_trainer_rank_that_never_comes_is_named(joined: bool) -> None:
     assert asyncio.get_running_loop().time() == pytest.approx(30.0)
     for error in ended:
         assert isinstance(error, DeadlineExceeded)
-        assert f"trainer rank 2{'' if joined else ' (not connected)'} did not ask for it" in str(error)
+        assert f"trainer rank 2{'' if joined else ' (not connected)'} did not call publish()" in str(error)
     assert world.states() == {"r": ("registered", None)}
 
 

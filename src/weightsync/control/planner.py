@@ -111,7 +111,7 @@ class Planner:
     async def _run(
         self, what: str, limit: Limit, work: Callable[[Stop], T], drop: Callable[[T], None] = lambda unwanted: None
     ) -> T:
-        """``work`` in a thread, whose place is free when it has really ended; ``drop`` takes what comes when nobody waits any more."""
+        """``work`` in a thread, whose place is free when it has really ended; ``drop`` takes what comes when nobody waits now."""
         if self._places.locked():
             await bounded(f"{what}, after other plans", limit, self._places.acquire())
         else:

@@ -74,7 +74,8 @@ async def test_a_plan_that_could_not_be_prepared_takes_the_place_of_the_one_befo
     assert (await world.publish(1, 5.0)).ok
     replica = world.coordinator._members.replicas["a"]
     link = replica.links[0]
-    assert link.prepared is not None
+    before = link.prepared
+    assert before is not None
     world.trainers["trainer/0"].disconnect()
     world.trainers.clear()
     world.faults["a/0", "prepare"] = "fail"

@@ -1,55 +1,30 @@
 """Threads of which one runs at a time, when the event loop says so, and whose every wait is an event of the loop's virtual time.
 
-The agents and roles are synchronous code that blocks on locks, queues, events and the wire. Here a thread that would block hands
-the baton back to the loop's thread, which resumes it when what it waits for has come. So one seed gives one order of events.
+The agents and roles are synchronous code that blocks on locks, queues, events and the wire. Here each of their threads is a greenlet
+of the loop's thread: one that would block switches back to the loop, which resumes it when what it waits for has come. So one seed
+gives one order of events, and a switch costs no more than a few function calls.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future as ConcurrentFuture
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+try:
+    from greenlet import getcurrent, greenlet
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("the simulation needs greenlet: pip install 'weightsync[test]'", name="greenlet") from error
+
 __all__ = ["Event", "Executor", "Future", "Killed", "Lock", "SimpleQueue", "Thread", "Threads", "threads"]
 
 T = TypeVar("T")
 
-_REAL_SECONDS = 30.0  # that a thread may compute before it waits again; more is a wait that was not made virtual
-
-
 class Killed(BaseException):
     """The simulated process of this thread is dead."""
-
-
-class _Baton:
-    """Passed once, taken once: a lock that another thread releases, which is the cheapest way to switch."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-        self.release, self.acquire = self._lock.release, self._lock.acquire
-
-
-class _Carrier:
-    """A real thread that carries one simulated thread after the other."""
-
-    idle: list[_Carrier] = []  # noqa: RUF012 - shared on purpose: making a thread costs more than a switch
-
-    def __init__(self) -> None:
-        self.baton = _Baton()
-        self.work: Callable[[], None] | None = None
-        threading.Thread(target=self._run, name="simulated", daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            self.baton.acquire()
-            work, self.work = self.work, None
-            if work is not None:
-                work()
 
 
 class Thread:
@@ -60,7 +35,7 @@ class Thread:
         self.process = owner if owner is not None else threads().process()
         self.alive = False
         self.killed = False
-        self._carrier: _Carrier | None = None
+        self._greenlet: greenlet | None = None
         self._waiting = False
         self._turn = 0
 
@@ -98,7 +73,6 @@ class Thread:
         self.alive = False
         for ended in self._ended_callbacks:
             ended()
-        world.baton.release()
 
     def resume(self, turn: int) -> None:
         """Called by the loop: run until the thread waits or ends. A wake-up of a wait that is over does nothing."""
@@ -110,25 +84,22 @@ class Thread:
             world.loop.call_at(stalled, self.resume, turn)
             return
         self._waiting, self._turn = False, self._turn + 1
+        if self._greenlet is None:
+            self._greenlet = greenlet(self._body, world.greenlet)
         before, world.current = world.current, self
-        if self._carrier is None:
-            self._carrier = _Carrier.idle.pop() if _Carrier.idle else _Carrier()
-            self._carrier.work = self._body
-        self._carrier.baton.release()
-        if not world.baton.acquire(timeout=_REAL_SECONDS):
-            raise RuntimeError(f"simulated thread {self.name} really waits: something in it is not simulated")
-        world.current = before
-        if not self.alive:
-            _Carrier.idle.append(self._carrier)
+        asyncio._set_running_loop(None)  # as on a thread of its own
+        try:
+            self._greenlet.switch()
+        finally:
+            asyncio._set_running_loop(world.loop)
+            world.current = before
 
     def park(self) -> None:
         """Called by the thread itself: hand over until :meth:`resume`. Raises :class:`Killed` if its process died meanwhile."""
         if self.killed:
             raise Killed
         self._waiting = True
-        threads().baton.release()
-        if self._carrier is not None:
-            self._carrier.baton.acquire()
+        threads().greenlet.switch()
         if self.killed:
             raise Killed
 
@@ -150,7 +121,8 @@ class Threads:
     def __init__(self, loop: asyncio.AbstractEventLoop, process: Callable[[], Any]) -> None:
         global _threads
         self.loop = loop
-        self.baton = _Baton()
+        self.greenlet = getcurrent()
+        """That of the loop."""
         self.current: Thread | None = None
         self.all: list[Thread] = []
         self.crashed: list[BaseException] = []

@@ -51,7 +51,12 @@ class _Timer(_Handle):
     __slots__ = ("loop", "moment", "queued")
 
     def __init__(
-        self, loop: VirtualTimeLoop, moment: float, callback: Callable[..., object], arguments: tuple[Any, ...], context: Context | None
+        self,
+        loop: VirtualTimeLoop,
+        moment: float,
+        callback: Callable[..., object],
+        arguments: tuple[Any, ...],
+        context: Context | None,
     ) -> None:
         super().__init__(callback, arguments, context)
         self.loop, self.moment, self.queued = loop, moment, True

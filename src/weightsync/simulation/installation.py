@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +20,10 @@ import weightsync.roles.filling
 import weightsync.roles.route
 import weightsync.roles.trainer
 from weightsync import points
-from weightsync.control import agreement
 from weightsync.control.replicas import Replica, State
-from weightsync.planning.cover import cover
-from weightsync.planning.plan import plan_transfer
 from weightsync.simulation import threads as simulated
 from weightsync.simulation.network import connector
+from weightsync.simulation.remembered import REMEMBERED
 from weightsync.simulation.world import World
 from weightsync.transports import registry
 
@@ -45,32 +43,6 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     finally:
         for target, name, value in reversed(before):
             setattr(target, name, value)
-
-
-_plans: dict[tuple[Any, ...], Any] = {}
-_MOST_PLANS = 4096
-
-
-def _remembering(work: Callable[..., Any], key: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
-    """Planning is a pure function of layouts, and the same few come again and again: it is done once for each."""
-
-    def remembered(*arguments: Any, **_: Any) -> Any:  # noqa: ANN401 - nobody stops a plan here, or counts its memory
-        known = (work, *key(*arguments))
-        if known not in _plans:
-            if len(_plans) >= _MOST_PLANS:
-                _plans.clear()
-            _plans[known] = work(*arguments)
-        return _plans[known]
-
-    return remembered
-
-
-def _ranks(ranks: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple((rank.member, rank.host, rank.layout.digest) for rank in ranks)
-
-
-_plan = _remembering(plan_transfer, lambda manifest, sources, targets: (_ranks(sources), _ranks(targets)))
-_cover = _remembering(cover, lambda manifest, layouts, whose: (whose, *((name, layout.digest) for name, layout in layouts.items())))
 
 
 @contextmanager
@@ -96,8 +68,7 @@ def installed(world: World) -> Iterator[None]:
         with replaced(
             (Replica, "become", becoming),
             (Replica, "__init__", making),
-            (agreement, "plan_transfer", _plan),
-            (agreement, "cover", _cover),
+            *REMEMBERED,
             (points, "_gate", world.reached),
             (weightsync.deadline, "time", clock),
             (weightsync.control.replicas, "time", clock),

@@ -1,8 +1,8 @@
 """Threads of which one runs at a time, when the event loop says so, and whose every wait is an event of the loop's virtual time.
 
-The agents and roles are synchronous code that blocks on locks, queues, events and the wire. Here each of their threads is a greenlet
-of the loop's thread: one that would block switches back to the loop, which resumes it when what it waits for has come. So one seed
-gives one order of events, and a switch costs no more than a few function calls.
+The agents and roles are synchronous code that blocks on locks, queues, events and the wire. Here each thread is a greenlet of
+the loop's thread. One that would block switches back to the loop, which resumes it when what it waits for has come. So one seed
+gives one order of events. A switch costs no more than a few function calls.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ except ModuleNotFoundError as error:
 __all__ = ["Event", "Executor", "Future", "Killed", "Lock", "SimpleQueue", "Thread", "Threads", "threads"]
 
 T = TypeVar("T")
+
 
 class Killed(BaseException):
     """The simulated process of this thread is dead."""

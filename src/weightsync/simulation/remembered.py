@@ -88,6 +88,10 @@ def _tiles_key(manifest: Manifest, pieces: Pieces, layout: Layout, addresses: Se
     return manifest, pieces.digest, len(pieces.sources), layout.digest, tuple(addresses), tuple(groups)
 
 
+def _pieces_key(manifest: Manifest, layout: Layout, *rest: Any) -> tuple[Hashable, ...]:  # noqa: ANN401
+    return manifest, layout.digest, *rest
+
+
 def _columns_of(layout: Layout, manifest: Manifest) -> tuple[Hashable, ...]:
     columns = layout.tensor, layout.starts, layout.stops, layout.region, layout.offset, layout.strides
     return manifest, layout.regions, *(column.tobytes() for column in columns)
@@ -111,6 +115,7 @@ REMEMBERED: tuple[tuple[Any, str, Any], ...] = (
     (Layout, "_check", _remembering(Layout._check, _columns_of)),
     (Layout, "from_columns", staticmethod(_remembering(Layout.from_columns, lambda *given: given))),
     (Layout, "to_columns", _remembering(Layout.to_columns, lambda layout: (layout,))),
+    (Pieces, "from_columns", staticmethod(_remembering(Pieces.from_columns, _pieces_key))),
     (Pieces, "to_columns", _remembering(Pieces.to_columns, lambda pieces: (pieces,))),
 )
 """Object, name of an attribute, and what takes its place while schedules run."""

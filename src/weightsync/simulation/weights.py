@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 
 import numpy as np
@@ -27,6 +28,8 @@ MANIFEST = Manifest(
     )
 )
 
+_MOST_CONTENTS = 256
+
 MISFIT = Manifest(
     TensorSpec(spec.name, spec.shape, "bfloat16" if spec.dtype == "float32" else spec.dtype, spec.aliases) for spec in MANIFEST
 )
@@ -47,39 +50,53 @@ def _box(spec: TensorSpec, rank: int, ranks: int, sharing: Sharing) -> Box:
     return Box((first, *(0 for _ in spec.shape[1:])), (last, *spec.shape[1:]))
 
 
+class _Shape:
+    """How one rank's parameters lie in one stretch of bytes."""
+
+    def __init__(self, rank: int, ranks: int, sharing: Sharing) -> None:
+        self.boxes = [_box(spec, rank, ranks, sharing) for spec in MANIFEST]
+        self.sizes = [box.size * spec.nbytes // max(spec.size, 1) for box, spec in zip(self.boxes, MANIFEST, strict=True)]
+        self.offsets = [0, *itertools.accumulate(-(-size // 16) * 16 for size in self.sizes)]
+        self.nbytes = self.offsets[-1] or 16
+        self._contents: dict[tuple[int, int], npt.NDArray[np.uint8]] = {}
+
+    def content(self, number: int, salt: int) -> npt.NDArray[np.uint8]:
+        """All bytes of version ``number``."""
+        content = self._contents.get((number, salt))
+        if content is None:
+            if len(self._contents) >= _MOST_CONTENTS:
+                self._contents.clear()
+            content = self._contents[number, salt] = np.zeros(self.nbytes, np.uint8)
+            values = version_bytes(number, salt)
+            for index, (spec, box) in enumerate(zip(MANIFEST, self.boxes, strict=True)):
+                first, size = self.offsets[index], self.sizes[index]
+                begin = box.starts[0] * (spec.nbytes // spec.shape[0]) if spec.shape else 0
+                content[first : first + size] = values[index][begin : begin + size]
+        return content
+
+
+_shape = functools.cache(_Shape)
+
+
 class Memory:
     """One rank's parameters: views of one stretch of bytes."""
 
     def __init__(self, rank: int, ranks: int, sharing: Sharing) -> None:
+        self._shape = shape = _shape(rank, ranks, sharing)
         self.shards: list[Shard] = []
-        self._slices: list[tuple[int, int, int, int]] = []
-        boxes = [_box(spec, rank, ranks, sharing) for spec in MANIFEST]
-        sizes = [box.size * spec.nbytes // max(spec.size, 1) for box, spec in zip(boxes, MANIFEST, strict=True)]
-        offsets = np.concatenate([[0], np.cumsum([-(-size // 16) * 16 for size in sizes])])
-        self.storage = torch.zeros(int(offsets[-1]) or 16, dtype=torch.uint8)
+        self.storage = torch.zeros(shape.nbytes, dtype=torch.uint8)
         self.bytes: npt.NDArray[np.uint8] = self.storage.numpy()
-        for index, (spec, box) in enumerate(zip(MANIFEST, boxes, strict=True)):
-            first, size = int(offsets[index]), sizes[index]
+        for spec, box, first, size in zip(MANIFEST, shape.boxes, shape.offsets, shape.sizes, strict=False):
             memory = self.storage[first : first + size].view(torch_dtype(spec.dtype)).view(box.shape)
             self.shards.append(Shard(spec.name, spec.shape, box, memory))
-            row = spec.nbytes // spec.shape[0] if spec.shape else spec.nbytes
-            begin = box.starts[0] * row if spec.shape else 0
-            self._slices.append((index, first, begin, size))
 
     def expected(self, number: int, salt: int) -> bytes:
         """These bytes, were they all of version ``number``."""
-        out = np.zeros_like(self.bytes)
-        self._fill(out, number, salt)
-        return out.tobytes()
+        return self._shape.content(number, salt).tobytes()
 
     def fill(self, number: int, salt: int) -> None:
         """Make them all of version ``number``."""
-        self._fill(self.bytes, number, salt)
-
-    def _fill(self, out: npt.NDArray[np.uint8], number: int, salt: int) -> None:
-        values = version_bytes(number, salt)
-        for index, first, begin, size in self._slices:
-            out[first : first + size] = values[index][begin : begin + size]
+        self.bytes[:] = self._shape.content(number, salt)
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Copy this rank's part of a whole tensor, as an engine's loader does."""

@@ -58,7 +58,9 @@ class _Timer(_Handle):
         arguments: tuple[Any, ...],
         context: Context | None,
     ) -> None:
-        super().__init__(callback, arguments, context)
+        self.callback, self.arguments = callback, arguments
+        self.context = copy_context() if context is None else context
+        self.dropped = False
         self.loop, self.moment, self.queued = loop, moment, True
 
     def __lt__(self, other: _Timer) -> bool:
@@ -68,7 +70,8 @@ class _Timer(_Handle):
         """See :meth:`asyncio.Handle.cancel`."""
         if not self.dropped and self.queued:
             self.loop.dropped += 1
-        super().cancel()
+        self.dropped = True
+        self.callback, self.arguments = _nothing, ()
 
     def when(self) -> float:
         """See :meth:`asyncio.TimerHandle.when`."""
@@ -126,8 +129,13 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         ready, scheduled, clock = self._ready, self._scheduled, time.monotonic
         seen = clock()
         while True:
-            self._drop_cancelled()
-            blocked, seen = clock() - seen, clock()
+            if len(scheduled) > _FEW_TIMERS and self.dropped > len(scheduled) / 2:
+                self._sweep()
+            while scheduled and scheduled[0][1].dropped:  # so that it does not move the clock
+                heappop(scheduled)
+                self.dropped -= 1
+            before, seen = seen, clock()
+            blocked = seen - before
             if blocked > _BLOCKING_SECONDS:
                 raise RuntimeError(f"a callback blocked the event loop for {blocked:.1f} real seconds")
             if not (ready or self._stopping):
@@ -149,21 +157,15 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
                     raise
                 except BaseException as error:  # noqa: BLE001 - as asyncio's own loop
                     self.call_exception_handler({"message": f"Exception in callback {handle.callback}", "exception": error})
-            handle = None
+            handle = timer = None  # so that neither keeps anything alive
             if self._stopping:
                 return
 
-    def _drop_cancelled(self) -> None:
-        """Keep cancelled timers from moving the clock, and from becoming many."""
-        scheduled = self._scheduled
-        if len(scheduled) > _FEW_TIMERS and self.dropped > len(scheduled) / 2:
-            scheduled[:] = [entry for entry in scheduled if not entry[1].dropped]
-            heapify(scheduled)
-            self.dropped = 0
-        else:
-            while scheduled and scheduled[0][1].dropped:
-                self.dropped -= 1
-                heappop(scheduled)
+    def _sweep(self) -> None:
+        """Keep cancelled timers from becoming many."""
+        self._scheduled[:] = [entry for entry in self._scheduled if not entry[1].dropped]
+        heapify(self._scheduled)
+        self.dropped = 0
 
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]  # noqa: ANN401
         """Run ``func`` here and now; nothing else moves meanwhile."""

@@ -73,15 +73,23 @@ def _boxes(manifest: Manifest, shards: Sequence[Shard]) -> tuple[Hashable, ...]:
     return manifest, *((one.name, one.shape, one.box) for one in shards)
 
 
-def _places(manifest: Manifest, shards: Sequence[Shard], block_bytes: int | None = 1 << 20) -> tuple[Hashable, ...]:
-    """Where shards lie in memory, and as what."""
+def _offsets(manifest: Manifest, shards: Sequence[Shard], block_bytes: int | None = 1 << 20) -> tuple[Hashable, ...]:
+    """How shards lie in the one storage that they share."""
     tensors = [one.tensor for one in shards]
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    lie = (
-        (one.data_ptr(), one.dtype, one.stride(), all_.data_ptr(), all_.nbytes())
-        for one, all_ in zip(tensors, storages, strict=True)
-    )
-    return *_boxes(manifest, shards), block_bytes, *lie
+    storage = tensors[0].untyped_storage()
+    base = storage.data_ptr()
+    lie = ((one.data_ptr() - base, one.dtype, one.stride()) for one in tensors)
+    return *_boxes(manifest, shards), block_bytes, storage.nbytes(), *lie
+
+
+_layout_in_place = _remembering(lambda *given, **options: layout_in_place(*given, **options)[0], _offsets)
+
+
+def _in_place(manifest: Manifest, shards: Sequence[Shard], **options: Any) -> tuple[Layout, tuple[int, ...]]:  # noqa: ANN401
+    bases = {one.tensor.untyped_storage().data_ptr() for one in shards}
+    if len(bases) != 1:
+        return layout_in_place(manifest, shards, **options)
+    return _layout_in_place(manifest, shards, **options), tuple(bases)
 
 
 def _tiles_key(manifest: Manifest, pieces: Pieces, layout: Layout, addresses: Sequence[int], groups: Any) -> tuple[Hashable, ...]:  # noqa: ANN401
@@ -98,7 +106,6 @@ def _columns_of(layout: Layout, manifest: Manifest) -> tuple[Hashable, ...]:
 
 
 _cover = _remembering(_covered, _cover_key)
-_in_place = _remembering(layout_in_place, _places)
 
 REMEMBERED: tuple[tuple[Any, str, Any], ...] = (
     (agreement, "cover", _cover),

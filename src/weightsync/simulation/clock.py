@@ -157,7 +157,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
                     raise
                 except BaseException as error:  # noqa: BLE001 - as asyncio's own loop
                     self.call_exception_handler({"message": f"Exception in callback {handle.callback}", "exception": error})
-            handle = timer = None  # so that neither keeps anything alive
+            handle = None  # which would keep its callback's objects alive
             if self._stopping:
                 return
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import json
 import logging
@@ -26,6 +27,8 @@ _CHUNK = 25
 _SHOWN = 5
 _ENOUGH_FOR_ALL = 2000
 """Schedules from which on everything that can occur must have occurred."""
+_REAL_SECONDS = 120.0
+"""Of a schedule that takes some hundredths of one; after them, something in it really waits."""
 _MOST_SEEDS = 1500
 """Schedules in which a mutant must be caught."""
 
@@ -51,7 +54,7 @@ def _pool(processes: int) -> ProcessPoolExecutor:
 
 
 def _prepare(core: int) -> None:
-    """Be quiet, and stay on one core, where a switch between threads costs least."""
+    """Be quiet, and stay on one core."""
     import torch
 
     logging.disable(logging.CRITICAL)
@@ -64,11 +67,20 @@ def _prepare(core: int) -> None:
         os.sched_setaffinity(0, {cores[core % len(cores)]})
 
 
+def _run(seed: int) -> Outcome:
+    """The schedule of ``seed``. All its threads are one: a real wait would never end, so it ends the process, and says where."""
+    faulthandler.dump_traceback_later(_REAL_SECONDS, exit=True, file=2)
+    try:
+        return run_schedule(seed)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
 def run_many(seeds: Sequence[int]) -> Outcome:
     """The schedules of ``seeds``, one after the other."""
     total = Outcome()
     for seed in seeds:
-        total.add(run_schedule(seed))
+        total.add(_run(seed))
     return total
 
 
@@ -76,7 +88,7 @@ def hunt(name: str, first: int = 0, most: int = _MOST_SEEDS) -> tuple[str, int |
     """Run schedules with a mutant until one notices it: its name, the number of schedules (``None``: not noticed), by what."""
     with MUTANTS[name]():
         for count in range(most):
-            failed = run_schedule(first + count).failed
+            failed = _run(first + count).failed
             if failed:
                 return name, count + 1, failed[0][1][0]
     return name, None, ""
@@ -119,7 +131,7 @@ def _report(failed: list[tuple[int, list[str]]]) -> None:
 
 def _one(seed: int) -> int:
     _prepare(0)
-    outcome = run_schedule(seed)
+    outcome = _run(seed)
     for _, lines in outcome.failed:
         print("\n".join(line.rstrip() for line in lines))
     print(

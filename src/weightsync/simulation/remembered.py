@@ -19,6 +19,7 @@ import weightsync.transports.memory
 from weightsync.agents.proving import proving
 from weightsync.control import agreement
 from weightsync.model import Layout, Manifest
+from weightsync.planning.buckets import staging_layout
 from weightsync.planning.cover import Cover, cover
 from weightsync.planning.pieces import Pieces
 from weightsync.planning.plan import Plan, plan_transfer
@@ -110,7 +111,7 @@ _cover = _remembering(_covered, _cover_key)
 REMEMBERED: tuple[tuple[Any, str, Any], ...] = (
     (agreement, "cover", _cover),
     (agreement, "plan_transfer", _remembering(_planned, lambda manifest, *sides, **_: (manifest, *map(_ranks, sides)))),
-    (agreement, "staging_layout", _remembering(agreement.staging_layout, lambda *given: given)),
+    (agreement, "staging_layout", _remembering(staging_layout, lambda *given: given)),
     (weightsync.agents.dial, "proving", _remembering(proving, lambda *given: given)),
     (weightsync.control.remote, "Manifest", _remembering(Manifest, lambda specs: specs)),
     (weightsync.roles.engine, "layout_in_place", _in_place),

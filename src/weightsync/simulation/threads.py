@@ -17,7 +17,9 @@ from typing import Any, Generic, Self, TypeVar
 try:
     from greenlet import getcurrent, greenlet
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("the simulation needs greenlet: pip install 'weightsync[test]'", name="greenlet") from error
+    raise ModuleNotFoundError(
+        "the simulation needs greenlet: pip install '.[test]' in a clone of weightsync", name="greenlet"
+    ) from error
 
 __all__ = ["Event", "Executor", "Future", "Killed", "Lock", "SimpleQueue", "Thread", "Threads", "threads"]
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.model import ITEMSIZE, Box, Manifest, TensorSpec
+from weightsync.tensors.coverage import Coverage, LocalView
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -222,13 +222,11 @@ def _module_entries(module: nn.Module, buffers: bool) -> list[tuple[str, torch.T
     :class:`~weightsync.errors.LayoutError` unless all of every parameter is there.
     """
     state = module.state_dict(keep_vars=True)  # first: FSDP then puts its shards in the place of parameters that it had gathered
-    parameters, others = list(module.named_parameters()), dict(module.named_buffers(remove_duplicate=False))
-    missing: dict[int, int] = {}  # by storage: bytes of parameters, less those that the state dict holds
-    for view in {_view(parameter) for _, parameter in parameters}:
-        missing[view.storage] = missing.get(view.storage, 0) + view.nbytes
-    wanted = missing.keys() | ({_view(buffer).storage for buffer in others.values()} if buffers else set())
+    owned = {name: _view(parameter) for name, parameter in module.named_parameters()}
+    others = dict(module.named_buffers(remove_duplicate=False))
+    wanted = {_view(value).storage for value in (others.values() if buffers else ())} | {view.storage for view in owned.values()}
     entries: list[tuple[str, torch.Tensor]] = []
-    seen: set[_View] = set()
+    seen: dict[int, set[LocalView]] = {}  # by storage
     for name, value in state.items():
         if not isinstance(value, torch.Tensor) or (name in others and not buffers):
             continue
@@ -236,12 +234,16 @@ def _module_entries(module: nn.Module, buffers: bool) -> list[tuple[str, torch.T
         if view.storage not in wanted and not isinstance(value, nn.Parameter):
             continue
         entries.append((name, value))
-        if view not in seen:
-            seen.add(view)
-            missing[view.storage] = missing.get(view.storage, 0) - view.nbytes
-    for name, parameter in parameters:
-        left = missing[_view(parameter).storage]
-        if left > 0:
+        seen.setdefault(view.storage, set()).add(view)
+    coverage: dict[int, Coverage] = {}
+    for name, view in owned.items():
+        views = seen.get(view.storage, set())
+        if view in views:
+            continue
+        if view.storage not in coverage:
+            coverage[view.storage] = Coverage(views)
+        left = coverage[view.storage].lacking(view)
+        if left:
             raise LayoutError(
                 f"parameter {name} of {type(module).__name__} would not be published whole: {left:,} bytes of its memory are in no "
                 "tensor of the module's state_dict(). A state-dict hook leaves it out or copies it: give weightsync a dict of the "
@@ -250,26 +252,12 @@ def _module_entries(module: nn.Module, buffers: bool) -> list[tuple[str, torch.T
     return entries
 
 
-class _View(NamedTuple):
-    """Which memory of this rank a tensor is: equal for tensors that are the same elements in the same order."""
-
-    storage: int
-    offset: int
-    strides: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 @torch.no_grad()
-def _view(value: torch.Tensor) -> _View:
+def _view(value: torch.Tensor) -> LocalView:
     local = _here(value)
     if local.layout is not torch.strided:  # its parts have storages, itself has none
-        return _View(-id(value), 0, (), tuple(local.shape), local.dtype)
-    return _View(local.untyped_storage()._cdata, int(local.storage_offset()), local.stride(), tuple(local.shape), local.dtype)
+        return LocalView(-id(value), 0, (1,), (local.numel(),), local.dtype)
+    return LocalView(local.untyped_storage()._cdata, int(local.storage_offset()), local.stride(), tuple(local.shape), local.dtype)
 
 
 def _here(value: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -342,7 +343,7 @@ def _published(dtype: DTypes, held: Mapping[str, torch.dtype], aliases: Mapping[
 
 
 class FollowedShards:
-    """The manifest and shards of ``state``, taken anew whenever a tensor has other memory, or is another view of the same.
+    """The manifest and shards of ``state``, taken anew whenever a name has other memory, or is another view of the same.
 
     Looking costs some microseconds a tensor, taking them anew tens. For a mapping, its tensors themselves must be the live ones:
     what a module's ``state_dict()`` returned does not see that a parameter was replaced.
@@ -356,19 +357,30 @@ class FollowedShards:
         buffers: bool = False,
     ) -> None:
         self._state, self._dtype, self._buffers = state, dtype, buffers
-        self._views = Views(self._look())
+        self._names, tensors = self._look()
+        self._views = Views(tensors)
         self._found = shards_of(state, dtype=dtype, buffers=buffers)
 
     @torch.no_grad()
-    def _look(self) -> list[torch.Tensor]:
+    def _look(self) -> tuple[list[str], list[torch.Tensor]]:
+        """All names, tied ones too, and the tensor of each. Not a list of pairs, for the reason that :class:`Views` gives."""
+        names, tensors = list[str](), list[torch.Tensor]()
+        for name, value in self._named():
+            names.append(name)
+            tensors.append(_here(value))
+        return names, tensors
+
+    def _named(self) -> Iterable[tuple[str, torch.Tensor]]:
         state = self._state
         if isinstance(state, Mapping):
-            return list(map(_here, state.values()))
-        return list(map(_here, (*state.parameters(), *(state.buffers() if self._buffers else ()))))
+            return state.items()
+        buffers = state.named_buffers(remove_duplicate=False) if self._buffers else ()
+        return chain(state.named_parameters(remove_duplicate=False), buffers)
 
     def now(self) -> tuple[Manifest, list[Shard]]:
         """As :func:`shards_of`, of the memory that the state has now: the very same objects if nothing moved."""
-        tensors = self._look()
-        if not self._views.are_of(tensors):
-            self._views, self._found = Views(tensors), shards_of(self._state, dtype=self._dtype, buffers=self._buffers)
+        names, tensors = self._look()
+        if names != self._names or not self._views.are_of(tensors):
+            found = shards_of(self._state, dtype=self._dtype, buffers=self._buffers)
+            self._names, self._views, self._found = names, Views(tensors), found
         return self._found

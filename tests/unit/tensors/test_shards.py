@@ -331,6 +331,27 @@ def test_another_view_of_the_same_memory_is_followed() -> None:
     assert followed.now()[0][0].dtype == "float32"
 
 
+def test_ties_that_move_to_other_names_are_followed() -> None:
+    x, y = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(4))
+    module = nn.Module()
+    module.a, module.b, module.c = x, x, y
+    buffered = nn.Module()
+    for name, value in (("a", x.data), ("b", x.data), ("c", y.data)):
+        buffered.register_buffer(name, value)
+    mapping = {"a": x, "b": y}
+    followed, of_buffers, of_mapping = FollowedShards(module), FollowedShards(buffered, buffers=True), FollowedShards(mapping)
+    before = followed.now(), of_buffers.now(), of_mapping.now()
+    assert (followed.now(), of_buffers.now(), of_mapping.now()) == before
+    module.b, module.c = y, x
+    buffered.b, buffered.c = y.data, x.data
+    for now in (followed.now(), of_buffers.now()):
+        assert [spec.names for spec in now[0]] == [("a", "c"), ("b",)]
+        assert [float(one.tensor[0]) for one in now[1]] == [0, 1]
+    mapping.clear()
+    mapping |= {"b": x, "a": y}
+    assert {one.name: float(one.tensor[0]) for one in of_mapping.now()[1]} == {"a": 1, "b": 0}
+
+
 def test_the_order_in_which_ties_are_registered_makes_no_difference() -> None:
     class Other(Tied):
         def __init__(self) -> None:

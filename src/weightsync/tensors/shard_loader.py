@@ -24,7 +24,7 @@ _shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 
 
 class ShardLoader:
-    """Copies whole tensors into the parts of them that ``shards`` hold, bit for bit.
+    """Copies whole tensors into the parts of them that ``shards`` hold, bit for bit; several shards may be of one tensor.
 
     On a CUDA device (with Triton) a batch is one launch. Its table is built on first use and kept for later batches of the same
     tensors in the same memory, as every round of a streamed update brings them; :attr:`table_bytes` is what the tables take.
@@ -33,13 +33,15 @@ class ShardLoader:
     """
 
     def __init__(self, shards: Iterable[Shard]) -> None:
-        self._shards = {one.name: one for one in shards}
+        self._shards: dict[str, list[Shard]] = {}
+        for one in shards:
+            self._shards.setdefault(one.name, []).append(one)
         self._copies: dict[Hashable, TileCopy] = {}
         self.table_bytes = 0
         """Device memory that the tables take."""
 
     def load(self, batch: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy this rank's part of each whole tensor in ``batch`` into the shard of the same name.
+        """Copy this rank's part of each whole tensor in ``batch`` into the shards of the same name.
 
         On a CUDA device, returns before the bytes have moved. Raises :class:`~weightsync.errors.LoadError` for a name without a
         shard, and for a tensor that differs from it in dtype or whole shape.
@@ -66,18 +68,17 @@ class ShardLoader:
     def _parts(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         targets, sources = list[torch.Tensor](), list[torch.Tensor]()
         for name, tensor in zip(names, tensors, strict=True):
-            shard = self._shards.get(name)
-            if shard is None:
-                if not tensor.numel():  # shards are of tensors with elements
-                    continue
+            shards = self._shards.get(name, [])
+            if not shards and tensor.numel():  # shards are of tensors with elements
                 raise LoadError(f"this engine rank has no parameter named {name!r}")
-            if tensor.dtype != shard.tensor.dtype or tuple(tensor.shape) != tuple(shard.shape):
-                came = f"{tensor.dtype}{list(tensor.shape)}"
-                raise LoadError(f"{name} is {shard.tensor.dtype}{list(shard.shape)} in this engine, and came as {came}")
-            if shard.tensor.numel():
-                region = tuple(slice(first, end) for first, end in zip(shard.box.starts, shard.box.stops, strict=True))
-                targets.append(shard.tensor)
-                sources.append(tensor[region] if shard.box.shape != shard.shape else tensor)
+            for shard in shards:
+                if tensor.dtype != shard.tensor.dtype or tuple(tensor.shape) != tuple(shard.shape):
+                    came = f"{tensor.dtype}{list(tensor.shape)}"
+                    raise LoadError(f"{name} is {shard.tensor.dtype}{list(shard.shape)} in this engine, and came as {came}")
+                if shard.tensor.numel():
+                    region = tuple(slice(first, end) for first, end in zip(shard.box.starts, shard.box.stops, strict=True))
+                    targets.append(shard.tensor)
+                    sources.append(tensor[region] if shard.box.shape != shard.shape else tensor)
         return targets, sources
 
     def _build(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], device: torch.device) -> TileCopy:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.model import ITEMSIZE, Box, Manifest, TensorSpec
+from weightsync.tensors.coverage import Coverage, LocalView
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -222,13 +223,11 @@ def _module_entries(module: nn.Module, buffers: bool) -> list[tuple[str, torch.T
     :class:`~weightsync.errors.LayoutError` unless all of every parameter is there.
     """
     state = module.state_dict(keep_vars=True)  # first: FSDP then puts its shards in the place of parameters that it had gathered
-    parameters, others = list(module.named_parameters()), dict(module.named_buffers(remove_duplicate=False))
-    missing: dict[int, int] = {}  # by storage: bytes of parameters, less those that the state dict holds
-    for view in {_view(parameter) for _, parameter in parameters}:
-        missing[view.storage] = missing.get(view.storage, 0) + view.nbytes
-    wanted = missing.keys() | ({_view(buffer).storage for buffer in others.values()} if buffers else set())
+    owned = {name: _view(parameter) for name, parameter in module.named_parameters()}
+    others = dict(module.named_buffers(remove_duplicate=False))
+    wanted = {_view(value).storage for value in (others.values() if buffers else ())} | {view.storage for view in owned.values()}
     entries: list[tuple[str, torch.Tensor]] = []
-    seen: set[_View] = set()
+    seen: dict[int, set[LocalView]] = {}  # by storage
     for name, value in state.items():
         if not isinstance(value, torch.Tensor) or (name in others and not buffers):
             continue
@@ -236,12 +235,16 @@ def _module_entries(module: nn.Module, buffers: bool) -> list[tuple[str, torch.T
         if view.storage not in wanted and not isinstance(value, nn.Parameter):
             continue
         entries.append((name, value))
-        if view not in seen:
-            seen.add(view)
-            missing[view.storage] = missing.get(view.storage, 0) - view.nbytes
-    for name, parameter in parameters:
-        left = missing[_view(parameter).storage]
-        if left > 0:
+        seen.setdefault(view.storage, set()).add(view)
+    coverage: dict[int, Coverage] = {}
+    for name, view in owned.items():
+        views = seen.get(view.storage, set())
+        if view in views:
+            continue
+        if view.storage not in coverage:
+            coverage[view.storage] = Coverage(views)
+        left = coverage[view.storage].lacking(view)
+        if left:
             raise LayoutError(
                 f"parameter {name} of {type(module).__name__} would not be published whole: {left:,} bytes of its memory are in no "
                 "tensor of the module's state_dict(). A state-dict hook leaves it out or copies it: give weightsync a dict of the "
@@ -250,26 +253,12 @@ def _module_entries(module: nn.Module, buffers: bool) -> list[tuple[str, torch.T
     return entries
 
 
-class _View(NamedTuple):
-    """Which memory of this rank a tensor is: equal for tensors that are the same elements in the same order."""
-
-    storage: int
-    offset: int
-    strides: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 @torch.no_grad()
-def _view(value: torch.Tensor) -> _View:
+def _view(value: torch.Tensor) -> LocalView:
     local = _here(value)
     if local.layout is not torch.strided:  # its parts have storages, itself has none
-        return _View(-id(value), 0, (), tuple(local.shape), local.dtype)
-    return _View(local.untyped_storage()._cdata, int(local.storage_offset()), local.stride(), tuple(local.shape), local.dtype)
+        return LocalView(-id(value), 0, (1,), (local.numel(),), local.dtype)
+    return LocalView(local.untyped_storage()._cdata, int(local.storage_offset()), local.stride(), tuple(local.shape), local.dtype)
 
 
 def _here(value: torch.Tensor) -> torch.Tensor:
@@ -354,7 +343,7 @@ def _published(dtype: DTypes, held: Mapping[str, torch.dtype], aliases: Mapping[
 
 
 class FollowedShards:
-    """The manifest and shards of ``state``, taken anew whenever a tensor has other memory, or is another view of the same.
+    """The manifest and shards of ``state``, taken anew whenever a name has other memory, or is another view of the same.
 
     Looking costs some microseconds a tensor, taking them anew tens. For a mapping, its tensors themselves must be the live ones:
     what a module's ``state_dict()`` returned does not see that a parameter was replaced.
@@ -368,19 +357,30 @@ class FollowedShards:
         buffers: bool = False,
     ) -> None:
         self._state, self._dtype, self._buffers = state, dtype, buffers
-        self._views = Views(self._look())
+        self._names, tensors = self._look()
+        self._views = Views(tensors)
         self._found = shards_of(state, dtype=dtype, buffers=buffers)
 
     @torch.no_grad()
-    def _look(self) -> list[torch.Tensor]:
+    def _look(self) -> tuple[list[str], list[torch.Tensor]]:
+        """All names, tied ones too, and the tensor of each. Not a list of pairs, for the reason that :class:`Views` gives."""
+        names, tensors = list[str](), list[torch.Tensor]()
+        for name, value in self._named():
+            names.append(name)
+            tensors.append(_here(value))
+        return names, tensors
+
+    def _named(self) -> Iterable[tuple[str, torch.Tensor]]:
         state = self._state
         if isinstance(state, Mapping):
-            return list(map(_here, state.values()))
-        return list(map(_here, (*state.parameters(), *(state.buffers() if self._buffers else ()))))
+            return state.items()
+        buffers = state.named_buffers(remove_duplicate=False) if self._buffers else ()
+        return chain(state.named_parameters(remove_duplicate=False), buffers)
 
     def now(self) -> tuple[Manifest, list[Shard]]:
         """As :func:`shards_of`, of the memory that the state has now: the very same objects if nothing moved."""
-        tensors = self._look()
-        if not self._views.are_of(tensors):
-            self._views, self._found = Views(tensors), shards_of(self._state, dtype=self._dtype, buffers=self._buffers)
+        names, tensors = self._look()
+        if names != self._names or not self._views.are_of(tensors):
+            found = shards_of(self._state, dtype=self._dtype, buffers=self._buffers)
+            self._names, self._views, self._found = names, Views(tensors), found
         return self._found

@@ -31,6 +31,7 @@ from weightsync.adapters.disaggregated.orders import (
     encode,
 )
 from weightsync.adapters.disaggregated.rank import DisaggregatedRank
+from weightsync.adapters.module import ModuleAdapter
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, PeerLost
 from weightsync.messages import PauseMode
@@ -114,7 +115,7 @@ class Carrying:
 class Driven:
     """A rank, and threads that hand it orders."""
 
-    def __init__(self, adapter: Recording) -> None:
+    def __init__(self, adapter: Any) -> None:
         self.adapter, self.rank = adapter, DisaggregatedRank(adapter)
         self.pool = ThreadPoolExecutor(4)
 
@@ -258,6 +259,20 @@ def test_a_loader_that_leaves_tensors_fails_and_the_rank_commits_nothing_of_it(t
     driven.failed(Finish(version(1), 1), "quarantined")
     driven.failed(Resume(1), "quarantined")
     assert "finish" not in driven.adapter.calls
+
+
+def test_a_tied_tensor_sent_under_its_other_name_is_loaded_under_the_one_that_the_loader_knows() -> None:
+    module = torch.nn.Module()
+    module.embed = module.lm_head = torch.nn.Parameter(torch.zeros(4))
+    driven = Driven(ModuleAdapter(module))
+    assert driven.rank.manifest[0] == TensorSpec("embed", (4,), "float32", ("lm_head",))
+    driven.group("g", 3.0)
+    driven.done(Pause("abort", SECONDS, 1))
+    driven.done(Receive("g", (Incoming(0, "lm_head", "float32", (4,), 16),), False, SECONDS, 1))
+    answer = driven.tell(Verify(1))
+    assert isinstance(answer, Digested)
+    assert answer.installed
+    assert module.embed.tolist() == [3.0] * 4
 
 
 def test_a_sleeping_engine_is_woken_as_in_a_round(driven: Driven) -> None:

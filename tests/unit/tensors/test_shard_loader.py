@@ -63,6 +63,19 @@ def test_a_batch_on_the_cpu_arrives_bit_for_bit(seed: int) -> None:
     assert _bits([one.tensor for one in shards]) == _bits(expected)
 
 
+def test_every_shard_of_a_tensor_is_filled() -> None:
+    whole = torch.arange(12.0).view(4, 3)
+    first, last, copy = torch.zeros(1, 3), torch.zeros(2, 3), torch.zeros(4, 3)
+    ShardLoader([shard("w", part, (4, 3), (at, 0)) for part, at in ((first, 0), (last, 2), (copy, 0))]).load([("w", whole)])
+    assert torch.equal(first, whole[:1])
+    assert torch.equal(last, whole[2:])
+    assert torch.equal(copy, whole)
+    loader = ShardLoader([shard("w", first[0], (3,), (0,)), shard("w", torch.zeros(1).half(), (3,), (2,))])
+    with pytest.raises(LoadError, match=r"w is torch.float16\[3\]"):
+        loader.load([("w", torch.ones(3))])
+    assert not first[0][0]
+
+
 def test_columns_and_transposed_memory_become_few_tiles() -> None:
     whole, part = torch.arange(64, dtype=torch.int32).reshape(8, 8), torch.zeros(8, 4, dtype=torch.int32)
     assert len(tiles_between([part], [whole[:, 2:6]])) == 1

@@ -247,6 +247,36 @@ def test_a_parameter_that_a_hook_leaves_out_or_copies_is_named() -> None:
         manifest_of(module)
 
 
+def test_views_that_overlap_do_not_stand_for_a_parameter_that_a_hook_leaves_out() -> None:
+    def keep_fused(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, _: object) -> None:
+        state |= dict(zip("qkv", state["qkv"].chunk(3), strict=True))
+        del state["out"]
+
+    module, flat = nn.Module(), torch.arange(48.0)
+    module.qkv, module.out = nn.Parameter(flat[:24].view(6, 4)), nn.Parameter(flat[24:].view(6, 4))
+    assert manifest_of(module).index.keys() == {"qkv", "out"}
+    module.register_state_dict_post_hook(keep_fused)  # type: ignore[no-untyped-call]
+    with pytest.raises(LayoutError, match=r"parameter out of Module.* 96 bytes"):
+        manifest_of(module)
+
+
+@pytest.mark.parametrize(("kept", "left"), [("abc", 0), ("ac", 0), ("ab", 32), ("abd", 16), ("", 64)])
+def test_columns_of_a_parameter_are_counted_once(kept: str, left: int) -> None:
+    def columns(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, _: object) -> None:
+        whole = state.pop("w")
+        parts = {"a": whole[:, 0], "b": whole[:, :2], "c": whole[:, 1:].t(), "d": whole[:, 3:]}
+        state |= {name: parts[name] for name in kept}
+
+    module = nn.Module()
+    module.w = nn.Parameter(torch.zeros(4, 4))
+    module.register_state_dict_post_hook(columns)  # type: ignore[no-untyped-call]
+    if not left:
+        assert len(manifest_of(module)) == len(kept)
+        return
+    with pytest.raises(LayoutError, match=rf"parameter w of Module.* {left} bytes"):
+        manifest_of(module)
+
+
 def test_two_parameters_of_one_memory_and_a_sparse_one() -> None:
     module = nn.Module()
     module.a = nn.Parameter(torch.zeros(3, 4))
@@ -299,6 +329,27 @@ def test_another_view_of_the_same_memory_is_followed() -> None:
     followed = FollowedShards(tensors)
     tensors["w"] = integers.view(torch.float32)
     assert followed.now()[0][0].dtype == "float32"
+
+
+def test_ties_that_move_to_other_names_are_followed() -> None:
+    x, y = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(4))
+    module = nn.Module()
+    module.a, module.b, module.c = x, x, y
+    buffered = nn.Module()
+    for name, value in (("a", x.data), ("b", x.data), ("c", y.data)):
+        buffered.register_buffer(name, value)
+    mapping = {"a": x, "b": y}
+    followed, of_buffers, of_mapping = FollowedShards(module), FollowedShards(buffered, buffers=True), FollowedShards(mapping)
+    before = followed.now(), of_buffers.now(), of_mapping.now()
+    assert (followed.now(), of_buffers.now(), of_mapping.now()) == before
+    module.b, module.c = y, x
+    buffered.b, buffered.c = y.data, x.data
+    for now in (followed.now(), of_buffers.now()):
+        assert [spec.names for spec in now[0]] == [("a", "c"), ("b",)]
+        assert [float(one.tensor[0]) for one in now[1]] == [0, 1]
+    mapping.clear()
+    mapping |= {"b": x, "a": y}
+    assert {one.name: float(one.tensor[0]) for one in of_mapping.now()[1]} == {"a": 1, "b": 0}
 
 
 def test_the_order_in_which_ties_are_registered_makes_no_difference() -> None:

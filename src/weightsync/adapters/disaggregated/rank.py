@@ -228,13 +228,16 @@ class DisaggregatedRank:
         points.reached("rank.arrived")
         if order.flattened:
             tensors = _unflatten(memory[0], order.tensors) if memory else []
-        digests = self._digests([Shard(self.manifest[one.index].name, t.shape, Box.whole(tuple(t.shape)), t)
-                                 for one, t in zip(order.tensors, tensors, strict=True)])  # fmt: skip
+        arrived = [  # under the names that the loaders know: a sender may use the aliases
+            Shard(self.manifest[one.index].name, tensor.shape, Box.whole(tuple(tensor.shape)), tensor)
+            for one, tensor in zip(order.tensors, tensors, strict=True)
+        ]
+        digests = self._digests(arrived)
         points.reached("rank.load")
         with self._engine:
             self._check_current(order, group)
             self._state = "quarantined"  # and stays so if the loader fails: what it took is not known
-            self._load([(one.name, tensor) for one, tensor in zip(order.tensors, tensors, strict=True)])
+            self._load([(named.name, named.tensor) for named in arrived])
             self._state = "paused"
             for one in order.tensors:
                 self._received[one.index] = digests[one.index]

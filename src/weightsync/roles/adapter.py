@@ -80,7 +80,7 @@ class EngineAdapter:
         """The weights are verified: an engine that gave the memory of its KV cache away takes it again now, before ``flush``."""
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load whole tensors under the names of ``manifest``, not aliases. Called once a bucket; a tensor is lent until this returns.
+        """Load whole tensors under the names of ``manifest``, not aliases. Called once a bucket; a tensor is lent until it returns.
 
         Tensors on a CUDA device may be read by the device's current stream, also after this returned; work that is queued on other
         streams must have been waited for. Needed for streamed delivery only.

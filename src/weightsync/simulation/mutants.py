@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from weightsync import points
 from weightsync.control import round as protocol
 from weightsync.control.coordinator import Coordinator
 from weightsync.control.link import Limit
@@ -211,6 +212,8 @@ def _late_commit() -> AbstractContextManager[None]:
 
 def _attested_while_pausing() -> AbstractContextManager[None]:
     def broken(role: EngineRole, body: Pause, deadline: Deadline) -> None:
+        points.reached("engine.pausing")
+        points.reached("engine.pause")
         role._calls.pause(body.mode, deadline.remaining("pausing"))
         role._state = "paused"
         role._check_abort()
@@ -272,7 +275,7 @@ def _rounds_at_the_same_time() -> AbstractContextManager[None]:
 def _pause_not_awaited() -> AbstractContextManager[None]:
     def broken(role: EngineRole, body: Pause, deadline: Deadline) -> None:
         role._state = "paused"
-        role._calls.paused = True
+        role._calls._driven.paused = True
 
     return replaced((EngineRole, "_pause", broken))
 

@@ -232,6 +232,35 @@ def test_what_arrives_after_its_group_was_destroyed_is_not_loaded(driven: Driven
     assert driven.adapter.held == {"a": 2.0, "b": 2.0}
 
 
+def test_a_bucket_of_another_group_may_come_while_one_is_loaded(
+    driven: Driven, hold: Callable[[str], tuple[threading.Event, threading.Event]]
+) -> None:
+    """Groups side by side: the second bucket arrives meanwhile, and is loaded after the first."""
+    driven.group("one", 1.0)
+    driven.group("two", 2.0)
+    driven.done(Pause("abort", SECONDS, 1))
+    reached, release = threading.Event(), threading.Event()
+    load = driven.adapter.load
+
+    def slow(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        driven.adapter.load = load  # type: ignore[method-assign]
+        reached.set()
+        assert release.wait(SECONDS)
+        load(tensors)
+
+    driven.adapter.load = slow  # type: ignore[method-assign]
+    first = driven.later(bucket("one", 1, "a"))
+    assert reached.wait(SECONDS)
+    arrived, go_on = hold("rank.arrived")
+    second = driven.later(bucket("two", 1, "b"))
+    assert arrived.wait(SECONDS), second.result(0)
+    go_on.set()
+    release.set()
+    assert [isinstance(one.result(SECONDS), Done) for one in (first, second)] == [True, True]
+    assert driven.adapter.held == {"a": 1.0, "b": 2.0}
+    commit(driven, 1)
+
+
 @pytest.mark.parametrize("order", [bucket("g", 1), Verify(1), Finish(version(1), 1), Resume(1)], ids=lambda one: type(one).__name__)
 def test_a_late_order_of_an_ended_update_does_nothing(driven: Driven, order: Order) -> None:
     driven.group("g", 2.0)

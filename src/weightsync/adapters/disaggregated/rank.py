@@ -91,7 +91,7 @@ class DisaggregatedRank:
         self._joining: set[str] = set()
         self._table = threading.Lock()
         self._engine = threading.Lock()
-        self._state: Literal["serving", "quarantined", "paused", "verified", "finished"] = "serving"
+        self._state: Literal["serving", "quarantined", "paused", "loading", "verified", "finished"] = "serving"
         self._update = 0
         self._received = np.zeros(len(self.manifest), np.uint64)
         self._known = np.zeros(len(self.manifest), np.bool_)
@@ -220,7 +220,7 @@ class DisaggregatedRank:
             group = self._groups.get(order.group)
         if group is None or group.closed:
             raise MembershipError(f"group {order.group!r} is not initialized, or broke")
-        self._check(order.update, "paused")
+        self._check(order.update, "paused", "loading")  # that of another group's bucket, which ends before this one is loaded
         deadline = Deadline(order.timeout)
         device = self._device if group.backend == "nccl" else torch.device("cpu")
         memory, tensors = _stage(order, device, self._packing)
@@ -236,8 +236,12 @@ class DisaggregatedRank:
         points.reached("rank.load")
         with self._engine:
             self._check_current(order, group)
-            self._state = "quarantined"  # and stays so if the loader fails: what it took is not known
-            self._load([(named.name, named.tensor) for named in arrived])
+            self._state = "loading"
+            try:
+                self._load([(named.name, named.tensor) for named in arrived])
+            except BaseException:
+                self._state = "quarantined"  # what the loader took is not known
+                raise
             self._state = "paused"
             for one in order.tensors:
                 self._received[one.index] = digests[one.index]

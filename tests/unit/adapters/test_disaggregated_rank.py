@@ -202,7 +202,7 @@ def test_a_bucket_of_an_ended_update_is_not_loaded_into_the_next(
     assert driven.adapter.calls.count("load") == 1
 
 
-@pytest.mark.parametrize("after", [Verify(2), Quarantine(SECONDS)], ids=["verify", "quarantine"])
+@pytest.mark.parametrize("after", [Verify(2), Quarantine(SECONDS, 2)], ids=["verify", "quarantine"])
 def test_nothing_is_loaded_between_verify_and_finish_or_after_a_quarantine(driven: Driven, after: Order) -> None:
     """Not even of the same update: what was verified is what is served."""
     slow = driven.group("slow", 1.0, here=False)
@@ -315,7 +315,7 @@ def test_a_sleeping_engine_is_woken_as_in_a_round(driven: Driven) -> None:
 def test_an_engine_that_is_paused_is_not_paused_again(driven: Driven) -> None:
     driven.group("g", 1.0)
     driven.done(Pause("abort", SECONDS, 1))
-    driven.done(Quarantine(SECONDS))
+    driven.done(Quarantine(SECONDS, 1))
     driven.done(Pause("abort", SECONDS, 2))
     driven.done(bucket("g", 2))
     driven.done(Verify(2))
@@ -323,8 +323,37 @@ def test_an_engine_that_is_paused_is_not_paused_again(driven: Driven) -> None:
     assert driven.adapter.calls.count("pause") == 1
     driven.adapter.refuses_resume = True
     driven.failed(Resume(2), "cannot resume")
-    driven.done(Quarantine(SECONDS))  # it may have begun to generate
+    driven.done(Quarantine(SECONDS, 2))  # it may have begun to generate
     assert driven.adapter.calls.count("pause") == 2
+
+
+def test_a_quarantine_that_a_newer_update_overtakes_does_not_spoil_it(
+    driven: Driven, hold: Callable[[str], tuple[threading.Event, threading.Event]]
+) -> None:
+    """It waited behind a resume that hung, and whoever came next had its turn first."""
+    driven.group("g", 1.0)
+    driven.done(Pause("abort", SECONDS, 1))
+    driven.done(bucket("g", 1))
+    commit(driven, 1)
+    reached, release = hold("rank.quarantine")
+    late = driven.later(Quarantine(SECONDS, 1))
+    assert reached.wait(SECONDS)
+    driven.done(Pause("abort", SECONDS, 2))
+    release.set()
+    assert isinstance(late.result(SECONDS), Done)
+    driven.done(bucket("g", 2))
+    commit(driven, 2)
+
+
+def test_a_rank_whose_pause_failed_is_quarantined_with_that_update(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(mode: PauseMode, timeout: float) -> None:
+        raise RuntimeError("cannot pause")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(driven.adapter, "pause", fails)
+        driven.failed(Pause("abort", SECONDS, 1), "cannot pause")
+    driven.done(Quarantine(SECONDS, 1))
+    assert driven.adapter.calls == ["pause"]
 
 
 def test_digests_are_of_what_was_received_in_this_update(driven: Driven) -> None:

@@ -66,9 +66,10 @@ class Pause(msgspec.Struct, frozen=True, tag=True):
 
 
 class Quarantine(msgspec.Struct, frozen=True, tag=True):
-    """Stop generating, and obey no order of any update until the next pause."""
+    """Stop generating, and obey no order of this update or an earlier one until the next pause."""
 
     timeout: float
+    update: int = 0
 
 
 class Receive(msgspec.Struct, frozen=True, tag=True):

@@ -188,18 +188,20 @@ class DisaggregatedRank:
     def _pause(self, order: Pause) -> None:
         points.reached("rank.pause")
         with self._engine:
+            self._update = order.update  # even if pausing fails
             self._halt(order.mode, order.timeout)
             for calls in self._calls:
                 calls.begin()
                 calls.wake_weights()
             self._known[:] = False
-            self._update, self._state = order.update, "paused"
+            self._state = "paused"
         points.reached("rank.paused")
 
     def _quarantine(self, order: Quarantine) -> None:
         points.reached("rank.quarantine")
         with self._engine:
-            self._halt("abort", order.timeout)
+            if order.update == self._update:  # else one that was begun meanwhile has paused the engine, and is not spoiled
+                self._halt("abort", order.timeout)
 
     def _halt(self, mode: PauseMode, timeout: float) -> None:
         """Leave the serving state first, then pause what is not paused."""

@@ -347,13 +347,14 @@ class WeightUpdates:
             except BaseException as error:
                 self._update = None
                 self._fail(str(error) or type(error).__name__)
-                await self._quarantine()
+                await self._quarantine(update)
                 raise
 
-    async def _quarantine(self) -> None:
+    async def _quarantine(self, update: _Update) -> None:
         """Pause again: one rank may have resumed before another failed to."""
         with suppress(WeightSyncError):  # a rank that cannot be paused is already reported
-            await tell_all(self._ranks, Quarantine(self.settings.leave_timeout), self.settings.leave_timeout, Done)
+            order = Quarantine(self.settings.leave_timeout, update.number)
+            await tell_all(self._ranks, order, self.settings.leave_timeout, Done)
 
     async def _settle(
         self,

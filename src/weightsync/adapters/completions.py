@@ -25,7 +25,7 @@ class Served(Protocol):
         ...
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
-        """Return with no forward pass running, none starting until ``resume``, and no label."""
+        """Return with no forward pass running, none starting until ``resume``, and no label; also if it is paused already."""
         ...
 
     def label(self, version: Version) -> None:
@@ -45,6 +45,7 @@ class CompletionsAdapter(EngineAdapter):
     """Writes straight into the served module's parameters, or takes whole tensors by name; never labels what was not committed."""
 
     name = "completions"
+    pauses_twice = True
 
     def __init__(self, server: Served) -> None:
         self._server = server

@@ -9,6 +9,7 @@ A third party inherits them::
         def engine(self): ...                 # an engine with scrambled weights, and its adapter
         def installed(self, engine): ...      # checkpoint name -> the tensor that it computes with now
         def generates(self, engine): ...      # whether it takes a step, tried for a moment
+        def go_on(self, engine): ...          # if the adapter says pauses_twice: resume the engine by its own means
 
 Each test is a real trainer, a real coordinator on loopback and the adapter in this process. Needs pytest.
 """
@@ -99,6 +100,10 @@ class AdapterContract:
 
     def generates(self, engine: Any) -> bool:  # noqa: ANN401
         """Whether the engine takes a generation step; tried for a fraction of a second at most."""
+        raise NotImplementedError
+
+    def go_on(self, engine: Any) -> None:  # noqa: ANN401
+        """Resume the engine by its own means, as an operator would. Asked only where the adapter says ``pauses_twice``."""
         raise NotImplementedError
 
     def weights(self, adapter: EngineAdapter, seed: int) -> dict[str, torch.Tensor]:
@@ -194,6 +199,25 @@ class AdapterContract:
                 role.handle(body, _SECONDS)
         assert not self.generates(engine)
         role.close()
+
+    def test_an_adapter_that_pauses_twice_stops_what_somebody_else_resumed(
+        self, server: BackgroundServer, owned: ExitStack
+    ) -> None:
+        engine, adapter = self.engine()
+        if not adapter.pauses_twice:
+            pytest.skip("this adapter is not paused again while it is paused")
+        trainer, state = self._join(server, owned, adapter, self.deliveries[0])
+        self._publish(trainer, state, adapter, 1)
+        adapter.pause("abort", _SECONDS)
+        adapter.pause("keep", _SECONDS)
+        assert not self.generates(engine)
+        self.go_on(engine)
+        assert self.generates(engine)
+        adapter.pause("keep", _SECONDS)
+        assert not self.generates(engine)
+        self._publish(trainer, state, adapter, 2)  # one resume is enough
+        assert self._same(engine, state)
+        assert self.generates(engine)
 
     def test_the_loader_refuses_what_it_does_not_know(self) -> None:
         if "streamed" not in self.deliveries:

@@ -25,6 +25,7 @@ class ModuleAdapter(EngineAdapter):
     """
 
     name = "module"
+    pauses_twice = True
 
     def __init__(self, module: torch.nn.Module, *, buffers: bool = False) -> None:
         self.module = module

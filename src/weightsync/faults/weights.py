@@ -40,6 +40,7 @@ class Weights(EngineAdapter):
     """Rows of every tensor, and a label: what a request sees, and what a round changes while no request looks."""
 
     name = "faults"
+    pauses_twice = True
 
     def __init__(self, rank: int, world_size: int) -> None:
         rows = SHAPE[0] // world_size

@@ -19,10 +19,9 @@ class EngineAdapter:
     Calls come one at a time from weightsync's own thread, in the order of the round: ``pause``, ``begin``, ``wake_weights``, then
     ``load`` (streamed delivery) or writes into the memory of ``shards`` (direct delivery), ``finish``, ``wake_cache``, ``flush``,
     ``resume``. An exception makes the replica dirty: the engine stays paused, and a later round goes on with ``begin``. The
-    library remembers that the engine is paused: ``pause`` comes again only after ``resume``, or after one of the two raised.
+    library remembers that the engine is paused: ``pause`` comes again only after ``resume``, or after one of the two raised, or
+    if the adapter says ``pauses_twice``.
     """
-
-    _weightsync_paused = False  # kept here, so that another weightsync.Engine around the same adapter knows it, too
 
     name = "custom"
     """For people: shown in status and results."""
@@ -32,6 +31,19 @@ class EngineAdapter:
 
     loads_late = False
     """Whether ``load`` only keeps tensors, and parameters change in ``finish``: then they are not read back before that."""
+
+    pauses_twice = False
+    """``pause()`` may be called again while paused, and then makes sure that nothing runs.
+
+    Say so where somebody else may resume the engine by its own means: then ``pause`` is called before every update, with mode
+    ``keep`` if it was paused. A class that defines ``pause`` says it anew; it is not inherited from the class whose ``pause`` it
+    replaces.
+    """
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        said = next(vars(one) for one in cls.__mro__ if {"pause", "pauses_twice"} & vars(one).keys())
+        cls.pauses_twice = bool(said.get("pauses_twice", False))
 
     def manifest(self) -> Manifest:
         """The checkpoint tensors that this engine takes. Required."""
@@ -51,7 +63,8 @@ class EngineAdapter:
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """Return within ``timeout`` seconds with no generation step running, and none starting until ``resume``.
 
-        If it raises, it is called again. A call that does not return keeps this rank out of rounds until it does; errors name it.
+        If it raises, it is called again; else only as ``pauses_twice`` says. A call that does not return keeps
+        this rank out of rounds until it does; errors name it.
         """
 
     def begin(self) -> None:

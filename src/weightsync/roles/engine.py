@@ -114,11 +114,10 @@ class EngineRole:
         member: str = "this engine rank",
     ) -> None:
         self.adapter = adapter
-        self._calls = AdapterCalls(adapter, member)
+        self._calls = AdapterCalls(adapter, member, self._forget)
         self._member = member
         self._sleeps = type(adapter).wake_weights is not EngineAdapter.wake_weights
-        self._rank = rank
-        self._encrypted = encrypted
+        self._rank, self._encrypted = rank, encrypted
         self.transports = tuple(transports)
         self.here = here
         self.manifest: Manifest = adapter.manifest()
@@ -137,7 +136,7 @@ class EngineRole:
         self._aborts = 0
         self._call = ReceivedCall(self, Done(), 0, 0)
         self._resumed_by = 0
-        self._turn = threading.Lock()
+        self._turn = self._calls.turn
         # Held for the moment in which an abort is noted or the state changes, so that what attests says after an abort stays true.
         self._changing = threading.Lock()
         self._filling = Filling(adapter, self._calls, self._read_back, self._check_abort, self._check_memory, progress)
@@ -285,6 +284,11 @@ class EngineRole:
             self._check_abort()
             self._state = state
 
+    def _forget(self) -> None:
+        """Attest nothing; without a commit this rank is not resumed. In this rank's turn, or that of who takes the engine."""
+        with self._changing:
+            self._state, self.serving = "paused", None
+
     def _pause(self, body: Pause, deadline: Deadline) -> None:
         served = self._state == "serving"
         self._become("pausing")  # from here on nothing is attested: whoever connects meanwhile must not count on this rank
@@ -379,7 +383,7 @@ class EngineRole:
         try:
             self._become("serving")
         except Aborted:
-            self._state, self.serving = "paused", None
+            self._forget()
             self._pause_late(deadline)
             raise Aborted("the round was aborted while this engine rank resumed; it is paused again") from None
         self._resumed_by = self._call.number
@@ -411,8 +415,7 @@ class EngineRole:
         self._due = None
         if self._resumed_by > call.number:
             return Done()  # a round that was ordered after this quarantine has brought a version
-        self.serving = None
-        self._state = "paused"  # whatever pausing does: without a commit this rank is not resumed
+        self._forget()  # whatever pausing does
         self._pause_late(deadline)
         return Done()
 

@@ -73,6 +73,7 @@ def installed(world: World) -> Iterator[None]:
             (weightsync.deadline, "time", clock),
             (weightsync.control.replicas, "time", clock),
             (weightsync.roles.adapter_calls, "time", clock),
+            (weightsync.roles.adapter_calls, "threading", locks),
             (weightsync.roles.engine, "time", clock),
             (weightsync.roles.engine, "threading", locks),
             (weightsync.roles.filling, "time", clock),

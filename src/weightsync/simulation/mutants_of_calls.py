@@ -55,7 +55,7 @@ def _attested_while_memory_is_followed() -> AbstractContextManager[None]:
 def _paused_twice() -> AbstractContextManager[None]:
     def pausing(calls: AdapterCalls, mode: PauseMode, timeout: float) -> None:
         calls._adapter.pause(mode, timeout)
-        calls.paused = True
+        calls._driven.paused = True
 
     return replaced((AdapterCalls, "pause", pausing))
 

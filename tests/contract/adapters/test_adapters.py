@@ -16,6 +16,7 @@ from weightsync.demo.gate import NotSeeded
 from weightsync.demo.generation import Generator
 from weightsync.errors import Aborted, DeadlineExceeded
 from weightsync.messages import Delivery
+from weightsync.model import Version
 from weightsync.roles.adapter import EngineAdapter
 
 
@@ -37,6 +38,9 @@ class TestModule(AdapterContract):
         except DeadlineExceeded:
             return False
 
+    def go_on(self, engine: tuple[torch.nn.Module, ModuleAdapter]) -> None:
+        engine[1].resume()
+
 
 class TestCompletions(AdapterContract):
     """The demo's server around a real (tiny) language model."""
@@ -55,3 +59,7 @@ class TestCompletions(AdapterContract):
             return bool(engine.complete([3, 1, 2], 2, Deadline(0.3)).tokens)
         except (Aborted, DeadlineExceeded, NotSeeded):
             return False
+
+    def go_on(self, engine: Generator) -> None:
+        engine.label(Version("somebody", 1, "0" * 16, "0" * 16))
+        engine.resume()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -82,7 +83,7 @@ class DisaggregatedRank:
         self.rank = rank
         self._draft, self._prefix = draft, draft_prefix
         self._adapters = (adapter,) if draft is None else (adapter, draft)
-        self._calls = tuple(AdapterCalls(one, f"rank {rank}") for one in self._adapters)
+        self._calls = tuple(AdapterCalls(one, f"rank {rank} of updates from outside", self._taken) for one in self._adapters)
         self._packing = packing
         self._device = torch.device(device)
         self._reset_graphs = reset_graphs
@@ -90,7 +91,6 @@ class DisaggregatedRank:
         self._groups: dict[str, Group] = {}
         self._joining: set[str] = set()
         self._table = threading.Lock()
-        self._engine = threading.Lock()
         self._state: Literal["serving", "quarantined", "paused", "loading", "verified", "finished"] = "serving"
         self._update = 0
         self._received = np.zeros(len(self.manifest), np.uint64)
@@ -107,6 +107,17 @@ class DisaggregatedRank:
             answer = Failed(*to_wire(error))
         points.reached("rank.answer")
         return encode(answer)
+
+    @contextmanager
+    def _engine(self) -> Iterator[None]:
+        """This order's turn with the engine, which others may drive too."""
+        with ExitStack() as turns:
+            for calls in self._calls:
+                turns.enter_context(calls.turn)
+            yield
+
+    def _taken(self) -> None:
+        self._state = "quarantined"  # until the next pause: somebody else writes the engine now
 
     def close(self) -> None:
         """Leave all groups. The engine stays as it is."""
@@ -136,17 +147,17 @@ class DisaggregatedRank:
                 self._quarantine(order)
             case Verify():
                 points.reached("rank.verify")
-                with self._engine:
+                with self._engine():
                     self._check(order.update, "paused", "verified")
                     return self._verify()
             case Finish():
                 points.reached("rank.finish")
-                with self._engine:
+                with self._engine():
                     self._check(order.update, "verified")
                     self._finish(order.version)
             case Resume():
                 points.reached("rank.resume")
-                with self._engine:
+                with self._engine():
                     self._check(order.update, "finished")
                     self._resume()
                 points.reached("rank.resumed")
@@ -187,7 +198,7 @@ class DisaggregatedRank:
 
     def _pause(self, order: Pause) -> None:
         points.reached("rank.pause")
-        with self._engine:
+        with self._engine():
             self._update = order.update  # even if pausing fails
             self._halt(order.mode, order.timeout)
             for calls in self._calls:
@@ -199,7 +210,7 @@ class DisaggregatedRank:
 
     def _quarantine(self, order: Quarantine) -> None:
         points.reached("rank.quarantine")
-        with self._engine:
+        with self._engine():
             if order.update == self._update:  # else one that was begun meanwhile has paused the engine, and is not spoiled
                 self._halt("abort", order.timeout)
 
@@ -236,7 +247,7 @@ class DisaggregatedRank:
         ]
         digests = self._digests(arrived)
         points.reached("rank.load")
-        with self._engine:
+        with self._engine():
             self._check_current(order, group)
             self._state = "loading"
             try:

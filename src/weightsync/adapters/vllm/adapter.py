@@ -38,6 +38,7 @@ class VllmWorkerAdapter(EngineAdapter):
 
     name = "vllm"
     loads_late = True
+    pauses_twice = True  # vLLM's own /resume is open to whoever reaches the server
 
     def __init__(
         self,

@@ -243,12 +243,12 @@ def test_a_bucket_of_another_group_may_come_while_one_is_loaded(
     load = driven.adapter.load
 
     def slow(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        driven.adapter.load = load  # type: ignore[method-assign]
+        driven.adapter.load = load
         reached.set()
         assert release.wait(SECONDS)
         load(tensors)
 
-    driven.adapter.load = slow  # type: ignore[method-assign]
+    driven.adapter.load = slow
     first = driven.later(bucket("one", 1, "a"))
     assert reached.wait(SECONDS)
     arrived, go_on = hold("rank.arrived")

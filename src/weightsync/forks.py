@@ -61,16 +61,24 @@ class Origin:
 def in_children(owner: T, action: Callable[[T], None]) -> None:
     """Call ``action(owner)`` in every child that this process forks while ``owner`` exists.
 
-    ``action`` must not refer to ``owner``, take locks or need threads. It may raise OSError, which is ignored.
+    ``action`` must not refer to ``owner``, take locks or need threads. It may raise OSError, which is ignored. The first
+    other error is printed when all actions have run.
     """
     _actions[owner] = action
 
 
 def _forked() -> None:
+    errors: list[Exception] = []
     for owner, action in list(_actions.items()):
-        with suppress(OSError):
+        try:
             action(owner)
+        except OSError:
+            continue
+        except Exception as error:  # noqa: BLE001 - the other objects must be given up all the same
+            errors.append(error)
     _actions.clear()
+    if errors:
+        raise errors[0]  # Python prints it, and goes on
 
 
 if hasattr(os, "register_at_fork"):

@@ -341,7 +341,7 @@ class Publish(_Struct, frozen=True):
 
     number: _Number | None = None
     call: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
-    """Counts this rank's publications: the same again means that the connection broke before the answer came."""
+    """Counts this rank's publications from 1: the same again means that the connection broke before the answer came."""
 
 
 class CannotPublish(_Struct, frozen=True):

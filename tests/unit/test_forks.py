@@ -89,6 +89,27 @@ def ended(sock: socket.socket) -> bool:
         return False
 
 
+class Owner:
+    """Something that a child gives up."""
+
+
+def test_an_action_that_raises_does_not_keep_the_others_from_running(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)  # pytest's own would keep it in the child
+
+    def raises(owner: Owner) -> None:
+        raise ValueError("a bug in an action")
+
+    first, (mine, theirs) = Owner(), socket.socketpair()
+    forks.in_children(first, raises)
+    forks.in_children(mine, lambda sock: forks.silence(sock.fileno()))
+    with theirs, child(nothing):
+        mine.close()
+        assert ended(theirs), "the child still has the other end"
+    assert "a bug in an action" in capfd.readouterr().err
+
+
 def test_a_child_can_neither_change_nor_keep_a_shelf() -> None:
     with Shelf(8192, "layout") as shelf:
         with shelf.placing(7):

@@ -42,7 +42,7 @@ from weightsync.errors import (
 )
 from weightsync.forks import Origin
 from weightsync.messages import Body, Confirmed, Frame, Hello, Progress, Quarantine, Welcome, decode, encode
-from weightsync.service.endpoint import CLOSE_NORMAL, unreachable
+from weightsync.service.endpoint import CLOSE_INTERNAL, CLOSE_NORMAL, CLOSE_RESTART, unreachable
 from weightsync.service.settings import ClientSettings
 
 __all__ = ["Link", "LinkLost"]
@@ -114,9 +114,9 @@ class Link:
         self._calls: Calls | None = None
         self._send: Callable[[Frame], Awaitable[None]] | None = None
         self._socket: ClientConnection | None = None
-        self._refused = False
+        self._refused_on: ClientConnection | None = None
         self._answering = 0
-        self._leaving: asyncio.Future[None] | None = None
+        self._returning: asyncio.Task[None] | None = None
         self._connected = asyncio.Event()
         self._trouble = "not connected yet"
         self._lost_at: float | None = None
@@ -258,6 +258,8 @@ class Link:
                 self._first.set_exception(Aborted(f"the link of {self._name} was closed while it connected"))
             if self._progress_task is not None:
                 self._progress_task.cancel()
+            if self._returning is not None:
+                self._returning.cancel()
             self._ended.set()
 
     async def _stay(self) -> None:
@@ -333,7 +335,8 @@ class Link:
             self._calls = self._send = self._socket = None
             lost = f"the connection to the coordinator at {self._settings.coordinator} ended: {reason}"
             calls.close(LinkLost(lost))
-            await socket.close(CLOSE_NORMAL, "its process closed it")
+            leaves = CLOSE_NORMAL, "its process closed it"
+            await socket.close(*(leaves if self._closed else (CLOSE_INTERNAL, "its link failed")))
         self._lost_at = time.monotonic()
         self._note(lost)
         if self._on_lost is not None:
@@ -368,7 +371,8 @@ class Link:
         worker = self._quarantine_worker if isinstance(body, Quarantine) else self._calls_worker
         job = worker.submit(call.run, what, timeout)
         outcome = asyncio.wrap_future(job)
-        self._answering += 1
+        counted = worker is self._calls_worker
+        self._answering += counted
         try:
             await asyncio.wait([outcome], timeout=min(call.patience, timeout + _LATE_SECONDS))
             if not outcome.done() and not job.running():  # the call before it hangs, and was given up by the coordinator
@@ -383,7 +387,7 @@ class Link:
             call.withdraw()
             raise
         finally:
-            self._answering -= 1
+            self._answering -= counted
             if not outcome.cancel() and not outcome.cancelled():
                 outcome.exception()  # looked at, should the call have been withdrawn in the same moment
         if answer is None:
@@ -392,17 +396,18 @@ class Link:
 
     def _connect_again_after(self, worker: Worker) -> None:
         """A call was refused: when what hangs has ended, say Hello again, so that the coordinator looks at this rank anew."""
-        if self._refused:
-            return
-        self._refused = True
-        free = asyncio.wrap_future(worker.submit(lambda _: None, "next", _LONGEST_SECONDS))
-        free.add_done_callback(self._connect_again)
+        self._refused_on = self._socket
+        if self._returning is None or self._returning.done():
+            self._returning = asyncio.ensure_future(self._connect_again(worker))
 
-    def _connect_again(self, free: asyncio.Future[Body | None]) -> None:
-        self._refused = False
-        if self._socket is None or self._answering or free.cancelled() or free.exception() is not None:
-            return  # there is another connection, or the coordinator is at it again already
-        self._leaving = asyncio.ensure_future(self._socket.close(1000, "this rank answers again"))
+    async def _connect_again(self, worker: Worker) -> None:
+        with contextlib.suppress(DeadlineExceeded):
+            for busy in (worker, self._quarantine_worker):  # a quarantine ends first: a Hello must not be overtaken by it
+                await asyncio.wrap_future(busy.submit(lambda _: None, "next", _LONGEST_SECONDS))
+            socket = self._socket
+            # Not if another connection was made since the last refusal, or if the coordinator calls again already.
+            if socket is not None and socket is self._refused_on and not self._answering:
+                await socket.close(CLOSE_RESTART, "this rank answers again")
 
     async def _ask(self, body: Body, deadline: Deadline) -> Body:
         what = f"{type(body).__name__} to the coordinator at {self._settings.coordinator}"

@@ -154,7 +154,7 @@ class Coordinator:
         link = self.link_of(member)
         self._members.revoke(link)
         reason = "its credential was revoked"
-        self.leave(link.node, reason)
+        self.leave(link.node, reason, clean=True)  # on purpose: rounds do not miss it
         link.node.dismiss(reason)
         return rank_status(link)
 

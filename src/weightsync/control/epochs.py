@@ -31,8 +31,13 @@ class Epochs:
 
     def last(self, rank: TrainerRank) -> int:
         """The highest number that is known in the epoch of ``rank``; -1 if there is none."""
-        epoch = self._of(rank)
-        return -1 if epoch is None and rank.new_epoch else self._shelves.last_in(epoch or self._shelves.epoch)
+        epoch = self.of(rank)
+        return -1 if epoch is None else self._shelves.last_in(epoch)
+
+    def of(self, rank: TrainerRank) -> int | None:
+        """The epoch in which ``rank`` publishes; ``None`` if that is a new one, which nobody has been granted yet."""
+        epoch = self._granted_to(rank)
+        return self._shelves.epoch if epoch is None and not rank.new_epoch else epoch
 
     def decide(self, ranks: Sequence[TrainerRank]) -> int:
         """The epoch in which all ``ranks`` of a trainer publish together.
@@ -45,7 +50,7 @@ class Epochs:
             raise VersionError(
                 f"trainer ranks differ: {', '.join(asking)} asked for a new epoch, {others} did not; give new_epoch to all or none"
             )
-        held = {rank.member: epoch for rank in ranks if (epoch := self._of(rank)) is not None}
+        held = {rank.member: epoch for rank in ranks if (epoch := self._granted_to(rank)) is not None}
         if len(set(held.values())) > 1:
             listed = ", ".join(f"{member} in epoch {epoch}" for member, epoch in held.items())
             raise VersionError(f"trainer ranks publish in different epochs: {listed}; start all ranks of the trainer again")
@@ -62,5 +67,5 @@ class Epochs:
         self._granted = {rank.session: epoch for rank in ranks}
         return epoch
 
-    def _of(self, rank: TrainerRank) -> int | None:
+    def _granted_to(self, rank: TrainerRank) -> int | None:
         return self._granted.get(rank.session) or rank.epoch or None

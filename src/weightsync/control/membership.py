@@ -28,7 +28,7 @@ class Membership:
         self.replicas: dict[str, Replica] = {}
         self._lost: dict[str, Replica] = {}
         self._revoked: dict[bytes, None] = {}
-        """Hashes of credentials, the oldest first."""
+        """Hashes of credentials and sessions, the oldest first."""
 
     @property
     def manifest(self) -> Manifest | None:
@@ -121,15 +121,15 @@ class Membership:
         return links[member]
 
     def revoke(self, link: Link[Any]) -> None:
-        """Refuse this link's credential from now on."""
-        self._revoked[_hash(link.credential)] = None
+        """Refuse this link's credential from now on, and its session: the Welcome with the credential may have been lost."""
+        self._revoked |= {_hash(link.credential): None, _hash(link.node.rank.session): None}
         while len(self._revoked) > _REMEMBERED_REVOKED:
             del self._revoked[next(iter(self._revoked))]
 
     def _admit(self, node: TrainerNode | EngineNode, held: Link[Any] | None) -> str:
         """The credential of a rank that joins. ``held`` is the connection that has its place now."""
         rank = node.rank
-        if rank.credential and _hash(rank.credential) in self._revoked:
+        if not self._revoked.keys().isdisjoint({_hash(rank.credential), _hash(rank.session)}):
             raise AuthenticationError(f"the credential of {rank.member} was revoked: restart its process, and it may join anew")
         if held is None:
             return secrets.token_urlsafe(32)

@@ -48,8 +48,6 @@ class _Gathering:
         self.epoch = 0
         """Known when all have asked."""
         self.places: dict[str, _Place] = {}
-        self.answered: set[str] = set()
-        """Ranks that have been given the result."""
         self.owed: dict[str, str] = {}
         """Ranks, with their sessions, that had not asked when it failed: told as soon as they do, lest they wait in vain."""
         self.result: asyncio.Future[RoundResult] = asyncio.get_running_loop().create_future()
@@ -109,7 +107,7 @@ class Rendezvous:
         link = self._members.trainers.get(member)
         if link is None:
             raise MembershipError(f"{member} is not a rank of the trainer, and cannot publish")
-        gathering = self._interrupted(member, number, call)
+        gathering = self._asked_before(link, call)
         if gathering is None:
             self._tell_failure(member, number)
             gathering = self._enter(member, number, _Place(link, limit, call))
@@ -125,7 +123,6 @@ class Rendezvous:
                 self._stop_waiting(gathering, member, link, cancelled)
         if not gathering.result.done():
             raise DeadlineExceeded(f"the round of {gathering.what} still runs after {limit.seconds:g} s")
-        gathering.answered.add(member)
         return gathering.result.result()
 
     def cannot_publish(self, member: str, number: int | None, reason: str) -> None:
@@ -154,13 +151,13 @@ class Rendezvous:
 
     # Entering.
 
-    def _interrupted(self, member: str, number: int | None, call: int) -> _Gathering | None:
-        """The publication whose result this rank never got, since its connection broke: asking again is no second publication."""
-        found, link = self._running, self._members.trainers.get(member)
-        if found is None or link is None or not found.same(number) or member in found.answered:
-            return None
-        place = found.places.get(member)
-        return found if place is not None and (place.session, place.call) == (link.node.rank.session, call) else None
+    def _asked_before(self, link: Link[TrainerNode], call: int) -> _Gathering | None:
+        """The publication that this very call asked for before its connection broke, whether or not an answer was sent."""
+        for gathering in (self._running, self._failed):
+            place = None if gathering is None else gathering.places.get(link.member)
+            if call and place is not None and (place.session, place.call) == (link.node.rank.session, call):
+                return gathering
+        return None
 
     def _tell_failure(self, member: str, number: int | None) -> None:
         failed = self._failed
@@ -177,8 +174,8 @@ class Rendezvous:
         if not gathering.same(number):
             others = ", ".join(gathering.places)
             error = VersionError(f"trainer ranks differ: {member} publishes version {number}, {others} version {gathering.number}")
+            gathering.places.setdefault(member, place)
             self._fail(gathering, error)
-            gathering.owed.pop(member, None)
             raise error
         held = gathering.places.get(member)
         if held is not None and held.link is place.link:
@@ -193,7 +190,8 @@ class Rendezvous:
 
     def _check_number(self, member: str, link: Link[TrainerNode], number: int | None) -> None:
         running, last = self._running, self.epochs.last(link.node.rank)
-        if running is not None and not running.result.done() and running.number is not None:
+        same_epoch = running is not None and running.epoch == self.epochs.of(link.node.rank)
+        if running is not None and same_epoch and not running.result.done() and running.number is not None:
             last = max(last, running.number)
         if number is not None and number <= last:
             raise VersionError(

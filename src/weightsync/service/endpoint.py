@@ -12,9 +12,11 @@ from weightsync.service.settings import ClientSettings
 
 __all__ = [
     "AGENTS_PATH",
+    "CLOSE_INTERNAL",
     "CLOSE_NORMAL",
     "CLOSE_POLICY",
     "CLOSE_PROTOCOL",
+    "CLOSE_RESTART",
     "CLOSE_SHUTDOWN",
     "CLOSE_TOO_BIG",
     "FRAME_LIMIT_HEADER",
@@ -36,6 +38,9 @@ CLOSE_SHUTDOWN = 1001
 CLOSE_PROTOCOL = 1002
 CLOSE_POLICY = 1008
 CLOSE_TOO_BIG = 1009
+CLOSE_INTERNAL = 1011
+CLOSE_RESTART = 1012
+"""Whoever closes connects again at once. :data:`CLOSE_NORMAL` would be a goodbye."""
 
 
 def tls_context(settings: ClientSettings) -> ssl.SSLContext | None:

@@ -409,6 +409,23 @@ async def test_a_rank_whose_welcome_was_lost_needs_no_credential() -> None:
     assert process.credential == link.credential
 
 
+@pytest.mark.parametrize("before", [0, 1])
+@virtual
+async def test_a_rank_that_never_got_its_last_welcome_is_revoked_too(before: int) -> None:
+    world = World()
+    world.add_replica("r")
+    process = world.engines["r/0"]
+    if before:
+        process.disconnect()
+    shown = process.credential if before else ""
+    process.connect() if before else None
+    process.credential = shown  # the Welcome with the new one was lost
+    world.coordinator.revoke("r/0")
+    with pytest.raises(AuthenticationError, match="revoked: restart its process"):
+        process.connect()
+    world.add_engine("r", 0, 1)
+
+
 @virtual
 async def test_a_revoked_rank_is_sent_away_and_its_place_is_free() -> None:
     world = World()

@@ -139,6 +139,34 @@ async def test_the_last_number_is_that_of_the_epoch_that_a_rank_gets() -> None:
     await asyncio.sleep(0)
 
 
+@virtual
+async def test_a_new_epoch_does_not_wait_for_the_numbers_of_the_old_one() -> None:
+    world = World()
+    add(world, 0, 1)
+    world.add_replica("r")
+    world.faults["r/0", "update"] = world.faults["r/0", "move"] = "hang"
+    old = asyncio.ensure_future(world.publish(400, 60.0))
+    await asyncio.sleep(1)
+    [process] = list(world.trainers.values())
+    process.disconnect()
+    add(world, 0, 1)
+    assert str((await world.publish(10, 120.0)).version) == "test.2@10"
+    await asyncio.wait([old])
+    world.check()
+
+
+@virtual
+async def test_in_one_epoch_the_number_of_a_running_round_counts() -> None:
+    world = World()
+    add(world, 0, 1)
+    world.add_replica("r")
+    running = asyncio.ensure_future(world.publish(400))
+    await asyncio.sleep(0.005)  # it is being placed
+    with pytest.raises(VersionError, match="the last one is 400"):
+        await world.coordinator.publish("trainer/0", 10, 60.0)
+    await asyncio.wait([running])
+
+
 def add_later(world: World, *, new_epoch: bool) -> TrainerProcess:
     process = add(world, 0, 1, new_epoch=new_epoch)
     process.disconnect()

@@ -76,6 +76,18 @@ async def test_a_lost_replica_counts_until_it_is_back_and_a_closed_one_does_not(
 
 
 @virtual
+async def test_a_revoked_replica_is_not_missed() -> None:
+    world = requiring("all")
+    world.add_trainers(1)
+    world.add_replica("a")
+    world.add_replica("thief")
+    assert (await world.publish(1)).ok
+    world.coordinator.revoke("thief/0")
+    result = await world.publish(2)
+    assert (states(result), result.ok) == ({"a": "loaded"}, True)
+
+
+@virtual
 async def test_half_a_replica_counts() -> None:
     world = requiring("all")
     world.add_trainers(1)

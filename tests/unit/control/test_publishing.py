@@ -282,19 +282,53 @@ async def test_a_trainer_rank_that_blinks_in_the_middle_of_a_round_gets_its_resu
     world.add_trainers(2)
     world.add_replica("r")
     world.delays["r/0", "move"] = 20.0
-    first, second = (asyncio.ensure_future(world.coordinator.publish(f"trainer/{rank}", 1, 60.0)) for rank in (0, 1))
+    first, second = ask(world, 0, call=1), ask(world, 1, call=1)
     await asyncio.sleep(10)
     second.cancel()  # as the service does when the connection breaks
     old = world.trainers["trainer/1"].node
     world.trainers["trainer/1"].connect()
     world.coordinator.leave(old)
-    again = await world.coordinator.publish("trainer/1", 1, 60.0)
+    again = await ask(world, 1, call=1)
     assert again.ok
     assert again == await first
     with pytest.raises(VersionError, match="last one is 1"):
-        await world.coordinator.publish("trainer/1", 1, 60.0)
+        await ask(world, 1, call=2)
     with pytest.raises(asyncio.CancelledError):
         await second
+
+
+@pytest.mark.parametrize("number", [1, None])
+@virtual
+async def test_an_answer_that_was_lost_is_given_again(number: int | None) -> None:
+    world = World()
+    world.add_trainers(2)
+    world.add_replica("r")
+    results = await asyncio.gather(*(ask(world, rank, number, call=1) for rank in (0, 1)))
+    process = world.trainers["trainer/1"]
+    process.disconnect()  # before the answer arrived
+    process.connect()
+    assert await ask(world, 1, results[0].version.number, call=1) == results[0]
+    assert await ask(world, 1, results[0].version.number, call=1) == results[0], "lost a second time"
+    after = await asyncio.gather(*(ask(world, rank, number and 2, call=2) for rank in (0, 1)))
+    assert after[0].version.number == results[0].version.number + 1
+
+
+@pytest.mark.parametrize("numbers", [(1, 1), (1, 2)])
+@virtual
+async def test_a_failure_whose_answer_was_lost_is_given_again(numbers: tuple[int, int]) -> None:
+    world = World()
+    world.add_trainers(3 if numbers == (1, 1) else 2)
+    asking = [ask(world, rank, number, timeout=5.0, call=1) for rank, number in enumerate(numbers)]
+    errors = await asyncio.gather(*asking, return_exceptions=True)
+    ended = asyncio.get_running_loop().time()
+    for rank, number in enumerate(numbers):
+        process = world.trainers[f"trainer/{rank}"]
+        process.disconnect()
+        process.connect()
+        with pytest.raises((DeadlineExceeded, VersionError)) as raised:
+            await ask(world, rank, number, call=1)
+        assert str(raised.value) == str(errors[rank])
+    assert asyncio.get_running_loop().time() == ended
 
 
 @virtual

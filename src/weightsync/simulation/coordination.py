@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from weightsync.control import Coordinator, Settings
 from weightsync.control.events import Event, ReplicaEnded, ReplicaPhase, RoundEnded, RoundStarted
-from weightsync.control.link import Limit
-from weightsync.control.nodes import EngineNode
+from weightsync.control.link import Limit, Link
+from weightsync.control.nodes import EngineNode, TrainerNode
 from weightsync.control.replicas import Replica
 from weightsync.messages import RoundResult
 from weightsync.service.agents import AgentSockets
@@ -61,7 +61,7 @@ class CoordinatorProcess(Process):
 
     def _count_what_events_do_not_tell(self) -> None:
         coordinator, seen = self.coordinator, self.world.seen
-        join, distrust, interrupted = coordinator.join_engine, coordinator._distrust, coordinator._rendezvous._interrupted
+        join, distrust, asked_before = coordinator.join_engine, coordinator._distrust, coordinator._rendezvous._asked_before
 
         def joining(node: EngineNode) -> str:
             member = node.rank.member
@@ -75,8 +75,8 @@ class CoordinatorProcess(Process):
             seen["quarantine outside of a round"] += 1
             distrust(replica, why)
 
-        def asking(member: str, number: int | None, call: int) -> Any:  # noqa: ANN401
-            found = interrupted(member, number, call)
+        def asking(link: Link[TrainerNode], call: int) -> Any:  # noqa: ANN401
+            found = asked_before(link, call)
             seen["publication asked for again"] += found is not None
             return found
 
@@ -89,7 +89,7 @@ class CoordinatorProcess(Process):
         coordinator._publish = publishing  # type: ignore[method-assign]
         coordinator.join_engine = joining  # type: ignore[method-assign]
         coordinator._distrust = distrusting  # type: ignore[method-assign]
-        coordinator._rendezvous._interrupted = asking  # type: ignore[method-assign]
+        coordinator._rendezvous._asked_before = asking  # type: ignore[method-assign]
 
     def accept(self, wire: Wire) -> None:
         """A connection comes in."""

@@ -397,7 +397,7 @@ class Link:
     def _connect_again_after(self, worker: Worker) -> None:
         """A call was refused: when what hangs has ended, say Hello again, so that the coordinator looks at this rank anew."""
         self._refused_on = self._socket
-        if self._returning is None or self._returning.done():
+        if not self._ended.is_set() and (self._returning is None or self._returning.done()):
             self._returning = asyncio.ensure_future(self._connect_again(worker))
 
     async def _connect_again(self, worker: Worker) -> None:

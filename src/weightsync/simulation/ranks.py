@@ -89,6 +89,10 @@ class _Link(Link):
             self.process.world.seen["agent refused"] += 1
             self.process.world.seen[f"agent refused: {type(error).__name__}"] += 1
             self.process.refused()
+        finally:
+            self._ended.set()
+            if self._returning is not None:
+                self._returning.cancel()
 
     def call(self, body: Body, timeout: float) -> Body:
         """As the real one, in virtual time."""

@@ -221,7 +221,7 @@ def test_an_engine_that_does_not_fit_learns_of_it_and_counts(caplog: pytest.LogC
         assert trainer.wait_for_replicas(1, timeout=SECONDS) == ("even",)
         with pytest.raises(RoundFailed, match=r"1 of 2 replicas.*odd: ManifestMismatch[\s\S]*dtype=torch.bfloat16"):
             trainer.publish(1, timeout=SECONDS)
-        _until(lambda: "odd-0: rounds leave this engine out" in caplog.text)
+        _until(lambda: "odd/0: rounds leave this engine out" in caplog.text)
         logged = {record.name for record in caplog.records if "odd" in record.getMessage() and record.levelno == logging.WARNING}
         assert logged == {"weightsync.control.coordinator", "weightsync.agents.link", "weightsync.agents.trainer"}
         with pytest.raises(ManifestMismatch, match=r"dtype=torch\.bfloat16"):
@@ -240,7 +240,7 @@ def test_an_engine_that_stays_is_refused_by_a_new_coordinator_and_listed(run: Ru
     trainer = run.trainer(linear())
     caplog.clear()
     relay.drop()  # it connects again while the trainer is there
-    _until(lambda: "odd-0: rounds leave this rank out" in caplog.text)
+    _until(lambda: "odd/0: rounds leave this rank out" in caplog.text)
     with pytest.raises(RoundFailed, match="odd: ManifestMismatch"):
         trainer.publish(1, timeout=SECONDS)
     assert odd._link.connected

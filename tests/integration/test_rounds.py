@@ -207,7 +207,7 @@ def test_a_number_that_is_published_again_means_the_weights_of_now_on_every_rank
     target = torch.nn.Linear(3, 8, bias=False)
     rows = [shard("weight", half["weight"], (8, 3), (4 * rank, 0)) for rank, half in enumerate(halves)]
     manifest = Manifest([TensorSpec("weight", (8, 3), "float32")])
-    monkeypatch.setattr(FollowedShards, "_look", lambda self: ())
+    monkeypatch.setattr(FollowedShards, "_look", lambda self: ([], []))
     trainers = []
     for rank in range(2):
         with monkeypatch.context() as patched:

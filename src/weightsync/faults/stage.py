@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
-from weightsync.control.events import Joined
+from weightsync.control.events import Joined, RoundEnded
 from weightsync.control.status import Status
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, PeerLost, WeightSyncError
@@ -319,11 +319,25 @@ class Stage:
         answers = [party.hear(timeout + 5.0) for party in asked]
         if any(answer["error"] for answer in answers):
             raise WeightSyncError(f"version {number}: {[answer['error'] for answer in answers]}; {self.describe()}")
-        wrong = self.not_at(number, answers[0]["digest"])
-        if wrong:
-            raise WeightSyncError(f"after version {number}: {wrong}")
         digest: str = answers[0]["digest"]
+        wrong = self.not_at(number, digest)
+        if wrong and self.network is not None:
+            self._await_second_attempt(number, digest, timeout)
+        elif wrong:
+            raise WeightSyncError(f"after version {number}: {wrong}; {self.describe()}")
         return digest
+
+    def _await_second_attempt(self, number: int, digest: str, timeout: float) -> None:
+        """Wait for the re-seeding that a replica gets whose round failed: the network was cut just before."""
+        deadline = Deadline(timeout)
+        with self.client() as client, client.events() as events:
+            if not self.not_at(number, digest):
+                return
+            for event in events:
+                deadline.remaining(f"re-seeding after version {number} ({self.describe()})")
+                if isinstance(event, RoundEnded) and not self.not_at(number, digest):
+                    return
+        raise WeightSyncError(f"after version {number}: {self.not_at(number, digest)}; {self.describe()}")
 
     def all_here(self, timeout: float) -> None:
         """Wait until every rank is connected (again). Raises :class:`~weightsync.errors.DeadlineExceeded`."""

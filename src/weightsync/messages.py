@@ -25,6 +25,7 @@ __all__ = [
     "Body",
     "Call",
     "Cancel",
+    "CheckSources",
     "CannotPublish",
     "Commit",
     "Confirmed",

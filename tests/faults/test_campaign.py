@@ -23,14 +23,13 @@ import torch
 from weightsync import points
 from weightsync.adapters import disaggregated
 from weightsync.faults import leaks
-from weightsync.faults.campaign import Findings, cases, run_cases
+from weightsync.faults.campaign import FORK_MUTANT_ACTS, cases
 from weightsync.faults.disaggregated import DISAGGREGATED, LATE, MUTANT_CASES, disaggregated_cases
 from weightsync.faults.fork_mutants import MUTANTS
-from weightsync.faults.forked import ORPHAN, UNWIND
 from weightsync.faults.leaks import Held, grown, held
 from weightsync.faults.mutants import UPDATE_MUTANTS, planted
 from weightsync.faults.network import obstacle
-from weightsync.faults.stage import Stage, Tally
+from weightsync.faults.stage import Tally
 from weightsync.faults.weights import MANIFEST, Weights, fill
 from weightsync.messages import CheckSources, Commit, Move, Pause, Prepare, Quarantine, Resume, Update
 from weightsync.model import Version
@@ -232,20 +231,14 @@ def test_sockets_of_other_programs_are_no_leak(monkeypatch: pytest.MonkeyPatch) 
     assert not names & leaks.machine()
 
 
-FORKED = {
-    "a forked child's close empties the shelf": UNWIND,
-    "a forked child keeps the control connection": ORPHAN,
-    "a forked child keeps the shared memory": ORPHAN,
-}
-
-
 @pytest.mark.rare
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_bugs_of_forked_children_are_found(mutant: str) -> None:
-    """By the cases of processes that fork, when they are put back."""
-    forking = [case for case in cases(("shared_memory",)) if case.party.startswith("trainer")]
-    chosen = [case for case in forking if case.act == FORKED[mutant]]
-    found = Findings()
-    with Stage("shared_memory", Tally(), mutant=mutant) as stage:
-        run_cases(stage, chosen, found, print)
-    assert found.hangs or found.leaks or found.failed
+@pytest.mark.timeout(300)
+def test_bugs_of_forked_children_are_noticed() -> None:
+    found = campaign("--transport", "shared_memory", "--soak", "0", "--only", "mutant")
+    assert (found["schedules"], found["mutants"], found["mutants_caught"]) == (0, len(MUTANTS), len(MUTANTS))
+
+
+def test_every_bug_of_forked_children_has_a_case() -> None:
+    assert set(FORK_MUTANT_ACTS) == set(MUTANTS)
+    acts = {case.act for case in cases(("shared_memory",)) if case.party.startswith("trainer")}
+    assert set(FORK_MUTANT_ACTS.values()) <= acts

@@ -16,7 +16,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
 from weightsync.errors import WeightSyncError
-from weightsync.faults.campaign import TRANSPORTS, Case, Findings, cases, run_cases
+from weightsync.faults.campaign import (
+    FORK_MUTANT_ACTS,
+    TRANSPORTS,
+    Case,
+    Findings,
+    cases,
+    fork_mutant_is_caught,
+    run_cases,
+)
 from weightsync.faults.disaggregated import DISAGGREGATED, MUTANT_CASES, caught, disaggregated_cases, run_disaggregated
 from weightsync.faults.leaks import machine
 from weightsync.faults.network import Network, obstacle
@@ -50,7 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     chosen = [case for case in cases(transports) if wanted(case.name)]
     pushed = [case for case in disaggregated_cases() if DISAGGREGATED in asked and wanted(case.name)]
-    mutants = [name for name in MUTANT_CASES if DISAGGREGATED in asked and wanted(f"mutant/{name}")]
+    mutants: dict[str, Callable[[str, Callable[[str], None]], bool]] = {}
+    if DISAGGREGATED in asked:
+        mutants |= dict.fromkeys(MUTANT_CASES, caught)
+    if "shared_memory" in asked:
+        mutants |= dict.fromkeys(FORK_MUTANT_ACTS, fork_mutant_is_caught)
+    mutants = {name: check for name, check in mutants.items() if wanted(f"mutant/{name}")}
     if given.list:
         print("\n".join([*(case.name for case in (*chosen, *pushed)), *(f"mutant/{name}" for name in mutants)]))
         return 0
@@ -78,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if pushed:
         injected += run_disaggregated(pushed, tally, found, _say)
         found.run += len(pushed)
-    noticed = sum(caught(name, _say) for name in mutants)
+    noticed = sum(check(name, _say) for name, check in mutants.items())
     if noticed < len(mutants):
         found.failed.append(f"{len(mutants) - noticed} of {len(mutants)} mutants were not noticed")
     found.leaks += [f"left behind: {what}" for what in sorted(machine() - before)]

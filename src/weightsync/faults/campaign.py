@@ -14,7 +14,7 @@ from weightsync.faults.forked import ORPHAN, UNWIND, await_loss, kept
 from weightsync.faults.leaks import Held, grown, held
 from weightsync.faults.network import Network
 from weightsync.faults.relay import Relay
-from weightsync.faults.stage import Party, Stage, Trap
+from weightsync.faults.stage import Party, Stage, Tally, Trap
 from weightsync.points import (
     COORDINATOR_POINTS,
     ENGINE_ALONE_POINTS,
@@ -24,13 +24,31 @@ from weightsync.points import (
     TRAINER_POINTS,
 )
 
-__all__ = ["CORRUPTIONS", "IMPAIRMENTS", "TRANSPORTS", "Case", "Findings", "cases", "run_cases", "spare_threads", "warm_up"]
+__all__ = [
+    "CORRUPTIONS",
+    "FORK_MUTANT_ACTS",
+    "IMPAIRMENTS",
+    "TRANSPORTS",
+    "Case",
+    "Findings",
+    "cases",
+    "fork_mutant_is_caught",
+    "run_cases",
+    "spare_threads",
+    "warm_up",
+]
 
 TRANSPORTS = ("shared_memory", "tcp", "relay", "network")
 """``relay`` is encrypted TCP by way of a relay that can do what networks do; ``network`` TCP to another network namespace, where a
 cable can be cut."""
 IMPAIRMENTS = ("delay", "loss")
 CORRUPTIONS = ("flip", "swap", "drop", "repeat", "reorder")
+FORK_MUTANT_ACTS = {
+    "a forked child's close empties the shelf": UNWIND,
+    "a forked child keeps the control connection": ORPHAN,
+    "a forked child keeps the shared memory": ORPHAN,
+}
+"""For each mutant of :mod:`weightsync.faults.fork_mutants`, the act of the cases that must notice it."""
 _DEADLINE = 2.0  # seconds for a publication that meets a fault
 _SLACK = 1.0  # seconds after its deadline in which it must have ended
 _REACHED = 5.0  # seconds until a party must have come to its point
@@ -107,6 +125,18 @@ def run_cases(stage: Stage, chosen: list[Case], found: Findings, say: Callable[[
         finally:
             stage.set()
     _look_for_leaks(stage, before, found)
+
+
+def fork_mutant_is_caught(mutant: str, say: Callable[[str], None]) -> bool:
+    """Return whether the cases of :data:`FORK_MUTANT_ACTS` notice ``mutant``."""
+    forking = (case for case in cases(("shared_memory",)) if case.party.startswith("trainer"))
+    chosen = [case for case in forking if case.act == FORK_MUTANT_ACTS[mutant]]
+    tally, found = Tally(), Findings()
+    with Stage("shared_memory", tally, mutant=mutant) as stage:
+        run_cases(stage, chosen, found, lambda text: None)
+    noticed = [*tally.notes, *found.hangs, *found.leaks, *found.failed]
+    say(f"mutant: {mutant}: {noticed[0] if noticed else 'NOT NOTICED'}")
+    return bool(noticed)
 
 
 def warm_up(stage: Stage, found: Findings) -> None:

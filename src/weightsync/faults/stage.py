@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
-from weightsync.control.events import Joined, RoundEnded
+from weightsync.control.events import Joined
 from weightsync.control.status import Status
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, PeerLost, WeightSyncError
@@ -321,23 +321,9 @@ class Stage:
             raise WeightSyncError(f"version {number}: {[answer['error'] for answer in answers]}; {self.describe()}")
         digest: str = answers[0]["digest"]
         wrong = self.not_at(number, digest)
-        if wrong and self.network is not None:
-            self._await_second_attempt(number, digest, timeout)
-        elif wrong:
+        if wrong:
             raise WeightSyncError(f"after version {number}: {wrong}; {self.describe()}")
         return digest
-
-    def _await_second_attempt(self, number: int, digest: str, timeout: float) -> None:
-        """Wait for the re-seeding that a replica gets whose round failed: the network was cut just before."""
-        deadline = Deadline(timeout)
-        with self.client() as client, client.events() as events:
-            if not self.not_at(number, digest):
-                return
-            for event in events:
-                deadline.remaining(f"re-seeding after version {number} ({self.describe()})")
-                if isinstance(event, RoundEnded) and not self.not_at(number, digest):
-                    return
-        raise WeightSyncError(f"after version {number}: {self.not_at(number, digest)}; {self.describe()}")
 
     def all_here(self, timeout: float) -> None:
         """Wait until every rank is connected (again). Raises :class:`~weightsync.errors.DeadlineExceeded`."""
@@ -364,11 +350,18 @@ class Stage:
         ]
 
     def describe(self) -> str:
-        """One line for a failure."""
+        """Return one line for a failure: each replica's state, and the errors of the last rounds."""
         try:
-            return ", ".join(f"{one.name} {one.state} {one.version} {one.error or ''}" for one in self.status().replicas)
+            status = self.status()
         except WeightSyncError as error:
             return str(error)
+        replicas = ", ".join(f"{one.name} {one.state} {one.version} {one.error or ''}" for one in status.replicas)
+        rounds = "; ".join(
+            f"round of version {result.version.number}: {result.error or 'ok'}, "
+            + ", ".join(f"{one.name} {one.state} {one.error or ''}" for one in result.replicas)
+            for result in status.rounds[-3:]
+        )
+        return f"{replicas}; {rounds}"
 
     def _end_all(self) -> None:
         for name in reversed(list(self.parties)):

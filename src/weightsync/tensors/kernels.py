@@ -17,7 +17,7 @@ import numpy as np
 
 from weightsync.tensors import intrinsics as raw
 
-__all__ = ["BLOCK", "LEAD", "SLICE", "TILE", "copy_table", "digest_table", "receive_table", "send_table"]
+__all__ = ["BLOCK", "LEAD", "SLICE", "TILE", "copy_table", "digest_table", "receive_table", "run_of_table", "send_table"]
 
 BLOCK = 4096
 """Words that share one row factor in the digest."""
@@ -250,7 +250,8 @@ def receive_table(
 
     Long runs are received where they belong, short ones by way of ``bucket`` (:data:`SLICE` bytes); both in slices whose digests
     (``out`` and ``columns`` as in :func:`copy_table`) are taken while they lie in the cache. ``status`` is ``int64[3]``.
-    With ``fd`` -1 nothing is received: ``status[1]`` bytes lie in ``bucket``, and it returns when they are where they belong.
+    With ``fd`` -1 nothing is received: ``status[1]`` bytes lie in ``bucket`` (or are already where :func:`run_of_table` said), and
+    it returns when they are where they belong.
     """
     taken = before = np.int64(0)  # where the bytes in the bucket begin, bytes of the tiles before
     have = raw.int64(status, 1) if fd < 0 else np.int64(0)  # bytes in the bucket
@@ -275,7 +276,7 @@ def receive_table(
             if count == 0:
                 return done
             total = np.uint64(0)
-            if not direct and into == 0 and have >= size:
+            if not direct and into == 0 and have >= size and to != bucket + taken:
                 runs = min(rows - run, have // size)
                 count = runs * size
                 if out != 0:
@@ -283,7 +284,7 @@ def receive_table(
                 else:
                     _copy_runs(to, stride, bucket + taken, size, runs, size)
             else:
-                if not direct:
+                if not direct and to != bucket + taken:
                     raw.copy_bytes(to, bucket + taken, count)
                 if out != 0:
                     total = _digest_part(row, start, count, columns)
@@ -296,13 +297,36 @@ def receive_table(
     return done
 
 
+@raw.compiled("int64(int64, int64, int64, int64, int64)")
+def run_of_table(table: int, first: int, last: int, done: int, status: int) -> int:
+    """Return how many contiguous bytes of the targets of tiles ``first <= i < last`` begin at byte ``done``; 0 at their end.
+
+    Writes the address of that byte to ``status[1]``. What is received there is passed to :func:`receive_table` as its ``bucket``,
+    which then takes the digest and copies nothing.
+    """
+    before = np.int64(0)
+    for tile in range(first, last):
+        row = table + tile * (8 * TILE)
+        target, stride, rows, size = raw.int64(row, 3), raw.int64(row, 4), raw.int64(row, 5), raw.int64(row, 6)
+        if done < before + rows * size:
+            start = done - before
+            run, into = start // size, start % size
+            raw.put(status, 1, target + run * stride + into)
+            room = rows * size - start if stride == size else size - into
+            return room
+        before += rows * size
+    return np.int64(0)
+
+
 @raw.compiled("int64(int32, int64, int64, int64, int64, int64, int64, int64, int64)")
 def send_table(fd: int, table: int, first: int, last: int, bases: int, done: int, bucket: int, until: int, status: int) -> int:
     """Send the tiles ``first <= i < last`` but for their first ``done`` bytes; long runs from where they are, short ones packed.
 
     Return how many bytes were sent: all, or fewer as in :func:`receive_table`. ``bases`` as in :func:`copy_table`. With ``fd`` -1
-    nothing is sent: it returns when ``bucket`` is full, or holds the rest.
+    nothing is sent: it returns when at most :data:`SLICE` bytes lie one after the other at the address that it leaves in
+    ``status[1]``, which is ``bucket``, or for a long run where that is.
     """
+    raw.put(status, 1, bucket)
     have = before = np.int64(0)  # bytes that wait in the bucket, bytes of the tiles before
     for tile in range(first, last):
         row = table + tile * (8 * TILE)
@@ -313,6 +337,9 @@ def send_table(fd: int, table: int, first: int, last: int, bases: int, done: int
             run, into = start // size, start % size
             place = source + run * stride + into
             room = rows * size - start if stride == size else size - into
+            if fd < 0 and have == 0 and room >= SLICE:
+                raw.put(status, 1, place)
+                return done + SLICE
             if fd < 0 and have == SLICE:
                 return done + have
             if fd >= 0 and (have == SLICE or (have > 0 and room >= _LONG)):

@@ -25,7 +25,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, WeightSyncError
 from weightsync.transports.frames import Channel
 from weightsync.transports.handshake import ENCRYPTED_ONLY
-from weightsync.transports.records import KEY_BYTES, LENGTH_BYTES, RECORD_BYTES, Opening, Sealing
+from weightsync.transports.records import KEY_BYTES, LENGTH_BYTES, RECORD_BYTES, TAG_BYTES, Opening, Sealing
 
 __all__ = ["FINGERPRINT_BYTES", "EncryptedChannel", "owner_context", "reader_context"]
 
@@ -105,6 +105,7 @@ class EncryptedChannel(Channel):
         self._sealing: Sealing
         self._opening: Opening
         self._sealed = bytearray()
+        self._length = b""  # of the next record, if it came with the last one
         self._left = memoryview(b"")  # of the record that was opened last
 
     def secure(self, deadline: Deadline) -> None:
@@ -176,17 +177,28 @@ class EncryptedChannel(Channel):
                 buffer[done : done + len(part)] = part
                 done += len(part)
 
-    def receive_part(self, most: int, deadline: Deadline) -> memoryview:
-        """At least one byte, and at most ``most``: what is left of a record. Raises as :meth:`receive_into` does."""
+    def receive_part(self, most: int, deadline: Deadline, into: memoryview | None = None) -> memoryview:
+        """Return from one byte to ``most``: what is left of a record, or the next one, which lies in ``into`` if it fits there.
+
+        Raises as :meth:`receive_into` does; ``into`` then holds bytes that nobody has authenticated.
+        """
         if not self._left:
-            length = bytearray(LENGTH_BYTES)
-            super().receive_into([memoryview(length)], deadline)
+            if not self._length:
+                first = bytearray(LENGTH_BYTES)
+                super().receive_into([memoryview(first)], deadline)
+                self._length = bytes(first)
+            length, self._length = self._length, b""
             count = self._opening.sealed_bytes(length)
-            if len(self._sealed) < count:
-                self._sealed = bytearray(count)
-            sealed = memoryview(self._sealed)[:count]
-            super().receive_into([sealed], deadline)
-            self._left = memoryview(self._opening.open(length, sealed))
+            plain = count - TAG_BYTES
+            following = LENGTH_BYTES if plain < most else 0  # another record is due: its length comes in the same call
+            if len(self._sealed) < count + following:
+                self._sealed = bytearray(count + following)
+            received = memoryview(self._sealed)[: count + following]
+            super().receive_into([received], deadline)
+            self._length = bytes(received[count:])
+            if into is not None and plain <= min(len(into), most):
+                return self._opening.open(length, received[:count], into[:plain])
+            self._left = self._opening.open(length, received[:count])
         part, self._left = self._left[:most], self._left[most:]
         return part
 
@@ -195,7 +207,7 @@ class EncryptedChannel(Channel):
         for given in buffers:
             buffer = memoryview(given)
             for start in range(0, len(buffer), RECORD_BYTES):
-                super().send(self._sealing.seal(buffer[start : start + RECORD_BYTES]), deadline, more)
+                super().send([self._sealing.seal(buffer[start : start + RECORD_BYTES])], deadline, more)
 
 
 class _Handshake:

@@ -120,8 +120,11 @@ class Channel:
                     raise self.lost()
                 batch = _after(batch, count)
 
-    def receive_part(self, most: int, deadline: Deadline) -> memoryview:
-        """At least one byte, and at most ``most``, where they lie already. Raises as :meth:`receive_into` does."""
+    def receive_part(self, most: int, deadline: Deadline, into: memoryview | None = None) -> memoryview:
+        """Return from one byte to ``most``: the beginning of ``into`` if they are there, or another buffer.
+
+        Raises as :meth:`receive_into` does.
+        """
         return memoryview(self.receive(most, deadline))
 
     def receive(self, nbytes: int, deadline: Deadline) -> bytearray:

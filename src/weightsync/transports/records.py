@@ -53,11 +53,18 @@ class _Keys:
 class Sealing(_Keys):
     """The sender's end of a direction. Not thread-safe."""
 
-    def seal(self, plain: memoryview) -> tuple[bytes, bytes]:
-        """The record of at most :data:`RECORD_BYTES` bytes: its length, and the rest."""
+    def __init__(self, key: bytes) -> None:
+        super().__init__(key)
+        self._record = bytearray(LENGTH_BYTES + RECORD_BYTES + TAG_BYTES)
+
+    def seal(self, plain: memoryview) -> memoryview:
+        """Return the record of at most :data:`RECORD_BYTES` bytes. It is valid until the next call."""
         cipher, nonce = self.due()
+        record = memoryview(self._record)[: LENGTH_BYTES + len(plain) + TAG_BYTES]
         length = _LENGTH.pack(len(plain))
-        return length, cipher.encrypt(nonce, plain, length)
+        record[:LENGTH_BYTES] = length
+        cipher.encrypt_into(nonce, plain, length, record[LENGTH_BYTES:])
+        return record
 
 
 class Opening(_Keys):
@@ -66,18 +73,29 @@ class Opening(_Keys):
     def __init__(self, key: bytes, peer: str) -> None:
         super().__init__(key)
         self._peer = peer
+        self._plain = bytearray()
 
-    def sealed_bytes(self, length: bytes | bytearray) -> int:
-        """How many bytes follow a record's length. Raises :class:`~weightsync.errors.AuthenticationError` for an impossible one."""
+    def sealed_bytes(self, length: bytes | bytearray | memoryview) -> int:
+        """Return how many bytes follow a record's length.
+
+        Raises :class:`~weightsync.errors.AuthenticationError` for an impossible length.
+        """
         (plain,) = _LENGTH.unpack(length)
         if not 0 < plain <= RECORD_BYTES:
             raise AuthenticationError(f"{self._peer} announced a record of {plain:,} bytes: somebody altered the connection")
         return int(plain) + TAG_BYTES
 
-    def open(self, length: bytes | bytearray, sealed: memoryview) -> bytes:
-        """What was sealed. Raises :class:`~weightsync.errors.AuthenticationError` unless this is the record that is due."""
+    def open(self, length: bytes | bytearray | memoryview, sealed: memoryview, into: memoryview | None = None) -> memoryview:
+        """Return the plain bytes of a record: ``into``, which has their size, or a buffer that is valid until the next call.
+
+        Raises :class:`~weightsync.errors.AuthenticationError` unless this is the record that is due.
+        """
         cipher, nonce = self.due()
+        if into is None and len(self._plain) < len(sealed) - TAG_BYTES:
+            self._plain = bytearray(len(sealed) - TAG_BYTES)  # grows with what was received, not with what was announced
+        plain = memoryview(self._plain)[: len(sealed) - TAG_BYTES] if into is None else into
         try:
-            return cipher.decrypt(nonce, sealed, length)
+            cipher.decrypt_into(nonce, sealed, length, plain)
         except InvalidTag:
             raise AuthenticationError(f"a record is not the one that {self._peer} sent: somebody altered the connection") from None
+        return plain

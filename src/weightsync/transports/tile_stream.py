@@ -13,8 +13,9 @@ import numpy.typing as npt
 from weightsync.deadline import Deadline
 from weightsync.tensors.copies import check_keys
 from weightsync.tensors.digest import columns_address
-from weightsync.tensors.kernels import SLICE, receive_table, send_table
+from weightsync.tensors.kernels import SLICE, receive_table, run_of_table, send_table
 from weightsync.tensors.tiles import Tiles
+from weightsync.tensors.views import bytes_at
 from weightsync.transports.frames import Channel
 
 __all__ = ["TileStream"]
@@ -39,9 +40,9 @@ class TileStream:
         bucket, status = self._bucket.ctypes.data, self._status.ctypes.data
         done = 0
         while done < nbytes and self._channel.encrypted:
-            packed = send_table(-1, tiles.table_address, first, last, addresses.ctypes.data, done, bucket, 0, status)
-            self._channel.send([self._bucket.data[: packed - done]], deadline)
-            done = packed
+            ready = send_table(-1, tiles.table_address, first, last, addresses.ctypes.data, done, bucket, 0, status)
+            self._channel.send([bytes_at(int(self._status[1]), ready - done).data], deadline)
+            done = ready
             self._check()
         while done < nbytes:
             self._channel.bound(socket.SO_SNDTIMEO, deadline, "sending to")
@@ -61,7 +62,9 @@ class TileStream:
             out = digests.ctypes.data
         done = 0
         while done < nbytes and self._channel.encrypted:
-            opened = np.frombuffer(self._channel.receive_part(nbytes - done, deadline), np.uint8)
+            room = run_of_table(tiles.table_address, first, last, done, status)
+            into = bytes_at(int(self._status[1]), SLICE).data if room >= SLICE else None
+            opened = np.frombuffer(self._channel.receive_part(nbytes - done, deadline, into), np.uint8)
             self._status[1], at = len(opened), opened.ctypes.data
             done = receive_table(-1, tiles.table_address, first, last, done, nbytes, at, 0, out, columns_address, status)
             self._check()

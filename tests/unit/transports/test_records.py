@@ -8,7 +8,7 @@ import pytest
 
 from weightsync.errors import AuthenticationError
 from weightsync.transports import records
-from weightsync.transports.records import KEY_BYTES, RECORD_BYTES, TAG_BYTES, Opening, Sealing
+from weightsync.transports.records import KEY_BYTES, LENGTH_BYTES, RECORD_BYTES, TAG_BYTES, Opening, Sealing
 
 
 @pytest.fixture
@@ -18,7 +18,8 @@ def ends() -> tuple[Sealing, Opening]:
 
 
 def _sealed(sealing: Sealing, *plains: bytes) -> list[tuple[bytes, bytes]]:
-    return [sealing.seal(memoryview(plain)) for plain in plains]
+    records = [bytes(sealing.seal(memoryview(plain))) for plain in plains]
+    return [(record[:LENGTH_BYTES], record[LENGTH_BYTES:]) for record in records]
 
 
 def test_records_open_in_order(ends: tuple[Sealing, Opening]) -> None:
@@ -46,7 +47,7 @@ def test_whatever_is_done_to_records_is_noticed(ends: tuple[Sealing, Opening], h
         "leave out": [second],
         "swap": [second, first],
         "shorten": [(shorter.to_bytes(4, "little"), first[1][:-1])],
-        "send back": [Sealing(secrets.token_bytes(KEY_BYTES)).seal(memoryview(b"first record"))],  # the other direction's key
+        "send back": _sealed(Sealing(secrets.token_bytes(KEY_BYTES)), b"first record"),  # the other direction's key
     }[harm]
     *good, (length, sealed) = arrived
     if harm != "swap":

@@ -24,8 +24,7 @@ __all__ = ["Listener", "same_user"]
 _MAX_READERS = 1024
 _MAX_STRANGERS = 32
 # Connections a second that are taken in and then prove nothing. A flood of them must not slow what is being sent.
-_ARRIVALS = 250.0
-_ENCRYPTED_ARRIVALS = 50.0  # a TLS handshake, which comes before the proof, costs some ten times as much
+_ARRIVALS = 50.0
 _BUSY_ARRIVALS = 25.0  # while a transfer runs
 _BACKLOG = 1024
 _RETRY_SECONDS = 0.2
@@ -67,7 +66,6 @@ class Listener:
         self._lock = threading.Lock()
         self._closing = False
         self._most_strangers = _MAX_READERS if sock.family == socket.AF_UNIX else _MAX_STRANGERS
-        self._arrivals = _ARRIVALS if channel is Channel else _ENCRYPTED_ARRIVALS
         self._transfers = 0
         self._turns, self._since = float(self._most_strangers), time.monotonic()
         self._strangers: dict[Channel, str] = {}  # in order of arrival, with the host that each comes from
@@ -98,7 +96,7 @@ class Listener:
         """Take the turn of one more connection, or say in how many seconds there will be one."""
         with self._lock:
             now = time.monotonic()
-            rate = min(self._arrivals, _BUSY_ARRIVALS) if self._transfers else self._arrivals
+            rate = _BUSY_ARRIVALS if self._transfers else _ARRIVALS
             self._turns = min(self._most_strangers, self._turns + (now - self._since) * rate)
             self._since = now
             if self._turns < 1:

@@ -44,7 +44,7 @@ $(VENV)/.installed: pyproject.toml $(addprefix locks/,$(addsuffix .txt,torch-cpu
 # With vLLM as its engine the demo runs in vLLM's environment.
 DEMO_VENV := $(if $(or $(filter --engine=vllm,$(ARGS)),$(findstring --engine vllm,$(ARGS))),$(VLLM_VENV),$(VENV))
 demo: $(DEMO_VENV)/.installed ## train, serve and update on this machine; ARGS="--json" ends with one JSON line
-	@$(DEMO_VENV)/bin/weightsync demo $(ARGS)
+	@$(DEMO_VENV)/bin/python -m examples.demo $(ARGS)
 
 .PHONY: example-grpo
 example-grpo: $(VLLM_VENV)/.installed ## asynchronous RL on real vLLM servers; ARGS="--mode one-step-off", or "--engine demo" without vLLM
@@ -55,14 +55,14 @@ bench: $(VENV)/.installed ## how far from the floor; ARGS="--json" ends with one
 
 SEEDS ?= 10000
 simulate: $(VENV)/.installed ## SEEDS=10000 random schedules with faults at every step, in virtual time; then planted bugs
-	@$(BIN)/python -m weightsync.simulation --seeds $(SEEDS) $(ARGS)
+	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) $(ARGS)
 
 SECONDS ?= 300
 fuzz: $(VENV)/.installed ## SECONDS=300 of coverage-guided search in every parser; what it finds lies in .fuzz/findings
 	@$(BIN)/python -m tests.fuzz.coverage_guided --seconds $(SECONDS) --corpus .fuzz/corpus --findings .fuzz/findings $(ARGS)
 
 faults: $(VENV)/.installed ## real processes killed, stopped and lied to at every point of a round, over each transport; then a soak
-	@$(BIN)/python -m weightsync.faults $(ARGS)
+	@$(BIN)/python -m tests.faults $(ARGS)
 
 # vLLM's CPU build pins other versions than ours, and pulls in three packages that have no CPU build and break Transformers: its lock
 # leaves them out. It holds what one Python needs; another one gets the pinned vLLM with whatever that needs, unchecked.

@@ -31,7 +31,7 @@ _GRACE = 5.0
 _LASTING = (
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
-    "weightsync.transports.contract_owner",
+    "weightsync.testing.owner_process",
     "tests.integration.nursery",
 )
 

@@ -1,4 +1,4 @@
-"""The simulation's event loop, for single tests: deadlines of minutes pass in microseconds. See ``weightsync.simulation.clock``."""
+"""The simulation's event loop, for single tests: deadlines of minutes pass in microseconds. See ``tests.simulation.clock``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec
 
-from weightsync.simulation.clock import VirtualTimeLoop, run
+from tests.simulation.clock import VirtualTimeLoop, run
 
 __all__ = ["VirtualTimeLoop", "run", "virtual"]
 

@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from examples.demo.reports import Parent, Ready, die_with_parent
 from examples.grpo.settings import ReplicaSettings
-from weightsync.demo.reports import Parent, Ready, die_with_parent
 
 __all__ = ["main"]
 
@@ -62,12 +62,12 @@ def main(argument: str) -> int:
     import torch
     import uvicorn
 
+    from examples.demo.completions_adapter import CompletionsAdapter
+    from examples.demo.gate import NotSeeded
     from examples.grpo.policy import build_policy
     from examples.grpo.sampler import Sampler
-    from weightsync.adapters.completions import CompletionsAdapter
-    from weightsync.agents.engine import Engine
     from weightsync.deadline import Deadline
-    from weightsync.demo.gate import NotSeeded
+    from weightsync.engine.agent import Engine
     from weightsync.errors import Aborted, DeadlineExceeded
 
     torch.set_num_threads(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from weightsync.demo.reports import Listening, Ready
+from examples.demo.reports import Listening, Ready
 
 __all__ = ["Progress", "Report", "WarmedUp"]
 

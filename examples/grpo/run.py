@@ -13,20 +13,20 @@ from collections import defaultdict
 import msgspec
 from rich.console import Console
 
+from examples.demo.coordinator import CoordinatorSettings
+from examples.demo.events import follow
+from examples.demo.family import Child, Family
+from examples.demo.leftovers import free, mapped_by
+from examples.demo.reports import Listening, Ready
 from examples.grpo.outcome import Outcome, Record
 from examples.grpo.reports import Progress, Report, WarmedUp
 from examples.grpo.settings import ReplicaSettings, Settings, TrainerSettings
 from examples.grpo.view import View
-from weightsync.control.events import Event, Joined
-from weightsync.demo.coordinator import CoordinatorSettings
-from weightsync.demo.events import follow
-from weightsync.demo.family import Child, Family
-from weightsync.demo.leftovers import free, mapped_by
-from weightsync.demo.reports import Listening, Ready
+from weightsync.config import Address, ClientSettings, Secret
+from weightsync.coordinator.events import Event, Joined
 from weightsync.errors import WeightSyncError
-from weightsync.messages import PauseMode
-from weightsync.service.auth import generate
-from weightsync.service.settings import Address, ClientSettings, Secret
+from weightsync.model import PauseMode
+from weightsync.protocol.tokens import generate
 
 __all__ = ["run"]
 
@@ -70,7 +70,7 @@ class _Run:
         mode: PauseMode = "keep" if self.wish.mode == "async" else "wait"
         with self.view:
             wanted = CoordinatorSettings(parent=os.getpid(), pause_mode=mode)
-            await self._start("coordinator", "weightsync.demo.coordinator", wanted)
+            await self._start("coordinator", "examples.demo.coordinator", wanted)
             url = await self._url
             self.view.headline(f"coordinator at {url}; starting {self.wish.replicas} replicas ({self.wish.engine}) and the trainer")
             listening = asyncio.Event()

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
+from examples.demo.gate import Gate
 from weightsync.deadline import Deadline
-from weightsync.demo.gate import Gate
-from weightsync.messages import PauseMode
-from weightsync.model import Version
+from weightsync.model import PauseMode, Version
 from weightsync.rollouts.samples import FinishReason
 
 __all__ = ["Answer", "Sampler"]
@@ -41,7 +40,7 @@ class Sampler:
     def complete(self, prompt: Sequence[int], budget: int, temperature: float, stop: Sequence[int], deadline: Deadline) -> Answer:
         """At most ``budget`` tokens. A pause cuts the answer off (``abort``) or lets it go on with the new weights (``keep``).
 
-        Raises what :meth:`~weightsync.demo.gate.Gate.entered` raises.
+        Raises what :meth:`~examples.demo.gate.Gate.entered` raises.
         """
         answer = Answer()
         while True:
@@ -69,14 +68,14 @@ class Sampler:
         answer.tokens.append(token)
         answer.logprobs.append(float(known[token]))
 
-    # What the adapter asks of a server (weightsync.adapters.completions.Served).
+    # What the adapter asks of a server (examples.demo.completions_adapter.Served).
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
-        """See :meth:`~weightsync.demo.gate.Gate.pause`."""
+        """See :meth:`~examples.demo.gate.Gate.pause`."""
         self.gate.pause(mode, timeout)
 
     def label(self, version: Version) -> None:
-        """See :meth:`~weightsync.demo.gate.Gate.label`."""
+        """See :meth:`~examples.demo.gate.Gate.label`."""
         self.gate.label(version)
 
     def flush(self) -> bool:
@@ -84,5 +83,5 @@ class Sampler:
         return self.gate.idle
 
     def resume(self) -> None:
-        """See :meth:`~weightsync.demo.gate.Gate.resume`."""
+        """See :meth:`~examples.demo.gate.Gate.resume`."""
         self.gate.resume()

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from examples.demo.reports import Parent, Ready, die_with_parent
 from examples.grpo.reports import Progress, WarmedUp
 from examples.grpo.settings import Settings, TrainerSettings
 from examples.grpo.task import ANSWER_TOKENS, END, problems, reward, text
+from weightsync.config import ClientSettings
 from weightsync.deadline import Deadline
-from weightsync.demo.reports import Parent, Ready, die_with_parent
 from weightsync.errors import VersionError
 from weightsync.rollouts import (
     Completions,
@@ -33,14 +34,13 @@ from weightsync.rollouts import (
     Task,
     VllmTokens,
 )
-from weightsync.service.settings import ClientSettings
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from examples.grpo.learner import Learner
-    from weightsync.agents.trainer import Trainer
-    from weightsync.messages import RoundResult
+    from weightsync.protocol.messages import RoundResult
+    from weightsync.trainer.agent import Trainer
 
 __all__ = ["main", "staleness"]
 
@@ -192,7 +192,7 @@ def main(argument: str) -> int:
 
     from examples.grpo.learner import Learner
     from examples.grpo.policy import build_policy, warm_up
-    from weightsync.agents.trainer import Trainer
+    from weightsync.trainer.agent import Trainer
 
     torch.set_num_threads(1)
     model = build_policy(wish.seed)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from examples.demo.reports import die_with_parent
 from examples.grpo.settings import ReplicaSettings
-from weightsync.demo.reports import die_with_parent
 
 __all__ = ["main"]
 

@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weightsync.adapters.module import ModuleAdapter as ModuleAdapter
-    from weightsync.agents.engine import Engine as Engine
-    from weightsync.agents.trainer import Trainer as Trainer
+    from weightsync.engine.adapter import EngineAdapter as EngineAdapter
+    from weightsync.engine.agent import Engine as Engine
+    from weightsync.engines.module import ModuleAdapter as ModuleAdapter
     from weightsync.errors import Aborted as Aborted
     from weightsync.errors import AuthenticationError as AuthenticationError
     from weightsync.errors import ConfigurationError as ConfigurationError
@@ -38,24 +38,24 @@ if TYPE_CHECKING:
     from weightsync.model.manifest import Manifest as Manifest
     from weightsync.model.manifest import TensorSpec as TensorSpec
     from weightsync.model.version import Version as Version
-    from weightsync.roles.adapter import EngineAdapter as EngineAdapter
     from weightsync.tensors.shards import Shard as Shard
     from weightsync.tensors.shards import manifest_of as manifest_of
     from weightsync.tensors.shards import shard as shard
     from weightsync.tensors.shards import shards_of as shards_of
+    from weightsync.trainer.agent import Trainer as Trainer
 
 __version__ = "0.1.0"
 
 _WHERE = {
     "Box": "weightsync.model.box",
-    "Engine": "weightsync.agents.engine",
-    "EngineAdapter": "weightsync.roles.adapter",
+    "Engine": "weightsync.engine.agent",
+    "EngineAdapter": "weightsync.engine.adapter",
     "Layout": "weightsync.model.layout",
     "Manifest": "weightsync.model.manifest",
-    "ModuleAdapter": "weightsync.adapters.module",
+    "ModuleAdapter": "weightsync.engines.module",
     "Shard": "weightsync.tensors.shards",
     "TensorSpec": "weightsync.model.manifest",
-    "Trainer": "weightsync.agents.trainer",
+    "Trainer": "weightsync.trainer.agent",
     "Version": "weightsync.model.version",
     "manifest_of": "weightsync.tensors.shards",
     "shard": "weightsync.tensors.shards",

@@ -19,20 +19,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.faults import leaks
+from tests.faults.campaign import FORK_MUTANT_ACTS, cases
+from tests.faults.disaggregated import DISAGGREGATED, LATE, MUTANT_CASES, disaggregated_cases
+from tests.faults.fork_mutants import MUTANTS
+from tests.faults.leaks import Held, grown, held
+from tests.faults.mutants import UPDATE_MUTANTS, planted
+from tests.faults.network import obstacle
+from tests.faults.stage import Tally
+from tests.faults.weights import MANIFEST, Weights, fill
 
-from weightsync import points
-from weightsync.adapters import disaggregated
-from weightsync.faults import leaks
-from weightsync.faults.campaign import FORK_MUTANT_ACTS, cases
-from weightsync.faults.disaggregated import DISAGGREGATED, LATE, MUTANT_CASES, disaggregated_cases
-from weightsync.faults.fork_mutants import MUTANTS
-from weightsync.faults.leaks import Held, grown, held
-from weightsync.faults.mutants import UPDATE_MUTANTS, planted
-from weightsync.faults.network import obstacle
-from weightsync.faults.stage import Tally
-from weightsync.faults.weights import MANIFEST, Weights, fill
-from weightsync.messages import CheckSources, Commit, Move, Pause, Prepare, Quarantine, Resume, Update
+from weightsync import external, failpoints
 from weightsync.model import Version
+from weightsync.protocol.messages import CheckSources, Commit, Move, Pause, Prepare, Quarantine, Resume, Update
 
 COUNTED = ["schedules", "faults_injected", "kills", "corruptions"]
 ZEROS = ["torn_responses", "mislabelled_responses", "hangs", "leaks", "uncaught_corruptions"]
@@ -40,17 +39,17 @@ PLANTED = ["mutants", "mutants_caught"]
 
 
 EVERY_POINT = {
-    *points.TRAINER_POINTS,
-    *points.ENGINE_POINTS,
-    *points.ENGINE_ALONE_POINTS,
-    *points.ENGINE_TOGETHER_POINTS,
-    *points.ENGINE_REPAIR_POINTS,
-    *points.COORDINATOR_POINTS,
+    *failpoints.TRAINER_POINTS,
+    *failpoints.ENGINE_POINTS,
+    *failpoints.ENGINE_ALONE_POINTS,
+    *failpoints.ENGINE_TOGETHER_POINTS,
+    *failpoints.ENGINE_REPAIR_POINTS,
+    *failpoints.COORDINATOR_POINTS,
 }
 
 
 def campaign(*arguments: str) -> dict[str, int]:
-    command = [sys.executable, "-m", "weightsync.faults", *arguments]
+    command = [sys.executable, "-m", "tests.faults", *arguments]
     run = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert run.returncode == 0, run.stderr + run.stdout
     found: dict[str, int] = json.loads(run.stdout.splitlines()[-1])
@@ -110,13 +109,13 @@ def test_a_bug_that_is_put_back_is_noticed() -> None:
 
 def test_every_point_of_an_update_from_outside_is_visited_and_every_mutant_has_a_case() -> None:
     visited = {(case.act, case.party, case.point) for case in disaggregated_cases()}
-    assert {(act, "server", point) for act in ("kill", "stop") for point in points.UPDATE_POINTS} <= visited
+    assert {(act, "server", point) for act in ("kill", "stop") for point in failpoints.UPDATE_POINTS} <= visited
     assert set(MUTANT_CASES) == set(UPDATE_MUTANTS)
     assert {act for acts in MUTANT_CASES.values() for act in acts} <= set(LATE)
     assert len({case.name for case in disaggregated_cases()}) == len(list(disaggregated_cases()))
-    source = "".join(path.read_text() for path in Path(disaggregated.__file__).parent.glob("*.py"))
+    source = "".join(path.read_text() for path in Path(external.__file__).parent.glob("*.py"))
     reached = set(re.findall(r'points\.reached\("([a-z.]+)"\)', source))
-    assert reached == {*points.UPDATE_POINTS, "updates.abort", "rank.quarantine"}  # the last two only after a failure
+    assert reached == {*failpoints.UPDATE_POINTS, "updates.abort", "rank.quarantine"}  # the last two only after a failure
 
 
 def test_a_planted_bug_is_taken_out_again() -> None:
@@ -138,7 +137,7 @@ def test_every_point_is_visited_by_every_party_that_has_it() -> None:
 
 def test_every_point_that_code_reaches_is_one_of_them() -> None:
     parties = ("engine", "trainer", "round")
-    package = Path(points.__file__).parent
+    package = Path(failpoints.__file__).parent
     text = "".join(path.read_text() for path in package.rglob("*.py"))
     named = set(re.findall(rf'points\.reached\("((?:{"|".join(parties)})\.[a-z.]+)"\)', text))
     to_engines = (Prepare, CheckSources, Pause, Move, Commit, Resume, Update, Quarantine)
@@ -147,11 +146,11 @@ def test_every_point_that_code_reaches_is_one_of_them() -> None:
 
 
 def test_points_cost_nothing_to_speak_of_and_carry_no_gate_here() -> None:
-    assert points._gate is None
+    assert failpoints._gate is None
     count = 100_000
     started = time.perf_counter()
     for _ in range(count):
-        points.reached("anything")
+        failpoints.reached("anything")
     assert (time.perf_counter() - started) / count < 20e-6
 
 

@@ -21,35 +21,35 @@ import msgspec
 import numpy as np
 import typer
 
-from weightsync import messages
-from weightsync.adapters.checkpoints import INDEX, Checkpoint
-from weightsync.adapters.disaggregated import orders, requests
-from weightsync.adapters.disaggregated.checks import check_bucket, check_digests, check_group, parse_version
 from weightsync.cli.options import parse_size
-from weightsync.control.agreement import agree_on, cover_trainers
-from weightsync.control.nodes import EngineRank, TrainerRank
-from weightsync.control.remote import rank_of
+from weightsync.config import Address, ClientSettings, Secret, ServerSettings
+from weightsync.coordinator.negotiation import agree_on, cover_trainers
+from weightsync.coordinator.ranks import EngineRank, TrainerRank
+from weightsync.coordinator.remote_ranks import rank_of
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, ConfigurationError, ProtocolError, WeightSyncError, from_wire
-from weightsync.messages import PROTOCOL, Call, Hello, Host, Offer, PieceColumns, Prepare, SourceAddress
+from weightsync.external import orders, requests
+from weightsync.external.checkpoint_files import INDEX, Checkpoint
+from weightsync.external.checks import check_bucket, check_digests, check_group, parse_version
 from weightsync.model import Layout, Manifest, TensorSpec, Version
 from weightsync.model.layout import LayoutColumns
 from weightsync.model.version import fold
 from weightsync.planning.pieces import Pieces
-from weightsync.service.auth import matches
-from weightsync.service.openapi import RoundRequest, decode_round
-from weightsync.service.proof import Challenger, Claimant
-from weightsync.service.settings import Address, ClientSettings, Secret, ServerSettings
+from weightsync.protocol import messages
+from weightsync.protocol.messages import PROTOCOL, Call, Hello, Host, Offer, PieceColumns, Prepare, SourceAddress
+from weightsync.protocol.proof import Challenger, Claimant
+from weightsync.protocol.tokens import matches
+from weightsync.server.openapi import RoundRequest, decode_round
 from weightsync.tensors.copies import check_tiles
-from weightsync.tensors.tiles import tiles_of
-from weightsync.transports.device_shelf import Exported
-from weightsync.transports.frames import CONTROL, HEADER, Channel, FrameHeader
-from weightsync.transports.handshake import greet_owner, greet_reader
-from weightsync.transports.requests import REQUEST_BYTES, Room, Start, Want, next_control
-from weightsync.transports.sending import Sender
-from weightsync.transports.shared_memory import SharedMemory, SharedMemorySource
-from weightsync.transports.shelf import Shelf
-from weightsync.transports.tcp import Tcp, in_clear
+from weightsync.tensors.copy_table import tiles_of
+from weightsync.transports.cuda.region import Exported
+from weightsync.transports.host.region import Shelf
+from weightsync.transports.host.shared_memory import SharedMemory, SharedMemorySource
+from weightsync.transports.net.channel import CONTROL, HEADER, Channel, FrameHeader
+from weightsync.transports.net.handshake import greet_owner, greet_reader
+from weightsync.transports.net.requests import REQUEST_BYTES, Room, Start, Want, next_control
+from weightsync.transports.tcp.sender import Sender
+from weightsync.transports.tcp.transport import Tcp, in_clear
 
 __all__ = ["TARGETS", "Target"]
 

@@ -83,7 +83,7 @@ def test_what_was_found_before_is_refused(name: str) -> None:
         return
     with pytest.raises(WeightSyncError):
         if target == "orders":
-            from weightsync.adapters.disaggregated.orders import decode_order
+            from weightsync.external.orders import decode_order
 
             decode_order(data)
         TARGETS[target].run(data)

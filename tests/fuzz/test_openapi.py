@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.integration.service_support import engine_hello, joined, trainer_hello
 
-from weightsync.messages import Publish
-from weightsync.service.app import OPERATIONS
-from weightsync.service.rollouts import FOLLOWED
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import ClientSettings, ServerSettings
+from weightsync.config import ClientSettings, ServerSettings
+from weightsync.protocol.messages import Publish
+from weightsync.server.app import OPERATIONS
+from weightsync.server.rollouts import FOLLOWED
+from weightsync.server.server import BackgroundServer
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs Schemathesis: pip install '.[test]'")
 

@@ -13,10 +13,9 @@ from typing import Literal
 
 import torch
 
-from weightsync.adapters.module import ModuleAdapter
-from weightsync.agents.engine import Engine
-from weightsync.messages import PauseMode
-from weightsync.model import Version
+from weightsync.engine.agent import Engine
+from weightsync.engines.module import ModuleAdapter
+from weightsync.model import PauseMode, Version
 
 __all__ = ["Model", "fingerprint"]
 

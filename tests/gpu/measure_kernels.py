@@ -22,14 +22,14 @@ import triton.language as tl
 
 from weightsync.bench.shapes import qwen3_8b, qwen3_30b_a3b
 from weightsync.bench.sharding import fsdp, tensor_parallel
-from weightsync.messages import Host
 from weightsync.model import Layout, Manifest
 from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
 from weightsync.planning.split import split_rows
+from weightsync.protocol.messages import Host
+from weightsync.tensors.copy_table import tiles_of
 from weightsync.tensors.cuda.copies import TileCopy
 from weightsync.tensors.cuda.digest import LayoutDigest
 from weightsync.tensors.digest import digest_rows
-from weightsync.tensors.tiles import tiles_of
 
 _DIGESTS = ((256, 4, 32), (256, 4, 64), (256, 4, 16), (512, 4, 8))
 _COPIES = ((1024, 16, 64), (512, 16, 64), (2048, 16, 64), (2048, 8, 64), (1024, 16, 32))

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from weightsync.transports.cuda_driver import allocation_of, close_handle, export_handle, open_handle, still_allocated
+from weightsync.transports.cuda.driver import allocation_of, close_handle, export_handle, open_handle, still_allocated
 
 _THREADS = (1, 2, 4, 8)
 

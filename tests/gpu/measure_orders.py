@@ -18,12 +18,12 @@ import torch
 
 from weightsync.bench.shapes import qwen3_30b_a3b
 from weightsync.bench.sharding import fsdp, tensor_parallel
-from weightsync.messages import Host
 from weightsync.model import Manifest
 from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
-from weightsync.tensors.cuda import copy_table
+from weightsync.protocol.messages import Host
+from weightsync.tensors.copy_table import tiles_of
+from weightsync.tensors.cuda import device_copy_table
 from weightsync.tensors.cuda.copies import TileCopy
-from weightsync.tensors.tiles import tiles_of
 
 _HOST = Host("here", "here")
 
@@ -68,23 +68,23 @@ def main():
         ]
         parts.append(([one[:2] for one in owners if one[2] == rank], [one[:2] for one in owners if one[2] != rank]))
     print("bytes own / others, GB", [[round(sum(t.nbytes for t, _ in side) / 1e9, 2) for side in part] for part in parts])
-    usual = copy_table._ordered
+    usual = device_copy_table._ordered
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuMemcpyDtoDAsync_v2.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
 
     def together(order):
-        copy_table._ordered = order
+        device_copy_table._ordered = order
         made = [TileCopy([[*far, *near]], device) for (near, far), device in zip(parts, devices, strict=True)]
-        copy_table._ordered = usual
+        device_copy_table._ordered = usual
         return [[(copy, None)] for copy in made]
 
     def apart(programs, order):
-        copy_table._ordered = order
+        device_copy_table._ordered = order
         made = [
             [(TileCopy([far], device, programs=programs), torch.cuda.Stream(device)), (TileCopy([near], device), None)]
             for (near, far), device in zip(parts, devices, strict=True)
         ]
-        copy_table._ordered = usual
+        device_copy_table._ordered = usual
         return made
 
     def timed(readers):

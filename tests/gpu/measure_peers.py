@@ -25,10 +25,10 @@ import numpy as np
 from weightsync.bench.shapes import qwen3_8b, qwen3_30b_a3b
 from weightsync.bench.sharding import fsdp, tensor_parallel
 from weightsync.deadline import Deadline
-from weightsync.messages import Host, Offer
 from weightsync.model import Layout, Manifest
 from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
 from weightsync.planning.split import split_rows
+from weightsync.protocol.messages import Host, Offer
 
 _HOST = Host("here", "here")
 _KEY = b"the key of this measurement"
@@ -85,8 +85,8 @@ class Trainer:
         import torch
 
         from weightsync.tensors.cuda.digest import LayoutDigest
-        from weightsync.transports.cuda_ipc import CudaIpcOwner
-        from weightsync.transports.device_shelf import DeviceShelf
+        from weightsync.transports.cuda.ipc import CudaIpcOwner
+        from weightsync.transports.cuda.region import DeviceShelf
 
         torch.cuda.set_device(device)
         self.rank = rank
@@ -125,9 +125,9 @@ class Engine:
     def __init__(self, job, rank, device, addresses):
         import torch
 
+        from weightsync.tensors.copy_table import tiles_of
         from weightsync.tensors.cuda.digest import LayoutDigest
-        from weightsync.tensors.tiles import tiles_of
-        from weightsync.transports.cuda_ipc import CombinedRead, CudaIpc
+        from weightsync.transports.cuda.ipc import CombinedRead, CudaIpc
 
         torch.cuda.set_device(device)
         self.rank, self.ranks = rank, len(job["to"])
@@ -186,8 +186,8 @@ class Engine:
 
     def floor(self):
         """GB/s of reading 2 GiB of each owner's largest region: by the driver's copy, and by one launch of the tile kernel."""
+        from weightsync.tensors.copy_table import Tiles
         from weightsync.tensors.cuda.copies import TileCopy
-        from weightsync.tensors.tiles import Tiles
 
         driver = ctypes.CDLL("libcuda.so.1")
         driver.cuMemcpyDtoD_v2.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t)

@@ -79,7 +79,7 @@ def vllm_joined(folder, dummy, server, ranks=1, transport=None):
     from vllm import LLM
     from vllm.config import WeightTransferConfig
 
-    from weightsync.adapters.vllm import attach
+    from weightsync.engines.vllm import attach
 
     began = time.perf_counter()
     llm = LLM(
@@ -130,8 +130,8 @@ def installed(model):
 
 
 def check_tiny(ranks, transport):
-    from weightsync.service.server import BackgroundServer
-    from weightsync.service.settings import ServerSettings
+    from weightsync.config import ServerSettings
+    from weightsync.server.server import BackgroundServer
 
     with tempfile.TemporaryDirectory() as folder, BackgroundServer(ServerSettings.load({}, port=0)) as server:
         reference = tiny(folder)
@@ -177,8 +177,8 @@ def check_tiny(ranks, transport):
 def measure(name, rounds, ranks, transport):
     from weightsync.bench.gpu_job import manifest_for
     from weightsync.bench.peer import Peer
-    from weightsync.service.server import BackgroundServer
-    from weightsync.service.settings import ServerSettings
+    from weightsync.config import ServerSettings
+    from weightsync.server.server import BackgroundServer
 
     count = torch.cuda.device_count()
     job = {"name": "vllm", "model": name, "delivery": "direct", "on": list(range(count - ranks, count)), "to": list(range(ranks))}

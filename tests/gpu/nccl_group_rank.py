@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
-from weightsync.transports.groups import Rendezvous, init_custom_process_group
+from weightsync.transports.broadcast.process_groups import Rendezvous, init_custom_process_group
 
 SHAPE, SEED = (1000, 777), 3
 

@@ -11,7 +11,7 @@ import sys
 import torch
 from tests.gpu.engine_process import Model, fingerprint
 
-from weightsync.agents.trainer import Trainer
+from weightsync.trainer.agent import Trainer
 
 
 def main() -> None:

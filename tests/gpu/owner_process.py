@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 
 from weightsync.errors import WeightSyncError
-from weightsync.messages import Host
-from weightsync.transports.cuda_ipc import CudaIpcOwner
-from weightsync.transports.device_shelf import DeviceShelf
-from weightsync.transports.nccl import Nccl
+from weightsync.protocol.messages import Host
+from weightsync.transports.broadcast.nccl import Nccl
+from weightsync.transports.cuda.ipc import CudaIpcOwner
+from weightsync.transports.cuda.region import DeviceShelf
 
 KEY = b"a run key of the gpu tests"
 LAYOUT = "0123456789abcdef0123456789abcdef"

@@ -12,10 +12,10 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
-from weightsync.tensors.tiles import TILE_BYTES, Tiles
-from weightsync.transports.groups import Rendezvous, init_custom_process_group
-from weightsync.transports.packed_broadcast import PackedBroadcast, packed_frames
-from weightsync.transports.runs import cut_tiles
+from weightsync.tensors.copy_table import TILE_BYTES, Tiles
+from weightsync.transports.broadcast.packed_broadcast import PackedBroadcast, packed_frames
+from weightsync.transports.broadcast.process_groups import Rendezvous, init_custom_process_group
+from weightsync.transports.net.tile_limits import cut_tiles
 
 BUFFER = 2 << 20
 SIZES = [1, 3, 511, 512, 513, 0, 4 << 20, 100_000, 77, (5 << 20) + 9, *([40_961] * 300)]

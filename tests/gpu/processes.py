@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from tests.gpu.owner_process import HERE
 
-from weightsync.agents.engine import Engine
-from weightsync.agents.trainer import Trainer
-from weightsync.messages import Offer
-from weightsync.roles.adapter import EngineAdapter
-from weightsync.service.server import BackgroundServer
+from weightsync.engine.adapter import EngineAdapter
+from weightsync.engine.agent import Engine
+from weightsync.protocol.messages import Offer
+from weightsync.server.server import BackgroundServer
+from weightsync.trainer.agent import Trainer
 
 __all__ = ["Joined", "OwnerProcess", "change", "end_of", "far", "fingerprint_of", "line_of"]
 

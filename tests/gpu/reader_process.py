@@ -13,10 +13,10 @@ import torch
 from tests.gpu.owner_process import HERE, KEY, LAYOUT, SIZES
 
 from weightsync.deadline import Deadline
-from weightsync.messages import Offer
-from weightsync.tensors.tiles import Tiles
-from weightsync.transports.cuda_ipc import CudaIpc
-from weightsync.transports.nccl import Nccl
+from weightsync.protocol.messages import Offer
+from weightsync.tensors.copy_table import Tiles
+from weightsync.transports.broadcast.nccl import Nccl
+from weightsync.transports.cuda.ipc import CudaIpc
 
 
 def whole(target: int) -> Tiles:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from weightsync.errors import ProtocolError
-from weightsync.tensors.cuda.copy_table import TILE_BYTES, CopyTable
-from weightsync.tensors.tiles import Tiles
+from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.cuda.device_copy_table import TILE_BYTES, CopyTable
 
 Bytes = npt.NDArray[np.uint8]
 

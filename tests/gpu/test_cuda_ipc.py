@@ -28,9 +28,9 @@ from weightsync.errors import (
     TransportUnavailable,
     VersionError,
 )
-from weightsync.transports.cuda_ipc import CombinedRead, CudaIpc, CudaIpcSource
-from weightsync.transports.device_shelf import DeviceShelf
-from weightsync.transports.shelf import EMPTY, Shelf
+from weightsync.transports.cuda.ipc import CombinedRead, CudaIpc, CudaIpcSource
+from weightsync.transports.cuda.region import DeviceShelf
+from weightsync.transports.host.region import EMPTY, Shelf
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default::DeprecationWarning")]
 pytest.importorskip("triton", reason="needs Triton")

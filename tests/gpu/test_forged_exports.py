@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from weightsync.errors import ProtocolError
-from weightsync.transports.device_shelf import Exported
+from weightsync.transports.cuda.region import Exported
 
 _GOOD = Exported(
     process="p",

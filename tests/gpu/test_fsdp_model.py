@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 from tests.gpu.fsdp_rank import build
 
-from weightsync.adapters.module import ModuleAdapter
-from weightsync.agents.engine import Engine
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import ServerSettings
+from weightsync.config import ServerSettings
+from weightsync.engine.agent import Engine
+from weightsync.engines.module import ModuleAdapter
+from weightsync.server.server import BackgroundServer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180), pytest.mark.filterwarnings("default::DeprecationWarning")]
 pytest.importorskip("triton", reason="needs Triton")

@@ -15,11 +15,11 @@ import torch
 from tests.gpu.engine_process import Model, fingerprint
 from tests.gpu.processes import Joined, change, far, fingerprint_of, line_of
 
-from weightsync.adapters.module import ModuleAdapter
+from weightsync.config import ServerSettings
+from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import ConfigurationError, LayoutError, RoundFailed, TransportUnavailable
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import ServerSettings
-from weightsync.transports.shelf import EMPTY
+from weightsync.server.server import BackgroundServer
+from weightsync.transports.host.region import EMPTY
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default::DeprecationWarning")]
 pytest.importorskip("triton", reason="needs Triton")

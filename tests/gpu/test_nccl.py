@@ -21,12 +21,12 @@ from tests.gpu.owner_process import HERE, KEY, LAYOUT, SIZES, contents
 from tests.gpu.processes import Joined, OwnerProcess, change, end_of, fingerprint_of, line_of
 from tests.gpu.reader_process import whole
 
+from weightsync.config import ServerSettings
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, PeerLost, StaleSource, TransportUnavailable, WeightSyncError
-from weightsync.messages import Offer
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import ServerSettings
-from weightsync.transports.nccl import Nccl
+from weightsync.protocol.messages import Offer
+from weightsync.server.server import BackgroundServer
+from weightsync.transports.broadcast.nccl import Nccl
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,14 +10,14 @@ import threading
 
 import torch
 import uvicorn
+from examples.demo.completions import completions_app
+from examples.demo.completions_adapter import CompletionsAdapter
+from examples.demo.generation import Generator
+from examples.demo.models import build_model, scramble
+from examples.demo.tokenizer import build_tokenizer
 
-from weightsync.adapters.completions import CompletionsAdapter
-from weightsync.adapters.disaggregated import DisaggregatedRank, LocalRanks, WeightUpdates, weight_update_routes
-from weightsync.demo.completions import completions_app
-from weightsync.demo.generation import Generator
-from weightsync.demo.models import build_model, scramble
-from weightsync.demo.tokenizer import build_tokenizer
-from weightsync.service.settings import Secret
+from weightsync.config import Secret
+from weightsync.external import DisaggregatedRank, LocalRanks, WeightUpdates, weight_update_routes
 
 
 def main() -> None:

@@ -19,11 +19,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from weightsync.adapters.disaggregated import DisaggregatedRank, LocalRanks, Settings, WeightUpdates, weight_update_routes
-from weightsync.adapters.module import ModuleAdapter
-from weightsync.messages import PauseMode
-from weightsync.model import Version
-from weightsync.service.settings import Secret
+from weightsync.config import Secret
+from weightsync.engines.module import ModuleAdapter
+from weightsync.external import DisaggregatedRank, LocalRanks, Settings, WeightUpdates, weight_update_routes
+from weightsync.model import PauseMode, Version
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "embed.weight": ((37, 8), torch.bfloat16),

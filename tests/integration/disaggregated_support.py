@@ -13,7 +13,7 @@ import torch
 from tests.integration.nursery import Child
 
 from weightsync.deadline import Deadline
-from weightsync.transports.groups import Group, Rendezvous, init_custom_process_group
+from weightsync.transports.broadcast.process_groups import Group, Rendezvous, init_custom_process_group
 
 
 class Server:

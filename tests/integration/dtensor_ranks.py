@@ -21,8 +21,8 @@ from torch.distributed.tensor import Shard as ShardOn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from weightsync.tensors.memory import packed_layout
-from weightsync.tensors.placing import Placer
 from weightsync.tensors.shards import shards_of
+from weightsync.trainer.host_copy import Placer
 
 Case = Callable[[int], nn.Module | dict[str, torch.Tensor]]
 

@@ -11,10 +11,10 @@ from contextlib import ExitStack
 
 import torch
 
-from weightsync.adapters.module import ModuleAdapter
-from weightsync.agents.engine import Engine
-from weightsync.agents.trainer import Trainer
+from weightsync.engine.agent import Engine
+from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import ConfigurationError
+from weightsync.trainer.agent import Trainer
 
 
 def _work() -> None:

@@ -19,9 +19,9 @@ from tests.integration.test_service_limits import FLOOD
 
 import weightsync
 from weightsync.deadline import Deadline
-from weightsync.transports.host import this_host
-from weightsync.transports.shelf import Shelf
-from weightsync.transports.tcp import Tcp
+from weightsync.transports.host.region import Shelf
+from weightsync.transports.hostinfo import this_host
+from weightsync.transports.tcp.transport import Tcp
 
 MIB = 1 << 20
 

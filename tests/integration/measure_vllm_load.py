@@ -29,13 +29,13 @@ def milliseconds(values: list[float]) -> float:
 def main(rounds: int, sizes: tuple[int, ...]) -> None:
     """See the module."""
     import torch
+    from examples.demo.models import build_model
     from transformers import LlamaConfig, LlamaForCausalLM
     from vllm import LLM
     from vllm.config import WeightTransferConfig
 
     import weightsync
-    from weightsync.adapters.vllm import attach
-    from weightsync.demo.models import build_model
+    from weightsync.engines.vllm import attach
 
     torch.set_num_threads(1)
     model: Any

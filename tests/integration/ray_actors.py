@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from weightsync.adapters.module import ModuleAdapter
-from weightsync.messages import PauseMode
-from weightsync.model import Manifest
+from weightsync.engines.module import ModuleAdapter
+from weightsync.model import Manifest, PauseMode
 from weightsync.tensors.shards import Shard, manifest_of, shard
 
 ROWS, COLUMNS = 2048, 1024

@@ -14,9 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weightsync.agents.link import Link
+from weightsync.config import Address, ClientSettings, Limits, Secret, ServerSettings
 from weightsync.deadline import Deadline
-from weightsync.messages import (
+from weightsync.model import Layout, Manifest, TensorSpec, Version
+from weightsync.protocol.connection import Link
+from weightsync.protocol.endpoint import AGENTS_PATH, SUBPROTOCOL
+from weightsync.protocol.messages import (
     PROTOCOL,
     Body,
     Done,
@@ -36,10 +39,7 @@ from weightsync.messages import (
     decode,
     encode,
 )
-from weightsync.model import Layout, Manifest, TensorSpec, Version
-from weightsync.service.endpoint import AGENTS_PATH, SUBPROTOCOL
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import Address, ClientSettings, Limits, Secret, ServerSettings
+from weightsync.server.server import BackgroundServer
 
 HERE = Host("host", "memory")
 MANIFEST = Manifest([TensorSpec("w", (2, 2), "float32")])

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import weightsync
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import Secret, ServerSettings
-from weightsync.transports import host
+from weightsync.config import Secret, ServerSettings
+from weightsync.server.server import BackgroundServer
+from weightsync.transports import hostinfo as host
 
 STATE = {"a": torch.arange(12, dtype=torch.float32).reshape(3, 4)}
 TOKEN = "t" * 32

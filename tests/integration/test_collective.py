@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from weightsync.adapters.module import ModuleAdapter
-from weightsync.agents.engine import Engine
 from weightsync.bench.peer import Peer, tensor_shapes
+from weightsync.config import ServerSettings
 from weightsync.deadline import Deadline
+from weightsync.engine.agent import Engine
+from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import PeerLost, StaleSource, WeightSyncError
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import ServerSettings
-from weightsync.transports.collective import Collective
-from weightsync.transports.collective_source import CollectiveSource
-from weightsync.transports.contract_owner import contents
-from weightsync.transports.host import this_host
-from weightsync.transports.shelf import Shelf
-from weightsync.transports.wanted import Wanted, big
+from weightsync.server.server import BackgroundServer
+from weightsync.testing.copy_cases import Wanted, big
+from weightsync.testing.owner_process import contents
+from weightsync.transports.broadcast.gloo import Collective
+from weightsync.transports.broadcast.receiver import CollectiveSource
+from weightsync.transports.host.region import Shelf
+from weightsync.transports.hostinfo import this_host
 
 KEY, DIGEST = b"k" * 32, "d" * 32
 SIZE, TENSORS = 1 << 20, 6

@@ -8,14 +8,13 @@ from typing import Literal
 import pytest
 import torch
 
-from weightsync.adapters.module import ModuleAdapter
-from weightsync.agents.engine import Engine
-from weightsync.agents.trainer import Trainer
+from weightsync.config import ServerSettings
+from weightsync.engine.agent import Engine
+from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import RoundFailed
-from weightsync.messages import PauseMode
-from weightsync.model import Version
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import ServerSettings
+from weightsync.model import PauseMode, Version
+from weightsync.server.server import BackgroundServer
+from weightsync.trainer.agent import Trainer
 
 
 class Sleeping(ModuleAdapter):

@@ -31,7 +31,7 @@ class Run:
         self.directory = directory
         self.shared_memory = named_shared_memory()
         environment = {**os.environ, "TMPDIR": str(directory)}
-        command = [sys.executable, "-m", "weightsync", "demo", *SMALLEST, *more]
+        command = [sys.executable, "-m", "examples.demo", *SMALLEST, *more]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
         self.log = ""
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from examples.demo.models import build_model, scramble
 from tests.integration.disaggregated_support import Sender, Server, serving
 
 from weightsync.deadline import Deadline
-from weightsync.demo.models import build_model, scramble
 from weightsync.tensors.shards import manifest_of
-from weightsync.transports.groups import Rendezvous, init_custom_process_group
+from weightsync.transports.broadcast.process_groups import Rendezvous, init_custom_process_group
 
 PROMPT = [5, 9, 3, 7]
 

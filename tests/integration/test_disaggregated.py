@@ -18,7 +18,7 @@ from weightsync.errors import DeadlineExceeded, PeerLost
 from weightsync.model import fold
 from weightsync.tensors.digest import digest_box
 from weightsync.tensors.shards import manifest_of
-from weightsync.transports.groups import Rendezvous, init_custom_process_group
+from weightsync.transports.broadcast.process_groups import Rendezvous, init_custom_process_group
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

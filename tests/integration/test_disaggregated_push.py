@@ -16,10 +16,10 @@ from tests.integration.disaggregated_support import Server, serving
 from tests.integration.nursery import start_nursery
 from typer.testing import CliRunner
 
-from weightsync.adapters.checkpoints import INDEX
 from weightsync.cli.main import app
 from weightsync.deadline import Deadline
-from weightsync.transports.groups import Rendezvous, init_custom_process_group
+from weightsync.external.checkpoint_files import INDEX
+from weightsync.transports.broadcast.process_groups import Rendezvous, init_custom_process_group
 
 CONFORMANCE = "tests.contract.engines.conformance_server"
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 from tests.integration.nursery import Child, start_nursery
 
-from weightsync.adapters.module import ModuleAdapter
-from weightsync.agents.engine import Engine
-from weightsync.agents.trainer import Trainer
-from weightsync.control.events import Joined, Left
+from weightsync.config import Address, ClientSettings, Secret, ServerSettings
+from weightsync.coordinator.events import Joined, Left
+from weightsync.engine.agent import Engine
+from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import CoordinatorUnreachable
-from weightsync.service.client import Client
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import Address, ClientSettings, Secret, ServerSettings
+from weightsync.server.client import Client
+from weightsync.server.server import BackgroundServer
+from weightsync.trainer.agent import Trainer
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
 

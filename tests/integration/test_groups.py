@@ -15,8 +15,8 @@ from tests.integration.nursery import start_nursery
 
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, PeerLost, TransportUnavailable
-from weightsync.transports import groups
-from weightsync.transports.groups import Group, Rendezvous, init_custom_process_group
+from weightsync.transports.broadcast import process_groups
+from weightsync.transports.broadcast.process_groups import Group, Rendezvous, init_custom_process_group
 
 SECONDS = 15.0
 
@@ -86,6 +86,6 @@ def test_a_listener_that_says_nothing_holds_nobody_beyond_the_deadline() -> None
 
 
 def test_attempts_that_wait_for_silent_listeners_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "_joining", threading.Semaphore(0))
+    monkeypatch.setattr(process_groups, "_joining", threading.Semaphore(0))
     with pytest.raises(TransportUnavailable, match="earlier attempts"):
         joined("many", free_port())

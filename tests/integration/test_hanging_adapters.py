@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import weightsync
-from weightsync.adapters.module import ModuleAdapter
-from weightsync.agents.engine import Engine
-from weightsync.agents.trainer import Trainer
+from weightsync.config import ServerSettings
 from weightsync.deadline import Deadline
+from weightsync.engine.agent import Engine
+from weightsync.engine.session import EngineRole
+from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import RoundFailed
-from weightsync.messages import PauseMode
-from weightsync.roles.engine import EngineRole
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import ServerSettings
+from weightsync.model import PauseMode
+from weightsync.server.server import BackgroundServer
+from weightsync.trainer.agent import Trainer
 
 SECONDS = 30.0
 

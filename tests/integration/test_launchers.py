@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import weightsync
+from weightsync.config import Secret, ServerSettings, launched_place
 from weightsync.errors import ConfigurationError
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import Secret, ServerSettings, launched_place
+from weightsync.server.server import BackgroundServer
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "t" * 32

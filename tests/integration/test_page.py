@@ -15,10 +15,10 @@ import pytest
 from tests.integration.service_support import engine_hello, joined, trainer_hello
 from websockets.sync.client import ClientConnection, connect
 
-from weightsync.messages import Publish
-from weightsync.service.auth import login_url
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import ClientSettings, Secret, ServerSettings
+from weightsync.config import ClientSettings, Secret, ServerSettings
+from weightsync.protocol.messages import Publish
+from weightsync.protocol.tokens import login_url
+from weightsync.server.server import BackgroundServer
 
 BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.faults.relay import Relay
 
-from weightsync.adapters.module import ModuleAdapter
-from weightsync.agents.engine import Engine
-from weightsync.agents.trainer import Trainer
+from weightsync.config import ServerSettings
+from weightsync.engine.agent import Engine
+from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import (
     Aborted,
     ConfigurationError,
@@ -28,10 +29,9 @@ from weightsync.errors import (
     RoundFailed,
     VersionError,
 )
-from weightsync.faults.relay import Relay
-from weightsync.messages import RoundResult
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import ServerSettings
+from weightsync.protocol.messages import RoundResult
+from weightsync.server.server import BackgroundServer
+from weightsync.trainer.agent import Trainer
 
 SECONDS = 20.0
 
@@ -203,7 +203,7 @@ def test_waiting_for_replicas_says_for_whom(run: Run, caplog: pytest.LogCaptureF
 
 def test_connecting_says_for_whom_it_waits(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHTSYNC_CONNECT_TIMEOUT", "1")
-    monkeypatch.setattr("weightsync.agents.link.NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr("weightsync.protocol.connection.NOTICE_SECONDS", 0.1)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -223,7 +223,7 @@ def test_an_engine_that_does_not_fit_learns_of_it_and_counts(caplog: pytest.LogC
             trainer.publish(1, timeout=SECONDS)
         _until(lambda: "odd/0: rounds leave this engine out" in caplog.text)
         logged = {record.name for record in caplog.records if "odd" in record.getMessage() and record.levelno == logging.WARNING}
-        assert logged == {"weightsync.control.coordinator", "weightsync.agents.link", "weightsync.agents.trainer"}
+        assert logged == {"weightsync.coordinator.coordinator", "weightsync.protocol.connection", "weightsync.trainer.agent"}
         with pytest.raises(ManifestMismatch, match=r"dtype=torch\.bfloat16"):
             run.engine(torch.nn.Linear(6, 5, dtype=torch.bfloat16), "late")
         trainer.close()
@@ -249,7 +249,7 @@ def test_an_engine_that_stays_is_refused_by_a_new_coordinator_and_listed(run: Ru
 def test_a_trainers_own_coordinator_takes_no_other_port(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.delenv("WEIGHTSYNC_COORDINATOR", raising=False)
-        monkeypatch.setattr("weightsync.service.settings.DEFAULT_PORT", taken.getsockname()[1])
+        monkeypatch.setattr("weightsync.config.DEFAULT_PORT", taken.getsockname()[1])
         monkeypatch.setenv("WEIGHTSYNC_PORT", str(taken.getsockname()[1]))
         with pytest.raises(ConfigurationError, match=r"port \d+.*Another coordinator.*WEIGHTSYNC_PORT"):
             Trainer(linear())

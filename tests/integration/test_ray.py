@@ -23,8 +23,8 @@ from tests.integration import ray_actors
 from tests.integration.ray_actors import COLUMNS, MODEL_BYTES, PATIENCE, ROWS, change, mark, model
 from tests.integration.service_support import free_port
 
-from weightsync.adapters.module import ModuleAdapter
-from weightsync.control.status import ReplicaStatus
+from weightsync.coordinator.status import ReplicaStatus
+from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -34,7 +34,7 @@ from weightsync.errors import (
     PeerLost,
     VersionError,
 )
-from weightsync.messages import RoundResult
+from weightsync.protocol.messages import RoundResult
 
 ray = pytest.importorskip("ray", reason="Ray is not installed here")
 

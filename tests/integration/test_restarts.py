@@ -11,14 +11,14 @@ import pytest
 import torch
 from tests.integration.test_service_lost import process
 
-from weightsync.adapters.module import ModuleAdapter
-from weightsync.agents.engine import Engine
-from weightsync.agents.trainer import Trainer
-from weightsync.control.events import Joined
+from weightsync.config import ClientSettings, ServerSettings
+from weightsync.coordinator.events import Joined
+from weightsync.engine.agent import Engine
+from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import RoundFailed, VersionError
-from weightsync.service.client import Client
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import ClientSettings, ServerSettings
+from weightsync.server.client import Client
+from weightsync.server.server import BackgroundServer
+from weightsync.trainer.agent import Trainer
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
 

@@ -15,6 +15,7 @@ from tests.integration.disaggregated_server import checkpoint
 from tests.integration.disaggregated_support import Server, serving
 from tests.integration.service_support import fast, free_port
 
+from weightsync.config import Address, ClientSettings, Secret, ServerSettings
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, ConfigurationError, CoordinatorUnreachable, DeadlineExceeded, LoadError
 from weightsync.rollouts.callbacks import RolloutCallback
@@ -22,11 +23,10 @@ from weightsync.rollouts.mail import asked
 from weightsync.rollouts.orders import OrderFollower, UpdateServers
 from weightsync.rollouts.orders import Server as Where
 from weightsync.rollouts.watch import coordinator_http
-from weightsync.service.rollouts import Order
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import Address, ClientSettings, Secret, ServerSettings
+from weightsync.server.rollouts import Order
+from weightsync.server.server import BackgroundServer
 from weightsync.tensors.shards import manifest_of
-from weightsync.transports.groups import Rendezvous, init_custom_process_group
+from weightsync.transports.broadcast.process_groups import Rendezvous, init_custom_process_group
 
 SECONDS = 30.0
 

@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 import pytest
 from tests.integration.service_support import fast, free_port
 
+from weightsync.config import Address, ClientSettings, Secret, ServerSettings
 from weightsync.errors import AuthenticationError, CoordinatorUnreachable, MembershipError
 from weightsync.rollouts.mail import CompletionReceiver, CompletionSender
-from weightsync.service.mailbox import Signal
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import Address, ClientSettings, Secret, ServerSettings
+from weightsync.server.mailbox import Signal
+from weightsync.server.server import BackgroundServer
 
 SECONDS = 20.0
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
+from examples.demo.completions import completions_app
+from examples.demo.gate import Gate
+from examples.demo.generation import Completion
+from examples.demo.tokenizer import build_tokenizer
 from tests.unit.rollouts.engines import status
 
 from weightsync.deadline import Deadline
-from weightsync.demo.completions import completions_app
-from weightsync.demo.gate import Gate
-from weightsync.demo.generation import Completion
-from weightsync.demo.tokenizer import build_tokenizer
 from weightsync.errors import ConfigurationError, LoadError, PeerLost, ProtocolError
 from weightsync.rollouts import Chunk, Completions, Generation, RolloutController, RolloutSettings, Sample, Sampling, VllmTokens
 from weightsync.rollouts.generation import version_number

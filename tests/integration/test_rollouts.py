@@ -12,12 +12,12 @@ import pytest
 from tests.integration.service_support import engine_hello, fast, free_port, joined, trainer_hello
 from tests.unit.rollouts.engines import Engine, Engines
 
+from weightsync.config import Address, ClientSettings, Secret, ServerSettings
 from weightsync.errors import AuthenticationError, CoordinatorUnreachable
-from weightsync.messages import Publish
 from weightsync.model import Version
+from weightsync.protocol.messages import Publish
 from weightsync.rollouts import Generate, RolloutController, RolloutSettings, Sample, Sampling
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import Address, ClientSettings, Secret, ServerSettings
+from weightsync.server.server import BackgroundServer
 
 SECONDS = 20.0
 

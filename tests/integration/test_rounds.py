@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from weightsync.adapters.module import ModuleAdapter
-from weightsync.agents.engine import Engine
-from weightsync.agents.trainer import Trainer
+from weightsync.config import ServerSettings
+from weightsync.engine.adapter import EngineAdapter
+from weightsync.engine.agent import Engine
+from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -29,10 +30,9 @@ from weightsync.errors import (
     VersionError,
 )
 from weightsync.model import Manifest, TensorSpec, Version
-from weightsync.roles.adapter import EngineAdapter
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import ServerSettings
+from weightsync.server.server import BackgroundServer
 from weightsync.tensors.shards import FollowedShards, shard
+from weightsync.trainer.agent import Trainer
 
 TRANSPORTS = ("inproc", "shared_memory", "tcp", "collective")
 

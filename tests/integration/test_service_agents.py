@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from tests.integration.service_support import Agent, RawAgent, engine_hello, fast, joined, obey, trainer_hello
 
-from weightsync.control.events import Left
+from weightsync.config import Address, ClientSettings, Secret, ServerSettings
+from weightsync.coordinator.events import Left
 from weightsync.errors import (
     Aborted,
     AuthenticationError,
@@ -18,7 +19,7 @@ from weightsync.errors import (
     MembershipError,
     ProtocolError,
 )
-from weightsync.messages import (
+from weightsync.protocol.messages import (
     PROTOCOL,
     Cancel,
     Done,
@@ -28,9 +29,8 @@ from weightsync.messages import (
     Refused,
     Welcome,
 )
-from weightsync.service.client import Client
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import Address, ClientSettings, Secret, ServerSettings
+from weightsync.server.client import Client
+from weightsync.server.server import BackgroundServer
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
 

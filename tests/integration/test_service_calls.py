@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from tests.integration.service_support import SOON, Agent, engine_hello, joined, obey, trainer_hello
 
-from weightsync.agents.link import Link
+from weightsync.config import ClientSettings
 from weightsync.errors import (
     Aborted,
     ConfigurationError,
@@ -18,7 +18,8 @@ from weightsync.errors import (
     PeerLost,
     ProtocolError,
 )
-from weightsync.messages import (
+from weightsync.protocol.connection import Link
+from weightsync.protocol.messages import (
     Body,
     Commit,
     Move,
@@ -30,8 +31,7 @@ from weightsync.messages import (
     Resume,
     Update,
 )
-from weightsync.service.client import Client
-from weightsync.service.settings import ClientSettings
+from weightsync.server.client import Client
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
 

@@ -15,9 +15,12 @@ import numpy as np
 import pytest
 from tests.integration.service_support import Agent, RawAgent, engine_hello, fast, joined, obey, trainer_hello
 
-from weightsync.control.coordinator import Coordinator
+from weightsync.config import ClientSettings, ServerSettings
+from weightsync.coordinator.coordinator import Coordinator
 from weightsync.errors import LoadError, ProtocolError, WeightSyncError
-from weightsync.messages import (
+from weightsync.model import Layout, Manifest, TensorSpec, Version
+from weightsync.model.layout import LayoutColumns
+from weightsync.protocol.messages import (
     Answer,
     Body,
     Call,
@@ -35,11 +38,8 @@ from weightsync.messages import (
     Welcome,
     decode,
 )
-from weightsync.model import Layout, Manifest, TensorSpec, Version
-from weightsync.model.layout import LayoutColumns
-from weightsync.service.client import Client
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import ClientSettings, ServerSettings
+from weightsync.server.client import Client
+from weightsync.server.server import BackgroundServer
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
 

@@ -15,7 +15,8 @@ import msgspec
 import pytest
 from tests.integration.service_support import engine_hello, joined, trainer_hello
 
-from weightsync.control.events import Event, Left, ReplicaEnded, RoundEnded, RoundStarted
+from weightsync.config import Address, ClientSettings, Limits, Secret, ServerSettings
+from weightsync.coordinator.events import Event, Left, ReplicaEnded, RoundEnded, RoundStarted
 from weightsync.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -24,11 +25,10 @@ from weightsync.errors import (
     ProtocolError,
     StaleSource,
 )
-from weightsync.messages import Publish, Published
-from weightsync.service.app import OPERATIONS
-from weightsync.service.client import Client
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import Address, ClientSettings, Limits, Secret, ServerSettings
+from weightsync.protocol.messages import Publish, Published
+from weightsync.server.app import OPERATIONS
+from weightsync.server.client import Client
+from weightsync.server.server import BackgroundServer
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
 

@@ -18,13 +18,13 @@ import httpx
 import pytest
 from tests.integration.service_support import Agent, RawAgent, engine_hello, fast, joined, trainer_hello
 
-from weightsync.control.coordinator import Coordinator
+from weightsync.config import ClientSettings, Limits, ServerSettings
+from weightsync.coordinator.coordinator import Coordinator
 from weightsync.errors import Aborted
-from weightsync.messages import Publish, Published, RoundResult, Welcome, encode
-from weightsync.service.client import Client
-from weightsync.service.connections import Connections
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import ClientSettings, Limits, ServerSettings
+from weightsync.protocol.messages import Publish, Published, RoundResult, Welcome, encode
+from weightsync.server.client import Client
+from weightsync.server.connections import Connections
+from weightsync.server.server import BackgroundServer
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
 
@@ -247,7 +247,7 @@ def test_fewer_strangers_are_taken_in_where_each_costs_a_handshake(
     encrypted: bool, a_second: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("weightsync.service.connections.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("weightsync.server.connections.time.monotonic", lambda: now[0])
     connections = Connections(Limits(strangers=1), encrypted)
     while not connections.turn():
         continue

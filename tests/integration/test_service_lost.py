@@ -16,14 +16,15 @@ from contextlib import contextmanager
 import pytest
 from tests.integration.service_support import SOON, Agent, RawAgent, engine_hello, fast, free_port, joined, obey, trainer_hello
 
-from weightsync.control.events import Left
+from weightsync.config import Address, ClientSettings, Secret, ServerSettings
+from weightsync.coordinator.events import Left
 from weightsync.errors import (
     Aborted,
     CoordinatorUnreachable,
     DeadlineExceeded,
     PeerLost,
 )
-from weightsync.messages import (
+from weightsync.protocol.messages import (
     Body,
     Publish,
     Published,
@@ -31,9 +32,8 @@ from weightsync.messages import (
     Update,
     Welcome,
 )
-from weightsync.service.client import Client
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import Address, ClientSettings, Secret, ServerSettings
+from weightsync.server.client import Client
+from weightsync.server.server import BackgroundServer
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
 

@@ -13,18 +13,18 @@ import torch
 from tests.integration.service_support import RawAgent, engine_hello, joined, trainer_hello
 from typer.testing import CliRunner
 
-from weightsync.agents.trainer import Trainer
 from weightsync.cli.main import app
+from weightsync.config import ClientSettings, Secret, ServerSettings, agent_environment
 from weightsync.errors import Aborted, AuthenticationError, ConfigurationError
-from weightsync.messages import Publish, Welcome, encode
-from weightsync.roles.trainer import TrainerRole
-from weightsync.service.client import Client
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import ClientSettings, Secret, ServerSettings, agent_environment
-from weightsync.transports.host import this_host
-from weightsync.transports.inproc import InProcess
-from weightsync.transports.shared_memory import SharedMemory
-from weightsync.transports.tcp import Tcp
+from weightsync.protocol.messages import Publish, Welcome, encode
+from weightsync.server.client import Client
+from weightsync.server.server import BackgroundServer
+from weightsync.trainer.agent import Trainer
+from weightsync.trainer.publisher import TrainerRole
+from weightsync.transports.host.inproc import InProcess
+from weightsync.transports.host.shared_memory import SharedMemory
+from weightsync.transports.hostinfo import this_host
+from weightsync.transports.tcp.transport import Tcp
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
 

@@ -28,13 +28,14 @@ from typer.testing import CliRunner
 
 import weightsync
 from weightsync.cli.main import app
+from weightsync.config import Address, ClientSettings, Limits, Secret, ServerSettings
 from weightsync.errors import (
     AuthenticationError,
     CoordinatorUnreachable,
     MembershipError,
     WeightSyncError,
 )
-from weightsync.messages import (
+from weightsync.protocol.messages import (
     Answer,
     Call,
     Cancel,
@@ -48,11 +49,10 @@ from weightsync.messages import (
     Refused,
     Welcome,
 )
+from weightsync.protocol.proof import SCHEME
 from weightsync.rollouts.watch import coordinator_http
-from weightsync.service.client import Client
-from weightsync.service.proof import SCHEME
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import Address, ClientSettings, Limits, Secret, ServerSettings
+from weightsync.server.client import Client
+from weightsync.server.server import BackgroundServer
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
 

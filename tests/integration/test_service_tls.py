@@ -17,10 +17,10 @@ from tests.integration.service_support import Agent, engine_hello, joined
 from typer.testing import CliRunner
 
 from weightsync.cli.main import app
+from weightsync.config import Address, ClientSettings, Secret, ServerSettings
 from weightsync.errors import AuthenticationError, ConfigurationError, CoordinatorUnreachable
-from weightsync.service.client import Client
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import Address, ClientSettings, Secret, ServerSettings
+from weightsync.server.client import Client
+from weightsync.server.server import BackgroundServer
 
 trustme = pytest.importorskip("trustme", reason="needs trustme: pip install '.[test]'")
 pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")

@@ -18,10 +18,9 @@ from tests.integration.tracing_delivery import deliver, saved, scramble
 from tests.integration.tracing_engines import LikeAnEngine, Sizes
 
 import weightsync
-from weightsync.messages import PauseMode
-from weightsync.model import Manifest
+from weightsync.model import Manifest, PauseMode
 from weightsync.tensors.shards import Shard, manifest_of
-from weightsync.tensors.tracing import ShardsByTracing, Traced, trace_loader
+from weightsync.tracing.tracer import ShardsByTracing, Traced, trace_loader
 
 transformers = pytest.importorskip("transformers")
 

@@ -20,8 +20,7 @@ def test_the_demo_with_vllm_is_right(tmp_path: Path, more: list[str]) -> None:
     command = [
         sys.executable,
         "-m",
-        "weightsync",
-        "demo",
+        "examples.demo",
         "--engine",
         "vllm",
         "--trainer-ranks",

@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from weightsync.adapters.vllm.adapter import UNLABELLED, VllmWorkerAdapter
-from weightsync.adapters.vllm.checkpoint import Checkpoint, checkpoint_of
-from weightsync.adapters.vllm.controls import HttpControls
-from weightsync.adapters.vllm.front import Front
-from weightsync.adapters.vllm.loading import load_in_sessions
-from weightsync.adapters.vllm.pushed import PushedUpdates
-from weightsync.adapters.vllm.releases import check_release
 from weightsync.deadline import Deadline
+from weightsync.engines.hf_checkpoint import Checkpoint, checkpoint_of
+from weightsync.engines.vllm.adapter import UNLABELLED, VllmWorkerAdapter
+from weightsync.engines.vllm.control_server import Front
+from weightsync.engines.vllm.controls import HttpControls
+from weightsync.engines.vllm.loading import load_in_sessions
+from weightsync.engines.vllm.push_receiver import PushedUpdates
+from weightsync.engines.vllm.releases import check_release
 from weightsync.errors import (
     ConfigurationError,
     DeadlineExceeded,
@@ -32,11 +32,10 @@ from weightsync.errors import (
     VerificationError,
     WeightSyncError,
 )
-from weightsync.messages import PauseMode
-from weightsync.model import Manifest, TensorSpec, Version
+from weightsync.model import Manifest, PauseMode, TensorSpec, Version
 from weightsync.tensors.digest import digest_box
 from weightsync.tensors.shards import manifest_of
-from weightsync.transports.groups import Rendezvous, init_custom_process_group
+from weightsync.transports.broadcast.process_groups import Rendezvous, init_custom_process_group
 
 CPU = torch.device("cpu")
 VERSION = Version("run", 7, "0" * 32, "0" * 16)

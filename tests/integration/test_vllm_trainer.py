@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from weightsync import Engine
-from weightsync.adapters.module import ModuleAdapter
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import ServerSettings
+from weightsync.config import ServerSettings
+from weightsync.engines.module import ModuleAdapter
+from weightsync.server.server import BackgroundServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -31,8 +31,8 @@ def test_vllms_factory_makes_a_trainer_that_updates_replicas(plain: bool) -> Non
     from vllm.distributed.weight_transfer import factory
     from vllm.distributed.weight_transfer.base import ModuleSource, ParamMeta, WeightSource
 
-    from weightsync.adapters.vllm.plugin import register
-    from weightsync.adapters.vllm.trainer import WeightsyncTrainerInitInfo
+    from weightsync.engines.vllm.plugin import register
+    from weightsync.engines.vllm.trainer import WeightsyncTrainerInitInfo
 
     class Listed(WeightSource):  # type: ignore[misc]
         def __init__(self, source: torch.nn.Module) -> None:

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from weightsync.messages import Host
 from weightsync.model import Box, Manifest
 from weightsync.planning import SourceRank, TargetRank, cover, plan_transfer
+from weightsync.protocol.messages import Host
 from weightsync.tensors.copies import check_tiles, copy_and_digest
+from weightsync.tensors.copy_table import tiles_of
 from weightsync.tensors.digest import digest_rows
 from weightsync.tensors.memory import layout_in_place
 from weightsync.tensors.shards import Shard
-from weightsync.tensors.tiles import tiles_of
 
 HERE = Host("here", "here")
 

@@ -32,7 +32,7 @@ def play(directory: Path) -> dict[str, Any]:
     from vllm.config import WeightTransferConfig
 
     import weightsync
-    from weightsync.adapters.vllm import attach
+    from weightsync.engines.vllm import attach
 
     model, draft = build(2, str(directory / "main")), build(2, str(directory / "draft"))
     llm = LLM(

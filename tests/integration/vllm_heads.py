@@ -88,7 +88,7 @@ def play(kind: str, directory: Path) -> dict[str, Any]:
     from vllm.config import WeightTransferConfig
 
     import weightsync
-    from weightsync.adapters.vllm import attach
+    from weightsync.engines.vllm import attach
 
     model, head, prefix, told = {"eagle": eagle, "mtp": mtp}[kind](directory)
     llm = LLM(

@@ -27,7 +27,7 @@ class Loading:
 
     def watch_installs(self) -> None:
         """Time weightsync's loads from now on."""
-        from weightsync.adapters.vllm import worker as module
+        from weightsync.engines.vllm import worker as module
 
         worker: Any = module
         install = worker.install

@@ -25,10 +25,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import weightsync
+from weightsync.config import ClientSettings, Secret, ServerSettings
 from weightsync.errors import RoundFailed
-from weightsync.service.client import Client
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import ClientSettings, Secret, ServerSettings
+from weightsync.server.client import Client
+from weightsync.server.server import BackgroundServer
 
 VOCABULARY, TOKENS, BLOCK = 256, 12, 32
 PROMPTS = [[(7 * row + 5 * column * (row + 1)) % (VOCABULARY - 1) + 1 for column in range(2 * BLOCK + 6)] for row in range(3)]
@@ -180,7 +180,7 @@ class Server:
 
 @contextmanager
 def offline(directory: str, ranks: int, coordinator: BackgroundServer) -> Iterator[Served]:
-    from weightsync.adapters.vllm import attach
+    from weightsync.engines.vllm import attach
 
     found = Offline(directory, ranks)
     found.attached = attach(found.llm, "vllm-0", coordinator.url, token=coordinator.token, bucket_bytes=200_000)
@@ -261,7 +261,7 @@ def serving(directory: str, ranks: int, more: dict[str, str]) -> Iterator[Server
 
 @contextmanager
 def server(directory: str, ranks: int, coordinator: BackgroundServer) -> Iterator[Served]:
-    from weightsync.adapters.vllm import attach_server
+    from weightsync.engines.vllm import attach_server
 
     alone = "WEIGHTSYNC_COORDINATOR" in os.environ
     with serving(directory, ranks, {}) as found:

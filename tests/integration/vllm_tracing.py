@@ -56,8 +56,8 @@ def compare(name, folder, rank, ranks):
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
 
-    from weightsync.adapters.vllm.checkpoint import checkpoint_of
-    from weightsync.tensors.tracing import trace_loader
+    from weightsync.engines.hf_checkpoint import checkpoint_of
+    from weightsync.tracing.tracer import trace_loader
 
     kind, more = MODELS[name]
     torch.manual_seed(11)

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from weightsync.engine.adapter import EngineAdapter
+from weightsync.engine.session import EngineRole
 from weightsync.errors import Aborted, DeadlineExceeded
-from weightsync.messages import Host, Pause, PauseMode, Quarantine, Resume
-from weightsync.model import Manifest, Version
-from weightsync.roles.adapter import EngineAdapter
-from weightsync.roles.engine import EngineRole
+from weightsync.model import Manifest, PauseMode, Version
+from weightsync.protocol.messages import Host, Pause, Quarantine, Resume
 from weightsync.tensors.shards import Shard, manifest_of, shards_of
 
 VERSION = Version("run", 1, "", "")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
-from weightsync.simulation.main import hunt
-from weightsync.simulation.mutants import MUTANTS
+from tests.simulation.main import hunt
+from tests.simulation.mutants import MUTANTS
 
 QUICK = {
     "resume before verify": ("infected", "stuck", "torn", "mislabelled"),
@@ -35,7 +34,7 @@ def test_a_planted_bug_is_noticed(name: str) -> None:
 
 
 def test_planted_bugs_are_taken_out_again() -> None:
-    from weightsync.simulation.main import run_many
+    from tests.simulation.main import run_many
 
     for name in MUTANTS:
         with MUTANTS[name]():

@@ -10,10 +10,9 @@ import subprocess
 import sys
 
 import pytest
-
-from weightsync.simulation.faults import ALL_FAULTS, ALL_STATES
-from weightsync.simulation.main import census, main, run_all, run_many
-from weightsync.simulation.schedule import Outcome
+from tests.simulation.faults import ALL_FAULTS, ALL_STATES
+from tests.simulation.main import census, main, run_all, run_many
+from tests.simulation.schedule import Outcome
 
 SCHEDULES = 200
 RARE = 30
@@ -28,7 +27,7 @@ def outcome() -> Outcome:
 @pytest.mark.timeout(180)
 def test_no_invariant_is_violated(outcome: Outcome) -> None:
     lines = [
-        f"python -m weightsync.simulation --seed {seed}\n  " + "\n  ".join(line.rstrip() for line in found[:5])
+        f"python -m tests.simulation --seed {seed}\n  " + "\n  ".join(line.rstrip() for line in found[:5])
         for seed, found in outcome.failed
     ]
     assert not lines, "\n".join(lines)
@@ -52,7 +51,7 @@ def test_a_seed_means_one_schedule() -> None:
 
 @pytest.mark.timeout(180)
 def test_the_program_ends_with_one_line_for_programs() -> None:
-    command = [sys.executable, "-m", "weightsync.simulation", "--seeds", "4", "--no-mutants", "--processes", "1"]
+    command = [sys.executable, "-m", "tests.simulation", "--seeds", "4", "--no-mutants", "--processes", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
@@ -65,7 +64,7 @@ def test_the_program_ends_with_one_line_for_programs() -> None:
 
 
 def test_one_seed_is_repeated_and_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.simulation.main._prepare", lambda core: None)
+    monkeypatch.setattr("tests.simulation.main._prepare", lambda core: None)
     with pytest.raises(SystemExit) as ended:
         main(["--seed", "3"])
     assert ended.value.code == 0

@@ -6,9 +6,8 @@ import asyncio
 import subprocess
 import sys
 
+from tests.simulation.threads import Event, Lock, Thread, Threads
 from tests.virtual_time import run
-
-from weightsync.simulation.threads import Event, Lock, Thread, Threads
 
 
 def test_threads_wait_for_each_other_in_virtual_time() -> None:
@@ -93,7 +92,7 @@ def _python(code: str) -> subprocess.CompletedProcess[str]:
 def test_a_real_wait_ends_the_process_and_says_where() -> None:
     done = _python(
         "import threading\n"
-        "from weightsync.simulation import main\n"
+        "from tests.simulation import main\n"
         "def really_waits(seed): threading.Event().wait()\n"
         "main._REAL_SECONDS, main.run_schedule = 0.5, really_waits\n"
         "main.run_many([1])\n"
@@ -103,6 +102,6 @@ def test_a_real_wait_ends_the_process_and_says_where() -> None:
 
 
 def test_without_greenlet_it_says_how_to_install_it() -> None:
-    done = _python("import sys\nsys.modules['greenlet'] = None\nimport weightsync.simulation.main")
+    done = _python("import sys\nsys.modules['greenlet'] = None\nimport tests.simulation.main")
     assert done.returncode == 1
     assert "the simulation needs greenlet: pip install '.[test]'" in done.stderr

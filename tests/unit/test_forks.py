@@ -22,12 +22,12 @@ import pytest
 from weightsync import forks
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError
-from weightsync.transports.groups import Group, Rendezvous
-from weightsync.transports.host import this_host
-from weightsync.transports.memory import map_read_only
-from weightsync.transports.shared_memory import SharedMemory
-from weightsync.transports.shelf import EMPTY, Shelf
-from weightsync.transports.tcp import Tcp
+from weightsync.transports.broadcast.process_groups import Group, Rendezvous
+from weightsync.transports.host.memory import map_read_only
+from weightsync.transports.host.region import EMPTY, Shelf
+from weightsync.transports.host.shared_memory import SharedMemory
+from weightsync.transports.hostinfo import this_host
+from weightsync.transports.tcp.transport import Tcp
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.skipif(sys.platform != "linux", reason="memfd and /proc")]
 

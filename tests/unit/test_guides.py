@@ -17,12 +17,12 @@ import torch
 from typer.testing import CliRunner
 
 import weightsync
-from weightsync import errors
+from weightsync import config, errors
 from weightsync.cli.main import app as cli
-from weightsync.control.status import Gauges
+from weightsync.coordinator.status import Gauges
 from weightsync.errors import DeadlineExceeded
 from weightsync.model import Version
-from weightsync.service import app, metrics, settings
+from weightsync.server import app, metrics
 from weightsync.transports import registry
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -181,7 +181,7 @@ def test_transport_guide_carries_real_rounds(transport_guide: dict[str, Any], no
 
 def test_coordinator_guide_names_settings_that_exist() -> None:
     named = set(re.findall(r"WEIGHTSYNC_([A-Z_]+)", (DOCS / "guides/coordinator.md").read_text()))
-    kinds = (settings.ServerSettings, settings.ClientSettings, settings.Limits)
+    kinds = (config.ServerSettings, config.ClientSettings, config.Limits)
     known = {field.name.upper() for kind in kinds for field in msgspec.structs.fields(kind)} | {"TOKEN_FILE"}
     assert named
     assert named <= known
@@ -254,7 +254,7 @@ def test_operations_guide_lists_every_metric_with_its_type() -> None:
 
 def test_operations_guide_names_options_and_settings_that_exist() -> None:
     page = _operations()
-    kinds = (settings.ServerSettings, settings.ClientSettings, settings.Limits)
+    kinds = (config.ServerSettings, config.ClientSettings, config.Limits)
     known = {field.name.upper() for kind in kinds for field in msgspec.structs.fields(kind)} | {"TOKEN_FILE"}
     assert set(re.findall(r"WEIGHTSYNC_([A-Z_]+)", page)) <= known
     options = " ".join(CliRunner().invoke(cli, [command, "--help"]).output for command in ("serve", "status", "token"))

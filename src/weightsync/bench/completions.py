@@ -10,10 +10,10 @@ import time
 import httpx
 import msgspec
 
+from weightsync.config import Address, ClientSettings, Secret, ServerSettings
 from weightsync.errors import DeadlineExceeded, PeerLost
 from weightsync.rollouts.mail import CompletionReceiver, CompletionSender
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import Address, ClientSettings, Secret, ServerSettings
+from weightsync.server.server import BackgroundServer
 
 __all__ = ["CompletionCase", "completion_push_case"]
 

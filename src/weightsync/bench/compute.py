@@ -12,9 +12,9 @@ import torch
 
 from weightsync.bench.shapes import one_trillion, qwen3_30b_a3b
 from weightsync.bench.sharding import expert_parallel, fsdp, tensor_parallel
-from weightsync.messages import Host
 from weightsync.model import Layout, Manifest, TensorSpec
 from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
+from weightsync.protocol.messages import Host
 from weightsync.tensors.digest import digest_rows
 from weightsync.tensors.memory import layout_in_place
 from weightsync.tensors.shards import shards_of

@@ -18,17 +18,17 @@ from contextlib import ExitStack
 import msgspec
 import torch
 
-from weightsync.agents.trainer import Trainer
 from weightsync.bench.completions import CompletionCase, completion_push_case
 from weightsync.bench.control_floor import EXCHANGES, floor_seconds
 from weightsync.bench.control_rank import NAME
 from weightsync.bench.peer import Peer
-from weightsync.control.events import Joined, Left, ReplicaEnded, ReplicaPhase
+from weightsync.config import ClientSettings, Secret, ServerSettings
+from weightsync.coordinator.events import Joined, Left, ReplicaEnded, ReplicaPhase
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, RoundFailed
-from weightsync.service.client import Client
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import ClientSettings, Secret, ServerSettings
+from weightsync.server.client import Client
+from weightsync.server.server import BackgroundServer
+from weightsync.trainer.agent import Trainer
 
 __all__ = ["CONTROL_CASES", "ControlCase", "run_control_cases"]
 

@@ -8,9 +8,9 @@ from contextlib import ExitStack
 
 import torch
 
-from weightsync.agents.engine import Engine
+from weightsync.engine.adapter import EngineAdapter
+from weightsync.engine.agent import Engine
 from weightsync.model import Manifest, TensorSpec
-from weightsync.roles.adapter import EngineAdapter
 from weightsync.tensors.shards import Shard, shard
 
 __all__ = ["NAME", "main"]

@@ -17,7 +17,7 @@ from weightsync.bench.gpu_job import manifest_for
 from weightsync.bench.options import BenchOptions
 from weightsync.bench.peer import Peer
 from weightsync.errors import ConfigurationError, RoundFailed
-from weightsync.transports.packed_broadcast import DEFAULT_BUFFER, PROGRAMS
+from weightsync.transports.broadcast.packed_broadcast import DEFAULT_BUFFER, PROGRAMS
 
 __all__ = ["BroadcastCase", "Variant", "run_broadcast_suite", "variants_of"]
 

@@ -20,12 +20,12 @@ import torch
 from weightsync.bench.gpu_job import manifest_for
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, WeightSyncError
-from weightsync.roles.device_memory import DeviceDigest, layout_by_shard
+from weightsync.tensors.copy_table import TILE_BYTES, Tiles
+from weightsync.tensors.device_memory import DeviceDigest, layout_by_shard
 from weightsync.tensors.shards import shard
-from weightsync.tensors.tiles import TILE_BYTES, Tiles
-from weightsync.transports.groups import Enqueue, Group, Rendezvous, init_custom_process_group
-from weightsync.transports.packed_broadcast import PROGRAMS, PackedBroadcast, packed_frames
-from weightsync.transports.runs import cut_tiles
+from weightsync.transports.broadcast.packed_broadcast import PROGRAMS, PackedBroadcast, packed_frames
+from weightsync.transports.broadcast.process_groups import Enqueue, Group, Rendezvous, init_custom_process_group
+from weightsync.transports.net.tile_limits import cut_tiles
 
 __all__ = ["main"]
 

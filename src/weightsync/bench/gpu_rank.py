@@ -20,16 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
-from weightsync.agents.engine import Engine
-from weightsync.agents.trainer import Trainer
 from weightsync.bench.gpu_job import Job, manifest_for
 from weightsync.bench.sharding import fsdp, tensor_parallel
+from weightsync.engine.adapter import EngineAdapter
+from weightsync.engine.agent import Engine
 from weightsync.errors import WeightSyncError
-from weightsync.messages import PauseMode
-from weightsync.model import Box, Layout, Manifest, TensorSpec
-from weightsync.roles.adapter import EngineAdapter
+from weightsync.model import Box, Layout, Manifest, PauseMode, TensorSpec
 from weightsync.tensors.shard_loader import ShardLoader
 from weightsync.tensors.shards import Shard, shard
+from weightsync.trainer.agent import Trainer
 
 __all__ = ["main"]
 

@@ -15,9 +15,9 @@ import msgspec
 
 from weightsync.bench.gpu_job import Job, manifest_for
 from weightsync.bench.peer import Peer
+from weightsync.config import ServerSettings
 from weightsync.errors import RoundFailed
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import ServerSettings
+from weightsync.server.server import BackgroundServer
 
 __all__ = ["GpuCase", "Rates", "measured_rates", "run_gpu_case"]
 

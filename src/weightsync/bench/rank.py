@@ -19,14 +19,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
-from weightsync.agents.engine import Engine
-from weightsync.agents.trainer import Trainer
 from weightsync.bench.peer import tensor_shapes
-from weightsync.messages import PauseMode
-from weightsync.model import Manifest, TensorSpec
-from weightsync.roles.adapter import EngineAdapter
+from weightsync.engine.adapter import EngineAdapter
+from weightsync.engine.agent import Engine
+from weightsync.model import Manifest, PauseMode, TensorSpec
 from weightsync.tensors.shards import Shard, shard
-from weightsync.transports.records import KEY_BYTES, RECORD_BYTES
+from weightsync.trainer.agent import Trainer
+from weightsync.transports.net.records import KEY_BYTES, RECORD_BYTES
 
 __all__ = ["main"]
 

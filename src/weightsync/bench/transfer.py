@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 from weightsync.bench.compute import Case
 from weightsync.bench.peer import Peer
+from weightsync.config import ServerSettings
 from weightsync.errors import RoundFailed
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import ServerSettings
+from weightsync.server.server import BackgroundServer
 
 __all__ = ["TRANSFER_CASES", "run_transfer_case"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from weightsync.cli.findings import Finding
+from weightsync.config import ClientSettings
 from weightsync.errors import AuthenticationError, CoordinatorUnreachable, DeadlineExceeded, TransportUnavailable
-from weightsync.service.auth import is_loopback
-from weightsync.service.client import Client
-from weightsync.service.settings import ClientSettings
-from weightsync.transports.host import own_address, reachable_address
+from weightsync.protocol.tokens import is_loopback
+from weightsync.server.client import Client
+from weightsync.transports.hostinfo import own_address, reachable_address
 
 __all__ = ["ask_coordinator", "look_at_data_interface"]
 

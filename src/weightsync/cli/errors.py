@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from weightsync.cli.help import HelpTexts
 
-__all__ = ["EXIT_CONFIGURATION", "EXIT_FAILED", "EXIT_INTERRUPTED", "EXIT_UNREACHABLE", "Group", "exit_code"]
+__all__ = ["EXIT_CONFIGURATION", "EXIT_FAILED", "EXIT_INTERRUPTED", "EXIT_UNREACHABLE", "Group", "Program", "exit_code"]
 
 EXIT_FAILED = 1
 EXIT_CONFIGURATION = 2
@@ -26,15 +26,15 @@ def exit_code(error: BaseException) -> int:
     return EXIT_UNREACHABLE if isinstance(error, CoordinatorUnreachable) else EXIT_FAILED
 
 
-class Group(HelpTexts, TyperGroup):
-    """The commands, with weightsync's own errors printed on one line of standard error."""
+class _Reported:
+    """Prints weightsync's own errors on one line of standard error."""
 
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - click's own type of this has moved between packages
         """Run a command. Raises :class:`typer.Exit` with the status of :func:`exit_code`."""
         from weightsync.errors import WeightSyncError
 
         try:
-            return super().invoke(ctx)
+            return super().invoke(ctx)  # type: ignore[misc]
         except WeightSyncError as error:
             if ctx.params.get("debug"):
                 raise
@@ -44,3 +44,11 @@ class Group(HelpTexts, TyperGroup):
             if ctx.params.get("debug"):
                 raise
             raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+class Group(_Reported, HelpTexts, TyperGroup):
+    """A program of several commands."""
+
+
+class Program(_Reported, HelpTexts, TyperCommand):
+    """A program of one command."""

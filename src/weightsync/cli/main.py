@@ -33,22 +33,6 @@ app = typer.Typer(
 )
 
 
-class Transport(StrEnum):
-    """Schemes that the demo can be told to use."""
-
-    auto = "auto"
-    shared_memory = "shared_memory"
-    tcp = "tcp"
-
-
-class DeliveryChoice(StrEnum):
-    """How bytes reach an engine."""
-
-    auto = "auto"
-    direct = "direct"
-    streamed = "streamed"
-
-
 def _version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import PackageNotFoundError, version
@@ -71,7 +55,7 @@ def root(
 
     **Start here**
 
-    `weightsync doctor` says what this machine can do, and `weightsync demo` shows the whole thing in a minute and a half.
+    `weightsync doctor` says what this machine can do.
 
     **In a run**
 
@@ -293,80 +277,6 @@ def doctor(coordinator: Coordinator = None, token_file: TokenFile = None, ca_fil
     show_table(doctor_table(findings))
 
 
-class Architecture(StrEnum):
-    """Shapes of the demo's model."""
-
-    llama = "llama"
-    qwen2 = "qwen2"
-
-
-class Part(StrEnum):
-    """Which part of the demo runs here."""
-
-    all = "all"
-    trainer = "trainer"
-    replica = "replica"
-    client = "client"
-
-
-_PARTS = "On several machines"
-
-
-@app.command(cls=Command)
-def demo(
-    trainer_ranks: Annotated[int, typer.Option(min=1, help="Processes that train, sharded by FSDP2.")] = 2,
-    replicas: Annotated[int, typer.Option(min=1, help="Serving replicas.")] = 2,
-    versions: Annotated[int, typer.Option(min=1, help="Versions to publish.")] = 4,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps before each version.")] = 6,
-    transport: Annotated[Transport, typer.Option(help="How bytes cross.")] = Transport.auto,
-    delivery: Annotated[
-        DeliveryChoice, typer.Option(help="Straight into parameters, or through the engine's own loader.")
-    ] = DeliveryChoice.auto,
-    engine: Annotated[str, typer.Option(help="Which engine serves: transformers or vllm.")] = "transformers",
-    engine_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of each replica; vllm only.")] = 1,
-    model: Annotated[Architecture, typer.Option(help="Shape of the model.")] = Architecture.llama,
-    tied: Annotated[bool, typer.Option("--tied/--untied", help="Whether the output head is tied to the embeddings.")] = True,
-    pause_mode: Annotated[Pausing, typer.Option(help="What happens to running requests around an update.")] = Pausing.keep,
-    seed: Annotated[int, typer.Option(help="Seed of the data, the model and the requests.")] = 0,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which it gives up.")] = 600.0,
-    json: JsonLast = False,
-    coordinator: Annotated[
-        str | None, typer.Option(metavar="URL", help="Use this coordinator instead of starting one.", rich_help_panel=_PARTS)
-    ] = None,
-    role: Annotated[Part, typer.Option(help="Run only this part here.", rich_help_panel=_PARTS)] = Part.all,
-    directory: Annotated[
-        Path | None, typer.Option(help="Where checkpoints go; shared by all machines.", rich_help_panel=_PARTS)
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address on which replicas serve completions.", rich_help_panel=_PARTS)] = "127.0.0.1",
-    replica_prefix: Annotated[
-        str, typer.Option(help="Replicas started here are named PREFIX-0, PREFIX-1, ...", rich_help_panel=_PARTS)
-    ] = "replica",
-    replica_url: Annotated[
-        list[str] | None,
-        typer.Option(help="For the client alone: a replica to send requests to; may be repeated.", rich_help_panel=_PARTS),
-    ] = None,
-) -> None:
-    """Train a small language model while replicas serve it under traffic, and check every token that they gave.
-
-    Needs no GPU. Exits with 0 only if no response was torn or mislabelled.
-
-    ```
-    weightsync demo
-    weightsync demo --trainer-ranks 3 --replicas 3 --versions 5 --transport tcp --json
-    ```
-    """
-    with _needs("pip install '.[demo]' in a clone of weightsync"):
-        _require("transformers", "tokenizers", "safetensors")  # the processes that it starts import them
-        settings = importlib.import_module("weightsync.demo.settings").Settings(
-            trainer_ranks=trainer_ranks, replicas=replicas, versions=versions, steps=steps, transport=transport.value,
-            delivery=delivery.value, engine=engine, engine_tp=engine_tp, model=model.value, tied=tied,
-            pause_mode=pause_mode.value, seed=seed, timeout=timeout, json=json, coordinator=coordinator, role=role.value,
-            directory=directory, host=host, replica_prefix=replica_prefix, replica_urls=tuple(replica_url or ()),
-        )  # fmt: skip
-        run = importlib.import_module("weightsync.demo.main").run
-    raise typer.Exit(int(run(settings) or 0))
-
-
 @app.command(cls=Command)
 def bench(
     suite: Annotated[
@@ -417,13 +327,6 @@ def _needs(hint: str) -> Iterator[None]:
         from weightsync.errors import ConfigurationError
 
         raise ConfigurationError(f"this command needs {error.name!r}, which is not installed: {hint}") from None
-
-
-def _require(*packages: str) -> None:
-    """Raise :class:`ModuleNotFoundError` for the first of ``packages`` that is not installed. Imports none of them."""
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
 def main() -> None:

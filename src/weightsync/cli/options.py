@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from weightsync.service.settings import ClientSettings, Secret
+    from weightsync.config import ClientSettings, Secret
 
 __all__ = ["CaFile", "Coordinator", "Json", "JsonLast", "Pausing", "TokenFile", "client_settings", "parse_size", "token_in"]
 
@@ -78,13 +78,13 @@ def parse_size(text: str) -> int:
 
 def token_in(path: Path | None) -> Secret | None:
     """The token in the file that ``--token-file`` names. Raises :class:`~weightsync.errors.ConfigurationError`."""
-    from weightsync.service.settings import read_token
+    from weightsync.config import read_token
 
     return None if path is None else read_token(str(path), "--token-file ")
 
 
 def client_settings(coordinator: str | None, token_file: Path | None, ca_file: Path | None) -> ClientSettings:
     """How to reach the coordinator, by options and environment. Raises :class:`~weightsync.errors.ConfigurationError`."""
-    from weightsync.service.settings import ClientSettings
+    from weightsync.config import ClientSettings
 
     return ClientSettings.load(coordinator=coordinator, token=token_in(token_file), ca_file=ca_file)

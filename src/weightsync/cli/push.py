@@ -15,7 +15,7 @@ from weightsync.cli.options import Json, Pausing, parse_size, token_in
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from weightsync.adapters.clients import UpdateClient
+    from weightsync.external.clients.base import UpdateClient
 
 __all__ = ["push"]
 
@@ -74,9 +74,9 @@ def push(
     """
     import torch
 
-    from weightsync.adapters.checkpoints import Checkpoint
-    from weightsync.adapters.pushing import push as push_all
     from weightsync.errors import ConfigurationError
+    from weightsync.external.checkpoint_files import Checkpoint
+    from weightsync.external.push import push as push_all
 
     if len(set(to)) != len(to):
         raise ConfigurationError("a server is named twice by --to")
@@ -124,18 +124,18 @@ def push(
 
 def _client(engine: EngineKind) -> Callable[..., UpdateClient]:
     if engine is EngineKind.sglang:
-        from weightsync.adapters.sglang import SGLangClient
+        from weightsync.external.clients.sglang import SGLangClient
 
         return SGLangClient
     if engine is EngineKind.lmdeploy:
-        from weightsync.adapters.lmdeploy import LMDeployClient
+        from weightsync.external.clients.lmdeploy import LMDeployClient
 
         return LMDeployClient
     if engine is EngineKind.vllm:
-        from weightsync.adapters.vllm_http import VLLMClient
+        from weightsync.external.clients.vllm import VLLMClient
 
         return VLLMClient
-    from weightsync.adapters.disaggregated.client import WeightUpdateClient
+    from weightsync.external.client import WeightUpdateClient
 
     return WeightUpdateClient
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import typer
 
 from weightsync.cli.tables import event_line
-from weightsync.control.coordinator import Coordinator
-from weightsync.control.events import ReplicaEnded, RoundEnded, RoundStarted
-from weightsync.service.auth import is_loopback, login_url, token_path
-from weightsync.service.server import serve
-from weightsync.service.settings import Address, Secret, ServerSettings
+from weightsync.config import Address, Secret, ServerSettings
+from weightsync.coordinator.coordinator import Coordinator
+from weightsync.coordinator.events import ReplicaEnded, RoundEnded, RoundStarted
+from weightsync.protocol.tokens import is_loopback, login_url, token_path
+from weightsync.server.server import serve
 
 __all__ = ["on_terminal", "serve_forever"]
 

@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 
 from weightsync.cli.tables import event_line, round_view, show_table, status_view
-from weightsync.control.events import ReplicaBytes
-from weightsync.service.client import Client
-from weightsync.service.settings import ClientSettings
+from weightsync.config import ClientSettings
+from weightsync.coordinator.events import ReplicaBytes
+from weightsync.server.client import Client
 
 __all__ = ["seed", "send_away", "show"]
 

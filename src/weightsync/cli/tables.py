@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from weightsync.cli.findings import Finding
-from weightsync.control.events import Event, Joined, Left, ReplicaBytes, ReplicaEnded, ReplicaPhase, RoundEnded, RoundStarted
-from weightsync.control.status import ReplicaStatus, Status
+from weightsync.coordinator.events import Event, Joined, Left, ReplicaBytes, ReplicaEnded, ReplicaPhase, RoundEnded, RoundStarted
+from weightsync.coordinator.status import ReplicaStatus, Status
 from weightsync.errors import readable
-from weightsync.messages import RoundResult
 from weightsync.model import FIRST_EPOCH
+from weightsync.protocol.messages import RoundResult
 
 __all__ = ["age", "doctor_table", "event_line", "gigabytes_per_second", "round_view", "show_table", "status_view"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import typer
 
+from weightsync.config import ClientSettings, token_source
 from weightsync.errors import AuthenticationError
-from weightsync.service.auth import find_token, is_loopback, login_url, token_path
-from weightsync.service.settings import ClientSettings, token_source
+from weightsync.protocol.tokens import find_token, is_loopback, login_url, token_path
 
 __all__ = ["FoundToken", "find", "show_token"]
 

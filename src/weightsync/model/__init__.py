@@ -4,6 +4,7 @@ from weightsync.model.box import Box
 from weightsync.model.dtypes import ITEMSIZE, itemsize
 from weightsync.model.layout import Layout
 from weightsync.model.manifest import Manifest, TensorSpec
+from weightsync.model.pause import PauseMode
 from weightsync.model.result import GUARANTEES, ReplicaResult, RoundResult
 from weightsync.model.version import FIRST_EPOCH, Version, fold, label_of, parse_label
 
@@ -14,6 +15,7 @@ __all__ = [
     "Box",
     "Layout",
     "Manifest",
+    "PauseMode",
     "ReplicaResult",
     "RoundResult",
     "TensorSpec",

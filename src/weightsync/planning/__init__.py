@@ -1,7 +1,7 @@
 """Who reads what from whom, and does it add up: pure arithmetic over layouts, in NumPy. No tensors, no I/O."""
 
 from weightsync.planning.buckets import ring_bytes, staging_layout
-from weightsync.planning.cover import Cover, cover
+from weightsync.planning.coverage import Cover, cover
 from weightsync.planning.pieces import Pieces
 from weightsync.planning.plan import Plan, SourceRank, TargetRank, plan_transfer
 from weightsync.planning.split import split_rows

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import Aborted, LayoutError
-from weightsync.planning.side import Geometries, Side
+from weightsync.planning.geometry import Geometries, Side
 
 __all__ = ["MOST_PIECES", "Allowance", "Stop"]
 

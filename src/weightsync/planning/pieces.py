@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import PlanMismatch
-from weightsync.messages import PieceColumns
 from weightsync.model import Layout, Manifest
+from weightsync.protocol.messages import PieceColumns
 
 __all__ = ["Pieces"]
 

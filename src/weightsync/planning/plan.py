@@ -1,7 +1,7 @@
 """Who reads what from whom: a pure function of the manifest and the layouts of both sides.
 
-Boxes are met once a geometry (:mod:`weightsync.planning.side`) and kept as *templates*; the pieces of a target are expanded from
-them when asked for, by array indexing, so a plan holds little more than its layouts.
+Boxes are met once a geometry (:mod:`weightsync.planning.geometry`) and kept as *templates*; the pieces of a target are expanded
+from them when asked for, by array indexing, so a plan holds little more than its layouts.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import LayoutError
-from weightsync.messages import Host
 from weightsync.model import Layout, Manifest
-from weightsync.planning.balance import Choices, choices
-from weightsync.planning.cover import collisions, listed, printed
+from weightsync.planning.box_index import BoxIndex, first_hole
+from weightsync.planning.coverage import collisions, listed, printed
+from weightsync.planning.geometry import Geometries, Rows, Side, geometries, ranges
 from weightsync.planning.limits import Allowance, Stop
-from weightsync.planning.overlap import BoxIndex, first_hole
 from weightsync.planning.pieces import Pieces
-from weightsync.planning.side import Geometries, Rows, Side, geometries, ranges
+from weightsync.planning.source_balance import Choices, choices
+from weightsync.protocol.messages import Host
 
 __all__ = ["Plan", "SourceRank", "TargetRank", "plan_transfer"]
 
@@ -222,7 +222,7 @@ def plan_transfer(
 
     Both sides are taken in the order of their members' names, so the order in which they are given does not matter. Where
     several sources hold the same box, one in the target's memory domain (``Host.memory``) is preferred, then one on its machine
-    (``Host.name``), then any; see :mod:`weightsync.planning.balance` for pools.
+    (``Host.name``), then any; see :mod:`weightsync.planning.source_balance` for pools.
 
     Bound: **in each pool the load of a source differs from the pool's mean by at most the largest piece**, so a source's load
     differs from the sum of its pools' means by at most the largest piece times the number of its pools. A piece is never larger

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.model import Layout, Manifest
-from weightsync.planning.side import ranges
+from weightsync.planning.geometry import ranges
 
 __all__ = ["split_rows"]
 

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import ray
 
+from weightsync.config import Address, Secret, ServerSettings, runtime_directory
 from weightsync.errors import ConfigurationError
+from weightsync.protocol.tokens import TokenFile, find_token, generate
 from weightsync.ray.places import Access
-from weightsync.service.auth import TokenFile, find_token, generate
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import Address, Secret, ServerSettings, runtime_directory
+from weightsync.server.server import BackgroundServer
 
 __all__ = ["CoordinatorActor", "cluster_settings", "start_coordinator"]
 

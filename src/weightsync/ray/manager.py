@@ -13,20 +13,20 @@ import ray
 import torch
 from ray.exceptions import RayError
 
-from weightsync.control.status import Status
+from weightsync.config import ClientSettings, Secret, ServerSettings, agent_environment
+from weightsync.coordinator.status import Status
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, CoordinatorUnreachable, MembershipError, PeerLost, WeightSyncError
 from weightsync.forks import Origin
-from weightsync.messages import RoundResult
+from weightsync.protocol.messages import RoundResult
+from weightsync.protocol.tokens import token_for
 from weightsync.ray.calls import Calls, call, handles
 from weightsync.ray.coordinator import cluster_settings, with_token
 from weightsync.ray.members import is_joined, join_engine, join_trainer, leave, publish
 from weightsync.ray.places import Access
 from weightsync.ray.rejoining import Group, Rejoining
-from weightsync.service.auth import token_for
-from weightsync.service.client import Client
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import ClientSettings, Secret, ServerSettings, agent_environment
+from weightsync.server.client import Client
+from weightsync.server.server import BackgroundServer
 
 __all__ = ["Manager"]
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from weightsync.agents.engine import Engine
-from weightsync.agents.trainer import Trainer
+from weightsync.engine.agent import Engine
 from weightsync.errors import MembershipError
-from weightsync.messages import RoundResult
+from weightsync.protocol.messages import RoundResult
 from weightsync.ray.places import Access, Place
+from weightsync.trainer.agent import Trainer
 
 __all__ = ["is_joined", "join_engine", "join_trainer", "leave", "publish"]
 

@@ -15,12 +15,12 @@ from typing import Any
 import ray
 
 from weightsync import forks
-from weightsync.control.status import Status
+from weightsync.config import ClientSettings
+from weightsync.coordinator.status import Status
 from weightsync.errors import AuthenticationError
 from weightsync.ray.calls import call, in_our_words
 from weightsync.ray.places import Access, Place
 from weightsync.rollouts.watch import Watch
-from weightsync.service.settings import ClientSettings
 
 __all__ = ["Group", "Rejoining"]
 

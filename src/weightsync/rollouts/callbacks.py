@@ -19,14 +19,13 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from weightsync import forks
+from weightsync.config import ClientSettings
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded
-from weightsync.messages import PauseMode
-from weightsync.model import TensorSpec
+from weightsync.model import PauseMode, TensorSpec
 from weightsync.rollouts.mail import asked
 from weightsync.rollouts.watch import coordinator_http
-from weightsync.service.rollouts import Order
-from weightsync.service.settings import ClientSettings
+from weightsync.server.rollouts import Order
 
 __all__ = ["RolloutCallback"]
 

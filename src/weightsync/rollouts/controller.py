@@ -14,7 +14,8 @@ from typing import Generic, Self, TypeVar
 
 import msgspec
 
-from weightsync.control.status import Status
+from weightsync.config import ClientSettings
+from weightsync.coordinator.status import Status
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, PeerLost, VersionError
 from weightsync.model import FIRST_EPOCH
 from weightsync.rollouts.generation import Generation
@@ -22,7 +23,6 @@ from weightsync.rollouts.replicas import Replicas, Urls
 from weightsync.rollouts.samples import Chunk, FinishReason, Sample, Sampling
 from weightsync.rollouts.staleness import Admission
 from weightsync.rollouts.watch import Watch
-from weightsync.service.settings import ClientSettings
 
 __all__ = ["Counts", "Generate", "Rollout", "RolloutController", "RolloutSettings", "Task"]
 

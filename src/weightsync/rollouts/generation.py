@@ -22,12 +22,12 @@ from typing import Any, Protocol, Self, get_args
 import httpx
 import msgspec
 
+from weightsync.config import Secret
 from weightsync.errors import ConfigurationError, LoadError, PeerLost, ProtocolError
-from weightsync.messages import UNREADABLE
 from weightsync.model import parse_label
+from weightsync.protocol.messages import UNREADABLE
+from weightsync.protocol.tokens import bearer
 from weightsync.rollouts.samples import Chunk, FinishReason, Sampling
-from weightsync.service.auth import bearer
-from weightsync.service.settings import Secret
 
 __all__ = ["Completions", "Generation", "VllmTokens", "version_number"]
 

@@ -16,14 +16,14 @@ from typing import Any, Self
 import httpx
 import msgspec
 
+from weightsync.config import ClientSettings
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, CoordinatorUnreachable, DeadlineExceeded, ProtocolError, from_wire
-from weightsync.messages import UNREADABLE
+from weightsync.protocol.endpoint import reason, unreachable
+from weightsync.protocol.messages import UNREADABLE
 from weightsync.rollouts.watch import coordinator_http
-from weightsync.service.endpoint import reason, unreachable
-from weightsync.service.mailbox import Signal
-from weightsync.service.problems import Problem
-from weightsync.service.settings import ClientSettings
+from weightsync.server.mailbox import Signal
+from weightsync.server.problems import Problem
 
 __all__ = ["Backoff", "CompletionReceiver", "CompletionSender", "asked", "check", "followed"]
 

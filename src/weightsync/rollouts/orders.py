@@ -14,17 +14,18 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, TypeVar,
 import httpx
 import msgspec
 
-from weightsync.adapters.sglang_modes import sglang_mode
+from weightsync.config import ClientSettings, Secret
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, LoadError, MembershipError, WeightSyncError, to_wire
-from weightsync.messages import UNREADABLE, PauseMode
+from weightsync.external.clients.sglang_modes import sglang_mode
+from weightsync.model import PauseMode
+from weightsync.protocol.endpoint import reason
+from weightsync.protocol.messages import UNREADABLE
+from weightsync.protocol.tokens import bearer
 from weightsync.rollouts.mail import asked, followed
 from weightsync.rollouts.watch import coordinator_http
-from weightsync.service.auth import bearer
-from weightsync.service.endpoint import reason
-from weightsync.service.mailbox import Signal
-from weightsync.service.rollouts import Answered, Name, Order
-from weightsync.service.settings import ClientSettings, Secret
+from weightsync.server.mailbox import Signal
+from weightsync.server.rollouts import Answered, Name, Order
 
 __all__ = ["OrderFollower", "Server", "UpdateServers"]
 
@@ -98,7 +99,7 @@ class Admitting(Protocol):
 
 
 class UpdateServers:
-    """Servers with the routes of :mod:`weightsync.adapters.disaggregated`, or SGLang's, all told the same at once.
+    """Servers with the routes of :mod:`weightsync.external`, or SGLang's, all told the same at once.
 
     Engine ranks follow the trainer in each group: those of the first server from rank 1, and so on. ``kind`` says how they pause.
     Servers load from disk only what lies under ``checkpoints``, an absolute path as they see it; ``None``: nothing.

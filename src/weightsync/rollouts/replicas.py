@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from weightsync.control.status import Status
+from weightsync.coordinator.status import Status
 from weightsync.errors import ConfigurationError
 from weightsync.model import FIRST_EPOCH
 

@@ -11,13 +11,13 @@ from http import HTTPStatus
 import httpx
 import msgspec
 
-from weightsync.control.events import Event, Joined, Left, ReplicaEnded, ReplicaPhase, RoundEnded
-from weightsync.control.status import Status
+from weightsync.config import ClientSettings
+from weightsync.coordinator.events import Event, Joined, Left, ReplicaEnded, ReplicaPhase, RoundEnded
+from weightsync.coordinator.status import Status
 from weightsync.errors import AuthenticationError, CoordinatorUnreachable, ProtocolError
-from weightsync.messages import UNREADABLE
-from weightsync.service.endpoint import reason, tls_context, unreachable
-from weightsync.service.presenting import presenting
-from weightsync.service.settings import ClientSettings
+from weightsync.protocol.endpoint import reason, tls_context, unreachable
+from weightsync.protocol.messages import UNREADABLE
+from weightsync.server.presenting import presenting
 
 __all__ = ["Watch", "coordinator_http"]
 

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import LayoutError, ProtocolError
+from weightsync.tensors.copy_table import Tiles
 from weightsync.tensors.digest import columns_address
 from weightsync.tensors.kernels import copy_table
-from weightsync.tensors.tiles import Tiles
 
 __all__ = ["check_keys", "check_tiles", "copy_and_digest", "copy_tiles", "gather_tiles", "scatter_and_digest", "scatter_tiles"]
 

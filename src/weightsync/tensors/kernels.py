@@ -23,7 +23,7 @@ BLOCK = 4096
 """Words that share one row factor in the digest."""
 
 TILE = 13
-"""Columns of a tile table; :class:`~weightsync.tensors.tiles.Tiles` lists them."""
+"""Columns of a tile table; :class:`~weightsync.tensors.copy_table.Tiles` lists them."""
 
 LEAD = 7
 """Columns of a row table before its leading dimensions; :func:`digest_table` lists them."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightsync.errors import LoadError
+from weightsync.tensors.copy_table import tiles_between
 from weightsync.tensors.shards import Shard
-from weightsync.tensors.tiles import tiles_between
 
 if TYPE_CHECKING:
     from weightsync.tensors.cuda.copies import TileCopy

@@ -14,7 +14,7 @@ from torch import nn
 
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.model import ITEMSIZE, Box, Manifest, TensorSpec
-from weightsync.tensors.coverage import Coverage, LocalView
+from weightsync.tensors.byte_coverage import Coverage, LocalView
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

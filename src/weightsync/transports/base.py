@@ -1,11 +1,11 @@
 """How opaque bytes cross from a trainer rank's shelf to an engine rank's memory. Transports know no model.
 
 The trainer side of a transport is an :class:`Owner`: it lets authenticated readers reach one
-:class:`~weightsync.transports.shelf.Shelf`, or the memory of a GPU in place
-(:class:`~weightsync.transports.device_shelf.DeviceShelf`; ``cuda_ipc`` and ``nccl``, whose sources write to a GPU, all others to
+:class:`~weightsync.transports.host.region.Shelf`, or the memory of a GPU in place
+(:class:`~weightsync.transports.cuda.region.DeviceShelf`; ``cuda_ipc`` and ``nccl``, whose sources write to a GPU, all others to
 host memory).
 The engine side is a :class:`Source`: one reader's connection to one owner. The reader dictates the geometry: which bytes of
-which region go where, as :class:`~weightsync.tensors.tiles.Tiles`, given once by :meth:`Source.prepare` and used every round.
+which region go where, as :class:`~weightsync.tensors.copy_table.Tiles`, given once by :meth:`Source.prepare` and used every round.
 
 A transport either **maps** the owner's memory (in-process, shared memory; CUDA IPC) and copies tiles by itself, or **carries**
 them (TCP): the owner packs the tiles that were asked for into buckets and sends them. Both look the same from here.
@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.deadline import Deadline
-from weightsync.messages import Host, Offer
-from weightsync.tensors.tiles import Tiles
+from weightsync.protocol.messages import Host, Offer
+from weightsync.tensors.copy_table import Tiles
 
 __all__ = ["Owner", "Scheme", "Source"]
 

@@ -19,12 +19,12 @@ from weightsync.transports.base import Scheme
 __all__ = ["BUILT_IN", "OPT_IN", "known", "register", "scheme"]
 
 BUILT_IN: dict[str, tuple[str, str]] = {
-    "inproc": ("weightsync.transports.inproc:InProcess", ""),
-    "cuda_ipc": ("weightsync.transports.cuda_ipc:CudaIpc", ""),
-    "nccl": ("weightsync.transports.nccl:Nccl", ""),
-    "shared_memory": ("weightsync.transports.shared_memory:SharedMemory", ""),
-    "tcp": ("weightsync.transports.tcp:Tcp", ""),
-    "collective": ("weightsync.transports.collective:Collective", ""),
+    "inproc": ("weightsync.transports.host.inproc:InProcess", ""),
+    "cuda_ipc": ("weightsync.transports.cuda.ipc:CudaIpc", ""),
+    "nccl": ("weightsync.transports.broadcast.nccl:Nccl", ""),
+    "shared_memory": ("weightsync.transports.host.shared_memory:SharedMemory", ""),
+    "tcp": ("weightsync.transports.tcp.transport:Tcp", ""),
+    "collective": ("weightsync.transports.broadcast.gloo:Collective", ""),
 }
 """Name to where its class is, and what to install if that cannot be imported; fastest first."""
 

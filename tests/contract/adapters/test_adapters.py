@@ -1,4 +1,4 @@
-"""Holds the adapters here to the contract that every engine adapter has: weightsync.adapters.contract_suite."""
+"""Holds the adapters here to the contract that every engine adapter has: weightsync.testing.adapter_contract."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from tests.unit.demo.models import tiny_model
+from examples.demo.completions_adapter import CompletionsAdapter
+from examples.demo.gate import NotSeeded
+from examples.demo.generation import Generator
+from tests.unit.examples.demo.models import tiny_model
 
-from weightsync.adapters.completions import CompletionsAdapter
-from weightsync.adapters.contract_suite import AdapterContract
-from weightsync.adapters.module import ModuleAdapter
 from weightsync.deadline import Deadline
-from weightsync.demo.gate import NotSeeded
-from weightsync.demo.generation import Generator
+from weightsync.engine.adapter import EngineAdapter
+from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import Aborted, DeadlineExceeded
-from weightsync.messages import Delivery
 from weightsync.model import Version
-from weightsync.roles.adapter import EngineAdapter
+from weightsync.protocol.messages import Delivery
+from weightsync.testing.adapter_contract import AdapterContract
 
 
 class TestModule(AdapterContract):

@@ -11,11 +11,7 @@ from tests.integration.disaggregated_server import checkpoint
 from tests.integration.disaggregated_support import Server, serving
 from tests.integration.nursery import start_nursery
 
-from weightsync.adapters.clients import Bucket, UpdateClient
-from weightsync.adapters.disaggregated.client import WeightUpdateClient
-from weightsync.adapters.lmdeploy import LMDeployClient
-from weightsync.adapters.sglang import SGLangClient
-from weightsync.adapters.vllm_http import VLLMClient
+from weightsync.config import Secret
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     AuthenticationError,
@@ -27,11 +23,15 @@ from weightsync.errors import (
     VerificationError,
     WeightSyncError,
 )
+from weightsync.external.client import WeightUpdateClient
+from weightsync.external.clients.base import Bucket, UpdateClient
+from weightsync.external.clients.lmdeploy import LMDeployClient
+from weightsync.external.clients.sglang import SGLangClient
+from weightsync.external.clients.vllm import VLLMClient
 from weightsync.model import Manifest, TensorSpec
-from weightsync.service.settings import Secret
 from weightsync.tensors.digest import digest_box
 from weightsync.tensors.shards import manifest_of
-from weightsync.transports.groups import Rendezvous, init_custom_process_group
+from weightsync.transports.broadcast.process_groups import Rendezvous, init_custom_process_group
 
 CLIENTS: dict[str, type[UpdateClient]] = {
     "lmdeploy": LMDeployClient,

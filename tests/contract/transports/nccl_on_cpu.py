@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 from weightsync.deadline import Deadline
-from weightsync.tensors.tiles import Tiles
-from weightsync.transports import groups, nccl, nccl_owner, nccl_source, packed_broadcast
-from weightsync.transports.groups import Group
-from weightsync.transports.nccl import Nccl
+from weightsync.tensors.copy_table import Tiles
+from weightsync.transports.broadcast import nccl, nccl_receiver, nccl_sender, packed_broadcast
+from weightsync.transports.broadcast import process_groups as groups
+from weightsync.transports.broadcast.nccl import Nccl
+from weightsync.transports.broadcast.process_groups import Group
 
 __all__ = ["NcclOnCpu"]
 
@@ -165,8 +166,12 @@ _HERE: dict[Any, dict[str, object]] = {
     groups: {"wait_for_device": lambda *_: None},
     packed_broadcast: {"TileCopy": CopyHere},
     nccl: {},
-    nccl_owner: {"Pinned": _Pinned, "init_custom_process_group": _join, "name_of_gpu": lambda _: "the owner's"},
-    nccl_source: {"init_custom_process_group": _join, "name_of_gpu": lambda _: "the reader's", "wait_until_idle": lambda *_: None},
+    nccl_sender: {"Pinned": _Pinned, "init_custom_process_group": _join, "name_of_gpu": lambda _: "the owner's"},
+    nccl_receiver: {
+        "init_custom_process_group": _join,
+        "name_of_gpu": lambda _: "the reader's",
+        "wait_until_idle": lambda *_: None,
+    },
 }
 for _module, _names in _HERE.items():
     _module.__dict__.update(_names, torch=_torch)

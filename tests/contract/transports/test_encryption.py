@@ -15,17 +15,17 @@ import pytest
 import torch
 
 import weightsync
+from weightsync.config import ServerSettings
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, ConfigurationError, PeerLost, ProtocolError, WeightSyncError
-from weightsync.messages import Offer
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import ServerSettings
-from weightsync.transports.collective import Collective
-from weightsync.transports.encryption import owner_context
-from weightsync.transports.host import this_host
-from weightsync.transports.shelf import Shelf
-from weightsync.transports.tcp import ListeningOwner, Tcp
-from weightsync.transports.wanted import Wanted, big
+from weightsync.protocol.messages import Offer
+from weightsync.server.server import BackgroundServer
+from weightsync.testing.copy_cases import Wanted, big
+from weightsync.transports.broadcast.gloo import Collective
+from weightsync.transports.host.region import Shelf
+from weightsync.transports.hostinfo import this_host
+from weightsync.transports.net.tls import owner_context
+from weightsync.transports.tcp.transport import ListeningOwner, Tcp
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from weightsync.transports.contract_suite import TransportContract, nothing_left
+from weightsync.testing.transport_contract import TransportContract, nothing_left
 
 __all__ = ["nothing_left"]
 
@@ -23,8 +23,8 @@ class TestGuide(TransportContract):
 def test_a_killed_owner_leaves_no_file(tmp_path: Path) -> None:
     """A socket with a name in the file system would outlive it."""
     serve = (
-        "import os; from tests.contract.transports.guide_unix import Unix; from weightsync.transports.shelf import Shelf; "
-        "from weightsync.transports.host import this_host; shelf = Shelf(4096, 'l' * 32); "
+        "import os; from tests.contract.transports.guide_unix import Unix; from weightsync.transports.host.region import Shelf; "
+        "from weightsync.transports.hostinfo import this_host; shelf = Shelf(4096, 'l' * 32); "
         "owner = Unix().serve(shelf, b'k' * 32, this_host()); os.kill(os.getpid(), 9)"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from weightsync.errors import ProtocolError
-from weightsync.transports.contract_suite import SMALL, TransportContract, nothing_left
-from weightsync.transports.wanted import keyed, odd_shapes
+from weightsync.testing.copy_cases import keyed, odd_shapes
+from weightsync.testing.transport_contract import SMALL, TransportContract, nothing_left
 
 __all__ = ["nothing_left"]
 

@@ -12,15 +12,15 @@ import pytest
 
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, SharedMemoryTooSmall, StaleSource, TransportUnavailable, VersionError
-from weightsync.messages import Host, Offer
-from weightsync.tensors.tiles import Tiles
-from weightsync.transports import memory
-from weightsync.transports.choice import choose
-from weightsync.transports.contract_suite import nothing_left
-from weightsync.transports.host import this_host
+from weightsync.protocol.messages import Host, Offer
+from weightsync.tensors.copy_table import Tiles
+from weightsync.testing.transport_contract import nothing_left
+from weightsync.transports.host import memory
+from weightsync.transports.host.region import EMPTY, Shelf
+from weightsync.transports.hostinfo import this_host
 from weightsync.transports.registry import known, scheme
-from weightsync.transports.shelf import EMPTY, Shelf
-from weightsync.transports.tcp import Tcp
+from weightsync.transports.select import choose
+from weightsync.transports.tcp.transport import Tcp
 
 __all__ = ["nothing_left"]
 

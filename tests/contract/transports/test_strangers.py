@@ -14,11 +14,11 @@ import pytest
 
 from weightsync.deadline import Deadline
 from weightsync.errors import PeerLost, ProtocolError, StaleSource
-from weightsync.tensors.tiles import Tiles
-from weightsync.transports.host import this_host
-from weightsync.transports.listener import Listener
-from weightsync.transports.shelf import Shelf
-from weightsync.transports.tcp import ListeningOwner, Tcp
+from weightsync.tensors.copy_table import Tiles
+from weightsync.transports.host.region import Shelf
+from weightsync.transports.hostinfo import this_host
+from weightsync.transports.net.listener import Listener
+from weightsync.transports.tcp.transport import ListeningOwner, Tcp
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -136,7 +136,7 @@ class Clock:
 
     def taken_in(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> int:
         """Turns of strangers in so many seconds of a flood, once those that were saved up are used."""
-        monkeypatch.setattr("weightsync.transports.listener.time", self)
+        monkeypatch.setattr("weightsync.transports.net.listener.time", self)
         while not self._listener._turn():
             continue
         end, count = self.now + seconds, 0

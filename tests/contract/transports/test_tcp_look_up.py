@@ -9,8 +9,8 @@ import pytest
 
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, PeerLost
-from weightsync.messages import Host, Offer
-from weightsync.transports.tcp import Tcp
+from weightsync.protocol.messages import Host, Offer
+from weightsync.transports.tcp.transport import Tcp
 
 OFFER = Offer("tcp", f"trainer.example:7000/{'00' * 16}", Host("trainer", "trainer"))
 

@@ -13,10 +13,10 @@ import pytest
 
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded, PeerLost
-from weightsync.transports.contract_owner import contents
-from weightsync.transports.frames import Channel
-from weightsync.transports.tile_stream import TileStream
-from weightsync.transports.wanted import Wanted, big, keyed, odd_shapes
+from weightsync.testing.copy_cases import Wanted, big, keyed, odd_shapes
+from weightsync.testing.owner_process import contents
+from weightsync.transports.net.channel import Channel
+from weightsync.transports.tcp.tile_stream import TileStream
 
 Pair = tuple[Channel, Channel]
 

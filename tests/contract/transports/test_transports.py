@@ -7,27 +7,27 @@ from typing import Any, ClassVar
 import pytest
 import torch.distributed as dist
 
-from weightsync.transports.contract_suite import TransportContract, nothing_left
+from weightsync.testing.transport_contract import TransportContract, nothing_left
 
 __all__ = ["nothing_left"]
 
 
 class TestInProcess(TransportContract):
-    where = "weightsync.transports.inproc:InProcess"
+    where = "weightsync.transports.host.inproc:InProcess"
     crosses_processes = False
 
 
 class TestSharedMemory(TransportContract):
-    where = "weightsync.transports.shared_memory:SharedMemory"
+    where = "weightsync.transports.host.shared_memory:SharedMemory"
 
 
 class TestTcp(TransportContract):
-    where = "weightsync.transports.tcp:Tcp"
+    where = "weightsync.transports.tcp.transport:Tcp"
     carries = True
 
 
 class TestTcpEncryptedOverIPv6(TransportContract):
-    where = "weightsync.transports.tcp:Tcp"
+    where = "weightsync.transports.tcp.transport:Tcp"
     arguments: ClassVar[dict[str, Any]] = {"bind": "::1", "encrypt": True}
     carries = True
 
@@ -41,6 +41,6 @@ def open_a_store() -> None:
 @pytest.mark.rare  # tests/integration/test_collective.py runs always
 class TestCollective(TransportContract):
     warm_up = "tests.contract.transports.test_transports:open_a_store"
-    where = "weightsync.transports.collective:Collective"
+    where = "weightsync.transports.broadcast.gloo:Collective"
     arguments: ClassVar[dict[str, Any]] = {"buffer_bytes": 2 << 20, "gather_seconds": 0.2}
     carries = True

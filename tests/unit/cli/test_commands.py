@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import re
 import subprocess
@@ -24,13 +23,13 @@ from weightsync.cli.doctor_network import look_at_data_interface
 from weightsync.cli.errors import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_UNREACHABLE, exit_code
 from weightsync.cli.main import app
 from weightsync.cli.options import parse_size
-from weightsync.control.coordinator import Coordinator
+from weightsync.config import Address, ClientSettings, Secret, ServerSettings, control_settings
+from weightsync.coordinator.coordinator import Coordinator
 from weightsync.errors import AuthenticationError, ConfigurationError, CoordinatorUnreachable, RoundFailed
-from weightsync.messages import Publish
-from weightsync.service.server import BackgroundServer
-from weightsync.service.settings import Address, ClientSettings, Secret, ServerSettings, control_settings
+from weightsync.protocol.messages import Publish
+from weightsync.server.server import BackgroundServer
 
-COMMANDS = ["serve", "status", "round", "revoke", "token", "doctor", "demo", "bench", "push"]
+COMMANDS = ["serve", "status", "round", "revoke", "token", "doctor", "bench", "push"]
 
 
 @pytest.fixture(autouse=True)
@@ -77,12 +76,6 @@ def test_help_shows_flags_as_flags_and_no_two_empty_lines(command: str | None, m
     assert re.search(r"--help +-h +Show this message", shown)
     assert not re.search(r"\n *\n *\n", shown)
     assert all(len(line) <= 80 for line in shown.splitlines())
-
-
-def test_a_wrong_coordinator_ends_the_demo_before_it_says_anything() -> None:
-    done = run("demo", "--coordinator", "foo")
-    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (EXIT_CONFIGURATION, "", 1)
-    assert "'foo' is not a coordinator URL" in done.stderr
 
 
 def test_no_command_takes_a_token_as_an_argument() -> None:
@@ -267,21 +260,6 @@ def test_sizes(text: str, nbytes: int) -> None:
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(typer.BadParameter):
         parse_size(text)
-
-
-def test_bad_options_of_the_demo_are_one_line() -> None:
-    done = run("demo", "--engine", "none")
-    assert (done.exit_code, done.stderr.count("\n")) == (EXIT_CONFIGURATION, 1)
-    assert "none" in done.stderr
-
-
-def test_the_demo_says_at_once_which_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "transformers" else find(name))
-    done = run("demo")
-    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (EXIT_CONFIGURATION, "", 1)
-    assert "'transformers'" in done.stderr
-    assert "pip install '.[demo]'" in done.stderr
 
 
 def checks(*arguments: str) -> dict[str, dict[str, str]]:

@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console, RenderableType
 
 from weightsync.cli.tables import age, event_line, round_view, status_view
-from weightsync.control.events import RoundEnded
-from weightsync.control.status import RankStatus, ReplicaStatus, Status
-from weightsync.messages import ReplicaResult, RoundResult
+from weightsync.coordinator.events import RoundEnded
+from weightsync.coordinator.status import RankStatus, ReplicaStatus, Status
 from weightsync.model import Version
+from weightsync.protocol.messages import ReplicaResult, RoundResult
 
 NOW = time.mktime((2030, 5, 6, 14, 0, 0, 0, 0, -1))
 ERROR = "ManifestMismatch: replica mine-1: 21 tensors differ in dtype: float32 at the trainer, bfloat16 here: " + "words " * 40

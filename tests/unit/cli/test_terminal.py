@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console, RenderableType
 
 from weightsync.cli.tables import event_line, round_view, status_view
-from weightsync.control.events import Joined, Left, ReplicaEnded
-from weightsync.control.status import RankStatus, ReplicaStatus, Status
-from weightsync.messages import ReplicaResult, RoundResult
+from weightsync.coordinator.events import Joined, Left, ReplicaEnded
+from weightsync.coordinator.status import RankStatus, ReplicaStatus, Status
 from weightsync.model import Version
+from weightsync.protocol.messages import ReplicaResult, RoundResult
 
 EVIL = "[/nope][bold]\x1b]0;OWNED\x07\x1b[2J\r\nforged"
 

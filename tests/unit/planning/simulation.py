@@ -8,9 +8,9 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.messages import Host
 from weightsync.model import Layout, Manifest, TensorSpec
 from weightsync.planning import Pieces, Plan, SourceRank, TargetRank
+from weightsync.protocol.messages import Host
 
 Bytes = npt.NDArray[np.uint8]
 Shard = tuple[str, Sequence[int], Sequence[int]]

@@ -11,8 +11,8 @@ from tests.unit.planning.simulation import ranks_of, targets_of
 
 from weightsync.bench.shapes import qwen3_8b, qwen3_30b_a3b
 from weightsync.bench.sharding import expert_parallel, fsdp, tensor_parallel
-from weightsync.control.agreement import Claim
-from weightsync.control.planner import Room
+from weightsync.coordinator.negotiation import Claim
+from weightsync.coordinator.planner import Room
 from weightsync.errors import Aborted, ConfigurationError, LayoutError
 from weightsync.model import Layout, Manifest, TensorSpec
 from weightsync.planning import cover, plan_transfer

@@ -8,9 +8,9 @@ from tests.unit.planning.simulation import HERE, check_plan, layout_of, ranks_of
 
 from weightsync.bench.sharding import expert_parallel, fsdp, sharded, tensor_parallel
 from weightsync.errors import LayoutError
-from weightsync.messages import Host
 from weightsync.model import Layout, Manifest
 from weightsync.planning import Plan, plan_transfer, split_rows
+from weightsync.protocol.messages import Host
 
 
 def named(layouts: list[Layout], prefix: str) -> dict[str, Layout]:

@@ -13,10 +13,10 @@ from tests.unit.planning.simulation import check_plan, contents, digests_of, ran
 
 from weightsync.bench.sharding import sharded
 from weightsync.errors import LayoutError
-from weightsync.messages import Host
 from weightsync.model import ITEMSIZE, Layout, Manifest, TensorSpec
 from weightsync.planning import Plan, cover, plan_transfer, split_rows
-from weightsync.planning.overlap import BoxIndex, first_hole
+from weightsync.planning.box_index import BoxIndex, first_hole
+from weightsync.protocol.messages import Host
 
 Int64 = npt.NDArray[np.int64]
 

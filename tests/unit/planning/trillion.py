@@ -8,9 +8,9 @@ from pathlib import Path
 
 from weightsync.bench.shapes import one_trillion
 from weightsync.bench.sharding import expert_parallel, fsdp
-from weightsync.messages import Host
 from weightsync.model import Manifest
 from weightsync.planning import SourceRank, TargetRank, plan_transfer, split_rows
+from weightsync.protocol.messages import Host
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
-from weightsync.control.status import ReplicaStatus, Status
+from weightsync.coordinator.status import ReplicaStatus, Status
 from weightsync.errors import PeerLost
 from weightsync.rollouts import Chunk, Sampling
 

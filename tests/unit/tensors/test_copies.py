@@ -23,10 +23,10 @@ from weightsync.tensors.copies import (
     scatter_and_digest,
     scatter_tiles,
 )
+from weightsync.tensors.copy_table import TILE_BYTES, Tiles, tiles_of
 from weightsync.tensors.digest import digest_rows
 from weightsync.tensors.memory import layout_in_place
 from weightsync.tensors.shards import shards_of
-from weightsync.tensors.tiles import TILE_BYTES, Tiles, tiles_of
 
 State = dict[str, torch.Tensor]
 

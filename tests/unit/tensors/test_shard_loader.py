@@ -8,9 +8,9 @@ import torch
 
 from weightsync.errors import LayoutError, LoadError
 from weightsync.tensors.copies import copy_tiles
+from weightsync.tensors.copy_table import tiles_between
 from weightsync.tensors.shard_loader import ShardLoader
 from weightsync.tensors.shards import Shard, shard
-from weightsync.tensors.tiles import tiles_between
 
 _DTYPES = (torch.bfloat16, torch.float32, torch.int64, torch.uint8)
 

@@ -13,15 +13,16 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, StaleSource, TransportError
-from weightsync.roles.device_memory import wait_for_devices
+from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.device_memory import wait_for_devices
 from weightsync.tensors.shards import Shard
-from weightsync.tensors.tiles import Tiles
-from weightsync.transports import cuda_ipc, device_shelf, shelf
-from weightsync.transports.cuda_driver import HANDLE_BYTES, Allocation
-from weightsync.transports.cuda_ipc import CudaIpc, CudaIpcOwner, CudaIpcSource
-from weightsync.transports.device_shelf import DeviceShelf
-from weightsync.transports.host import this_host
-from weightsync.transports.shelf import HEADER_BYTES, Header
+from weightsync.transports.cuda import ipc, region
+from weightsync.transports.cuda.driver import HANDLE_BYTES, Allocation
+from weightsync.transports.cuda.ipc import CudaIpc, CudaIpcOwner, CudaIpcSource
+from weightsync.transports.cuda.region import DeviceShelf
+from weightsync.transports.host import region as shelf
+from weightsync.transports.host.region import HEADER_BYTES, Header
+from weightsync.transports.hostinfo import this_host
 
 _KEY = b"a key of thirty-two bytes, or so"
 _BASE, _OTHER = 1 << 40, 2 << 40
@@ -93,14 +94,14 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
     for module, name, stand_in in (
-        (device_shelf, "allocation_of", made.allocation),
-        (device_shelf, "still_allocated", made.allocated),
-        (device_shelf, "export_handle", made.handle),
-        (device_shelf, "wait_until_idle", lambda *_: None),
-        (cuda_ipc, "wait_until_idle", lambda *_: None),
-        (cuda_ipc, "open_handle", made.open),
-        (cuda_ipc, "close_handle", made.close),
-        (cuda_ipc, "this_process", lambda: "another"),
+        (region, "allocation_of", made.allocation),
+        (region, "still_allocated", made.allocated),
+        (region, "export_handle", made.handle),
+        (region, "wait_until_idle", lambda *_: None),
+        (ipc, "wait_until_idle", lambda *_: None),
+        (ipc, "open_handle", made.open),
+        (ipc, "close_handle", made.close),
+        (ipc, "this_process", lambda: "another"),
     ):
         monkeypatch.setattr(module, name, stand_in)
     return made

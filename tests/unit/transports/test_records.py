@@ -7,8 +7,8 @@ import secrets
 import pytest
 
 from weightsync.errors import AuthenticationError
-from weightsync.transports import records
-from weightsync.transports.records import KEY_BYTES, LENGTH_BYTES, RECORD_BYTES, TAG_BYTES, Opening, Sealing
+from weightsync.transports.net import records
+from weightsync.transports.net.records import KEY_BYTES, LENGTH_BYTES, RECORD_BYTES, TAG_BYTES, Opening, Sealing
 
 
 @pytest.fixture

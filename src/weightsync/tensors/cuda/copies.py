@@ -8,8 +8,8 @@ from functools import lru_cache
 
 import torch
 
-from weightsync.tensors.cuda.copy_table import TILE_BYTES, CopyTable
-from weightsync.tensors.tiles import Tiles
+from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.cuda.device_copy_table import TILE_BYTES, CopyTable
 
 __all__ = ["LANES", "WARPS", "TileCopy"]
 

@@ -1,0 +1,37 @@
+"""The coordinator's process: the real service, on a free port of loopback, tied to the demo's main process."""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+
+from examples.demo.reports import Listening, Parent, die_with_parent
+from weightsync.model import PauseMode
+
+__all__ = ["CoordinatorSettings", "main"]
+
+
+class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the coordinator's process is told; its token comes by the environment."""
+
+    parent: int
+    pause_mode: PauseMode
+
+
+def main(argument: str) -> int:
+    """Serve until a signal ends the process. ``argument`` is :class:`CoordinatorSettings` as JSON."""
+    mine = msgspec.json.decode(argument, type=CoordinatorSettings)
+    die_with_parent(mine.parent)
+    parent = Parent()
+
+    from weightsync.config import ServerSettings
+    from weightsync.server.server import serve
+
+    settings = ServerSettings.load(host="127.0.0.1", port=0, pause_mode=mine.pause_mode)
+    serve(settings, lambda address, token, coordinator: parent.tell(Listening(address.url)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,139 @@
+"""What a run of the demo amounts to: one object for machines, one verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from examples.demo.settings import Settings
+from weightsync.coordinator.status import Status
+from weightsync.protocol.messages import RoundResult
+
+if TYPE_CHECKING:
+    from examples.demo.checking import Findings
+
+__all__ = ["Outcome", "Record", "ReplicaOutcome", "outcome_of"]
+
+
+class ReplicaOutcome(msgspec.Struct, frozen=True):
+    """Where a replica ended."""
+
+    name: str
+    state: str
+    version: int | None
+    digest: str | None
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """The last line of ``make demo ARGS=--json``, with these keys and no others."""
+
+    ok: bool
+    engine: str
+    delivery: str
+    transport: str
+    trainer_ranks: int
+    versions: int
+    """Versions that were published."""
+    bytes_per_version: int
+    """Bytes of one version in one replica."""
+    requests_served: int
+    responses_checked: int
+    torn_responses: int
+    mislabelled_responses: int
+    replicas: tuple[ReplicaOutcome, ...]
+    trainer_digest: str | None
+    """Digest of the last version."""
+    tokens_match: bool
+    """Whether after every version every replica answered the probes as that version's checkpoint does."""
+    pause_ms_p50: float | None
+    seconds: float
+
+
+@dataclass
+class Record:
+    """What was seen during a run."""
+
+    results: dict[int, RoundResult] = field(default_factory=dict)
+    """The round that published each version."""
+    losses: list[float] = field(default_factory=list)
+    refused_unseeded: bool | None = None
+    """Whether replicas refused to serve their scrambled weights; ``None`` if they were not asked."""
+    served: int = 0
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """Requests that were not answered as they should have been, by kind."""
+    final: Status | None = None
+    failure: str | None = None
+    """What ended the run before its time."""
+    wrong: list[str] = field(default_factory=list)
+    """Why the run is not ok, for people; filled by :func:`outcome_of`."""
+
+
+def outcome_of(settings: Settings, replicas: Sequence[str], record: Record, findings: Findings | None, seconds: float) -> Outcome:
+    """Sum up; everything that must hold and does not is added to ``record.wrong``, and makes the outcome not ``ok``."""
+    results = [record.results[number] for number in sorted(record.results)]
+    parts = [replica for result in results for replica in result.replicas]
+    last = results[-1].version if results else None
+    states = {} if record.final is None else {found.name: found for found in record.final.replicas}
+    ends = tuple(
+        ReplicaOutcome(name, states[name].state, states[name].version, states[name].digest)
+        if name in states
+        else ReplicaOutcome(name, "unknown", None, None)
+        for name in replicas
+    )
+    wanted = [(number, name) for number in range(1, settings.versions + 1) for name in replicas]
+    probes: Mapping[tuple[int, str], bool] = {} if findings is None else findings.probes
+    match = bool(wanted) and all(probes.get(key, False) for key in wanted)
+    torn, mislabelled, checked = (0, 0, 0) if findings is None else (findings.torn, findings.mislabelled, findings.checked)
+
+    if record.failure is not None:
+        record.wrong.append(record.failure)
+
+    def must(holds: bool, otherwise: str) -> None:
+        if not holds and record.failure is None:  # one cause, not all that follows from it
+            record.wrong.append(otherwise)
+
+    must(findings is not None and checked > 0, "no response was checked")
+    worst = "" if findings is None or not findings.shortfalls else f" ({max(findings.shortfalls, key=lambda found: found.gap)})"
+    must(torn == 0, f"{torn} responses were torn{worst}")
+    must(mislabelled == 0, f"{mislabelled} responses were mislabelled{worst}")
+    must(match, "a replica's probe answers are not those of the version's checkpoint, or are missing")
+    published = sorted(record.results) == list(range(1, settings.versions + 1))
+    must(published, f"{len(results)} of {settings.versions} versions were published")
+    must(len({result.version.digest for result in results}) == len(results), "two versions have the same digest")
+    for name in replicas:
+        for result in results:
+            mine = [part for part in result.replicas if part.name == name]
+            took = bool(mine) and mine[0].state == "loaded" and mine[0].digest == result.version.digest
+            must(took, f"{name} did not take version {result.version.number}")
+    for end in ends:
+        current = last is not None and end.state == "loaded" and end.digest == last.digest
+        must(current, f"{end.name} ended {end.state} at version {end.version}")
+    must(record.refused_unseeded is not False, "a replica served its scrambled weights")
+    must(not record.failures, f"requests failed: {dict(record.failures)}")
+    must(len(record.losses) < 2 or record.losses[-1] < record.losses[0], "the loss did not fall")
+    return Outcome(
+        ok=not record.wrong,
+        engine=settings.engine,
+        delivery=_one({part.delivery for part in parts}) or settings.delivery,
+        transport=_one({scheme for part in parts for scheme in part.transports}) or settings.transport,
+        trainer_ranks=settings.trainer_ranks,
+        versions=len(results),
+        bytes_per_version=max((part.nbytes for part in parts), default=0),
+        requests_served=record.served,
+        responses_checked=checked,
+        torn_responses=torn,
+        mislabelled_responses=mislabelled,
+        replicas=ends,
+        trainer_digest=None if last is None else last.digest,
+        tokens_match=match,
+        pause_ms_p50=round(median(part.paused_seconds for part in parts) * 1e3, 3) if parts else None,
+        seconds=round(seconds, 3),
+    )
+
+
+def _one(names: set[str]) -> str:
+    return "+".join(sorted(name for name in names if name))

@@ -1,0 +1,57 @@
+"""A replica's process: scrambled weights, a completion server, and one ``weightsync.Engine``."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from contextlib import closing
+
+import msgspec
+
+from examples.demo.reports import Parent, Ready, die_with_parent
+from examples.demo.settings import ReplicaSettings
+
+__all__ = ["main"]
+
+
+def main(argument: str) -> int:
+    """Serve until a signal ends the process. ``argument`` is :class:`~examples.demo.settings.ReplicaSettings` as JSON."""
+    mine = msgspec.json.decode(argument, type=ReplicaSettings)
+    die_with_parent(mine.parent)
+    parent = Parent()
+    listener = socket.socket(fileno=mine.listen_fd)
+
+    # Imported here so that the process is tied to its parent before the seconds that these take.
+    import torch
+    import uvicorn
+
+    from examples.demo.completions import completions_app
+    from examples.demo.completions_adapter import CompletionsAdapter
+    from examples.demo.generation import Generator
+    from examples.demo.models import build_model, scramble
+    from examples.demo.tokenizer import build_tokenizer
+    from weightsync.config import ClientSettings
+    from weightsync.engine.agent import Engine
+    from weightsync.external import DisaggregatedRank, LocalRanks, WeightUpdates, weight_update_routes
+    from weightsync.protocol.tokens import token_for
+
+    torch.set_num_threads(1)
+    wish = mine.settings
+    model = build_model(wish.model, tied=wish.tied, seed=wish.seed)
+    scramble(model, seed=sum(mine.name.encode()))
+    generator = Generator(model)
+    adapter = CompletionsAdapter(generator)
+    # The agent and these routes drive one adapter: whoever trains uses one of them at a time.
+    token = token_for(ClientSettings.load(coordinator=mine.coordinator))
+    ranks = LocalRanks(DisaggregatedRank(adapter))
+    more = [] if token is None else weight_update_routes(WeightUpdates(ranks), token)
+    app = completions_app(mine.name, generator, build_tokenizer(wish.seed), more)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2))
+    with closing(ranks), Engine(adapter, mine.name, mine.coordinator, delivery=wish.delivery, transports=wish.transports):
+        parent.tell(Ready(mine.name))
+        server.run(sockets=[listener])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,127 @@
+"""What one run of the demo is asked to do: frozen, checked where it enters, handed on to its processes as JSON."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, get_args
+
+import msgspec
+
+from weightsync.config import Address
+from weightsync.errors import ConfigurationError
+from weightsync.model import PauseMode
+from weightsync.protocol.messages import Delivery
+
+__all__ = ["ReplicaSettings", "Role", "Settings", "TrainerSettings"]
+
+Role = Literal["all", "trainer", "replica", "client"]
+Architecture = Literal["llama", "qwen2"]
+EngineName = Literal["transformers", "vllm"]
+
+_MOST = {"trainer_ranks": 16, "replicas": 16, "versions": 1000, "steps": 10_000, "engine_tp": 8}
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole demo, or with ``role`` one part of it, which then needs ``coordinator`` (and, with a client, ``directory``).
+
+    Raises :class:`~weightsync.errors.ConfigurationError` for values that make no sense.
+    """
+
+    trainer_ranks: int = 2
+    replicas: int = 2
+    versions: int = 4
+    steps: int = 6
+    """Optimizer steps before each version."""
+    transport: str = "auto"
+    delivery: Delivery = "auto"
+    engine: EngineName = "transformers"
+    engine_tp: int = 1
+    """Tensor-parallel ranks of each replica; vLLM only."""
+    model: Architecture = "llama"
+    tied: bool = True
+    pause_mode: PauseMode = "keep"
+    seed: int = 0
+    json: bool = False
+    timeout: float = 600.0
+    """Seconds after which the demo gives up."""
+    role: Role = "all"
+    coordinator: str | None = None
+    """An existing coordinator's URL (its token in ``WEIGHTSYNC_TOKEN``); without one, one is started here."""
+    directory: Path | None = None
+    """Where the checkpoints of each version go. Without one, a temporary directory. Several machines must share it."""
+    host: str = "127.0.0.1"
+    """Address on which replicas serve completions."""
+    replica_prefix: str = "replica"
+    replica_urls: tuple[str, ...] = ()
+    """For a client alone: the replicas to send requests to."""
+
+    def __post_init__(self) -> None:
+        """Check each value."""
+        for name, most in _MOST.items():
+            if not 1 <= getattr(self, name) <= most:
+                raise ConfigurationError(f"--{name.replace('_', '-')} must be from 1 to {most}, not {getattr(self, name)}")
+        for name, kind in (
+            ("model", Architecture),
+            ("delivery", Delivery),
+            ("engine", EngineName),
+            ("pause_mode", PauseMode),
+            ("role", Role),
+        ):
+            if getattr(self, name) not in get_args(kind):
+                flag, known = name.replace("_", "-"), ", ".join(get_args(kind))
+                raise ConfigurationError(f"--{flag} is one of {known}, not {getattr(self, name)!r}")
+        if self.engine == "vllm":
+            if find_spec("vllm") is None:
+                raise ConfigurationError("--engine vllm needs vLLM, which is not installed here: see docs/guides/vllm.md")
+            if self.delivery == "direct":
+                raise ConfigurationError("vLLM repacks weights as it loads them: use --delivery auto or streamed")
+        elif self.engine_tp != 1:
+            raise ConfigurationError("--engine-tp needs --engine vllm: the transformers engine has one rank")
+        if self.timeout <= 0:
+            raise ConfigurationError(f"--timeout must be positive, not {self.timeout}")
+        if self.coordinator is not None:
+            Address.parse(self.coordinator)  # before anything is said or started
+        if self.role != "all" and self.coordinator is None:
+            raise ConfigurationError(f"--role {self.role} is a part of a demo on several machines: give --coordinator URL")
+        if self.role in ("trainer", "client") and self.directory is None:
+            raise ConfigurationError(f"--role {self.role} needs --directory: trainer and client share the checkpoints there")
+        if (self.role == "client") != bool(self.replica_urls):
+            raise ConfigurationError("--role client needs --replica-url for each replica, and only it takes them")
+
+    @property
+    def transports(self) -> tuple[str, ...] | None:
+        """The transports allowed, ``None`` for all that work here."""
+        return None if self.transport == "auto" else (self.transport,)
+
+    def for_children(self) -> Settings:
+        """What concerns every process, without what only the main one does: its role and its paths."""
+        return msgspec.structs.replace(self, role="all", directory=None, replica_urls=())
+
+
+class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """One trainer rank's process."""
+
+    parent: int
+    rank: int
+    world_size: int
+    port: int
+    """Where rank 0's rendezvous listens, on loopback."""
+    listen_fd: int | None
+    """Rank 0: the socket for it, bound already, so that nobody can take the port in between."""
+    directory: str
+    coordinator: str
+    settings: Settings
+
+
+class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica's process."""
+
+    parent: int
+    name: str
+    listen_fd: int
+    """The socket for completions, bound already."""
+    directory: str
+    """For files of the replica's own; removed when the demo ends."""
+    coordinator: str
+    settings: Settings

@@ -1,1 +1,0 @@
-"""Engines, as weightsync sees them: one file each, imported by nobody but their users."""

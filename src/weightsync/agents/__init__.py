@@ -1,1 +1,0 @@
-"""A role joined to a coordinator: what trainer and engine processes use."""

@@ -1,0 +1,429 @@
+"""All settings of the coordinator and of those who talk to it. The only place that reads the environment.
+
+Frozen values, checked where they enter. A field ``round_deadline`` is read from ``WEIGHTSYNC_ROUND_DEADLINE`` unless the caller
+gives it; a wrong value is a :class:`~weightsync.errors.ConfigurationError` that names the variable.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args
+from urllib.parse import urlsplit
+
+import msgspec
+
+from weightsync.errors import ConfigurationError
+from weightsync.model import PauseMode
+
+__all__ = [
+    "DEFAULT_PORT",
+    "Address",
+    "ClientSettings",
+    "Limits",
+    "Require",
+    "RoundSettings",
+    "Secret",
+    "ServerSettings",
+    "agent_environment",
+    "control_settings",
+    "launched_place",
+    "read_token",
+    "replica_name",
+    "runtime_directory",
+    "token_for_request",
+    "token_source",
+    "update_networks",
+]
+
+DEFAULT_PORT = 7400
+_PREFIX = "WEIGHTSYNC_"
+_MAX_TOKEN = 4096
+_HOST = re.compile(r"[A-Za-z0-9._~:%-]{1,255}")
+
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+
+class Secret:
+    """A token that does not show in logs, tracebacks or ``repr``. Raises :class:`ConfigurationError` if no header can carry it."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: str) -> None:
+        if not value or len(value) > _MAX_TOKEN or not all("!" <= char <= "~" for char in value):
+            raise ConfigurationError("a token must be 1 to 4096 visible ASCII characters without spaces")
+        self._value = value
+
+    def reveal(self) -> str:
+        """The token itself, for the one header that carries it."""
+        return self._value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and hmac.compare_digest(self._value, other._value)
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+    def __repr__(self) -> str:
+        return "<secret>"
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a coordinator answers. Built by :meth:`parse` from ``http(s)://host[:port]``, with IPv6 hosts in brackets."""
+
+    scheme: str
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, url: str) -> Address:
+        """The address in ``url``. Raises :class:`ConfigurationError` for anything else than scheme, host and port."""
+        example = f"write it as http://host:{DEFAULT_PORT}, or http://[::1]:{DEFAULT_PORT} for IPv6"
+        try:
+            parts = urlsplit(url.strip())
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise ConfigurationError(f"{url!r} is not a coordinator URL: {error}; {example}") from None
+        if parts.scheme not in ("http", "https") or not host or _HOST.fullmatch(host) is None:
+            raise ConfigurationError(f"{url!r} is not a coordinator URL; {example}")
+        if parts.username is not None or parts.path.strip("/") or parts.query or parts.fragment:
+            raise ConfigurationError(f"a coordinator URL has no user, path or query: {parts.scheme}://{host}...; {example}")
+        return cls(parts.scheme, host, DEFAULT_PORT if port is None else port)
+
+    @property
+    def authority(self) -> str:
+        """``host:port``, an IPv6 host in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """The base of all HTTP routes."""
+        return f"{self.scheme}://{self.authority}"
+
+    @property
+    def websocket(self) -> str:
+        """The base of the agents' socket."""
+        return f"{'wss' if self.scheme == 'https' else 'ws'}://{self.authority}"
+
+    def __str__(self) -> str:
+        return self.url
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What the coordinator accepts at most; beyond it, it refuses rather than grows."""
+
+    frame_bytes: Count = 512 << 20
+    """Bytes of one frame on an agent's socket. The largest is the Hello with the layout."""
+    agents: Count = 8192
+    """Agents at one time."""
+    connections: Count = 16384
+    """Connections of all kinds at one time."""
+    strangers: Count = 256
+    """Connections that have not shown the token, at one time. A newer one pushes out the oldest of whoever has most of them."""
+    arrivals: Count = 100
+    """Connections a second that are taken in and then show no token, after the first few; more wait in the kernel's queue. Over TLS
+    half as many."""
+    requests: Count = 64
+    """HTTP requests under way at one time, besides readers of events."""
+    hello_seconds: Seconds = 10.0
+    """From the opening of a connection to the token, and from the opening of an agent's socket to its Hello."""
+    body_bytes: Count = 64 << 10
+    """Bytes of an HTTP request's body."""
+    event_streams: Count = 64
+    """Readers of ``/v1/events`` at one time."""
+    plan_bytes: Count | None = None
+    """Memory that plans may take, together; ``None``: half of the machine's."""
+
+
+Require = Literal["all", "any"] | int
+"""Which replicas a round needs to be ``ok``: all that are known, at least one, or at least so many (0: none).
+
+A replica is known from its first connection on, also while it is lost, refused (its tensors differ) or not complete. It is
+forgotten when all of its ranks were closed on purpose (``Engine.close()``, also by the end of a ``with`` block).
+"""
+
+
+class RoundSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How rounds are run. Raises :class:`~weightsync.errors.ConfigurationError` for values that make no sense."""
+
+    run: str
+    """The run's id, part of every version."""
+    pause_mode: PauseMode = "abort"
+    require: Require = "any"
+    max_unavailable: int | None = None
+    """Replicas that may be out of service at a time (a rolling round); ``None``: all at once. Who serves nothing is not counted."""
+    timeout: float = 300.0
+    """Seconds for a round that nobody gave a timeout, and the most that any round gets."""
+    grace: float = 5.0
+    """Seconds that a quarantine may take after a failure, even after the round's deadline or while the round is cancelled."""
+    retry: bool = True
+    """Whether replicas that a publication left dirty get one more attempt at once, in the background, from the shelves."""
+    history: int = 32
+    """Ended rounds that status shows."""
+    plan_bytes: int | None = None
+    """Memory that plans may take, together; ``None``: half of this machine's."""
+
+    def __post_init__(self) -> None:
+        """Check each value."""
+        if not self.run:
+            raise ConfigurationError("a coordinator needs the id of its run")
+        if self.pause_mode not in get_args(PauseMode):
+            raise ConfigurationError(f"pause mode {self.pause_mode!r} is none of {', '.join(get_args(PauseMode))}")
+        if self.require not in ("all", "any") and not (type(self.require) is int and self.require >= 0):
+            raise ConfigurationError(f"require is 'all', 'any' or a number of replicas, not {self.require!r}")
+        for name in ("timeout", "grace"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigurationError(f"{name} must be a positive number of seconds, not {value!r}")
+        if self.max_unavailable is not None and self.max_unavailable < 1:
+            raise ConfigurationError(f"max_unavailable is at least one replica, or None for all, not {self.max_unavailable!r}")
+        if self.plan_bytes is not None and self.plan_bytes < 1:
+            raise ConfigurationError(f"plan_bytes is a positive number of bytes, not {self.plan_bytes}")
+        if self.history < 1:
+            raise ConfigurationError(f"history must be at least one round, not {self.history}")
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a coordinator serves. Port 0 takes a free one."""
+
+    host: str = "127.0.0.1"
+    port: Port = DEFAULT_PORT
+    token: Secret | None = None
+    """``None``: one is generated, and found by clients of the same user on the same machine."""
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    run: str = ""
+    """Id of the run, part of every version; empty: a new one. With the same id, a restarted coordinator knows its replicas."""
+    pause_mode: PauseMode = "abort"
+    require: Literal["all", "any"] | Annotated[int, msgspec.Meta(ge=0)] = "any"
+    """Which replicas a round needs to be a success: all that took part, at least one, or at least so many."""
+    max_unavailable: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Replicas that a round may take out of service at a time; ``None``: all at once."""
+    round_deadline: Seconds = 600.0
+    """Seconds that a round may take from its start to its result."""
+    heartbeat: Seconds = 10.0
+    """Seconds between pings on an agent's socket; a pong that takes as long again means that the agent is lost."""
+    shutdown_seconds: Seconds = 5.0
+    limits: Limits = Limits()
+
+    def __post_init__(self) -> None:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ConfigurationError("TLS needs both a certificate and a key: WEIGHTSYNC_TLS_CERTIFICATE and WEIGHTSYNC_TLS_KEY")
+
+    @property
+    def scheme(self) -> str:
+        """``https`` with a certificate, else ``http``."""
+        return "https" if self.tls_certificate else "http"
+
+    @classmethod
+    def load(cls, environment: Mapping[str, str] | None = None, /, **given: object) -> ServerSettings:
+        """Settings from the environment, where ``given`` (entries that are not ``None``) wins."""
+        source = os.environ if environment is None else environment
+        limits = _load(Limits, source, {})
+        return _load(cls, source, {"limits": limits, **given})
+
+
+class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How an agent or the command line finds the coordinator and proves itself."""
+
+    coordinator: Address = Address("http", "127.0.0.1", DEFAULT_PORT)
+    token: Secret | None = None
+    ca_file: Path | None = None
+    """Certificates that an https coordinator is checked against, instead of the system's."""
+    data_host: str | None = None
+    """Address, name or network interface of this host on which a trainer rank serves its shards over TCP. ``None``: loopback with a
+    coordinator on loopback, else the address of the interface by which the coordinator is reached."""
+    data_encryption: Literal["on", "off"] | None = None
+    """Whether a trainer rank encrypts its data sockets. ``None``: beyond loopback. With ``on``, engine ranks read from no TCP owner
+    that does not; else they do as the trainer does."""
+    connect_timeout: Seconds = 30.0
+    """Seconds until a first connection must stand."""
+    heartbeat: Seconds = 10.0
+    reconnect_seconds: Seconds = 10.0
+    """Longest pause between two attempts to reconnect."""
+    frame_bytes: Count = 512 << 20
+
+    def __post_init__(self) -> None:
+        if self.ca_file is not None and self.coordinator.scheme != "https":
+            raise ConfigurationError(f"a CA file (WEIGHTSYNC_CA_FILE) needs an https coordinator, not {self.coordinator}")
+
+    @classmethod
+    def load(cls, environment: Mapping[str, str] | None = None, /, **given: object) -> ClientSettings:
+        """Settings from the environment, where ``given`` (entries that are not ``None``) wins; ``coordinator`` may be a URL."""
+        return _load(cls, os.environ if environment is None else environment, given)
+
+
+def control_settings(settings: ServerSettings) -> RoundSettings:
+    """What the coordinator itself needs of these settings; a run without an id gets a new one."""
+    run = settings.run or f"run-{secrets.token_hex(4)}"
+    return RoundSettings(
+        run=run,
+        pause_mode=settings.pause_mode,
+        require=settings.require,
+        max_unavailable=settings.max_unavailable,
+        timeout=settings.round_deadline,
+        plan_bytes=settings.limits.plan_bytes,
+    )
+
+
+_Settings = TypeVar("_Settings", bound=msgspec.Struct)
+
+
+def _load(cls: type[_Settings], environment: Mapping[str, str], given: Mapping[str, object]) -> _Settings:
+    values: dict[str, Any] = {}
+    for field in msgspec.structs.fields(cls):
+        value = given.get(field.name)
+        variable = _PREFIX + field.name.upper()
+        if value is None and field.name == "token":
+            value = _token(environment)
+        elif value is None:
+            value = environment.get(variable) or None
+        else:
+            variable = field.name  # what the caller gave is named as the caller named it
+        if value is not None:
+            values[field.name] = _convert(value, field.type, variable)
+    return cls(**values)
+
+
+def _convert(value: object, kind: object, variable: str) -> object:
+    if isinstance(value, Secret | Address | Limits | Path):
+        return value
+    try:
+        if kind is Address and isinstance(value, str):
+            return Address.parse(value)
+        if kind == Path | None and isinstance(value, str):
+            return _readable(Path(value))
+        return msgspec.convert(value, type=kind, strict=False)
+    except (msgspec.ValidationError, ConfigurationError) as error:
+        named = f"{variable}: " if repr(value) in str(error) else f"{variable}={value!r}: "
+        raise ConfigurationError(f"{named}{error}") from None
+
+
+def _readable(path: Path) -> Path:
+    try:
+        usable = path.is_file() and os.access(path, os.R_OK)
+    except (OSError, ValueError):  # a name that is too long, say
+        usable = False
+    if not usable:
+        raise ConfigurationError("no such file, or not readable")
+    return path
+
+
+def _token(environment: Mapping[str, str]) -> Secret | None:
+    # The value must not show in the message, whatever is wrong with it.
+    direct, path = environment.get("WEIGHTSYNC_TOKEN"), environment.get("WEIGHTSYNC_TOKEN_FILE")
+    if direct and path:
+        raise ConfigurationError("WEIGHTSYNC_TOKEN and WEIGHTSYNC_TOKEN_FILE are both set; unset one")
+    if direct:
+        try:
+            return Secret(direct.strip())
+        except ConfigurationError as error:
+            raise ConfigurationError(f"WEIGHTSYNC_TOKEN: {error}") from None
+    return read_token(path, "WEIGHTSYNC_TOKEN_FILE=") if path else None
+
+
+def token_source(environment: Mapping[str, str] | None = None) -> str | None:
+    """The variable or file that the environment's token comes from; ``None`` if the environment has none."""
+    source = os.environ if environment is None else environment
+    return "WEIGHTSYNC_TOKEN" if source.get("WEIGHTSYNC_TOKEN") else source.get("WEIGHTSYNC_TOKEN_FILE") or None
+
+
+def read_token(path: str, named: str) -> Secret:
+    """The token in a file. Raises :class:`ConfigurationError` that starts with ``named`` and the path, never with the content."""
+    try:
+        with open(path, encoding="ascii") as file:
+            return Secret(file.read(_MAX_TOKEN + 2).strip())
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not ASCII"
+        raise ConfigurationError(f"{named}{path!r} cannot be read: {why}") from None
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{named}{path!r}: {error}") from None
+
+
+def token_for_request(coordinator: str | None, token: str | None, environment: Mapping[str, str] | None = None) -> str | None:
+    """The token for a coordinator that a request named, over a route that others may reach.
+
+    It is what the request holds. The environment's token belongs to the environment's coordinator: for another one it is not used,
+    which is a :class:`ConfigurationError`. ``None``: neither has one (a coordinator of this user may have left its own).
+    """
+    if token or coordinator is None:
+        return token or None
+    source = os.environ if environment is None else environment
+    named = source.get("WEIGHTSYNC_COORDINATOR")
+    asked, own = Address.parse(coordinator), Address.parse(named) if named else ClientSettings().coordinator
+    if asked != own and _token(source) is not None:
+        raise ConfigurationError(
+            f"the request names the coordinator {asked}, and this process belongs to {own} (WEIGHTSYNC_COORDINATOR): the token "
+            "of the environment is for that one alone. Give the token with the request, or set WEIGHTSYNC_COORDINATOR here"
+        )
+    return None
+
+
+_LAUNCHERS = (("", "RANK", "WORLD_SIZE"), ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
+"""Rank and world size as torchrun (and what imitates it) and Slurm's srun set them, where the first one is set. A batch script and
+``salloc``'s shell have a ``SLURM_PROCID`` too, and are no rank of anything; what srun starts has the number of its step."""
+
+
+def launched_place(environment: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+    """Rank and world size of this process as its launcher says, the first of torchrun's and Slurm's that does; else ``None``.
+
+    Raises :class:`ConfigurationError` for half of a pair, and for what is no rank of so many.
+    """
+    source = os.environ if environment is None else environment
+    for sign, rank, world_size in _LAUNCHERS:
+        values = source.get(rank), source.get(world_size)
+        if (sign and not source.get(sign)) or not any(values):
+            continue
+        if not all(values):
+            raise ConfigurationError(f"{rank}={values[0]!r} and {world_size}={values[1]!r}: set both or neither")
+        try:
+            place = int(values[0] or ""), int(values[1] or "")
+        except ValueError:
+            place = -1, 0
+        if not 0 <= place[0] < place[1]:
+            raise ConfigurationError(f"{rank}={values[0]!r} is no rank of {world_size}={values[1]!r}")
+        return place
+    return None
+
+
+def replica_name(environment: Mapping[str, str] | None = None) -> str | None:
+    """The replica that this process is a rank of, if its environment says so."""
+    return (os.environ if environment is None else environment).get("WEIGHTSYNC_REPLICA") or None
+
+
+def update_networks(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Where the process group of an update from outside may meet (``WEIGHTSYNC_UPDATE_NETWORKS``); empty: anywhere."""
+    text = (os.environ if environment is None else environment).get("WEIGHTSYNC_UPDATE_NETWORKS") or ""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def runtime_directory(environment: Mapping[str, str] | None = None) -> Path:
+    """Where this user's running coordinators leave their tokens; may not exist yet. Whoever uses it checks its owner and mode."""
+    source = os.environ if environment is None else environment
+    base = source.get("XDG_RUNTIME_DIR")
+    if base and os.path.isabs(base) and os.path.isdir(base):
+        return Path(base) / "weightsync"
+    return Path(source.get("TMPDIR") or tempfile.gettempdir()) / f"weightsync-{os.getuid()}"
+
+
+def agent_environment(settings: ClientSettings) -> dict[str, str]:
+    """The variables that give a child process the same coordinator, token, CA file and demand for encryption.
+
+    (The token is never an argument.)
+    """
+    found = {"WEIGHTSYNC_COORDINATOR": settings.coordinator.url}
+    if settings.token is not None:
+        found["WEIGHTSYNC_TOKEN"] = settings.token.reveal()
+    if settings.ca_file is not None:
+        found["WEIGHTSYNC_CA_FILE"] = str(settings.ca_file)
+    if settings.data_encryption is not None:
+        found["WEIGHTSYNC_DATA_ENCRYPTION"] = settings.data_encryption
+    return found

@@ -1,0 +1,71 @@
+"""In which epoch a trainer publishes, so that one that starts again from an earlier checkpoint may use its numbers again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weightsync.coordinator.publications import Shelves
+from weightsync.coordinator.ranks import TrainerRank
+from weightsync.errors import VersionError
+from weightsync.model import FIRST_EPOCH
+
+__all__ = ["REMEDY", "Epochs"]
+
+REMEDY = (
+    "publish() without a number takes the next; a trainer that goes on from an earlier checkpoint uses numbers again with "
+    "Trainer(..., new_epoch=True) on every rank"
+)
+"""What to do about a number that is too small."""
+
+
+class Epochs:
+    """Grants a new epoch once to each set of trainer processes that asks for one.
+
+    What was granted is remembered here by process, and by the trainer ranks themselves (``Hello.epoch``), so it survives a
+    restart of either side.
+    """
+
+    def __init__(self, shelves: Shelves) -> None:
+        self._shelves = shelves
+        self._granted: dict[str, int] = {}
+
+    def last(self, rank: TrainerRank) -> int:
+        """The highest number that is known in the epoch of ``rank``; -1 if there is none."""
+        epoch = self.of(rank)
+        return -1 if epoch is None else self._shelves.last_in(epoch)
+
+    def of(self, rank: TrainerRank) -> int | None:
+        """The epoch in which ``rank`` publishes; ``None`` if that is a new one, which nobody has been granted yet."""
+        epoch = self._granted_to(rank)
+        return self._shelves.epoch if epoch is None and not rank.new_epoch else epoch
+
+    def decide(self, ranks: Sequence[TrainerRank]) -> int:
+        """The epoch in which all ``ranks`` of a trainer publish together.
+
+        Raises :class:`~weightsync.errors.VersionError` if they do not agree on it, or if a later epoch has begun.
+        """
+        asking = [rank.member for rank in ranks if rank.new_epoch]
+        if asking and len(asking) < len(ranks):
+            others = ", ".join(rank.member for rank in ranks if not rank.new_epoch)
+            raise VersionError(
+                f"trainer ranks differ: {', '.join(asking)} asked for a new epoch, {others} did not; give new_epoch to all or none"
+            )
+        held = {rank.member: epoch for rank in ranks if (epoch := self._granted_to(rank)) is not None}
+        if len(set(held.values())) > 1:
+            listed = ", ".join(f"{member} in epoch {epoch}" for member, epoch in held.items())
+            raise VersionError(f"trainer ranks publish in different epochs: {listed}; start all ranks of the trainer again")
+        current = self._shelves.epoch
+        if held:
+            epoch = next(iter(held.values()))
+            if epoch < current:
+                raise VersionError(
+                    f"this trainer publishes in epoch {epoch}, and epoch {current} has begun: another trainer took its place. Stop "
+                    "this one, or start it again with Trainer(..., new_epoch=True)"
+                )
+        else:
+            epoch = current if not asking else current + 1 if self._shelves.known else FIRST_EPOCH
+        self._granted = {rank.session: epoch for rank in ranks}
+        return epoch
+
+    def _granted_to(self, rank: TrainerRank) -> int | None:
+        return self._granted.get(rank.session) or rank.epoch or None

@@ -1,0 +1,199 @@
+"""Who is here: trainer ranks and replicas, checked as they join. Pure bookkeeping; nothing is awaited."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from itertools import islice
+from typing import Any
+
+from weightsync.coordinator.rank_handle import Link
+from weightsync.coordinator.ranks import EngineNode, EngineRank, TrainerNode
+from weightsync.coordinator.replicas import Replica
+from weightsync.errors import AuthenticationError, ManifestMismatch, MembershipError
+from weightsync.model import Manifest
+
+__all__ = ["Membership"]
+
+_SHOWN_MISSING = 16
+_REMEMBERED_LOST = 64  # replicas without any connection that status still shows
+_REMEMBERED_REVOKED = 4096
+
+
+class Membership:
+    """The trainer's ranks and the replicas, by name."""
+
+    def __init__(self) -> None:
+        self.trainers: dict[str, Link[TrainerNode]] = {}
+        self.replicas: dict[str, Replica] = {}
+        self._lost: dict[str, Replica] = {}
+        self._revoked: dict[bytes, None] = {}
+        """Hashes of credentials and sessions, the oldest first."""
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The trainer's, once a rank of it is known."""
+        return next((link.node.rank.manifest for link in self.trainers.values()), None)
+
+    @property
+    def world_size(self) -> int:
+        """The trainer's, or zero while no rank of it is here."""
+        return next((link.node.rank.world_size for link in self.trainers.values()), 0)
+
+    def taking_part(self) -> list[Replica]:
+        """Replicas that a round takes in: those that fit the trainer, of which no rank was lost."""
+        return [replica for replica in self.replicas.values() if replica.state != "lost" and replica.refusal is None]
+
+    def left_out(self) -> list[Replica]:
+        """Replicas that a round misses: lost, or refused. One that was closed on purpose is not missed."""
+        taken = set(self.taking_part())
+        return [replica for replica in self.replicas.values() if replica not in taken and not replica.departed]
+
+    def missing_trainers(self, present: set[str]) -> list[int]:
+        """Trainer ranks that are not among ``present`` members, the first sixteen."""
+        ranks = {self.trainers[member].node.rank.rank for member in present if member in self.trainers}
+        return list(islice((rank for rank in range(self.world_size) if rank not in ranks), _SHOWN_MISSING))
+
+    def add_trainer(self, node: TrainerNode) -> Link[TrainerNode]:
+        """A trainer rank joins; a connection of the same process that nobody saw close is replaced.
+
+        Raises :class:`~weightsync.errors.MembershipError`, :class:`~weightsync.errors.ManifestMismatch`, or
+        :class:`~weightsync.errors.AuthenticationError` for a credential that was revoked.
+        """
+        rank = node.rank
+        _check_rank(rank.member, rank.rank, rank.world_size)
+        others = [link for member, link in self.trainers.items() if member != rank.member]
+        held = self.trainers.get(rank.member)
+        credential = self._admit(node, held)
+        for other in others:
+            theirs = other.node.rank
+            if theirs.world_size != rank.world_size:
+                raise MembershipError(
+                    f"{rank.member} says that the trainer has {rank.world_size} ranks, {theirs.member} says {theirs.world_size}: "
+                    "is this a second trainer?"
+                )
+            if theirs.rank == rank.rank:
+                raise MembershipError(f"{rank.member} and {theirs.member} are both rank {rank.rank} of the trainer")
+            theirs.manifest.check_same(rank.manifest, f"{rank.member}, unlike {theirs.member},")
+        if held is not None:
+            held.sever(_replaced(node))
+            held.node.dismiss(_replaced(node))
+        link: Link[TrainerNode] = Link(node, credential)
+        self.trainers[rank.member] = link
+        for replica in self.replicas.values():
+            self._judge(replica)
+        return link
+
+    def add_engine(self, node: EngineNode) -> tuple[Replica, Link[EngineNode]]:
+        """An engine rank joins its replica, which comes into being with its first rank.
+
+        A replica that does not hold the trainer's tensors is known, and refused: see :attr:`Replica.refusal`. Raises
+        :class:`~weightsync.errors.MembershipError`, :class:`~weightsync.errors.AuthenticationError` for a credential that was
+        revoked, or :class:`~weightsync.errors.ManifestMismatch` if the ranks of the replica differ.
+        """
+        rank = node.rank
+        _check_rank(rank.member, rank.rank, rank.world_size)
+        replica = self.replicas.get(rank.replica)
+        held = None if replica is None else replica.links.get(rank.rank)
+        credential = self._admit(node, held)
+        if replica is not None:
+            if held is not None:
+                replica.detach(held, _replaced(node))
+                held.node.dismiss(_replaced(node))
+            if not replica.links and (replica.world_size != rank.world_size or replica.manifest != rank.manifest):
+                replica = None  # the same name, but another engine
+        if replica is None:
+            replica = Replica(rank.replica, rank.world_size, rank.manifest)
+        link: Link[EngineNode] = Link(node, credential)
+        replica.attach(link)
+        self.replicas[rank.replica] = replica
+        self._lost.pop(rank.replica, None)
+        self._judge(replica)
+        return replica, link
+
+    def find(self, member: str) -> Link[Any]:
+        """The connection of this rank. Raises :class:`~weightsync.errors.MembershipError` if it has none."""
+        links: dict[str, Link[Any]] = dict(self.trainers)
+        for replica in self.replicas.values():
+            links |= replica.members()
+        if member not in links:
+            raise MembershipError(f"{member!r} is not connected; these ranks are: {', '.join(links) or 'none'}")
+        return links[member]
+
+    def revoke(self, link: Link[Any]) -> None:
+        """Refuse this link's credential from now on, and its session: the Welcome with the credential may have been lost."""
+        self._revoked |= {_hash(link.credential): None, _hash(link.node.rank.session): None}
+        while len(self._revoked) > _REMEMBERED_REVOKED:
+            del self._revoked[next(iter(self._revoked))]
+
+    def _admit(self, node: TrainerNode | EngineNode, held: Link[Any] | None) -> str:
+        """The credential of a rank that joins. ``held`` is the connection that has its place now."""
+        rank = node.rank
+        if not self._revoked.keys().isdisjoint({_hash(rank.credential), _hash(rank.session)}):
+            raise AuthenticationError(f"the credential of {rank.member} was revoked: restart its process, and it may join anew")
+        if held is None:
+            return secrets.token_urlsafe(32)
+        if not held.gives_way_to(node):
+            theirs = held.node.rank
+            raise MembershipError(
+                f"{rank.member} is connected already, by process {theirs.pid} on {theirs.host.name}, which is still "
+                "alive, and only that one may reconnect: a run has one trainer, a replica's name belongs to one engine, and each "
+                f"rank joins once. End that process, or free the place with `weightsync revoke {rank.member}`"
+            )
+        return held.credential
+
+    def remove(self, node: TrainerNode | EngineNode, reason: str, clean: bool = False) -> bool:
+        """This very connection is gone, ``clean`` if its agent said goodbye. Returns whether it was still the one in use."""
+        member = node.rank.member
+        trainer = self.trainers.get(member)
+        if trainer is not None and trainer.node is node:
+            del self.trainers[member]
+            trainer.sever(reason)
+            return True
+        replica = self.replicas.get(node.rank.replica) if isinstance(node.rank, EngineRank) else None
+        link = None if replica is None else replica.links.get(node.rank.rank)
+        if replica is None or link is None or link.node is not node:
+            return False
+        replica.detach(link, reason, clean)
+        if not replica.links:
+            self._forget(replica)
+        return True
+
+    def _judge(self, replica: Replica) -> None:
+        """Whether rounds may take this replica in."""
+        refusal = None
+        if self.manifest is not None:
+            try:
+                self.manifest.check_same(replica.manifest, f"replica {replica.name}")
+            except ManifestMismatch as error:
+                refusal = f"ManifestMismatch: {error}"
+        if replica.links and (refusal is not None or replica.refusal is not None):
+            replica.error = refusal
+        replica.refusal = refusal
+
+    def _forget(self, lost: Replica) -> None:
+        """Nothing of this replica is here any more: status still shows it for a while, if it ever was complete."""
+        if not lost.was_complete:
+            del self.replicas[lost.name]
+            return
+        self._lost.pop(lost.name, None)
+        self._lost[lost.name] = lost
+        while len(self._lost) > _REMEMBERED_LOST:
+            name = next(iter(self._lost))
+            replica = self._lost.pop(name)
+            if not replica.links and self.replicas.get(name) is replica:
+                del self.replicas[name]
+
+
+def _hash(credential: str) -> bytes:
+    return hashlib.sha256(credential.encode()).digest()
+
+
+def _replaced(node: TrainerNode | EngineNode) -> str:
+    rank = node.rank
+    return f"{rank.member} connected again, from process {rank.pid} on {rank.host.name}"
+
+
+def _check_rank(member: str, rank: int, world_size: int) -> None:
+    if not 0 <= rank < world_size:
+        raise MembershipError(f"{member} says that it is rank {rank} of {world_size}: ranks count from 0")

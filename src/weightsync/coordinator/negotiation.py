@@ -1,0 +1,205 @@
+"""What both sides agree on before anything is paused: delivery, covers, plan. Pure functions of what the ranks declared."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from weightsync.coordinator.ranks import EngineRank, TrainerRank
+from weightsync.errors import ConfigurationError, LayoutError, PeerLost
+from weightsync.model import Layout, Manifest
+from weightsync.planning.buckets import staging_layout
+from weightsync.planning.coverage import Cover, cover
+from weightsync.planning.limits import Stop
+from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
+from weightsync.protocol.messages import DEVICE_SCHEMES, PlanSlice, SourceAddress
+
+__all__ = ["Agreement", "Claim", "agree_on", "choose_delivery", "cover_trainers", "key_of"]
+
+_Bytes = Callable[[int], None]
+
+_TRAINER = "the trainer"
+_PIECE_BYTES, _PIECE_BYTES_FOR_A_DIM = 20, 24
+"""Of :class:`~weightsync.protocol.messages.PieceColumns`: two or three 64-bit numbers in each dimension, and what is there once."""
+_WHILE_PLANNING = 3
+"""A plan that is being made takes so many times what is kept of it: measured, see ``tests/unit/planning/test_limits.py``."""
+
+
+class Claim:
+    """Memory of the coordinator's that a plan takes, asked for by ``take`` and handed back by ``give`` when the plan is dropped."""
+
+    def __init__(self, take: _Bytes = lambda nbytes: None, give: _Bytes = lambda nbytes: None) -> None:
+        self._take, self._give = take, give
+        self.nbytes = 0
+
+    def take(self, nbytes: int) -> None:
+        """More of it. Raises :class:`~weightsync.errors.ConfigurationError` if there is not so much."""
+        self._take(nbytes)
+        self.nbytes += nbytes
+
+    def keep(self, nbytes: int) -> None:
+        """Only so much of it from now on."""
+        self._give(self.nbytes - nbytes)
+        self.nbytes = nbytes
+
+    def __del__(self) -> None:
+        """The last agreement with this plan is gone."""
+        self.keep(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """How one replica gets its bytes. Valid for exactly the ranks behind ``key``."""
+
+    key: str
+    """Says which trainer ranks and engine ranks, with which layouts, hosts and offers."""
+    delivery: Literal["direct", "streamed"]
+    reason: str
+    slices: dict[str, PlanSlice]
+    """What each rank must know, by member."""
+    covers: tuple[tuple[tuple[str, ...], Cover], ...]
+    """Members whose boxes together are every tensor exactly once: all ranks for direct delivery, each alone for streamed."""
+    parties: tuple[TrainerRank | EngineRank, ...]
+    """The ranks themselves."""
+    claim: Claim = field(default_factory=Claim)
+    """The memory that ``slices`` takes."""
+
+    def holds_for(self, trainers: Mapping[str, TrainerRank], engines: Mapping[str, EngineRank]) -> bool:
+        """Whether these are the very ranks that it was made for, without looking at what they said: none has joined anew."""
+        now = (*trainers.values(), *engines.values())
+        return len(now) == len(self.parties) and all(map(operator.is_, now, self.parties))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the replica's ranks receive."""
+        return sum(piece.nbytes for piece in self.slices.values())
+
+
+def key_of(trainers: Mapping[str, TrainerRank], engines: Mapping[str, EngineRank]) -> str:
+    """Changes with anything that an agreement depends on: which ranks, their processes, hosts, layouts, offers."""
+    sources = [
+        (member, rank.session, rank.layout.digest, rank.host, rank.offers, rank.key) for member, rank in sorted(trainers.items())
+    ]
+    targets = [
+        (member, rank.session, rank.layout and rank.layout.digest, rank.device_memory, rank.host, rank.delivery, rank.bucket_bytes)
+        for member, rank in sorted(engines.items())
+    ]
+    return hashlib.blake2b(repr((sources, targets)).encode(), digest_size=16).hexdigest()
+
+
+def choose_delivery(
+    trainers: Mapping[str, TrainerRank], engines: Mapping[str, EngineRank]
+) -> tuple[Literal["direct", "streamed"], str]:
+    """One delivery for all ranks of a replica, and why.
+
+    ``auto`` is direct where every rank offers a layout, in memory that can be written from where all the trainer's is.
+    Raises :class:`~weightsync.errors.ConfigurationError` if ranks ask for different ones, or for direct delivery without a layout.
+    """
+    asked = {rank.delivery for rank in engines.values()} - {"auto"}
+    without = [member for member, rank in engines.items() if rank.layout is None]
+    if len(asked) > 1:
+        raise ConfigurationError(f"ranks {', '.join(engines)} ask for different deliveries: {', '.join(sorted(asked))}")
+    if "streamed" in asked:
+        return "streamed", "the engine asked for it"
+    if "direct" in asked:
+        if without:
+            raise ConfigurationError(f"direct delivery needs a layout of every rank, and {', '.join(without)} offers none")
+        return "direct", "the engine asked for it"
+    if without:
+        reasons = {engines[member].no_layout for member in without} - {""}
+        return "streamed", f"auto: no layout from {', '.join(without)}" + (f" ({'; '.join(sorted(reasons))})" if reasons else "")
+    out_of_reach = [
+        f"{rank.member} from {source.member}"
+        for rank in engines.values()
+        for source in trainers.values()
+        if rank.device_memory and not _writes_on_device(source, rank)
+    ]
+    if out_of_reach:
+        return "streamed", f"auto: GPU memory cannot be written directly at {out_of_reach[0]} (copies, or another host)"
+    return "direct", "auto: every rank offers a layout"
+
+
+def _writes_on_device(source: TrainerRank, engine: EngineRank) -> bool:
+    return any(
+        offer.scheme in DEVICE_SCHEMES
+        and offer.scheme in engine.transports
+        and (offer.scheme == "nccl" or offer.host.name == engine.host.name)
+        for offer in source.offers
+    )
+
+
+def cover_trainers(manifest: Manifest, trainers: Mapping[str, TrainerRank], stop: Stop | None = None) -> Cover:
+    """The trainer's boxes. Raises :class:`~weightsync.errors.LayoutError` unless they are every tensor exactly once."""
+    return cover(manifest, {member: rank.layout for member, rank in trainers.items()}, _TRAINER, stop=stop)
+
+
+def _address(rank: TrainerRank) -> SourceAddress:
+    return SourceAddress(rank.member, rank.layout.digest, rank.offers, rank.key)
+
+
+def agree_on(
+    replica: str,
+    trainers: Mapping[str, TrainerRank],
+    engines: Mapping[str, EngineRank],
+    earlier: Agreement | None = None,
+    claim: Claim | None = None,
+    stop: Stop | None = None,
+) -> Agreement:
+    """The agreement for one replica: the ``earlier`` one, where ranks that joined anew say the same as before.
+
+    Raises :class:`~weightsync.errors.ManifestMismatch`, :class:`~weightsync.errors.LayoutError` or
+    :class:`~weightsync.errors.ConfigurationError`, each naming the replica or rank; :class:`~weightsync.errors.PeerLost` without a
+    trainer; and :class:`~weightsync.errors.Aborted` soon
+    after ``stop`` was set.
+    """
+    claim, stop = claim or Claim(), stop or Stop()
+    key = key_of(trainers, engines)
+    parties: tuple[TrainerRank | EngineRank, ...] = (*trainers.values(), *engines.values())
+    if not trainers:
+        raise PeerLost(f"no trainer rank is connected any more: nothing can be planned for replica {replica}")
+    if earlier is not None and earlier.key == key:
+        return replace(earlier, parties=parties)
+    if earlier is not None:
+        earlier.claim.keep(0)  # nobody reads by it again: its place is needed to make the next
+    manifest = next(iter(trainers.values())).manifest
+    for member, engine in engines.items():
+        manifest.check_same(engine.manifest, member)
+    delivery, reason = choose_delivery(trainers, engines)
+    layouts: dict[str, Layout] = {}
+    covers: tuple[tuple[tuple[str, ...], Cover], ...]
+    if delivery == "direct":
+        layouts = {member: engine.layout for member, engine in engines.items() if engine.layout is not None}
+        covers = ((tuple(layouts), cover(manifest, layouts, f"replica {replica}", stop=stop)),)
+    else:
+        layouts = {member: staging_layout(manifest, engine.bucket_bytes) for member, engine in engines.items()}
+        covers = tuple(((member,), cover(manifest, {member: layout}, member, stop=stop)) for member, layout in layouts.items())
+    piece = _PIECE_BYTES + _PIECE_BYTES_FOR_A_DIM * manifest.dims
+    plan = plan_transfer(
+        manifest,
+        [SourceRank(member, rank.host, rank.layout) for member, rank in trainers.items()],
+        [TargetRank(member, engines[member].host, layout) for member, layout in layouts.items()],
+        claim=lambda pieces: claim.take(_WHILE_PLANNING * piece * pieces),
+        stop=stop,
+    )
+    slices: dict[str, PlanSlice] = {}
+    for member, layout in layouts.items():
+        pieces = plan.pieces(member)
+        slices[member] = PlanSlice(
+            digest=pieces.digest,
+            delivery=delivery,
+            reason=reason,
+            sources=tuple(_address(trainers[name]) for name in pieces.sources),
+            layout=layout.to_columns(),
+            pieces=pieces.to_columns(),
+            nbytes=plan.nbytes(member),
+        )
+        if slices[member].nbytes != layout.nbytes(manifest):
+            raise LayoutError(f"the plan gives {member} {slices[member].nbytes:,} of {layout.nbytes(manifest):,} bytes")
+    claim.keep(piece * plan.count)
+    agreement = Agreement(key, delivery, reason, slices, covers, parties, claim)
+    if not agreement.nbytes:
+        raise LayoutError(f"the plan moves no bytes to replica {replica}")
+    return agreement

@@ -1,0 +1,268 @@
+"""Where the trainer's ranks meet before a publication: all of them, with the same number, or nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from weightsync.coordinator.epochs import REMEDY, Epochs
+from weightsync.coordinator.membership import Membership
+from weightsync.coordinator.publications import Shelves
+from weightsync.coordinator.rank_handle import Limit, Link
+from weightsync.coordinator.ranks import TrainerNode
+from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, PeerLost, VersionError, WeightSyncError
+from weightsync.protocol.messages import RoundResult
+from weightsync.protocol.wait_notices import reminding
+
+__all__ = ["RETURN_SECONDS", "Rendezvous"]
+
+RETURN_SECONDS = 10.0
+"""For so long a rank keeps its place among those that asked while its connection is gone."""
+
+_LAST_NUMBER = (1 << 63) - 1
+
+
+@dataclass
+class _Place:
+    """A rank that asked."""
+
+    link: Link[TrainerNode]
+    limit: Limit
+    call: int = 0
+    """Tells a call that is repeated from the next one of the same process."""
+    away: asyncio.TimerHandle | None = None
+    """Runs while its connection is gone; at its end the others stop waiting."""
+
+    @property
+    def session(self) -> str:
+        return self.link.node.rank.session
+
+
+class _Gathering:
+    """Ranks that want to publish one number, and what comes of it."""
+
+    def __init__(self, number: int | None) -> None:
+        self.number = number
+        """``None`` as long as every rank leaves it to the coordinator."""
+        self.epoch = 0
+        """Known when all have asked."""
+        self.places: dict[str, _Place] = {}
+        self.owed: dict[str, str] = {}
+        """Ranks, with their sessions, that had not asked when it failed: told as soon as they do, lest they wait in vain."""
+        self.result: asyncio.Future[RoundResult] = asyncio.get_running_loop().create_future()
+
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return "the next version" if self.number is None else f"version {self.number}"
+
+    def same(self, number: int | None) -> bool:
+        """Whether a rank that asks for ``number`` may mean this publication."""
+        return number is None or self.number is None or number == self.number
+
+    def fail(self, error: BaseException) -> None:
+        if not self.result.done():
+            self.result.set_exception(error)
+            self.result.exception()  # looked at: there may be nobody left to raise it for
+
+    def follow(self, round_: asyncio.Task[RoundResult]) -> None:
+        """The round has started: its outcome is the result."""
+
+        def ended(done: asyncio.Task[RoundResult]) -> None:
+            if done.cancelled():
+                self.fail(Aborted(f"the publication of {self.what} was cancelled"))
+            elif (error := done.exception()) is not None:
+                self.fail(error)
+            elif not self.result.done():
+                self.result.set_result(done.result())
+
+        round_.add_done_callback(ended)
+
+
+class Rendezvous:
+    """Gathers the trainer's ranks and calls ``start(epoch, number, limit)`` when all have asked for the same number.
+
+    A rank whose connection breaks keeps its place for :data:`RETURN_SECONDS`. It asks again when it is back.
+    """
+
+    def __init__(
+        self,
+        members: Membership,
+        shelves: Shelves,
+        start: Callable[[int, int, Limit], asyncio.Task[RoundResult]],
+        waiting_for: Callable[[], str] = lambda: "",
+    ) -> None:
+        self._members = members
+        self._shelves = shelves
+        self._start = start
+        self._waiting_for = waiting_for
+        self.epochs = Epochs(shelves)
+        self._gathering: _Gathering | None = None
+        self._running: _Gathering | None = None
+        self._failed: _Gathering | None = None
+
+    async def publish(self, member: str, number: int | None, limit: Limit, call: int = 0) -> RoundResult:
+        """See :meth:`weightsync.coordinator.coordinator.Coordinator.publish`."""
+        link = self._members.trainers.get(member)
+        if link is None:
+            raise MembershipError(f"{member} is not a rank of the trainer, and cannot publish")
+        gathering = self._asked_before(link, call)
+        if gathering is None:
+            self._tell_failure(member, number)
+            gathering = self._enter(member, number, _Place(link, limit, call))
+        if gathering is self._gathering and not self._absent(gathering):
+            self._begin(gathering)
+        cancelled = True
+        try:
+            with reminding(lambda: self._remind(gathering, link)):
+                await asyncio.wait([gathering.result], timeout=limit.remaining(f"the publication of {gathering.what}"))
+            cancelled = False
+        finally:
+            if gathering is self._gathering and not gathering.result.done():
+                self._stop_waiting(gathering, member, link, cancelled)
+        if not gathering.result.done():
+            raise DeadlineExceeded(f"the round of {gathering.what} still runs after {limit.seconds:g} s")
+        return gathering.result.result()
+
+    def cannot_publish(self, member: str, number: int | None, reason: str) -> None:
+        """A rank failed before it could ask: the others learn it at once."""
+        gathering = self._gathering
+        if gathering is None or not gathering.same(number):
+            gathering = _Gathering(number)
+        self._fail(gathering, Aborted(f"{gathering.what} was not published: {member} failed before it could place it: {reason}"))
+        gathering.owed.pop(member, None)
+
+    def left(self, member: str, reason: str, clean: bool = False) -> None:
+        """A rank's connection is gone. If it had asked, the others wait for it a while, unless it said goodbye (``clean``)."""
+        gathering = self._gathering
+        place = None if gathering is None else gathering.places.get(member)
+        if gathering is None or place is None or self._members.trainers.get(member) is place.link:
+            return
+        if clean:
+            self._fail(gathering, PeerLost(f"{member} is gone ({reason}) while {gathering.what} was being published"))
+        else:
+            self._keep_place(gathering, member, reason)
+
+    def close(self) -> None:
+        """Nobody publishes any more."""
+        if self._gathering is not None:
+            self._fail(self._gathering, Aborted("the coordinator is closing"))
+
+    # Entering.
+
+    def _asked_before(self, link: Link[TrainerNode], call: int) -> _Gathering | None:
+        """The publication that this very call asked for before its connection broke, whether or not an answer was sent."""
+        for gathering in (self._running, self._failed):
+            place = None if gathering is None else gathering.places.get(link.member)
+            if call and place is not None and (place.session, place.call) == (link.node.rank.session, call):
+                return gathering
+        return None
+
+    def _tell_failure(self, member: str, number: int | None) -> None:
+        failed = self._failed
+        if failed is None or self._gathering is not None:
+            return
+        if failed.owed.pop(member, None) == self._members.trainers[member].node.rank.session and failed.same(number):
+            failed.result.result()
+
+    def _enter(self, member: str, number: int | None, place: _Place) -> _Gathering:
+        self._check_number(member, place.link, number)
+        if self._gathering is None:
+            self._gathering = _Gathering(number)
+        gathering = self._gathering
+        if not gathering.same(number):
+            others = ", ".join(gathering.places)
+            error = VersionError(f"trainer ranks differ: {member} publishes version {number}, {others} version {gathering.number}")
+            gathering.places.setdefault(member, place)
+            self._fail(gathering, error)
+            raise error
+        held = gathering.places.get(member)
+        if held is not None and held.link is place.link:
+            raise VersionError(f"{member} is publishing {gathering.what} already")
+        if held is not None and held.away is not None:
+            held.away.cancel()
+        if self._failed is not None:
+            self._failed.owed.pop(member, None)  # it meets the others here
+        gathering.number = number if gathering.number is None else gathering.number
+        gathering.places[member] = place
+        return gathering
+
+    def _check_number(self, member: str, link: Link[TrainerNode], number: int | None) -> None:
+        running, last = self._running, self.epochs.last(link.node.rank)
+        same_epoch = running is not None and running.epoch == self.epochs.of(link.node.rank)
+        if running is not None and same_epoch and not running.result.done() and running.number is not None:
+            last = max(last, running.number)
+        if number is not None and number <= last:
+            raise VersionError(
+                f"{member} cannot publish version {number}: the last one is {last}, and numbers only go up. {REMEDY}"
+            )
+
+    def _begin(self, gathering: _Gathering) -> None:
+        """All ranks have asked: settle epoch and number, and start the round."""
+        self._gathering = None
+        ranks = [place.link.node.rank for place in gathering.places.values()]
+        try:
+            gathering.epoch = self.epochs.decide(ranks)
+            last = self._shelves.last_in(gathering.epoch)
+            if gathering.number is None:
+                gathering.number = last + 1
+            if not last < gathering.number <= _LAST_NUMBER:
+                raise VersionError(f"version {gathering.number} cannot be published: the last one is {last}. {REMEDY}")
+        except VersionError as error:
+            self._fail(gathering, error)
+            return
+        self._running = gathering
+        limit = min((place.limit for place in gathering.places.values()), key=lambda limit: limit.at)
+        gathering.follow(self._start(gathering.epoch, gathering.number, limit))
+
+    # Waiting, and giving up.
+
+    def _absent(self, gathering: _Gathering) -> str:
+        """Ranks of the trainer that have not asked, or whose connection is gone, for messages; empty if all are here."""
+        present = {member for member, place in gathering.places.items() if self._members.trainers.get(member) is place.link}
+        connected = {link.node.rank.rank for link in self._members.trainers.values()}
+        missing = self._members.missing_trainers(present)
+        return ", ".join(str(rank) if rank in connected else f"{rank} (not connected)" for rank in missing)
+
+    def _remind(self, gathering: _Gathering, link: Link[TrainerNode]) -> None:
+        if gathering is self._gathering:
+            link.node.notify(f"waiting for trainer rank {self._absent(gathering)} to publish {gathering.what}")
+        elif not gathering.result.done():
+            link.node.notify(f"waiting for the round of {gathering.what}{self._waiting_for()}")
+
+    def _stop_waiting(self, gathering: _Gathering, member: str, link: Link[TrainerNode], cancelled: bool) -> None:
+        """One rank's call ends, by its deadline, by being withdrawn, or with its connection."""
+        place = gathering.places.get(member)
+        if place is None or place.link is not link:
+            return  # it is back, and asked again
+        if cancelled and self._members.trainers.get(member) is not link:
+            self._keep_place(gathering, member, "its connection broke")
+            return
+        absent = self._absent(gathering)
+        why = (
+            f"{member} stopped waiting before trainer rank {absent} came"
+            if cancelled
+            else f"trainer rank {absent} did not call publish(); every rank must call it"
+        )
+        self._fail(gathering, DeadlineExceeded(f"{gathering.what} was not published: {why}"))
+
+    def _keep_place(self, gathering: _Gathering, member: str, reason: str) -> None:
+        place = gathering.places[member]
+        if place.away is None:
+            why = f"{member} is gone ({reason}) while {gathering.what} was being published"
+            error = PeerLost(f"{why}, and did not come back within {RETURN_SECONDS:g} s")
+            place.away = asyncio.get_running_loop().call_later(RETURN_SECONDS, self._fail, gathering, error)
+
+    def _fail(self, gathering: _Gathering, error: WeightSyncError) -> None:
+        """Everybody who asked gets ``error``, and whoever is connected and has not asked yet gets it when it does."""
+        if gathering is self._gathering:
+            self._gathering = None
+        for place in gathering.places.values():
+            if place.away is not None:
+                place.away.cancel()
+        gathering.owed = {
+            member: link.node.rank.session for member, link in self._members.trainers.items() if member not in gathering.places
+        }
+        self._failed = gathering
+        gathering.fail(error)

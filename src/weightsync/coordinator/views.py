@@ -1,0 +1,51 @@
+"""Ranks and replicas as :mod:`weightsync.coordinator.status` shows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weightsync.coordinator.publications import Shelves
+from weightsync.coordinator.rank_handle import Link
+from weightsync.coordinator.replicas import Replica
+from weightsync.coordinator.status import RankStatus, ReplicaGauges, ReplicaStatus
+
+__all__ = ["rank_status", "replica_gauges", "replica_status"]
+
+
+def rank_status(link: Link[Any]) -> RankStatus:
+    """For status."""
+    rank = link.node.rank
+    return RankStatus(rank.member, rank.rank, rank.host.name, rank.pid)
+
+
+def replica_gauges(replica: Replica, shelves: Shelves) -> ReplicaGauges:
+    """For metrics."""
+    return ReplicaGauges(replica.name, replica.shown_state, *_version(replica, shelves), replica.phases, replica.since)
+
+
+def replica_status(replica: Replica, shelves: Shelves) -> ReplicaStatus:
+    """For status."""
+    version = replica.version
+    number, staleness = _version(replica, shelves)
+    return ReplicaStatus(
+        name=replica.name,
+        state=replica.shown_state,
+        routable=replica.routable,
+        version=number,
+        digest=None if version is None else version.digest,
+        staleness=staleness,
+        since=replica.since,
+        world_size=replica.world_size,
+        missing=tuple(replica.missing),
+        ranks=tuple(rank_status(link) for _, link in sorted(replica.links.items())),
+        adapter=next((link.node.rank.adapter for link in replica.links.values()), ""),
+        error=replica.error,
+        phases=dict(replica.phases),
+        epoch=None if version is None else version.epoch,
+    )
+
+
+def _version(replica: Replica, shelves: Shelves) -> tuple[int | None, int | None]:
+    """Its number, and how many publications it is behind."""
+    version = replica.version
+    return (None, None) if version is None else (version.number, shelves.behind(version))

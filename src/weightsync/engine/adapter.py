@@ -1,0 +1,97 @@
+"""What weightsync asks of a rollout engine: small methods, of which most engines need four."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from weightsync.model import Manifest, PauseMode, Version
+from weightsync.tensors.shards import Shard
+
+__all__ = ["EngineAdapter"]
+
+
+class EngineAdapter:
+    """One engine rank, as weightsync sees it. Derive from it; the defaults suit an engine that has nothing to do there.
+
+    Calls come one at a time from weightsync's own thread, in the order of the round: ``pause``, ``begin``, ``wake_weights``, then
+    ``load`` (streamed delivery) or writes into the memory of ``shards`` (direct delivery), ``finish``, ``wake_cache``, ``flush``,
+    ``resume``. An exception makes the replica dirty: the engine stays paused, and a later round goes on with ``begin``. The
+    library remembers that the engine is paused: ``pause`` comes again only after ``resume``, or after one of the two raised, or
+    if the adapter says ``pauses_twice``.
+    """
+
+    name = "custom"
+    """For people: shown in status and results."""
+
+    no_shards = ""
+    """Why ``shards`` answers ``None``, where that is worth telling: results say it."""
+
+    loads_late = False
+    """Whether ``load`` only keeps tensors, and parameters change in ``finish``: then they are not read back before that."""
+
+    pauses_twice = False
+    """``pause()`` may be called again while paused, and then makes sure that nothing runs.
+
+    Say so where somebody else may resume the engine by its own means: then ``pause`` is called before every update, with mode
+    ``keep`` if it was paused. A class that defines ``pause`` says it anew; it is not inherited from the class whose ``pause`` it
+    replaces.
+    """
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        said = next(vars(one) for one in cls.__mro__ if {"pause", "pauses_twice"} & vars(one).keys())
+        cls.pauses_twice = bool(said.get("pauses_twice", False))
+
+    def manifest(self) -> Manifest:
+        """The checkpoint tensors that this engine takes. Required."""
+        raise NotImplementedError(f"{type(self).__name__} must say which checkpoint tensors it takes: define manifest()")
+
+    def shards(self) -> Sequence[Shard] | None:
+        """Where this rank's parameters live, if they are plain copies of checkpoint elements; ``None``: stream to ``load``."""
+        return None
+
+    def device(self) -> torch.device | None:
+        """The CUDA device in whose memory ``load`` is lent its buckets, if trainers on this host can be read from there.
+
+        ``None``: the device of ``shards``, and host memory where there are none.
+        """
+        return None
+
+    def pause(self, mode: PauseMode, timeout: float) -> None:
+        """Return within ``timeout`` seconds with no generation step running, and none starting until ``resume``.
+
+        If it raises, it is called again; else only as ``pauses_twice`` says. A call that does not return keeps
+        this rank out of rounds until it does; errors name it.
+        """
+
+    def begin(self) -> None:
+        """Paused, and a round is about to bring weights: forget what an earlier round that failed left behind."""
+
+    def wake_weights(self) -> None:
+        """Paused, and about to be written: an engine that gave its weights' memory away (colocated) takes it again now.
+
+        ``shards`` may be elsewhere afterwards, but has the same layout.
+        """
+
+    def wake_cache(self) -> None:
+        """The weights are verified: an engine that gave the memory of its KV cache away takes it again now, before ``flush``."""
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load whole tensors under the names of ``manifest``, not aliases. Called once a bucket; a tensor is lent until it returns.
+
+        Tensors on a CUDA device may be read by the device's current stream, also after this returned; work that is queued on other
+        streams must have been waited for. Needed for streamed delivery only.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no loader: define load(), or shards() for direct delivery")
+
+    def finish(self, version: Version) -> None:
+        """All bytes are in place and verified: rebuild what was derived from weights, and label the engine with ``version``."""
+
+    def flush(self) -> bool:
+        """Drop caches made with the old weights (KV, prefix). ``False`` fails the round for this replica."""
+        return True
+
+    def resume(self) -> None:
+        """Generate again, with the new weights."""

@@ -1,0 +1,150 @@
+"""What an engine's process uses: one object on every engine rank, around an adapter."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self, get_args
+
+from weightsync.config import ClientSettings, Secret, replica_name
+from weightsync.engine.adapter import EngineAdapter
+from weightsync.engine.session import EngineRole
+from weightsync.errors import ConfigurationError
+from weightsync.forks import Origin
+from weightsync.launch import place_in_world
+from weightsync.model import Version
+from weightsync.protocol.connection import Link
+from weightsync.protocol.messages import PROTOCOL, Delivery, Hello
+from weightsync.protocol.round_log import LoggedCalls
+from weightsync.transports.hostinfo import this_host
+from weightsync.transports.select import schemes_for
+
+__all__ = ["Engine"]
+
+_LONGEST = 1000  # characters of a reason
+
+
+class Engine:
+    """Joins one engine rank to the coordinator and keeps its weights current, from threads of its own.
+
+    ``replica`` names the serving engine; its ranks are ``rank`` of ``world_size`` (0 of 1) under the same name, and it takes part
+    in rounds when all have joined. Not given, the name is that in ``WEIGHTSYNC_REPLICA``, and rank and world size are those of the
+    launch (``torch.distributed``, torchrun, Slurm). ``coordinator`` is its URL, else that in ``WEIGHTSYNC_COORDINATOR``.
+
+    ``delivery`` is ``"direct"`` (into the adapter's shards), ``"streamed"`` (through its loader) or ``"auto"``. ``bucket_bytes`` is
+    the size of one of the ``buffers`` (2, or 1) staging buckets of streamed delivery; a tensor larger than that gets a bucket of
+    its own size. Not given: 256 MiB; where the buckets are GPU memory, a 32nd of what is free there, from 64 MiB to 1 GiB.
+    ``transports`` are the schemes allowed, best first. Close it, or use it in a ``with``.
+
+    Raises :class:`~weightsync.errors.CoordinatorUnreachable`, :class:`~weightsync.errors.AuthenticationError`,
+    :class:`~weightsync.errors.MembershipError` (the name is in use),
+    :class:`~weightsync.errors.ManifestMismatch` (the engine does not take the trainer's tensors) and
+    :class:`~weightsync.errors.TransportUnavailable`.
+
+    ::
+
+        engine = weightsync.Engine(weightsync.ModuleAdapter(model), replica="mine-0", coordinator="http://head:7400")
+    """
+
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        replica: str | None = None,
+        coordinator: str | None = None,
+        *,
+        token: str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        run: str = "",
+        delivery: Delivery = "auto",
+        bucket_bytes: int | None = None,
+        buffers: int = 2,
+        transports: Sequence[str] | None = None,
+    ) -> None:
+        if not isinstance(adapter, EngineAdapter):
+            raise ConfigurationError(
+                f"{adapter!r} is not an engine adapter: give an object of a class that derives from weightsync.EngineAdapter "
+                "(weightsync.ModuleAdapter for a torch.nn.Module)"
+            )
+        replica, rank, world_size = _place_in_replica(replica, rank, world_size)
+        if not replica or "/" in replica or not replica.isprintable():
+            raise ConfigurationError(f"a replica's name is printable characters without '/', not {replica!r}")
+        if delivery not in get_args(Delivery):
+            raise ConfigurationError(f"delivery {delivery!r} is none of {', '.join(get_args(Delivery))}")
+        if bucket_bytes is not None and bucket_bytes <= 0:
+            raise ConfigurationError(f"bucket_bytes must be positive, not {bucket_bytes}")
+        if buffers not in (1, 2):
+            raise ConfigurationError(f"buffers must be 1 or 2, not {buffers!r}")
+        self._origin = Origin()
+        self.replica, self.rank, self.world_size = replica, rank, world_size
+        self._run, self._session, self._delivery = run, uuid.uuid4().hex, delivery
+        self._here = this_host()
+        settings = ClientSettings.load(coordinator=coordinator, token=Secret(token) if token else None)
+        names = [found.name for found in schemes_for(transports)]
+        with ExitStack() as owned:
+            self._role = EngineRole(
+                adapter, names, self._here, progress=self._progress, bucket_bytes=bucket_bytes, buffers=buffers,
+                encrypted=settings.data_encryption == "on", rank=rank, member=f"{replica}/{rank}",
+            )  # fmt: skip
+            if delivery == "direct" and self._role.layout is None:
+                raise ConfigurationError(f"the {adapter.name} adapter has no shards(): it can only be streamed to")
+            self._link = Link(
+                settings,
+                hello=self._hello,
+                receive=LoggedCalls(f"{replica}/{rank}", self._role.receive),
+                on_lost=lambda _: self._role.abort(),
+                name=f"{replica}/{rank}",
+            )
+            owned.callback(self._link.close)
+            owned.callback(self._role.close)  # first: it ends what a call is still doing
+            self._link.connect()
+            self._owned = owned.pop_all()
+
+    def _progress(self, nbytes: int) -> None:
+        self._link.progress(nbytes)
+
+    def _hello(self) -> Hello:
+        role = self._role
+        direct = role.layout is not None and self._delivery != "streamed"
+        return Hello(
+            protocol=PROTOCOL, run=self._run, role="engine", name=self.replica, rank=self.rank, world_size=self.world_size,
+            session=self._session, host=self._here, pid=os.getpid(), manifest=role.manifest.tensors,
+            layout=role.layout.to_columns() if direct and role.layout is not None else None,
+            no_layout="" if direct else str(role.adapter.no_shards)[:_LONGEST], device_memory=direct and role.device_memory,
+            transports=role.transports, delivery=self._delivery, bucket_bytes=role.bucket_bytes, adapter=role.adapter.name,
+            serving=role.attests,
+        )  # fmt: skip
+
+    @property
+    def serving(self) -> Version | None:
+        """The version whose bytes this rank holds, verified and committed; ``None`` before the first and during an update."""
+        return self._role.serving
+
+    def close(self) -> None:
+        """Leave the coordinator. The engine keeps the weights that it has. Safe twice. In a forked child: nothing."""
+        if self._origin.elsewhere:
+            return
+        self._owned.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _place_in_replica(replica: str | None, rank: int | None, world_size: int | None) -> tuple[str, int, int]:
+    if replica is None:
+        # All processes of a launch share its environment: they are ranks of one replica.
+        replica = replica_name()
+        if replica is None:
+            raise ConfigurationError("an engine needs the name of its replica: give replica=..., or set WEIGHTSYNC_REPLICA")
+        return replica, *place_in_world(rank, world_size)
+    # Named in code, it may be one of several in a launch (one a trainer's rank, say), and the launch says nothing about it.
+    rank, world_size = rank or 0, 1 if world_size is None else world_size
+    if not 0 <= rank < world_size:
+        raise ConfigurationError(f"rank {rank} is not one of the {world_size} ranks of replica {replica!r}")
+    return replica, rank, world_size

@@ -1,0 +1,79 @@
+"""The digests of an engine's parameters themselves, after its loader filled them, where they are whole, plain copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.deadline import Deadline
+from weightsync.errors import LayoutError
+from weightsync.model import Box, Layout, Manifest
+from weightsync.tensors.device_memory import DeviceDigest, device_of
+from weightsync.tensors.digest import digest_rows
+from weightsync.tensors.memory import layout_in_place
+from weightsync.tensors.shards import Shard, Views
+
+__all__ = ["ReadBack"]
+
+
+class ReadBack:
+    """Where the parameters are, and how to digest them: made once, and anew when they are other memory or another view of it.
+
+    Used by one thread at a time.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._views: Views | None = None
+        self._part = 0  # the first shard that is not whole
+        self._layout: Layout | None = None
+        self._addresses: tuple[int, ...] = ()
+        self._device: torch.device | None = None
+        self._digest: DeviceDigest | None = None
+
+    def look(self, shards: Sequence[Shard] | None) -> bool:
+        """Whether ``shards`` can be read back as what a trainer publishes: all of them whole, and none of another dtype."""
+        if shards is None or (self._part < len(shards) and not _whole(shards[self._part])):
+            return False  # perhaps as it was the last time, which takes no further look
+        tensors = [one.tensor for one in shards]
+        if self._views is None or not self._views.are_of(tensors):
+            self._views, self._digest = Views(tensors), None
+            self._layout, self._addresses, self._device = self._find(shards)
+        return self._layout is not None
+
+    def _find(self, shards: Sequence[Shard]) -> tuple[Layout | None, tuple[int, ...], torch.device | None]:
+        device = device_of(shards)
+        self._part = next((index for index, one in enumerate(shards) if not _whole(one)), len(shards))
+        if device is None or device.type not in ("cpu", "cuda") or self._part < len(shards):
+            return None, (), None
+        try:
+            layout, addresses = layout_in_place(self._manifest, shards, block_bytes=None)
+        except LayoutError:
+            return None, (), None
+        return layout, addresses, device
+
+    def build(self) -> None:
+        """Make the tables for a device now, rather than in the first round."""
+        if self._layout is not None and self._device is not None and self._device.type == "cuda" and self._digest is None:
+            self._digest = DeviceDigest(self._manifest, self._layout, self._device)
+            self._digest.build(self._addresses)
+
+    def digests(
+        self, shards: Sequence[Shard] | None, tensors: npt.NDArray[np.int32], deadline: Deadline
+    ) -> npt.NDArray[np.uint64] | None:
+        """The digest of each of ``tensors`` (manifest indices, as the plan names them); ``None`` where they cannot be read back."""
+        if not self.look(shards) or self._layout is None or not np.array_equal(self._layout.tensor, tensors):
+            return None
+        self.build()
+        if self._digest is not None:
+            return self._digest.take(self._addresses, deadline)  # of what a loader queued, in whatever stream
+        digests = np.zeros(len(self._layout), np.uint64)
+        digest_rows(self._manifest, self._layout, self._addresses, 0, len(self._layout), digests)
+        return digests
+
+
+def _whole(one: Shard) -> bool:
+    return one.box == Box.whole(one.shape)

@@ -1,0 +1,270 @@
+"""Joining a running vLLM to a coordinator: a ``vllm.LLM``, an ``AsyncLLM``, or an HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from weightsync.config import ClientSettings
+from weightsync.engines.vllm.adapter import UNLABELLED
+from weightsync.engines.vllm.control_server import Front
+from weightsync.engines.vllm.controls import INSTALL, HttpControls
+from weightsync.engines.vllm.engines import AsyncEngine, OfflineLLM
+from weightsync.errors import DeadlineExceeded
+from weightsync.model import PauseMode
+from weightsync.protocol.messages import Delivery
+
+__all__ = ["Attached", "attach", "attach_async", "attach_server"]
+
+_INIT = "init_weight_transfer_engine"
+_LEAVE: dict[str, object] = {"init_info": {"control": "", "leave": True}}  # vLLM 0.25 has no call to shut its engine down
+_PATIENCE = 120.0  # seconds until every worker has joined
+
+T = TypeVar("T")
+
+
+class _Gate:
+    """Owns a ``vllm.LLM``, which is not made for two threads: either its user generates, or a round has it."""
+
+    def __init__(self, llm: OfflineLLM) -> None:
+        self._llm = llm
+        self._changed = threading.Condition()
+        self._calls = threading.Lock()
+        self._busy = False
+        self._paused = False
+        self.version: str | None = None
+
+    @contextmanager
+    def used(self, timeout: float, *, even_paused: bool = False) -> Iterator[str | None]:
+        """Nobody else uses the engine meanwhile, and no round begins; ``even_paused``: to join and to leave."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._busy and (even_paused or not self._paused), timeout):
+                raise DeadlineExceeded(f"vLLM was paused for an update, or in use, for more than {timeout:g} s")
+            self._busy = True
+        try:
+            yield self.version
+        finally:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def _take(self) -> None:
+        with self._changed:
+            self._paused, self.version = True, None  # whoever comes now waits
+            if not self._changed.wait_for(lambda: not self._busy, _PATIENCE):
+                raise DeadlineExceeded(f"vLLM was in use for more than {_PATIENCE:g} s (in_use() never ended)")
+
+    def _give(self) -> None:
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    def _call(self, work: Callable[[], T]) -> T:
+        with self._calls:
+            return work()
+
+    async def pause(self, mode: PauseMode) -> None:
+        await asyncio.to_thread(self._take)
+
+    async def install(self) -> None:
+        await asyncio.to_thread(self._call, lambda: self._llm.collective_rpc(INSTALL))
+
+    async def reset_prefix_cache(self) -> bool:
+        return bool(await asyncio.to_thread(self._call, lambda: self._llm.reset_prefix_cache(True, True)))
+
+    async def label(self, version: str) -> None:
+        label = getattr(self._llm, "update_weight_version", None)  # vLLM 0.25 has no names for weights
+        if label is not None:
+            await asyncio.to_thread(self._call, lambda: label(version))
+        self.version = None if version == UNLABELLED else version
+
+    async def resume(self) -> None:
+        await asyncio.to_thread(self._give)
+
+
+class _AsyncOwner:
+    """Owns an ``AsyncLLM``, whose calls belong to its own event loop."""
+
+    def __init__(self, engine: AsyncEngine, loop: asyncio.AbstractEventLoop, on_label: Callable[[str], None]) -> None:
+        self._engine, self._loop, self._on_label = engine, loop, on_label
+
+    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._there(self._engine.pause_generation(mode=mode, clear_cache=False))
+
+    async def install(self) -> None:
+        await self._there(self._engine.collective_rpc(INSTALL))
+
+    async def reset_prefix_cache(self) -> bool:
+        return bool(await self._there(self._engine.reset_prefix_cache(True, True)))
+
+    async def label(self, version: str) -> None:
+        label = getattr(self._engine, "update_weight_version", None)  # vLLM 0.25 has no names for weights
+        if label is not None:
+            await self._there(label(version))
+        await asyncio.to_thread(self._on_label, version)
+
+    async def resume(self) -> None:
+        await self._there(self._engine.resume_generation())
+
+
+class Attached:
+    """A ``vllm.LLM`` that takes part in rounds, between two uses of it. Close it before the LLM, or use it in a ``with``.
+
+    ``vllm.LLM`` is not made for two threads: whoever generates does so ``with attached.in_use() as version:``. A round waits for
+    that and holds it off meanwhile; all pause modes mean the same.
+    """
+
+    def __init__(self, gate: _Gate, owned: ExitStack) -> None:
+        self._gate, self._owned = gate, owned
+
+    @contextmanager
+    def in_use(self, timeout: float = 300.0) -> Iterator[str | None]:
+        """Keep rounds away, and say which version (``run@number``) vLLM holds; ``None`` before the first.
+
+        Raises :class:`~weightsync.errors.DeadlineExceeded` if an update, or another use, lasts longer than ``timeout`` seconds.
+        """
+        with self._gate.used(timeout) as version:
+            yield version
+
+    def close(self) -> None:
+        """Leave the coordinator; vLLM keeps the weights that it has. Safe twice."""
+        self._owned.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _init_info(
+    control: str, control_token: str, replica: str | None, coordinator: str | None, token: str | None, run: str,
+    bucket_bytes: int, transports: Sequence[str] | None, delivery: Delivery | None, draft_prefix: str | None,
+) -> dict[str, object]:  # fmt: skip
+    return {
+        "control": control, "control_token": control_token, "replica": replica, "coordinator": coordinator, "token": token,
+        "run": run, "bucket_bytes": bucket_bytes, "transports": None if transports is None else list(transports),
+        "delivery": delivery, "draft_prefix": draft_prefix,
+    }  # fmt: skip
+
+
+def _own_token(coordinator: str | None, token: str | None) -> str | None:
+    """The token that a worker is given, which uses this process's environment only for the coordinator that stands there."""
+    found = None if token is not None or coordinator is None else ClientSettings.load(coordinator=coordinator).token
+    return token if found is None else found.reveal()
+
+
+def attach(
+    llm: OfflineLLM,
+    replica: str | None = None,
+    coordinator: str | None = None,
+    *,
+    token: str | None = None,
+    run: str = "",
+    bucket_bytes: int = 64 << 20,
+    transports: Sequence[str] | None = None,
+    delivery: Delivery | None = None,
+    draft_prefix: str | None = None,
+) -> Attached:
+    """Join a ``vllm.LLM`` made with ``weight_transfer_config=WeightTransferConfig(backend="weightsync")``.
+
+    Every worker becomes a rank of ``replica`` (or ``WEIGHTSYNC_REPLICA``) at ``coordinator`` (or ``WEIGHTSYNC_COORDINATOR``); the
+    other arguments are those of :class:`weightsync.Engine`. Raises what a worker raised while joining.
+    """
+    gate = _Gate(llm)
+    with ExitStack() as owned:
+        front = owned.enter_context(Front(gate))
+        info = _init_info(
+            front.url,
+            front.token,
+            replica,
+            coordinator,
+            _own_token(coordinator, token),
+            run,
+            bucket_bytes,
+            transports,
+            delivery,
+            draft_prefix,
+        )
+
+        def leave() -> None:
+            with gate.used(_PATIENCE, even_paused=True):
+                llm.collective_rpc(_INIT, kwargs=_LEAVE)
+
+        owned.callback(leave)
+        with gate.used(_PATIENCE, even_paused=True):
+            llm.collective_rpc(_INIT, timeout=_PATIENCE, kwargs={"init_info": info})
+        return Attached(gate, owned.pop_all())
+
+
+async def attach_async(
+    engine: AsyncEngine,
+    replica: str | None = None,
+    coordinator: str | None = None,
+    *,
+    token: str | None = None,
+    run: str = "",
+    bucket_bytes: int = 64 << 20,
+    transports: Sequence[str] | None = None,
+    delivery: Delivery | None = None,
+    draft_prefix: str | None = None,
+    on_label: Callable[[str], None] = lambda label: None,
+) -> Callable[[], Coroutine[Any, Any, None]]:
+    """Join an ``AsyncLLM`` from its own event loop, and return the coroutine function that leaves again.
+
+    All pause modes work; running requests that are held (``keep``) go on with the new weights, their keys and values computed
+    anew. ``on_label`` is told of every new name of the weights, on another thread, while the engine is paused. Other arguments and
+    errors as for :func:`attach`.
+    """
+    front = await asyncio.to_thread(Front, _AsyncOwner(engine, asyncio.get_running_loop(), on_label))
+    info = _init_info(
+        front.url, front.token, replica, coordinator, _own_token(coordinator, token), run, bucket_bytes, transports, delivery,
+        draft_prefix,
+    )  # fmt: skip
+
+    async def leave() -> None:
+        try:
+            await engine.collective_rpc(_INIT, kwargs=_LEAVE)
+        finally:
+            await asyncio.to_thread(front.close)
+
+    try:
+        await engine.collective_rpc(_INIT, timeout=_PATIENCE, kwargs={"init_info": info})
+    except BaseException:
+        await asyncio.to_thread(front.close)
+        raise
+    return leave
+
+
+def attach_server(
+    url: str,
+    replica: str | None = None,
+    coordinator: str | None = None,
+    *,
+    token: str | None = None,
+    run: str = "",
+    bucket_bytes: int = 64 << 20,
+    transports: Sequence[str] | None = None,
+    delivery: Delivery | None = None,
+    draft_prefix: str | None = None,
+    timeout: float = _PATIENCE,
+) -> None:
+    """Join the vLLM server at ``url``, started with ``VLLM_SERVER_DEV_MODE=1`` and the flag of this package's docstring.
+
+    Its rank 0 drives the server at that ``url``, so it must be right from there. Whoever reaches vLLM's routes can name a
+    coordinator, so the token in the server's environment is used only for the one that its ``WEIGHTSYNC_COORDINATOR`` names. For
+    another one give ``token``, which is then sent to ``url``. A coordinator of the same user on the same machine needs neither.
+    Leave by posting to ``/shutdown_weight_transfer_engine``, or by ending the server.
+
+    Raises :class:`~weightsync.errors.PeerLost` if nobody answers, :class:`~weightsync.errors.DeadlineExceeded`, and
+    :class:`~weightsync.errors.WeightSyncError` with what the server said.
+    """
+    info = _init_info(url, "", replica, coordinator, token, run, bucket_bytes, transports, delivery, draft_prefix)
+    HttpControls(url).join(info, timeout)

@@ -1,0 +1,127 @@
+"""vLLM's own trainer interface on top of weightsync: a script written for it changes the name of its backend.
+
+::
+
+    engine = WeightTransferTrainerFactory.trainer_init(
+        WeightsyncTrainerInitInfo(rank=rank, coordinator="http://head:7400"), client=client, source=ModuleSource(model)
+    )
+    engine.send_weights()
+
+``client`` is vLLM's, and may stay the one that the script has: nothing is asked of it where replicas have joined the coordinator by
+themselves (see :mod:`weightsync.engines.vllm.autojoin`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from vllm.distributed.weight_transfer.base import ModuleSource, TrainerInitInfo, TrainerWeightTransferEngine, WeightSource
+
+from weightsync.engines.vllm.plugin import BACKEND
+from weightsync.engines.vllm.releases import check_release, installed_release
+from weightsync.errors import ConfigurationError
+from weightsync.protocol.messages import RoundResult
+from weightsync.trainer.agent import Trainer
+
+__all__ = ["WeightsyncTrainerEngine", "WeightsyncTrainerInitInfo"]
+
+
+@dataclass
+class WeightsyncTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
+    """What a trainer rank needs to join; all but ``rank`` may come from the environment."""
+
+    backend: ClassVar[str] = BACKEND
+
+    coordinator: str | None = None
+    """Its URL; else ``WEIGHTSYNC_COORDINATOR``."""
+    token: str | None = None
+    """Its token; else ``WEIGHTSYNC_TOKEN`` or ``WEIGHTSYNC_TOKEN_FILE``."""
+    world_size: int | None = None
+    """Trainer ranks; else those of ``torch.distributed``, else ``WORLD_SIZE``, else 1."""
+    run: str = ""
+    control: str | None = None
+    """The URL of a vLLM server, as its rank 0 reaches it, to be joined through ``client``; not if it joined by itself."""
+    replica: str | None = None
+    """The name of that replica."""
+    timeout: float = 300.0
+    """Seconds that one update may take."""
+
+
+class WeightsyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
+    """Publishes what a ``WeightSource`` holds, as versions 1, 2, ... of a run.
+
+    A ``ModuleSource`` publishes its module's own shards: each rank its part, and nothing is gathered. Any other source is walked on
+    every rank (its walk may be a collective), and rank 0 publishes what it yields; one copy of the model is kept in host memory.
+    ``result`` is that of the last :meth:`send_weights`.
+    """
+
+    init_info_cls = WeightsyncTrainerInitInfo
+
+    def __init__(self, *, client: Any, source: WeightSource, init_info: WeightsyncTrainerInitInfo) -> None:  # noqa: ANN401 - vLLM's
+        check_release(installed_release())
+        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        self._timeout = init_info.timeout
+        self.result: RoundResult | None = None
+        module = source._module if isinstance(source, ModuleSource) else None
+        self._gathered: Mapping[str, torch.Tensor] | None = None
+        if module is None:
+            self._gathered = {one.name: torch.empty(one.shape, dtype=one.dtype) for one in source.metadata()}
+            if source.held_names() is not None:
+                raise ConfigurationError("a WeightSource whose ranks hold parts of the model is not supported: use a ModuleSource")
+        self._trainer: Trainer | None = None
+        if module is not None or self.is_sender:
+            state = module if module is not None else self._gathered
+            alone = module is None  # one rank publishes for all
+            self._trainer = Trainer(
+                state if state is not None else {},
+                init_info.coordinator,
+                token=init_info.token,
+                rank=0 if alone else init_info.rank,
+                world_size=1 if alone else init_info.world_size,
+                run=init_info.run,
+            )
+
+    @classmethod
+    def trainer_init(cls, init_info: WeightsyncTrainerInitInfo, *, client: Any, source: WeightSource | None = None) -> Self:  # noqa: ANN401 - vLLM's
+        """Join the coordinator; on every trainer rank. Raises what :class:`weightsync.Trainer` raises."""
+        if source is None:
+            raise ConfigurationError("weightsync sends whole checkpoints: give source=ModuleSource(model), or another WeightSource")
+        made = cls(client=client, source=source, init_info=init_info)
+        if made.is_sender and init_info.control is not None and made._trainer is not None:
+            client.init_weight_transfer_engine(
+                {
+                    "control": init_info.control,
+                    "replica": init_info.replica,
+                    "coordinator": made._trainer.coordinator,
+                    "run": init_info.run,
+                }
+            )
+        return made
+
+    def send_weights(self) -> None:
+        """Bring the source's weights to every replica: pause, move, verify, commit, resume. On every trainer rank.
+
+        Raises what :meth:`weightsync.Trainer.publish` raises; then the same call may be made again.
+        """
+        gathered = self._gathered
+        if gathered is not None and self.source is not None:
+            names = set(gathered)
+            for name, tensor in self.source:
+                if self.is_sender:
+                    gathered[name].copy_(tensor)
+                names.discard(name)
+            if names:
+                raise ConfigurationError(
+                    f"the WeightSource did not yield {len(names)} tensors that it declared: {sorted(names)[:5]}"
+                )
+        if self._trainer is not None:
+            first = 1 if self._trainer.last_version is None else None  # vLLM counts from 1; later ones go on from the run's last
+            self.result = self._trainer.publish(first, timeout=self._timeout)
+
+    def shutdown(self) -> None:
+        """Leave the coordinator. Safe twice."""
+        if self._trainer is not None:
+            self._trainer.close()

@@ -1,0 +1,190 @@
+"""Trying a traced layout: does vLLM's own loading of random weights give the very bits that direct delivery would write?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from weightsync.errors import LoadError
+from weightsync.model import Manifest
+from weightsync.tensors.shards import Shard, torch_dtype
+from weightsync.tracing.tracer import Traced
+
+__all__ = ["batches", "try_against"]
+
+_BATCH = 1 << 30
+_MOST_OTHERS = 1 << 30
+_SEED = 20_261_121
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CACHES = ("kv_cache", "kv_caches")
+_SHOWN = 3
+
+Reload = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
+
+
+def try_against(
+    model: nn.Module, traced: Traced, shards: Sequence[Shard], reload: Reload, *, batch_bytes: int = _BATCH
+) -> str | None:
+    """Load random weights by ``reload``, some layers at a time, and look at every traced box; ``None`` if all is as traced.
+
+    Otherwise one line: what loading makes of weights besides copying them (it repacks them in place, or keeps something that it
+    computed of them, or puts parameters elsewhere). The parameters hold other random values before, so that nothing is right by
+    having been so. On return, and after an error, the model has its own bits back. Costs memory for about three times
+    ``batch_bytes`` or the largest layer. Raises what ``reload`` raises, as :class:`~weightsync.errors.LoadError`.
+    """
+    by_name: dict[str, list[Shard]] = {}
+    for shard in shards:
+        by_name.setdefault(shard.name, []).append(shard)
+    others = _others(model, shards)
+    size = sum(one.tensor.nbytes for one in others)
+    if size > _MOST_OTHERS:
+        return f"the model holds {size:,} bytes besides its parameters and caches, which may depend on them"
+    device = shards[0].tensor.device
+    generator = torch.Generator(device).manual_seed(_SEED)
+    reason: str | None = None
+    try:
+        with torch.no_grad():
+            kept = [one.tensor.clone() for one in others]
+            for names in batches(traced, batch_bytes):
+                touched = _storages(shard.tensor for name in names for shard in by_name[name])
+                backup = [one.clone() for one in touched]
+                try:
+                    reason = _try(traced.manifest, names, by_name, reload, generator)
+                    reason = reason or _changed(model, shards, others, kept)
+                finally:
+                    for one, bits in zip(touched, backup, strict=True):
+                        one.copy_(bits)
+                    for other, bits in zip(others, kept, strict=True):
+                        other.put_back(bits)
+                if reason is not None:
+                    break
+    except torch.OutOfMemoryError:
+        reason = "too little device memory is free to try direct delivery: leave less to vLLM's cache"
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # vLLM counts on what it left free
+    return reason
+
+
+def batches(traced: Traced, nbytes: int) -> list[list[str]]:
+    """The names of all tensors with traced copies, in order, cut where it can be: no layer has tensors in two batches."""
+    layers: dict[int, set[str]] = {}
+    for copy in traced.copies:
+        layers.setdefault(copy.tensor, set()).add(copy.parameter.rpartition(".")[0])
+    last = {layer: index for index in sorted(layers) for layer in layers[index]}
+    found: list[list[str]] = []
+    names: list[str] = []
+    size = end = 0
+    for index in sorted(layers):
+        spec = traced.manifest[index]
+        names.append(spec.name)
+        size += spec.size * torch_dtype(spec.dtype).itemsize
+        end = max(end, *(last[layer] for layer in layers[index]))
+        if index >= end and size >= nbytes:
+            found.append(names)
+            names, size = [], 0
+    return [*found, names] if names else found
+
+
+def _try(
+    manifest: Manifest, names: Sequence[str], by_name: dict[str, list[Shard]], reload: Reload, generator: torch.Generator
+) -> str | None:
+    specs = [manifest[manifest.index[name]] for name in names]
+    weights = {spec.name: _random(spec.shape, torch_dtype(spec.dtype), generator) for spec in specs}
+    for name in names:
+        for shard in by_name[name]:
+            shard.tensor.copy_(_random(tuple(shard.tensor.shape), shard.tensor.dtype, generator))
+    try:
+        reload(weights.items())
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise LoadError(f"vLLM's loader raised when it was tried with {names[0]} and others: {error!r}") from error
+    wrong = [name for name in names if not all(_same(shard, weights[name]) for shard in by_name[name])]
+    if not wrong:
+        return None
+    more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    return f"vLLM does more than copy {', '.join(wrong[:_SHOWN])}{more} when it has loaded them"
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    made = torch.empty(shape, dtype=dtype, device=generator.device)
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        return made.normal_(generator=generator)
+    return made.copy_(torch.randint(0, 2, shape, generator=generator, device=generator.device))
+
+
+def _same(shard: Shard, weight: torch.Tensor) -> bool:
+    box = tuple(slice(start, stop) for start, stop in zip(shard.box.starts, shard.box.stops, strict=True))
+    return _equal(shard.tensor, weight[box])
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype:
+        return False
+    bits = _BITS.get(one.dtype.itemsize)
+    return torch.equal(one, other) if bits is None else torch.equal(one.view(bits), other.view(bits))
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Each storage behind ``tensors`` once, as bytes: padding between the boxes belongs to it."""
+    found = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
+    return [torch.empty(0, dtype=torch.uint8, device=one.device).set_(one) for one in found.values()]
+
+
+@dataclass(frozen=True)
+class _Other:
+    """A tensor that some layer holds and that is no traced parameter, and where it hangs."""
+
+    name: str
+    owner: object
+    itself: torch.Tensor
+    tensor: torch.Tensor
+
+    def put_back(self, bits: torch.Tensor) -> None:
+        """Let it hang there again, with ``bits``."""
+        if not _equal(self.tensor, bits):
+            self.tensor.copy_(bits)
+        key = self.name.rpartition(".")[2]
+        if getattr(self.owner, key, None) is not self.itself:
+            setattr(self.owner, key, self.itself)
+
+
+def _others(model: nn.Module, shards: Sequence[Shard]) -> list[_Other]:
+    used = {shard.tensor.untyped_storage().data_ptr() for shard in shards}
+    found: list[_Other] = []
+    seen: set[int] = set()
+    for name, owner, tensor in _held(model):
+        if id(tensor) in seen or tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        seen.add(id(tensor))
+        if tensor.untyped_storage().data_ptr() not in used:
+            found.append(_Other(name, owner, tensor, tensor.detach()))
+    return found
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, object, torch.Tensor]]:
+    """Tensors of all layers: parameters, buffers, attributes, and those of plain objects at a layer (a method, a kernel)."""
+    for prefix, layer in model.named_modules():
+        hung = {**layer._parameters, **layer._buffers, **vars(layer)}
+        for key, value in hung.items():
+            if key in _CACHES:
+                continue
+            if isinstance(value, torch.Tensor):
+                yield f"{prefix}.{key}", layer, value
+            elif type(value).__module__.startswith("vllm.") and hasattr(value, "__dict__") and not isinstance(value, nn.Module):
+                for inner, one in vars(value).items():
+                    if isinstance(one, torch.Tensor) and inner not in _CACHES:
+                        yield f"{prefix}.{key}.{inner}", value, one
+
+
+def _changed(model: nn.Module, shards: Sequence[Shard], others: Sequence[_Other], kept: Sequence[torch.Tensor]) -> str | None:
+    before = {(one.name, id(one.owner)): bits for one, bits in zip(others, kept, strict=True)}
+    for one in _others(model, shards):  # some are made anew, of the same values (scales that nothing is scaled by)
+        bits = before.get((one.name, id(one.owner)))
+        if bits is None or bits.device != one.tensor.device or not _equal(one.tensor, bits):
+            return f"loading computes {one.name} from weights, which direct delivery would leave as it was"
+    return None

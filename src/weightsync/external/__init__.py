@@ -1,0 +1,19 @@
+"""A server that a trainer outside updates through a process group of its own: LMDeploy's and SGLang's routes, made whole.
+
+::
+
+    rank = DisaggregatedRank(MyAdapter(model))                 # on every engine rank
+    updates = WeightUpdates(LocalRanks(rank))                  # in the server's front
+    app = Starlette(routes=[*own_routes, *weight_update_routes(updates, Secret(token))])
+
+See ``docs/guides/disaggregated-update.md``.
+"""
+
+from __future__ import annotations
+
+from weightsync.external.rank import DisaggregatedRank
+from weightsync.external.ranks import LocalRanks, Ranks
+from weightsync.external.router import weight_update_routes
+from weightsync.external.session import Settings, WeightUpdates
+
+__all__ = ["DisaggregatedRank", "LocalRanks", "Ranks", "Settings", "WeightUpdates", "weight_update_routes"]

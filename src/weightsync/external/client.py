@@ -1,0 +1,112 @@
+"""The client of a server that mounts these routes: sessions, versions, and digests that the server must agree to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from weightsync.deadline import Deadline
+from weightsync.errors import ProtocolError
+from weightsync.external.clients.base import Call, GroupWish, UpdateClient, bucket_body, group_body, tensors_body
+from weightsync.model import Manifest, PauseMode, TensorSpec
+
+__all__ = ["WeightUpdateClient", "abort", "begin", "check", "commit", "destroy_group", "init_group", "state", "update"]
+
+
+def init_group(wish: GroupWish, timeout: float) -> Call:
+    """Join a group within ``timeout`` seconds."""
+    return Call("POST", "/init_weights_update_group", group_body(wish) | {"timeout": timeout})
+
+
+def destroy_group(name: str) -> Call:
+    """Leave a group."""
+    return Call("POST", "/destroy_weights_update_group", {"group_name": name})
+
+
+def check(label: str | None, manifest: Manifest) -> Call:
+    """Say whether an update of these tensors would be taken; nothing is paused for it."""
+    return Call("POST", "/check_weight_update", {"weight_version": label, "tensors": tensors_body(manifest)})
+
+
+def begin(label: str | None, fingerprint: str | None, mode: PauseMode | None, timeout: float) -> Call:
+    """Pause, and take an update within ``timeout`` seconds: of everything in the manifest of this ``fingerprint``, if given."""
+    return Call(
+        "POST", "/begin_weight_update", {"weight_version": label, "manifest": fingerprint, "mode": mode, "timeout": timeout}
+    )
+
+
+def update(specs: Sequence[TensorSpec], group: str) -> Call:
+    """Receive a flattened bucket of one dtype."""
+    return Call("POST", "/update_weights_from_distributed", bucket_body(specs, group))
+
+
+def commit(digests: Mapping[str, str]) -> Call:
+    """Verify, finalize, flush, label, resume."""
+    return Call("POST", "/commit_weight_update", {"digests": dict(digests)})
+
+
+def abort() -> Call:
+    """Give up; the engine stays paused."""
+    return Call("POST", "/abort_weight_update", {})
+
+
+def state() -> Call:
+    """Where the engine stands."""
+    return Call("GET", "/weight_update")
+
+
+class WeightUpdateClient(UpdateClient):
+    """One server with weightsync's own routes: it pauses when an update begins and resumes when it is committed, by itself."""
+
+    engine = "weightsync"
+    verifies = True
+    _mode: PauseMode | None = None
+    _init_seconds = 60.0
+
+    def _init(self, wish: GroupWish) -> Call:
+        return init_group(wish, self._init_seconds)
+
+    def _destroy(self) -> Call:
+        return destroy_group(self.group_name)
+
+    def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> Call:
+        return update(specs, self.group_name)
+
+    def join(self, deadline: Deadline) -> None:
+        """Make a group with the engine's ranks, which give up when this side does."""
+        self._init_seconds = deadline.remaining("joining a group")
+        super().join(deadline)
+
+    def check(self, manifest: Manifest, label: str | None, deadline: Deadline) -> None:
+        """Compare names, shapes and dtypes with the engine's, and look at the label."""
+        self.call(check(label, manifest), deadline)
+
+    def pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        """The begin pauses, in this mode."""
+        self._mode = mode
+
+    def resume(self, deadline: Deadline) -> None:
+        """The commit resumed, and only it can."""
+
+    def flush(self, deadline: Deadline) -> None:
+        """The commit flushed."""
+
+    def version(self, deadline: Deadline) -> str | None:
+        """What is served now; ``None`` while it is paused."""
+        found = self.call(state(), deadline)
+        if not isinstance(found, dict):
+            raise ProtocolError(f"{self.url} answered /weight_update with a {type(found).__name__}")
+        label = found.get("weight_version")
+        return None if label is None else str(label)
+
+    def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline) -> None:
+        """Begin; the server gives the update up by itself when this side's deadline has passed."""
+        super().begin(label, fingerprint, deadline)
+        self.call(begin(label, fingerprint, self._mode, deadline.remaining("an update")), deadline)
+
+    def commit(self, digests: Mapping[str, str], deadline: Deadline) -> str:
+        """Commit, with the digest of every tensor."""
+        return str(self.call(commit(digests), deadline)["message"])
+
+    def abort(self, deadline: Deadline) -> None:
+        """Give up."""
+        self.call(abort(), deadline)

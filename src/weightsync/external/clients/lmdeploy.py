@@ -1,0 +1,95 @@
+"""LMDeploy (0.16, PyTorch backend with the Ray executor), updated from outside: its requests as values, and its client.
+
+It has no session, no version and no flush: tensors are loaded as they come, the last request finalizes, and after a failure all
+are sent again. Prefix caching must be off, and requests must be aborted before (the server answers 501 unless it was started with
+abort handling), or the engine put to sleep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weightsync.deadline import Deadline
+from weightsync.errors import ConfigurationError
+from weightsync.external.clients.base import Call, GroupWish, UpdateClient, bucket_body, group_body
+from weightsync.model import Manifest, PauseMode, TensorSpec
+
+__all__ = ["LMDeployClient", "abort_requests", "destroy_group", "finalize", "init_group", "sleep", "update", "wakeup"]
+
+
+def init_group(wish: GroupWish) -> Call:
+    """Join a group."""
+    return Call("POST", "/init_weights_update_group", group_body(wish))
+
+
+def destroy_group(name: str) -> Call:
+    """Leave a group."""
+    return Call("POST", "/destroy_weights_update_group", {"group_name": name})
+
+
+def update(specs: Sequence[TensorSpec], group: str, finished: bool) -> Call:
+    """Receive a flattened bucket of one dtype, and finalize if it was the last. Raises ``ConfigurationError`` for mixed dtypes."""
+    return Call("POST", "/update_weights_from_distributed", bucket_body(specs, group) | {"finished": finished})
+
+
+def finalize(group: str) -> Call:
+    """Finalize main and draft modules and reset captured graphs, with no tensors: there is no collective to this one."""
+    body: dict[str, Any] = {"names": [], "dtypes": [], "shapes": [], "group_name": group, "load_format": None, "finished": True}
+    return Call("POST", "/update_weights_from_distributed", body)
+
+
+def abort_requests() -> Call:
+    """End all running requests."""
+    return Call("POST", "/abort_request", {"abort_all": True})
+
+
+def sleep(level: int = 1) -> Call:
+    """Put the engine to sleep: level 1 keeps the weights in host memory, level 2 drops them."""
+    return Call("POST", f"/sleep?level={level}", {})
+
+
+def wakeup(*tags: str) -> Call:
+    """Wake the engine, or parts of it (``weights``, ``kv_cache``)."""
+    return Call("POST", "/wakeup" + "".join(f"{'&' if i else '?'}tags={tag}" for i, tag in enumerate(tags)), {})
+
+
+class LMDeployClient(UpdateClient):
+    """One LMDeploy server."""
+
+    engine = "lmdeploy"
+
+    def _init(self, wish: GroupWish) -> Call:
+        return init_group(wish)
+
+    def _destroy(self) -> Call:
+        return destroy_group(self.group_name)
+
+    def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> Call:
+        return update(specs, self.group_name, last)
+
+    def check(self, manifest: Manifest, label: str | None, deadline: Deadline) -> None:
+        """LMDeploy has no route that says which tensors it takes."""
+
+    def pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        """End running requests; nothing holds back new ones, so whoever routes requests must. Only ``abort``."""
+        if mode != "abort":
+            raise ConfigurationError(f"LMDeploy cannot pause with {mode!r}: it only aborts")
+        self.call(abort_requests(), deadline)
+
+    def resume(self, deadline: Deadline) -> None:
+        """Nothing was held back."""
+
+    def flush(self, deadline: Deadline) -> None:
+        """There is no route: prefix caching must be off."""
+
+    def version(self, deadline: Deadline) -> str | None:
+        """LMDeploy says nothing."""
+        return None
+
+    def commit(self, digests: Mapping[str, str], deadline: Deadline) -> str:
+        """The last bucket finalized already."""
+        return "finalized; LMDeploy keeps no version and verifies nothing"
+
+    def abort(self, deadline: Deadline) -> None:
+        """There is no way back: what was loaded stays until everything is sent again."""

@@ -1,0 +1,168 @@
+"""What the server's front tells its engine ranks, and what they answer: bytes, so that any engine's own executor can carry them.
+
+Every order that belongs to an update says which: ``update`` is a random number that the front draws when the update begins. A rank
+obeys only those of the update that it was paused for last, so an order that is late does nothing.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from weightsync.errors import ProtocolError, WeightSyncError, from_wire
+from weightsync.external.checks import Incoming
+from weightsync.model import PauseMode, TensorSpec, Version
+from weightsync.protocol.messages import UNREADABLE
+
+__all__ = [
+    "Answer",
+    "Describe",
+    "Described",
+    "Digested",
+    "Done",
+    "Failed",
+    "Finish",
+    "Join",
+    "Leave",
+    "Order",
+    "Pause",
+    "Quarantine",
+    "Receive",
+    "Resume",
+    "Verify",
+    "decode_answer",
+    "decode_order",
+    "encode",
+]
+
+
+class Describe(msgspec.Struct, frozen=True, tag=True):
+    """Say which tensors you take and which backends you have."""
+
+
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """Join a group as rank ``rank_offset`` plus your own rank."""
+
+    name: str
+    backend: str
+    address: str
+    port: int
+    rank_offset: int
+    world_size: int
+    timeout: float
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """Leave a group; nothing happens if you are in none of that name."""
+
+    name: str
+
+
+class Pause(msgspec.Struct, frozen=True, tag=True):
+    """Stop generating, wake the weights, and from now on obey orders of this update only."""
+
+    mode: PauseMode
+    timeout: float
+    update: int = 0
+
+
+class Quarantine(msgspec.Struct, frozen=True, tag=True):
+    """Stop generating, and obey no order of this update or an earlier one until the next pause."""
+
+    timeout: float
+    update: int = 0
+
+
+class Receive(msgspec.Struct, frozen=True, tag=True):
+    """Receive one bucket through a group and load it."""
+
+    group: str
+    tensors: tuple[Incoming, ...]
+    flattened: bool
+    timeout: float
+    update: int = 0
+
+
+class Verify(msgspec.Struct, frozen=True, tag=True):
+    """Take no more buckets, and report the digests."""
+
+    update: int = 0
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True):
+    """Finalize, reset captured graphs, take the label, drop caches."""
+
+    version: Version
+    update: int = 0
+
+
+class Resume(msgspec.Struct, frozen=True, tag=True):
+    """Generate again."""
+
+    update: int = 0
+
+
+Order = Describe | Join | Leave | Pause | Quarantine | Receive | Verify | Finish | Resume
+
+
+class Described(msgspec.Struct, frozen=True, tag=True):
+    """Main and draft tensors together."""
+
+    tensors: tuple[TensorSpec, ...]
+    backends: tuple[str, ...]
+
+
+class Digested(msgspec.Struct, frozen=True, tag=True):
+    """One digest for each tensor of the manifest, ``<u8``; zero for what is not known.
+
+    Known are the tensors that were received, and, if ``installed``, all others that can be read back.
+    """
+
+    digests: bytes
+    installed: bool
+    """Whether they are of the parameters themselves, not of what the loader was given."""
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """It is done. ``nbytes`` is what was received."""
+
+    nbytes: int = 0
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """It failed, as :func:`weightsync.errors.to_wire` says it."""
+
+    kind: str
+    message: str
+
+    def error(self) -> WeightSyncError:
+        """The error itself."""
+        return from_wire(self.kind, self.message)
+
+
+Answer = Described | Digested | Done | Failed
+
+_orders = msgspec.msgpack.Decoder(Order)
+_answers = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(body: Order | Answer) -> bytes:
+    """As bytes (MessagePack)."""
+    return msgspec.msgpack.encode(body)
+
+
+def decode_order(data: bytes) -> Order:
+    """The order in ``data``. Raises :class:`~weightsync.errors.ProtocolError`."""
+    try:
+        order: Order = _orders.decode(data)
+    except UNREADABLE as error:
+        raise ProtocolError(f"not an order: {error}") from None
+    return order
+
+
+def decode_answer(data: bytes) -> Answer:
+    """The answer in ``data``. Raises :class:`~weightsync.errors.ProtocolError`."""
+    try:
+        answer: Answer = _answers.decode(data)
+    except UNREADABLE as error:
+        raise ProtocolError(f"not an answer: {error}") from None
+    return answer

@@ -1,0 +1,219 @@
+"""Bring a checkpoint to running engines: read each bucket once, send it to all, and let one that fails hurt only itself."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.deadline import Deadline
+from weightsync.errors import ConfigurationError, WeightSyncError
+from weightsync.external.checkpoint_files import Checkpoint, buckets_of
+from weightsync.external.clients.base import Bucket, UpdateClient
+from weightsync.model import PauseMode, TensorSpec
+from weightsync.tensors.digest import digest_box
+from weightsync.tensors.shards import torch_dtype
+from weightsync.transports.host.memory import available_bytes
+
+__all__ = ["Pushed", "push"]
+
+_log = logging.getLogger(__name__)
+_ABORT_SECONDS = 10.0
+_BUFFERS = 2
+
+Step = Callable[[UpdateClient], None]
+
+
+class Pushed(msgspec.Struct, kw_only=True):
+    """What became of one engine."""
+
+    url: str
+    engine: str
+    ok: bool = False
+    verified: bool = False
+    """Whether the engine agreed to the digest of every tensor before it served."""
+    said: str = ""
+    """What the engine made of it, or the error."""
+    touched: bool = False
+    """Whether it was paused; one that failed after that was not resumed by this."""
+    seconds: float = 0.0
+
+
+class _Target:
+    """One engine on its way through an update; after its first error it is left alone."""
+
+    def __init__(self, client: UpdateClient) -> None:
+        self.client = client
+        self.result = Pushed(url=client.url, engine=client.engine)
+        self.failed = False
+
+    def run(self, what: Step) -> None:
+        if self.failed:
+            return
+        try:
+            what(self.client)
+        except WeightSyncError as error:
+            self.failed = True
+            self.result.said = f"{type(error).__name__}: {error}"
+            if self.result.touched:
+                self.abort()
+
+    def abort(self) -> None:
+        """Tell the engine that nothing more will come. It stays paused: what it holds has no name."""
+        try:
+            self.client.abort(Deadline(_ABORT_SECONDS))
+        except WeightSyncError as error:
+            _log.info("%s could not be told to give its update up: %s", self.client.url, error)
+
+
+def push(
+    checkpoint: Checkpoint,
+    clients: Sequence[UpdateClient],
+    label: str | None,
+    *,
+    mode: PauseMode = "abort",
+    bucket_bytes: int = 256 << 20,
+    timeout: float = 3600.0,
+    step_timeout: float = 300.0,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> list[Pushed]:
+    """Bring every engine to ``checkpoint`` under ``label``; one result for each, in order. Closes nothing.
+
+    Holds two buckets in memory: one is read while the other is sent. Engines are paused only after the memory was taken, the first
+    bucket was read, the engines that can had compared the checkpoint's names, shapes and dtypes with their own, and all groups had
+    come about or failed. An engine that fails is aborted and not resumed, and the others go on. ``progress`` hears the bytes of
+    each bucket that all engines have. No step of an engine takes longer than ``step_timeout`` seconds, and all of it no longer
+    than ``timeout``. An exception of this function itself (a file that cannot be read, Ctrl-C) aborts all.
+    """
+    deadline = Deadline(timeout)
+    targets = [_Target(client) for client in clients]
+    started = time.monotonic()
+
+    def step() -> Deadline:
+        return Deadline(min(step_timeout, deadline.remaining("the push")))
+
+    def always(what: Step) -> Callable[[_Target], Step]:
+        return lambda target: what
+
+    def paused(target: _Target) -> Step:
+        def run(client: UpdateClient) -> None:
+            target.result.touched = True
+            client.pause(mode, step())
+            client.begin(label, None, deadline)
+
+        return run
+
+    buckets = buckets_of(checkpoint.manifest, bucket_bytes)
+    with (
+        _Reading(checkpoint, buckets) as reading,
+        ThreadPoolExecutor(max(len(targets), 1), thread_name_prefix="weightsync-target") as threads,
+    ):
+
+        def each(what: Callable[[_Target], Step]) -> None:
+            for done in [threads.submit(target.run, what(target)) for target in targets]:
+                done.result()  # every step inside has the deadline
+
+        try:
+            reading.wait_for_first(step())
+            each(always(lambda client: client.check(checkpoint.manifest, label, step())))
+            each(always(lambda client: client.join(step())))
+            each(paused)
+            for number, bucket in enumerate(reading):
+                last = number == len(buckets) - 1
+
+                def send(client: UpdateClient, bucket: Bucket = bucket, last: bool = last) -> None:
+                    client.update(bucket, last, step())
+
+                each(always(send))
+                if all(target.failed for target in targets):
+                    break
+                progress(sum(spec.nbytes for spec in bucket.specs))
+
+            def commit(target: _Target) -> Step:
+                def run(client: UpdateClient) -> None:
+                    said = client.commit(reading.digests, step())
+                    client.flush(step())
+                    client.resume(step())
+                    client.leave(step())
+                    target.result.said, target.result.ok, target.result.verified = said, True, client.verifies
+                    target.result.seconds = time.monotonic() - started
+
+                return run
+
+            each(commit)
+        except BaseException:
+            for target in targets:
+                if target.result.touched and not target.failed and not target.result.ok:
+                    target.abort()
+                target.client.leave(Deadline(_ABORT_SECONDS))  # ends what its thread still waits for
+            raise
+    return [target.result for target in targets]
+
+
+class _Reading:
+    """A checkpoint's buckets in order, the next one being read while one is used. Takes its memory, and begins, when it is made.
+
+    Raises :class:`~weightsync.errors.ConfigurationError` where the memory is not there.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, buckets: Sequence[Sequence[TensorSpec]]) -> None:
+        self._checkpoint, self._buckets = checkpoint, buckets
+        self.digests: dict[str, str] = {}
+        """Of the tensors of every bucket that has come."""
+        self._memory = _staging(max(sum(spec.nbytes for spec in bucket) for bucket in buckets), min(_BUFFERS, len(buckets)))
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="weightsync-read")
+        self._coming = self._reader.submit(self._read, 0)
+
+    def wait_for_first(self, deadline: Deadline) -> None:
+        """Return when the first bucket was read. Raises what reading raised."""
+        what = "reading the first bucket of the checkpoint"
+        try:
+            self._coming.result(deadline.remaining(what))
+        except TimeoutError:
+            deadline.remaining(what)
+            raise
+
+    def _read(self, number: int) -> Bucket:
+        specs, into = self._buckets[number], self._memory[number % _BUFFERS]
+        self._checkpoint.read(specs, into)
+        bucket = Bucket(specs, torch.from_numpy(into))
+        for spec, part in zip(specs, bucket.tensors(), strict=True):
+            tensor = part.view(torch_dtype(spec.dtype)).view(spec.shape)
+            self.digests[spec.name] = f"{digest_box(tensor, spec.shape, [0] * len(spec.shape)):016x}"
+        return bucket
+
+    def __iter__(self) -> Iterator[Bucket]:
+        for number in range(len(self._buckets)):
+            bucket = self._coming.result()
+            if number + 1 < len(self._buckets):
+                self._coming = self._reader.submit(self._read, number + 1)
+            yield bucket
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+
+def _staging(nbytes: int, count: int) -> list[npt.NDArray[np.uint8]]:
+    """Memory for ``count`` buckets of ``nbytes``."""
+    free = available_bytes()
+    try:
+        if free is None or count * nbytes <= free:
+            return [np.empty(nbytes, np.uint8) for _ in range(count)]
+    except MemoryError:
+        pass
+    have = "that much is not available" if free is None else f"{free:,} bytes are available"
+    raise ConfigurationError(
+        f"{count} buckets of {nbytes:,} bytes do not fit into memory, {have}: give smaller ones (bucket_bytes, --bucket); a bucket "
+        "is never smaller than the largest tensor"
+    )

@@ -1,0 +1,91 @@
+"""How the server's front reaches its engine ranks, and one error for all that failed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+from weightsync.errors import DeadlineExceeded, ProtocolError, WeightSyncError
+from weightsync.external.orders import Answer, Failed, Order, decode_answer, encode
+from weightsync.external.rank import DisaggregatedRank
+
+__all__ = ["LocalRanks", "Ranks", "tell_all"]
+
+_GRACE = 2.0
+"""Seconds beyond an order's own timeout in which a rank says that it was late, before the front says it instead."""
+_AT_ONCE = 8
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """All ranks of one engine. An engine with workers in other processes carries the bytes with its own executor.
+
+    For vLLM's ``collective_rpc``, or Ray: send ``message`` to every worker, where a
+    :class:`~weightsync.external.rank.DisaggregatedRank` handles it, and return the answers in the order of ranks.
+    """
+
+    @property
+    def count(self) -> int:
+        """How many ranks."""
+        ...
+
+    async def send(self, message: bytes, timeout: float) -> Sequence[bytes | None]:
+        """The answer of each rank, in order; ``None`` for one that did not answer within ``timeout`` seconds."""
+        ...
+
+
+class LocalRanks:
+    """Ranks that live in this process, each order on a thread of its own."""
+
+    def __init__(self, *ranks: DisaggregatedRank) -> None:
+        self._ranks = ranks
+        self._threads = ThreadPoolExecutor(len(ranks) * _AT_ONCE, thread_name_prefix="weightsync-rank")
+
+    @property
+    def count(self) -> int:
+        """How many ranks."""
+        return len(self._ranks)
+
+    async def send(self, message: bytes, timeout: float) -> Sequence[bytes | None]:
+        """The answer of each rank; a thread that is still busy then ends at its own deadline."""
+        loop = asyncio.get_running_loop()
+        running = [loop.run_in_executor(self._threads, rank.handle, message) for rank in self._ranks]
+        await asyncio.wait(running, timeout=timeout)
+        return [future.result() if future.done() else None for future in running]
+
+    def close(self) -> None:
+        """Leave all groups, and let the threads end."""
+        for rank in self._ranks:
+            rank.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+async def tell_all(ranks: Ranks, order: Order, timeout: float, kind: type[T]) -> list[T]:
+    """Every rank's answer, all of type ``kind``.
+
+    Raises one error that gathers every rank's failure, ``rank0: ... | rank1: ...``, of their common class if they have one.
+    """
+    answers: list[Answer | None] = []
+    for data in await ranks.send(encode(order), timeout + _GRACE):
+        answers.append(None if data is None else decode_answer(data))
+    if len(answers) != ranks.count:
+        raise ProtocolError(f"{ranks.count} engine ranks, but {len(answers)} answers")
+    failures: list[tuple[int, WeightSyncError]] = []
+    good: list[T] = []
+    for rank, answer in enumerate(answers):
+        if isinstance(answer, kind):
+            good.append(answer)
+        elif isinstance(answer, Failed):
+            failures.append((rank, answer.error()))
+        elif answer is None:
+            failures.append((rank, DeadlineExceeded(f"no answer within {timeout:g} s")))
+        else:
+            failures.append((rank, ProtocolError(f"answered {type(answer).__name__}")))
+    if failures:
+        kinds = {type(error) for _, error in failures}
+        raised = kinds.pop() if len(kinds) == 1 else WeightSyncError
+        raise raised(" | ".join(f"rank{rank}: {error}" for rank, error in failures))
+    return good

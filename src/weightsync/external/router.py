@@ -1,0 +1,100 @@
+"""The HTTP routes of a disaggregated update, for any Starlette or FastAPI server to mount."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from weightsync.config import Secret
+from weightsync.errors import ConfigurationError, WeightSyncError
+from weightsync.external import requests
+from weightsync.external.session import WeightUpdates
+from weightsync.protocol.messages import UNREADABLE
+from weightsync.protocol.tokens import matches
+
+__all__ = ["weight_update_routes"]
+
+_MAX_BODY = 64 << 20
+T = TypeVar("T")
+
+
+class _Refused(Exception):
+    def __init__(self, status: HTTPStatus, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def weight_update_routes(updates: WeightUpdates, token: Secret | None) -> list[BaseRoute]:
+    """Routes under LMDeploy's and SGLang's names, to be put into the server's own list of routes.
+
+    ``token`` is asked of every request, as ``Authorization: Bearer``. ``None`` lets in whoever reaches the server: only for one
+    that checks by itself, or that only its own machine can reach. The answers are
+    :class:`~weightsync.external.requests.Reply`, and ``State`` for ``GET /weight_update``.
+    """
+
+    def post(path: str, kind: type[T], run: Callable[[T], Awaitable[str]]) -> Route:
+        async def handle(request: Request) -> str:
+            return await run(await _body(request, kind))
+
+        return Route(path, _answered(handle, token), methods=["POST"])
+
+    async def state(request: Request) -> requests.State:
+        return await updates.state()
+
+    return [
+        post("/init_weights_update_group", requests.InitGroup, updates.init_group),
+        post("/update_weights_from_distributed", requests.Update, updates.update),
+        post("/destroy_weights_update_group", requests.Destroy, updates.destroy),
+        post("/check_weight_update", requests.Check, updates.check),
+        post("/begin_weight_update", requests.Begin, updates.begin),
+        post("/commit_weight_update", requests.Commit, updates.commit),
+        post("/end_weight_update", requests.End, lambda _: updates.end()),
+        post("/abort_weight_update", requests.Abort, lambda _: updates.abort()),
+        Route("/weight_update", _answered(state, token)),
+    ]
+
+
+def _answered(
+    handle: Callable[[Request], Awaitable[str | requests.State]], token: Secret | None
+) -> Callable[[Request], Awaitable[Response]]:
+    """Authentication before, and errors as answers after."""
+
+    @functools.wraps(handle)
+    async def endpoint(request: Request) -> Response:
+        if token is not None and not matches(request.headers.get("authorization"), token):
+            return _json(requests.Reply(False, "a bearer token is needed, and this is not it"), HTTPStatus.UNAUTHORIZED)
+        try:
+            done = await handle(request)
+        except _Refused as error:
+            return _json(requests.Reply(False, str(error)), error.status)
+        except WeightSyncError as error:
+            return _json(requests.Reply(False, f"{type(error).__name__}: {error}"), HTTPStatus.BAD_REQUEST)
+        return _json(requests.Reply(True, done) if isinstance(done, str) else done)
+
+    return endpoint
+
+
+async def _body(request: Request, kind: type[T]) -> T:
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise _Refused(HTTPStatus.BAD_REQUEST, "the body must be JSON, and say so: Content-Type: application/json")
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _MAX_BODY:
+            raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body has at most {_MAX_BODY} bytes")
+    try:
+        return msgspec.json.decode(bytes(body) or b"{}", type=kind)
+    except UNREADABLE as error:
+        raise ConfigurationError(f"not a {kind.__name__} request: {error}") from None
+
+
+def _json(content: Any, status: HTTPStatus = HTTPStatus.OK) -> Response:  # noqa: ANN401 - any message
+    headers = {"WWW-Authenticate": 'Bearer realm="weightsync"'} if status == HTTPStatus.UNAUTHORIZED else None
+    return Response(msgspec.json.encode(content), status, headers, "application/json")

@@ -1,0 +1,161 @@
+"""Which boxes meet which: a prefix tree over dimensions, searched for all queries at once.
+
+Boxes are sorted by group and then dimension by dimension; boxes with equal intervals in the first dimensions share a node. A
+query descends a level at a time by binary search among a node's children. On a grid (FSDP x TP) every step finds exactly the
+boxes that meet in that dimension, so no pair is looked at that does not overlap in all dimensions searched so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.planning.geometry import ranges
+from weightsync.planning.limits import Stop
+
+__all__ = ["BoxIndex", "first_hole"]
+
+Int64 = npt.NDArray[np.int64]
+
+_STEP = 1 << 20  # pairs looked at in one step: bounds the memory of a query that meets very much
+_QUERIES = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class _Level:
+    """Children of one level's nodes, ordered by parent, start, stop. Keys order first by parent, then by coordinate rank."""
+
+    values: Int64
+    starts: Int64
+    reach: Int64
+    stops: Int64
+    base: int
+
+
+class BoxIndex:
+    """Boxes in groups, ready to be searched.
+
+    ``order`` sorts the boxes as given by group, starts and stops; ``box[i]`` is the distinct box of row ``i`` as given; the
+    distinct boxes are ``group``, ``starts``, ``stops``, and ``first[b]`` to ``first[b + 1]`` are box ``b``'s rows in ``order``
+    (equal boxes keep the order in which they were given). Searches raise
+    :class:`~weightsync.errors.Aborted` once ``stop`` is set.
+    """
+
+    def __init__(self, group: Int64, starts: Int64, stops: Int64, groups: int, stop: Stop | None = None) -> None:
+        self._stop = stop or Stop()
+        dims = starts.shape[1]
+        keys = [group, *(column for dim in range(dims) for column in (starts[:, dim], stops[:, dim]))]
+        self.order: Int64 = np.lexsort(keys[::-1])
+        fresh = np.zeros(len(group), bool)
+        fresh[:1] = True
+        for key in keys:
+            ordered = key[self.order]
+            fresh[1:] |= ordered[1:] != ordered[:-1]
+        heads = np.flatnonzero(fresh)
+        self.first: Int64 = np.append(heads, len(group))
+        self.box: Int64 = np.empty(len(group), np.int64)
+        self.box[self.order] = np.cumsum(fresh) - 1
+        chosen = self.order[heads]
+        self.group, self.starts, self.stops = group[chosen], starts[chosen], stops[chosen]
+        self._levels: list[_Level] = []
+        parent = self.group
+        for dim in range(dims):
+            begin, end = self.starts[:, dim], self.stops[:, dim]
+            fresh = np.ones(len(chosen), bool)
+            fresh[1:] = (np.diff(parent) != 0) | (np.diff(begin) != 0) | (np.diff(end) != 0)
+            above, begin, end = parent[fresh], begin[fresh], end[fresh]
+            # Ranks in place of coordinates: a key is parent * base + rank, which no extent can make overflow.
+            values = np.unique(np.concatenate([begin, end]))
+            base = len(values) + 1
+            reach = np.maximum.accumulate(above * base + np.searchsorted(values, end))
+            self._levels.append(_Level(values, above * base + np.searchsorted(values, begin), reach, end, base))
+            parent = np.cumsum(fresh) - 1
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+    def meeting(
+        self, group: Int64, starts: Int64, stops: Int64, count: Callable[[Int64], None] | None = None
+    ) -> tuple[Int64, Int64]:
+        """All pairs (query, box) that share an element, ordered by query and then box. Queries must not be empty.
+
+        ``count`` is called with the queries of some pairs at a time, and raises if there are too many.
+        """
+        found = []
+        for pairs in self._descend(0, np.arange(len(group)), group, starts, stops):
+            if count is not None:
+                count(pairs[0])
+            found.append(pairs)
+        if len(found) == 1:
+            return found[0]
+        none = np.zeros(0, np.int64)
+        return np.concatenate([none, *(pair[0] for pair in found)]), np.concatenate([none, *(pair[1] for pair in found)])
+
+    def _descend(self, depth: int, query: Int64, node: Int64, starts: Int64, stops: Int64) -> Iterator[tuple[Int64, Int64]]:
+        self._stop.check()
+        if depth == len(self._levels):
+            yield query, node
+            return
+        level = self._levels[depth]
+        begin, end = starts[query, depth], stops[query, depth]
+        low = np.searchsorted(level.reach, node * level.base + np.searchsorted(level.values, begin, "right"))
+        high = np.searchsorted(level.starts, node * level.base + np.searchsorted(level.values, end))
+        count = np.maximum(high - low, 0)
+        if int(count.sum()) > _STEP and len(query) > 1:
+            half = len(query) // 2
+            yield from self._descend(depth, query[:half], node[:half], starts, stops)
+            yield from self._descend(depth, query[half:], node[half:], starts, stops)
+            return
+        child = ranges(low, count)
+        wider = np.repeat(np.arange(len(query)), count)
+        real = level.stops[child] > begin[wider]
+        if not np.all(real):  # intervals of one node that overlap each other: not a grid
+            child, wider = child[real], wider[real]
+        yield from self._descend(depth + 1, query[wider], child, starts, stops)
+
+    def collisions(self) -> dict[int, tuple[int, int]]:
+        """One pair of distinct boxes that overlap, for each group that has any."""
+        found: dict[int, tuple[int, int]] = {}
+        begin = 0
+        while begin < len(self):
+            asked = np.arange(begin, min(begin + _QUERIES, len(self)))
+            if found:
+                asked = asked[~np.isin(self.group[asked], list(found))]
+            for query, box in self._descend(0, asked, self.group[asked], self.starts, self.stops):
+                other = np.flatnonzero(query != box)
+                if len(other):  # then look no further in these groups: all pairs of a forged layout would take for ever
+                    groups, head = np.unique(self.group[query[other]], return_index=True)
+                    for group, at in zip(groups.tolist(), other[head].tolist(), strict=True):
+                        pair = int(query[at]), int(box[at])
+                        found[group] = (min(pair), max(pair))
+                    break
+            else:
+                begin += _QUERIES
+        return found
+
+
+def first_hole(starts: Int64, stops: Int64, within: tuple[Int64, Int64]) -> tuple[list[int], list[int]] | None:
+    """A region of the box ``within`` that no box holds, or ``None``. The boxes must not overlap each other or leave ``within``."""
+    begin: list[int] = []
+    end: list[int] = []
+    dims = starts.shape[1]
+    for dim in range(dims):
+        outer, limit = int(within[0][dim]), int(within[1][dim])
+        cuts = np.unique(np.concatenate([[outer, limit], starts[:, dim], stops[:, dim]]))
+        area = np.prod(stops[:, dim + 1 :] - starts[:, dim + 1 :], axis=1)
+        change = np.zeros(len(cuts), np.int64)
+        np.add.at(change, np.searchsorted(cuts, starts[:, dim]), area)
+        np.add.at(change, np.searchsorted(cuts, stops[:, dim]), -area)
+        whole = int(np.prod(within[1][dim + 1 :] - within[0][dim + 1 :]))
+        lacking = np.flatnonzero(np.cumsum(change)[:-1] < whole)
+        if not len(lacking):
+            return None
+        slab = int(lacking[0])
+        begin.append(int(cuts[slab]))
+        end.append(int(cuts[slab + 1]))
+        across = (starts[:, dim] <= begin[-1]) & (stops[:, dim] >= end[-1])
+        starts, stops = starts[across], stops[across]
+    return begin, end

@@ -1,0 +1,109 @@
+"""Which of several members that hold a box feeds which target: same host first, and equal loads.
+
+A box's holders, seen from a target, shrink to those in the target's memory domain if there are any, else to those on its
+machine, else to all. The boxes for which the same members remain form a **pool**. The bytes that a pool must deliver are laid
+end to end, target after target and in layout order within a target, and cut into as many equal spans as the pool has members;
+a piece goes to the member in whose span its middle lies. So each member's share of a pool differs from the mean by at most the
+largest piece, most targets read from one member of a pool only, and at any time different targets read from different members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.planning.box_index import BoxIndex
+from weightsync.planning.geometry import Rows
+from weightsync.protocol.messages import Host
+
+__all__ = ["Choices", "choices"]
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """What each box offers to each target host.
+
+    ============  ======================  =================================================================
+    field         type                    meaning
+    ============  ======================  =================================================================
+    first         int64[boxes + 1]        a box's holders are ``member[first[b]:first[b + 1]]``
+    member        int64[holders]          source member
+    order         int64[holders]          row of the box among that member's rows of the tensor
+    kind          int64[boxes]            the box's set of holders; 0 is every set of one
+    host          int64[targets]          the target's host
+    choice        int64[kinds, hosts]     index into the next two, or -1: there is only the first holder
+    candidates    tuple of int64 arrays   places among the box's holders that remain
+    pool          int64[choices]          the pool that these members form
+    width         int64[pools]            members of a pool
+    ============  ======================  =================================================================
+    """
+
+    first: Int64
+    member: Int64
+    order: Int64
+    kind: Int64
+    host: Int64
+    choice: Int64
+    candidates: tuple[Int64, ...]
+    pool: Int64
+    width: Int64
+
+
+def _nearest(holders: Sequence[Host], here: Host) -> list[int]:
+    for near in ([host.memory == here.memory for host in holders], [host.name == here.name for host in holders]):
+        if any(near):
+            return [place for place, is_near in enumerate(near) if is_near]
+    return list(range(len(holders)))
+
+
+def choices(index: BoxIndex, rows: Rows, sources: Sequence[Host], targets: Sequence[Host]) -> Choices:
+    """The holders of each box and what remains of them for each target. A member that holds a box twice counts once."""
+    box, member, order = index.box[index.order], rows.member[index.order], rows.order[index.order]
+    once = np.ones(len(box), bool)
+    once[1:] = (np.diff(box) != 0) | (np.diff(member) != 0)  # rows of a box come in the order of members
+    box, member, order = box[once], member[once], order[once]
+    first = np.searchsorted(box, np.arange(len(index) + 1))
+
+    # A box with one holder, the usual case, needs no look at holders: kind 0. The others are numbered by who holds them.
+    kinds: dict[bytes, int] = {}
+    members: list[Int64] = []
+    kind = np.zeros(len(index), np.int64)
+    for at in np.flatnonzero(np.diff(first) > 1).tolist():
+        holders = member[first[at] : first[at + 1]]
+        found = kinds.setdefault(holders.tobytes(), len(kinds) + 1)
+        if found > len(members):
+            members.append(holders)
+        kind[at] = found
+
+    hosts = list(dict.fromkeys(targets))
+    choice = np.full((len(members) + 1, len(hosts)), -1, np.int64)
+    candidates: list[Int64] = []
+    pool: list[int] = []
+    pools: dict[bytes, int] = {}
+    width: list[int] = []
+    for at, holders in enumerate(members, start=1):
+        for where, here in enumerate(hosts):
+            places = np.array(_nearest([sources[one] for one in holders.tolist()], here), np.int64)
+            found = pools.setdefault(holders[places].tobytes(), len(pools))
+            if found == len(width):
+                width.append(len(places))
+            choice[at, where] = len(candidates)
+            candidates.append(places)
+            pool.append(found)
+    place = {host: where for where, host in enumerate(hosts)}
+    return Choices(
+        first,
+        member,
+        order,
+        kind,
+        np.array([place[host] for host in targets], np.int64),
+        choice,
+        tuple(candidates),
+        np.array(pool, np.int64),
+        np.array(width, np.int64),
+    )

@@ -1,0 +1,1 @@
+"""What every process of a run shares: messages, calls, and the connection to a coordinator."""

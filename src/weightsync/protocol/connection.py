@@ -1,0 +1,448 @@
+"""An agent's connection to the coordinator: always there, or being restored.
+
+The process's :mod:`~weightsync.protocol.event_loop` holds the sockets; the agent's own code stays synchronous. Calls of the
+coordinator run one at a time on a thread of this link. A :class:`~weightsync.protocol.messages.Quarantine` gets through on another,
+because it must reach an engine that is in the middle of a move.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import CancelledError as FutureCancelled
+from concurrent.futures import Future, wait
+from types import TracebackType
+from typing import Self
+
+import msgspec
+from websockets.asyncio.client import ClientConnection
+from websockets.exceptions import ConnectionClosed
+
+from weightsync.config import ClientSettings
+from weightsync.deadline import Deadline
+from weightsync.errors import (
+    Aborted,
+    ConfigurationError,
+    CoordinatorUnreachable,
+    DeadlineExceeded,
+    PeerLost,
+    ProtocolError,
+    WeightSyncError,
+    from_wire,
+)
+from weightsync.forks import Origin
+from weightsync.protocol.calls import Calls
+from weightsync.protocol.dial import dial
+from weightsync.protocol.endpoint import CLOSE_INTERNAL, CLOSE_NORMAL, CLOSE_RESTART, unreachable
+from weightsync.protocol.event_loop import shared_loop
+from weightsync.protocol.messages import Body, Confirmed, Frame, Hello, Progress, Quarantine, Welcome, decode, encode
+from weightsync.protocol.notices import tell
+from weightsync.protocol.wait_notices import NOTICE_SECONDS, reminding
+from weightsync.protocol.worker import Handler, Received, Worker, received_for
+
+__all__ = ["Link", "LinkLost"]
+
+_log = logging.getLogger(__name__)
+
+_FIRST_PAUSE = 0.05
+_STEADY_SECONDS = 5.0
+_PROGRESS_SECONDS = 0.1
+_LATE_SECONDS = 0.06  # after a call's own deadline, whose error says more
+_LONGEST_SECONDS = 86400.0
+_GRACE = 1.0
+"""Seconds that a caller's thread waits longer than the call itself, so that the call's own error arrives first."""
+
+
+class LinkLost(PeerLost):
+    """This rank's own connection broke; another rank's death, which the coordinator reports, is a plain ``PeerLost``."""
+
+
+def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
+
+
+class Link:
+    """One rank's connection to the coordinator.
+
+    ``hello`` is asked before every attempt, so that what the rank serves or published is current. ``handle`` runs the
+    coordinator's calls and may block; or ``receive`` is given each call when it arrives, and returns what runs it. ``on_welcome``
+    and ``on_lost`` tell of every connection made and lost. ``hello``, ``receive`` and the two callbacks run on the thread of all
+    links: they must return at once and not call back into the link, but for :meth:`progress`. The order of calls is
+    :meth:`connect` once, then anything, then :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        settings: ClientSettings,
+        *,
+        hello: Callable[[], Hello],
+        handle: Handler | None = None,
+        receive: Callable[[Body], Received] | None = None,
+        on_welcome: Callable[[Welcome], None] | None = None,
+        on_lost: Callable[[str], None] | None = None,
+        on_notice: Callable[[str], None] | None = None,
+        name: str = "agent",
+    ) -> None:
+        self._origin = Origin()
+        self._settings, self._name = settings, name
+        self._hello, self._on_welcome, self._on_lost = hello, on_welcome, on_lost
+        if receive is None:
+            if handle is None:
+                raise ConfigurationError("a link needs handle or receive, to answer the coordinator's calls")
+            receive = received_for(handle)
+        self._receive = receive
+        self._on_notice = on_notice or (lambda text: tell(_log, f"{name}: {text}"))
+        self._calls_worker = Worker(f"weightsync-calls-{name}")
+        self._quarantine_worker = Worker(f"weightsync-quarantine-{name}")
+        self._borrowed: asyncio.AbstractEventLoop | None = None
+        self._closing = threading.Lock()
+        self._ended = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._main: asyncio.Task[None] | None = None
+        self._first: Future[Welcome] = Future()
+        self._asked: set[Future[Body]] = set()
+        self._closed = False
+        # Only the loop's thread touches these.
+        self._calls: Calls | None = None
+        self._send: Callable[[Frame], Awaitable[None]] | None = None
+        self._socket: ClientConnection | None = None
+        self._refused_on: ClientConnection | None = None
+        self._answering = 0
+        self._returning: asyncio.Task[None] | None = None
+        self._connected = asyncio.Event()
+        self._trouble = "not connected yet"
+        self._lost_at: float | None = None
+        self._credential = ""
+        self._joined_run = ""
+        # Progress: the newest count, and whether a report of it is under way.
+        self._progress_lock = threading.Lock()
+        self._progress_bytes = 0
+        self._progress_due = False
+        self._progress_sent = 0.0
+        self._progress_task: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the coordinator has this rank now."""
+        return self._connected.is_set()
+
+    def connect(self) -> Welcome:
+        """Connect within the settings' ``connect_timeout`` and return the coordinator's welcome.
+
+        Nobody answering is tried again until then. Raises :class:`~weightsync.errors.CoordinatorUnreachable`,
+        :class:`~weightsync.errors.AuthenticationError`, or the error that the coordinator refused this rank with; nothing is
+        left running then.
+        """
+        if self._borrowed is not None or self._closed:
+            raise ConfigurationError("a link connects once; make a new one")
+        self._borrowed = shared_loop.borrow()
+        asyncio.run_coroutine_threadsafe(self._run(), self._borrowed)
+        timeout = self._settings.connect_timeout + 2 * _GRACE
+        soon = min(NOTICE_SECONDS, timeout)
+        try:
+            if not wait([self._first], soon).done:
+                tell(_log, f"{self._name}: waiting for the coordinator at {self._settings.coordinator} ({self._trouble})")
+            return self._first.result(timeout - soon)
+        except TimeoutError:
+            self.close()
+            raise CoordinatorUnreachable(unreachable(self._settings, "the connection did not come to stand in time")) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, body: Body, timeout: float) -> Body:
+        """Ask the coordinator, from any thread but that of the links, and return its answer.
+
+        Waits for a lost connection to come back, within ``timeout`` seconds in all. A call that was already sent when the
+        connection broke is not repeated: it raises :class:`~weightsync.errors.PeerLost` at once. Raises what the coordinator
+        answered, :class:`~weightsync.errors.DeadlineExceeded`, or :class:`~weightsync.errors.Aborted` after :meth:`close`.
+        """
+        self._origin.require(f"the link of {self._name}")
+        loop = self._loop
+        if self._closed or loop is None or _runs_here(loop):
+            raise Aborted(f"the link of {self._name} is closed, not connected, or was called from the links' own thread")
+        deadline = Deadline(timeout)
+        asking = self._ask(body, deadline)
+        try:
+            asked = asyncio.run_coroutine_threadsafe(asking, loop)
+        except RuntimeError:
+            asking.close()
+            raise Aborted(f"the link of {self._name} is closed") from None
+        self._asked.add(asked)
+        if self._loop is None:  # it ended just now, and may never look at what it was given
+            asked.cancel()
+        try:
+            return asked.result(timeout + _GRACE)
+        except FutureCancelled:
+            raise Aborted(f"the link of {self._name} was closed while it waited for {type(body).__name__}") from None
+        except DeadlineExceeded:
+            raise
+        except TimeoutError:
+            asked.cancel()
+            raise DeadlineExceeded(f"the coordinator did not answer {type(body).__name__} within {timeout:g} s") from None
+        except BaseException:
+            asked.cancel()  # Ctrl-C: withdraw the call
+            raise
+        finally:
+            self._asked.discard(asked)
+
+    def progress(self, nbytes: int) -> None:
+        """Report that this many bytes of the running move are in place. Any thread; never blocks; sent a few times a second."""
+        if self._origin.elsewhere:
+            return
+        loop = self._loop
+        with self._progress_lock:
+            self._progress_bytes = nbytes
+            if self._progress_due or self._closed or loop is None:
+                return
+            self._progress_due = True
+        try:
+            loop.call_soon_threadsafe(self._schedule_progress)
+        except RuntimeError:
+            return  # the loop has just closed: nobody is left to tell
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Leave the coordinator and end this link's threads. Safe twice and from any thread.
+
+        A call that ``handle`` still runs is waited for up to ``timeout`` seconds: abort it first. In a forked child: nothing.
+        """
+        if self._origin.elsewhere:
+            return
+        self._closed = True
+        loop, main = self._loop, self._main
+        if loop is not None and main is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended by itself
+                loop.call_soon_threadsafe(main.cancel)
+        end = time.monotonic() + timeout
+        with self._closing:
+            borrowed, self._borrowed = self._borrowed, None
+        if borrowed is not None:
+            ended = _runs_here(borrowed) or self._ended.wait(timeout)
+            if not shared_loop.give_back(max(0.05, end - time.monotonic())) or not ended:
+                _log.warning("%s: the link did not end within %g s", self._name, timeout)
+        for worker in (self._calls_worker, self._quarantine_worker):
+            if not worker.close(max(0.05, end - time.monotonic())):
+                _log.warning("%s: a call is still running after the link was closed", self._name)
+
+    # From here on: the thread of all links.
+
+    async def _run(self) -> None:
+        try:
+            await self._stay()
+        except asyncio.CancelledError:
+            pass  # close()
+        except Exception as error:  # noqa: BLE001 - connect() raises it, or it is logged
+            if self._first.done():
+                _log.exception("%s: the link to the coordinator failed for good", self._name)
+            else:
+                self._first.set_exception(error)
+        finally:
+            self._loop = None
+            for asked in list(self._asked):
+                asked.cancel()
+            if not self._first.done():
+                self._first.set_exception(Aborted(f"the link of {self._name} was closed while it connected"))
+            if self._progress_task is not None:
+                self._progress_task.cancel()
+            if self._returning is not None:
+                self._returning.cancel()
+            self._ended.set()
+
+    async def _stay(self) -> None:
+        """Connect, serve, reconnect, until cancelled. Errors end it only before the first welcome."""
+        self._main = asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+        if self._closed:
+            return
+        first = Deadline(self._settings.connect_timeout)
+        pause = _FIRST_PAUSE
+        while True:
+            welcomed = self._first.done()
+            timeout = self._settings.connect_timeout if welcomed else first.remaining("connecting to the coordinator")
+            try:
+                hello = msgspec.structs.replace(self._hello(), credential=self._credential)
+                socket, welcome = await dial(self._settings, hello, timeout)
+                await self._look_for_refusal(socket, welcome)
+            except CoordinatorUnreachable as error:
+                if not welcomed and first.at - time.monotonic() <= pause:
+                    raise
+                self._note(str(error))
+            except WeightSyncError as error:
+                if not welcomed:
+                    raise
+                self._note(f"{type(error).__name__}: {error}")
+            else:
+                since = time.monotonic()
+                await self._serve(socket, welcome)
+                if time.monotonic() - since > _STEADY_SECONDS:  # one that takes us in and drops us again is not hammered
+                    pause = _FIRST_PAUSE
+            # Full jitter above a floor: a thousand agents must not come back in the same moment.
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, self._settings.reconnect_seconds)
+
+    async def _look_for_refusal(self, socket: ClientConnection, welcome: Welcome) -> None:
+        """Rounds leave this rank out: an error for one that joins first; one that was here before stays, and says so."""
+        if not welcome.refusal:
+            return
+        if self._first.done():
+            self._on_notice(f"rounds leave this rank out: {welcome.refusal}")
+            return
+        await socket.close(CLOSE_NORMAL, "its process closed it")
+        raise from_wire(*welcome.refusal.split(": ", 1))
+
+    def _note(self, trouble: str) -> None:
+        if trouble != self._trouble:  # once, not at every attempt
+            _log.warning("%s: %s", self._name, trouble)
+        self._trouble = trouble
+
+    async def _serve(self, socket: ClientConnection, welcome: Welcome) -> None:
+        async def send(frame: Frame) -> None:
+            try:
+                await socket.send(encode(frame))
+            except ConnectionClosed as error:
+                raise LinkLost(f"the coordinator at {self._settings.coordinator} is gone: {error}") from None
+
+        calls = Calls(send, self._dispatch, on_notice=self._on_notice)
+        reason = "the link was closed"
+        try:
+            self._calls, self._send, self._socket, self._trouble = calls, send, socket, ""
+            self._credential = welcome.credential
+            self._connected.set()
+            if self._on_welcome is not None:
+                self._on_welcome(welcome)
+            self._greeted(welcome)
+            if not self._first.done():
+                self._first.set_result(welcome)
+            with contextlib.suppress(LinkLost):  # read() says why
+                await send(Confirmed())
+            reason = await self._read(socket, calls)
+        finally:
+            self._connected.clear()
+            self._calls = self._send = self._socket = None
+            lost = f"the connection to the coordinator at {self._settings.coordinator} ended: {reason}"
+            calls.close(LinkLost(lost))
+            leaves = CLOSE_NORMAL, "its process closed it"
+            await socket.close(*(leaves if self._closed else (CLOSE_INTERNAL, "its link failed")))
+        self._lost_at = time.monotonic()
+        self._note(lost)
+        if self._on_lost is not None:
+            self._on_lost(reason)
+
+    def _greeted(self, welcome: Welcome) -> None:
+        where = self._settings.coordinator
+        if self._lost_at is None:
+            _log.info("%s joined run %s at %s", welcome.member, welcome.run, where)
+        else:
+            away = time.monotonic() - self._lost_at
+            changed = "" if welcome.run == self._joined_run else f"; its run is {welcome.run} now, and was {self._joined_run}"
+            _log.info("%s is connected to %s again after %.1f s%s", welcome.member, where, away, changed)
+        self._joined_run = welcome.run
+
+    async def _read(self, socket: ClientConnection, calls: Calls) -> str:
+        """Feed frames to ``calls`` until the connection ends, and say why it did."""
+        try:
+            while True:
+                data = await socket.recv()
+                if not isinstance(data, bytes):
+                    raise ProtocolError("a text frame from the coordinator")
+                calls.feed(decode(data))
+        except ProtocolError as error:
+            await socket.close(1002, str(error)[:100])
+            return str(error)
+        except ConnectionClosed as error:
+            return str(error)
+
+    async def _dispatch(self, body: Body, timeout: float) -> Body:
+        call, what = self._receive(body), type(body).__name__
+        worker = self._quarantine_worker if isinstance(body, Quarantine) else self._calls_worker
+        job = worker.submit(call.run, what, timeout)
+        outcome = asyncio.wrap_future(job)
+        counted = worker is self._calls_worker
+        self._answering += counted
+        try:
+            await asyncio.wait([outcome], timeout=min(call.patience, timeout + _LATE_SECONDS))
+            if not outcome.done() and not job.running():  # the call before it hangs, and was given up by the coordinator
+                self._connect_again_after(worker)
+                raise DeadlineExceeded(f"{what} did not get its turn within {min(call.patience, timeout):.3g} s: {call.withdraw()}")
+            if not outcome.done():
+                await asyncio.wait([outcome], timeout=max(0.0, timeout + _LATE_SECONDS - call.patience))
+            if not outcome.done():
+                raise DeadlineExceeded(f"{what} did not finish within {timeout:.3g} s: {call.withdraw()}")
+            answer = outcome.result()
+        except asyncio.CancelledError:
+            call.withdraw()
+            raise
+        finally:
+            self._answering -= counted
+            if not outcome.cancel() and not outcome.cancelled():
+                outcome.exception()  # looked at, should the call have been withdrawn in the same moment
+        if answer is None:
+            raise ProtocolError(f"{what} was not answered")
+        return answer
+
+    def _connect_again_after(self, worker: Worker) -> None:
+        """A call was refused: when what hangs has ended, say Hello again, so that the coordinator looks at this rank anew."""
+        self._refused_on = self._socket
+        if not self._ended.is_set() and (self._returning is None or self._returning.done()):
+            self._returning = asyncio.ensure_future(self._connect_again(worker))
+
+    async def _connect_again(self, worker: Worker) -> None:
+        with contextlib.suppress(DeadlineExceeded):
+            for busy in (worker, self._quarantine_worker):  # a quarantine ends first: a Hello must not be overtaken by it
+                await asyncio.wrap_future(busy.submit(lambda _: None, "next", _LONGEST_SECONDS))
+            socket = self._socket
+            # Not if another connection was made since the last refusal, or if the coordinator calls again already.
+            if socket is not None and socket is self._refused_on and not self._answering:
+                await socket.close(CLOSE_RESTART, "this rank answers again")
+
+    async def _ask(self, body: Body, deadline: Deadline) -> Body:
+        what = f"{type(body).__name__} to the coordinator at {self._settings.coordinator}"
+        try:
+            async with asyncio.timeout(deadline.remaining(what)):
+                with reminding(self._tell_waiting):
+                    await self._connected.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(f"{what} was not sent within {deadline.seconds:g} s: {self._trouble}") from None
+        if self._calls is None:
+            raise LinkLost(f"{what} was not sent: {self._trouble}")
+        return await self._calls.call(body, deadline.remaining(what))
+
+    def _tell_waiting(self) -> None:
+        self._on_notice(f"waiting for the coordinator at {self._settings.coordinator} ({self._trouble})")
+
+    def _schedule_progress(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(max(0.0, self._progress_sent + _PROGRESS_SECONDS - loop.time()), self._start_progress)
+
+    def _start_progress(self) -> None:
+        self._progress_task = asyncio.ensure_future(self._send_progress())
+
+    async def _send_progress(self) -> None:
+        """Send the newest count. The next report may start only afterwards, so a slow socket gets fewer of them."""
+        self._progress_sent = asyncio.get_running_loop().time()
+        with self._progress_lock:
+            nbytes = self._progress_bytes
+        try:
+            if self._send is not None:
+                async with asyncio.timeout(self._settings.heartbeat):
+                    await self._send(Progress(nbytes))
+        except (PeerLost, TimeoutError) as error:
+            _log.debug("%s: progress was not reported: %s", self._name, error)
+        with self._progress_lock:
+            self._progress_due = newer = self._progress_bytes != nbytes  # it came while this was being sent
+        if newer:
+            self._schedule_progress()

@@ -1,0 +1,69 @@
+"""What both ends of the coordinator's address agree on: paths, the socket's subprotocol, close codes, TLS."""
+
+from __future__ import annotations
+
+import os
+import re
+import ssl
+
+from weightsync.config import ClientSettings
+from weightsync.errors import ConfigurationError
+from weightsync.protocol.messages import PROTOCOL
+
+__all__ = [
+    "AGENTS_PATH",
+    "CLOSE_INTERNAL",
+    "CLOSE_NORMAL",
+    "CLOSE_POLICY",
+    "CLOSE_PROTOCOL",
+    "CLOSE_RESTART",
+    "CLOSE_SHUTDOWN",
+    "CLOSE_TOO_BIG",
+    "FRAME_LIMIT_HEADER",
+    "SUBPROTOCOL",
+    "reason",
+    "tls_context",
+    "unreachable",
+]
+
+AGENTS_PATH = "/v1/agents"
+FRAME_LIMIT_HEADER = "X-Weightsync-Frame-Bytes"
+"""In the answer to an agent's upgrade: the largest frame that the coordinator takes, so that nobody learns it by being cut off."""
+SUBPROTOCOL = f"weightsync.{PROTOCOL}"
+"""Offered by every agent, so that two ends of different protocols part before a frame is read."""
+
+# RFC 6455, section 7.4.1
+CLOSE_NORMAL = 1000
+CLOSE_SHUTDOWN = 1001
+CLOSE_PROTOCOL = 1002
+CLOSE_POLICY = 1008
+CLOSE_TOO_BIG = 1009
+CLOSE_INTERNAL = 1011
+CLOSE_RESTART = 1012
+"""Whoever closes connects again at once. :data:`CLOSE_NORMAL` would be a goodbye."""
+
+
+def tls_context(settings: ClientSettings) -> ssl.SSLContext | None:
+    """How to check an https coordinator's certificate; ``None`` for plain http."""
+    if settings.coordinator.scheme != "https":
+        return None
+    try:
+        return ssl.create_default_context(cafile=settings.ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigurationError(f"WEIGHTSYNC_CA_FILE={str(settings.ca_file)!r} holds no usable certificates: {error}") from None
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, in words: without the number that the system and the libraries put in front."""
+    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    return re.sub(r"^\[Errno -?[0-9]+\] ", "", str(error)) or type(error).__name__
+
+
+def unreachable(settings: ClientSettings, why: object) -> str:
+    """The message for a coordinator that does not answer: its URL, what went wrong, what to check."""
+    url = settings.coordinator.url
+    return (
+        f"no coordinator answers at {url}: {why}. Is `weightsync serve` (or the trainer whose rank 0 holds the coordinator) "
+        f"running there, is WEIGHTSYNC_COORDINATOR right, and can this machine reach the port? Try: curl {url}/healthz"
+    )

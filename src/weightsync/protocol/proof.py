@@ -1,0 +1,151 @@
+"""Proving to each other that both ends have the token, without sending it.
+
+The agent asks for a challenge with a nonce of its own. The coordinator answers with a fresh nonce and a proof over both. If that
+is right, the agent sends its own proof, in the ``Authorization`` header of one request. So whoever listens on the port of a
+coordinator that died learns nothing that is of use there or elsewhere. An HTTP client uses a challenge for several requests, which
+it counts, and looks for a proof in each answer. The coordinator keeps no state for strangers: its nonces carry their time and its
+signature. It remembers what holders of the token have used until that expires.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from collections.abc import Callable
+from functools import lru_cache
+
+import msgspec
+
+from weightsync.config import Address, Secret
+from weightsync.errors import AuthenticationError, ConfigurationError, ProtocolError
+from weightsync.protocol.messages import UNREADABLE
+
+__all__ = ["ANSWER_HEADER", "CHALLENGE_PATH", "SCHEME", "Challenge", "Challenger", "Claimant"]
+
+CHALLENGE_PATH = "/v1/challenge"
+SCHEME = "Weightsync"
+"""Of the ``Authorization`` header that carries a proof."""
+ANSWER_HEADER = "Weightsync-Proof"
+"""Of an answer to such a request: the coordinator's proof that it is the one that answers."""
+_LIFETIME = 30.0  # seconds from a challenge to its last use
+_MOST_REQUESTS = 1024  # that one challenge is good for
+_MOST_USED = 1 << 16  # challenges that holders of the token may use in that time
+_STRETCH = 20_000  # rounds of PBKDF2: a proof is something to guess a weak token by, and each guess costs that much
+_NONCE = re.compile(r"[0-9a-f]{32}")
+_SIGNED = re.compile(r"[0-9a-f]{96}")
+_COUNT = re.compile(r"[0-9]{1,4}")
+
+
+class Challenge(msgspec.Struct, frozen=True):
+    """What the coordinator answers to an agent's nonce: a nonce of its own, and its proof over both."""
+
+    nonce: str
+    proof: str
+
+
+@lru_cache(maxsize=16)
+def _key(token: Secret) -> bytes:
+    return hashlib.pbkdf2_hmac("sha256", token.reveal().encode(), b"weightsync proof", _STRETCH)
+
+
+def _proof(token: Secret, who: str, *parts: str) -> str:
+    return hmac.new(_key(token), "\n".join((who, *parts)).encode(), hashlib.sha256).hexdigest()
+
+
+def _same(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode("utf-8", "surrogateescape"), other.encode("utf-8", "surrogateescape"))
+
+
+class Challenger:
+    """The coordinator's side. Used on one event loop; ``clock`` gives seconds that only go up."""
+
+    def __init__(self, token: Secret, clock: Callable[[], float] = time.monotonic) -> None:
+        self._token, self._clock = token, clock
+        self._signer = secrets.token_bytes(32)
+        self._used: dict[str, tuple[float, int]] = {}
+        """When each nonce that was used is forgotten, in that order, and a bit for each request that it was used for."""
+        _key(token)  # takes milliseconds, once
+
+    def challenge(self, nonce: str) -> Challenge:
+        """The answer to an agent's nonce. Raises :class:`~weightsync.errors.ConfigurationError` for one that is malformed."""
+        if _NONCE.fullmatch(nonce) is None:
+            raise ConfigurationError("a challenge needs ?nonce= with 32 hexadecimal digits")
+        unsigned = int(self._clock() * 1000).to_bytes(8, "big").hex() + secrets.token_hex(8)
+        mine = unsigned + self._sign(unsigned)
+        return Challenge(mine, _proof(self._token, "coordinator", nonce, mine))
+
+    def admits(self, header: str, request: str) -> str | None:
+        """The proof for the answer, if an ``Authorization`` header proves the token for ``request`` (method and target).
+
+        ``None`` if not, and for a header that was used before.
+        """
+        parts = header.split(" ")
+        if len(parts) != 5 or parts[0] != SCHEME:
+            return None
+        _, nonce, mine, count, proof = parts
+        if _NONCE.fullmatch(nonce) is None or _SIGNED.fullmatch(mine) is None or _COUNT.fullmatch(count) is None:
+            return None
+        now = self._clock()
+        fresh = 0 <= now - int(mine[:16], 16) / 1000 + 0.001 <= _LIFETIME
+        genuine = _same(mine[32:], self._sign(mine[:32]))
+        right = _same(proof, _proof(self._token, "agent", nonce, mine, count, request))
+        while self._used and (oldest := next(iter(self._used.items())))[1][0] < now:
+            del self._used[oldest[0]]
+        until, used = self._used.get(mine, (now + _LIFETIME, 0))
+        this = 1 << int(count)
+        full = not used and len(self._used) >= _MOST_USED
+        if not (fresh and genuine and right) or used & this or full or int(count) >= _MOST_REQUESTS:
+            return None
+        self._used[mine] = until, used | this
+        return _proof(self._token, "answer", nonce, mine, count)
+
+    def _sign(self, unsigned: str) -> str:
+        return hmac.new(self._signer, unsigned.encode(), hashlib.sha256).hexdigest()
+
+
+class Claimant:
+    """The agent's side of one challenge by ``coordinator``. :meth:`accept` comes before :meth:`authorization`."""
+
+    def __init__(self, token: Secret, coordinator: Address) -> None:
+        self._token, self._coordinator = token, coordinator
+        self._nonce, self._challenge = secrets.token_hex(16), ""
+        self._count = 0
+        self._since = time.monotonic()
+
+    @property
+    def target(self) -> str:
+        """What to ask the coordinator for."""
+        return f"{CHALLENGE_PATH}?nonce={self._nonce}"
+
+    @property
+    def spent(self) -> bool:
+        """Whether the challenge may not be good for another request."""
+        return self._count >= _MOST_REQUESTS or time.monotonic() - self._since > _LIFETIME / 2
+
+    def accept(self, body: bytes) -> None:
+        """Take the coordinator's answer, if it proves that it has the token.
+
+        Raises :class:`~weightsync.errors.AuthenticationError` if it does not, and :class:`~weightsync.errors.ProtocolError` for an
+        answer that no coordinator gives.
+        """
+        try:
+            challenge = msgspec.json.decode(body, type=Challenge)
+        except UNREADABLE:
+            raise ProtocolError(f"what answers at {self._coordinator} is not a weightsync coordinator") from None
+        if not _same(challenge.proof, _proof(self._token, "coordinator", self._nonce, challenge.nonce)):
+            raise AuthenticationError(
+                f"the coordinator at {self._coordinator} could not prove that it has the token of this process, so nothing was "
+                "sent to it. Either it was started with another token: set WEIGHTSYNC_TOKEN or WEIGHTSYNC_TOKEN_FILE to that one. "
+                "Or something else answers at its address: check which process listens there"
+            )
+        self._challenge = challenge.nonce
+
+    def authorization(self, request: str) -> tuple[str, str]:
+        """The header for ``request`` (method and target), and what :data:`ANSWER_HEADER` is in the coordinator's answer to it."""
+        parts = self._nonce, self._challenge, str(self._count)
+        self._count += 1
+        proof = _proof(self._token, "agent", *parts, request)
+        return " ".join((SCHEME, *parts, proof)), _proof(self._token, "answer", *parts)

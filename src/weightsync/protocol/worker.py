@@ -1,0 +1,95 @@
+"""A thread that runs one call at a time for an event loop that must not block."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from weightsync.deadline import Deadline
+from weightsync.protocol.messages import Body
+
+__all__ = ["Handler", "Received", "Worker", "received_for"]
+
+Handler = Callable[[Body, float], Body]
+
+
+class Received(Protocol):
+    """A call of the coordinator, from its arrival on."""
+
+    @property
+    def patience(self) -> float:
+        """Seconds for which it may wait for its turn; then it is refused."""
+        ...
+
+    def run(self, timeout: float) -> Body:
+        """Answer it within ``timeout`` seconds. Called on a worker's thread."""
+        ...
+
+    def withdraw(self) -> str:
+        """Nobody waits for the answer any more. Returns what keeps the rank busy, for people. Never blocks."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Plain:
+    body: Body
+    handle: Handler
+    patience: float = math.inf
+
+    def run(self, timeout: float) -> Body:
+        return self.handle(self.body, timeout)
+
+    def withdraw(self) -> str:
+        return f"{type(self.body).__name__} is still running"
+
+
+def received_for(handle: Handler) -> Callable[[Body], Received]:
+    """Calls that ``handle`` answers, and that run to their end even if nobody waits for them any more."""
+    return lambda body: _Plain(body, handle)
+
+
+_Job = tuple[Callable[[float], Body | None], str, Deadline, "Future[Body | None]"]
+
+
+class Worker:
+    """Runs calls on its own thread, in the order of :meth:`submit`. The thread starts with the first call."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, run: Callable[[float], Body | None], what: str, timeout: float) -> Future[Body | None]:
+        """Queue one call; its ``timeout`` runs from now, so waiting for its turn counts. Called from one thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        outcome: Future[Body | None] = Future()
+        self._jobs.put((run, what, Deadline(timeout), outcome))
+        return outcome
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            run, what, deadline, outcome = job
+            if not outcome.set_running_or_notify_cancel():
+                del job, run, outcome
+                continue
+            try:
+                outcome.set_result(run(deadline.remaining(f"waiting for the {what} call's turn")))
+            except BaseException as error:  # noqa: BLE001 - the caller's to see, whatever it is
+                outcome.set_exception(error)
+            del job, run, outcome  # an idle thread must not keep the last call's data alive
+
+    def close(self, timeout: float) -> bool:
+        """End the thread after the call that it runs; ``False`` if that took longer than ``timeout`` seconds."""
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        self._jobs.put(None)
+        thread.join(timeout)
+        return not thread.is_alive()

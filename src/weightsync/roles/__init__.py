@@ -1,1 +1,0 @@
-"""The trainer's and the engine's part of a round, inside one process."""

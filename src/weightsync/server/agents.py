@@ -1,0 +1,258 @@
+"""The agents' socket: one connection a rank, from its Hello to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from weightsync.config import ServerSettings
+from weightsync.coordinator.coordinator import Coordinator
+from weightsync.coordinator.rank_handle import Link
+from weightsync.coordinator.ranks import TrainerRank
+from weightsync.coordinator.remote_ranks import RemoteEngine, RemoteTrainer, answer_agent, rank_of
+from weightsync.errors import DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, readable, to_wire
+from weightsync.protocol.calls import Calls
+from weightsync.protocol.endpoint import CLOSE_NORMAL, CLOSE_POLICY, CLOSE_PROTOCOL, CLOSE_SHUTDOWN, FRAME_LIMIT_HEADER, SUBPROTOCOL
+from weightsync.protocol.messages import Answer, Body, Confirmed, Failure, Frame, Hello, Refused, Welcome, decode, encode
+from weightsync.server.problems import problem
+
+__all__ = ["AgentSockets"]
+
+_log = logging.getLogger(__name__)
+
+_Answer = Callable[[Body, float], Awaitable[Body]]
+_REASON_BYTES = 120  # RFC 6455: a close frame carries at most 123 bytes of reason
+
+
+class AgentSockets:
+    """All agents' connections of one coordinator. Whoever gets here has presented the token."""
+
+    def __init__(self, coordinator: Coordinator, settings: ServerSettings) -> None:
+        self._coordinator, self._settings = coordinator, settings
+        self._connections: dict[asyncio.Task[None], WebSocket] = {}
+        self._welcomed: set[_Connection] = set()
+        self._closing: str | None = None
+
+    async def endpoint(self, socket: WebSocket) -> None:
+        """Serve one connection. The subprotocol, the number of agents and the Hello's time are checked before anything else."""
+        limits = self._settings.limits
+        if SUBPROTOCOL not in socket.scope["subprotocols"]:
+            offered = ", ".join(socket.scope["subprotocols"]) or "nothing"
+            message = f"this coordinator speaks {SUBPROTOCOL}, the agent offers {offered}: install the same weightsync on both"
+            await socket.send_denial_response(problem(HTTPStatus.UPGRADE_REQUIRED, "ProtocolError", message))
+            return
+        if self._closing is not None or len(self._connections) >= limits.agents:
+            why = self._closing or f"{limits.agents} agents are connected already (WEIGHTSYNC_AGENTS)"
+            await socket.send_denial_response(problem(HTTPStatus.SERVICE_UNAVAILABLE, "MembershipError", why))
+            return
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a connection is served by a task")
+        self._connections[task] = socket
+        try:
+            await socket.accept(SUBPROTOCOL, [(FRAME_LIMIT_HEADER.lower().encode(), str(limits.frame_bytes).encode())])
+            await self._greet(socket)
+        except (WebSocketDisconnect, PeerLost):
+            return  # before it was welcomed: nobody knows it
+        finally:
+            del self._connections[task]
+
+    async def aclose(self, reason: str) -> None:
+        """Close every connection with ``reason`` and take no new one; returns when all have ended. Safe twice.
+
+        Answers that are under way are sent first: whoever asked shall learn more than that its connection closed.
+        """
+        self._closing = reason
+        async with _at_most(self._settings.shutdown_seconds):
+            for connection in list(self._welcomed):
+                await connection.answered.wait()
+        tasks = list(self._connections)
+        for socket in list(self._connections.values()):
+            await _close(socket, CLOSE_SHUTDOWN, reason)
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=self._settings.shutdown_seconds)
+            for task in late:
+                task.cancel()
+
+    async def _greet(self, socket: WebSocket) -> None:
+        limit = self._settings.limits.hello_seconds
+        try:
+            async with asyncio.timeout(limit):
+                hello = await _receive(socket)
+        except TimeoutError:
+            await self._refuse(socket, DeadlineExceeded(f"no Hello within {limit:g} s of connecting"))
+            return
+        except ProtocolError as error:
+            await self._refuse(socket, error)
+            return
+        if not isinstance(hello, Hello):
+            await self._refuse(socket, ProtocolError(f"an agent says Hello first, not {type(hello).__name__}"))
+            return
+        run = self._coordinator.settings.run
+        # An agent that names no run takes the coordinator's.
+        hello = msgspec.structs.replace(hello, run=hello.run or run)
+        try:
+            rank = await asyncio.to_thread(rank_of, hello, run)  # a large layout takes a while to check
+        except WeightSyncError as error:
+            await self._refuse(socket, error)
+            return
+        connection = _Connection(self._coordinator, socket, rank.member, answer_agent(self._coordinator, rank))
+        calls = Calls(connection.send, connection.handle, connection.progress)
+        node = (
+            RemoteTrainer(rank, calls, connection.dismiss)
+            if isinstance(rank, TrainerRank)
+            else RemoteEngine(rank, calls, connection.dismiss)
+        )
+        try:
+            if isinstance(node, RemoteTrainer):
+                welcome = Welcome(rank.member, run, last=self._coordinator.join_trainer(node))
+            else:
+                connection.engine = node
+                welcome = Welcome(rank.member, run, refusal=self._coordinator.join_engine(node))
+            link = self._coordinator.link_of(rank.member)
+        except WeightSyncError as error:
+            await self._refuse(socket, error)
+            return
+        _log.info("%s joined from %s (process %d)", rank.member, hello.host.name, hello.pid)
+        reason = "its connection closed"
+        try:
+            self._welcomed.add(connection)
+            await connection.welcome(msgspec.structs.replace(welcome, credential=link.credential))
+            reason = await connection.read(calls, link)
+        except PeerLost as error:
+            reason = str(error)
+        except asyncio.CancelledError:
+            if connection.dismissed is None:
+                raise
+            reason = connection.dismissed
+            _log.warning("%s: closing the connection of process %d on %s: %s", rank.member, hello.pid, hello.host.name, reason)
+            async with _at_most(limit):
+                await _close(socket, CLOSE_POLICY, reason)
+        finally:
+            self._welcomed.discard(connection)
+            reason = self._closing or reason
+            calls.close(PeerLost(f"{rank.member} is gone: {reason}"))
+            self._coordinator.leave(node, reason, connection.said_goodbye)
+            _log.info("%s left: %s", rank.member, reason)
+
+    async def _refuse(self, socket: WebSocket, error: WeightSyncError) -> None:
+        _log.warning("refused an agent: %s", readable(str(error)))
+        with contextlib.suppress(WebSocketDisconnect, RuntimeError):
+            await socket.send_bytes(encode(Refused(*to_wire(error))))
+        await _close(socket, CLOSE_POLICY, str(error))
+
+
+@contextlib.asynccontextmanager
+async def _at_most(seconds: float) -> AsyncIterator[None]:
+    """Give up quietly after ``seconds``."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            yield
+
+
+class _Connection:
+    """Frames of one agent that has joined."""
+
+    def __init__(self, coordinator: Coordinator, socket: WebSocket, member: str, answer: _Answer) -> None:
+        self._coordinator, self._socket, self._member, self._answer = coordinator, socket, member, answer
+        self._welcomed = asyncio.Event()
+        self._task = asyncio.current_task()
+        self.dismissed: str | None = None
+        """Why this connection is being ended by the coordinator; nothing that still comes over it counts."""
+        self._owed = 0
+        self.answered = asyncio.Event()
+        """Set while the agent waits for no answer."""
+        self.answered.set()
+        self.engine: RemoteEngine | None = None
+        self.said_goodbye = False
+        """Whether the agent closed the connection on purpose, as its ``close()`` does."""
+
+    async def welcome(self, frame: Welcome) -> None:
+        """Joining may have started a round already; its calls wait until the agent has read this."""
+        await self._put(frame)
+        self._welcomed.set()
+
+    def dismiss(self, reason: str) -> None:
+        """Another connection took this one's place, or it was revoked: close it, with this reason."""
+        if self.dismissed is None and self._task is not None:
+            self.dismissed = reason
+            self._task.cancel()
+
+    async def handle(self, body: Body, timeout: float) -> Body:
+        """What the agent asks of the coordinator."""
+        if self.dismissed is not None:
+            raise PeerLost(f"{self._member}: {self.dismissed}")
+        self._owe(1)
+        try:
+            return await self._answer(body, timeout)
+        except asyncio.CancelledError:  # withdrawn: no answer follows
+            self._owe(-1)
+            raise
+
+    def _owe(self, change: int) -> None:
+        self._owed += change
+        if self._owed:
+            self.answered.clear()
+        else:
+            self.answered.set()
+
+    async def send(self, frame: Frame) -> None:
+        """Raises :class:`~weightsync.errors.PeerLost` if the agent is gone."""
+        try:
+            await self._welcomed.wait()  # a call's own deadline bounds this
+            await self._put(frame)
+        finally:
+            if isinstance(frame, Answer | Failure):
+                self._owe(-1)
+
+    async def _put(self, frame: Frame) -> None:
+        try:
+            await self._socket.send_bytes(encode(frame))
+        except (WebSocketDisconnect, RuntimeError) as error:  # RuntimeError: Starlette's word for a socket that is closed here
+            raise PeerLost(f"{self._member} is gone: {str(error) or 'its connection closed'}") from None
+
+    def progress(self, nbytes: int) -> None:
+        """The agent reports bytes in place."""
+        if self.engine is not None and self.dismissed is None:
+            self._coordinator.progress(self.engine, nbytes)
+
+    async def read(self, calls: Calls, link: Link[Any]) -> str:
+        """Feed frames to ``calls`` until the connection ends, and say why it did."""
+        try:
+            while True:
+                frame = await _receive(self._socket)
+                link.confirmed = True
+                if not isinstance(frame, Confirmed):
+                    calls.feed(frame)
+        except WebSocketDisconnect as gone:
+            self.said_goodbye = gone.code == CLOSE_NORMAL
+            return (
+                readable(gone.reason or "", _REASON_BYTES)
+                or f"its connection ended without a goodbye: killed, crashed, hung or cut off (code {gone.code})"
+            )
+        except ProtocolError as error:
+            _log.warning("%s: %s", self._member, error)
+            await _close(self._socket, CLOSE_PROTOCOL, str(error))
+            return f"it broke the protocol: {error}"
+
+
+async def _receive(socket: WebSocket) -> Frame:
+    message = await socket.receive()
+    if message["type"] == "websocket.disconnect":
+        raise WebSocketDisconnect(message.get("code", 1006), message.get("reason"))
+    data = message.get("bytes")
+    if data is None:
+        raise ProtocolError("a text frame; weightsync frames are binary")
+    return decode(data)
+
+
+async def _close(socket: WebSocket, code: int, reason: str) -> None:
+    with contextlib.suppress(WebSocketDisconnect, RuntimeError, OSError):  # it may have gone by itself
+        await socket.close(code, reason.encode()[:_REASON_BYTES].decode("utf-8", "ignore"))

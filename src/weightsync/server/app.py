@@ -1,0 +1,308 @@
+"""The coordinator's HTTP face: status, rounds, events, metrics, a page for people; and the door of the agents' socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+from collections.abc import AsyncGenerator, AsyncIterator
+from http import HTTPStatus
+from typing import Annotated, Any, cast
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route, WebSocketRoute
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weightsync.config import Secret, ServerSettings
+from weightsync.coordinator.coordinator import Coordinator
+from weightsync.coordinator.events import Event, RoundEnded
+from weightsync.coordinator.status import RankStatus, Status
+from weightsync.errors import WeightSyncError
+from weightsync.protocol.endpoint import AGENTS_PATH
+from weightsync.protocol.messages import RoundResult
+from weightsync.protocol.proof import ANSWER_HEADER, CHALLENGE_PATH, SCHEME, Challenge, Challenger
+from weightsync.protocol.tokens import matches
+from weightsync.server import metrics, page, rollouts
+from weightsync.server.agents import AgentSockets
+from weightsync.server.connections import Connections
+from weightsync.server.openapi import Operation, Revocation, RoundRequest, decode_revocation, decode_round, document
+from weightsync.server.problems import problem, problem_of
+from weightsync.server.rollouts import FOLLOWED, RolloutRoutes
+from weightsync.server.snapshots import Snapshot
+
+__all__ = ["OPERATIONS", "Service"]
+
+_CONFLICTS = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.GATEWAY_TIMEOUT)
+
+OPERATIONS = (
+    Operation("get", "/healthz", "Whether the coordinator runs.", answer=dict[str, str], public=True),
+    Operation("get", "/", "The status page for people.", answer=str, media="text/html", public=True),
+    Operation(
+        "get",
+        CHALLENGE_PATH,
+        "Prove that the coordinator has the token, and give a nonce with which a client proves the same without sending it.",
+        answer=Challenge,
+        public=True,
+        query=(("nonce", Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]),),
+        required=("nonce",),
+        errors=(HTTPStatus.BAD_REQUEST,),
+    ),
+    Operation("get", "/v1/status", "Who serves which version, how stale, and the last rounds.", answer=Status),
+    Operation(
+        "post",
+        "/v1/rounds",
+        "Bring replicas to the version that the trainer's shelves hold; answers when the round is over.",
+        answer=RoundResult,
+        body=RoundRequest,
+        errors=(*_CONFLICTS, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
+    ),
+    Operation(
+        "post",
+        "/v1/revocations",
+        "Close the connection of a rank and refuse its credential, so that another process can take its place.",
+        answer=RankStatus,
+        body=Revocation,
+        errors=(HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
+    ),
+    Operation(
+        "get",
+        "/v1/events",
+        "Server-sent events: each data line is one event. A reader that falls behind loses the oldest.",
+        answer=Event,
+        media="text/event-stream",
+        errors=(HTTPStatus.SERVICE_UNAVAILABLE,),
+    ),
+    Operation("get", "/v1/openapi.json", "This description.", answer=dict[str, Any]),
+    Operation("get", "/metrics", "The same for Prometheus.", answer=str, media="text/plain"),
+    *rollouts.OPERATIONS,
+)
+_UNCOUNTED = (
+    "/healthz",
+    CHALLENGE_PATH,
+    "/v1/events",
+    *FOLLOWED,
+)  # the first two must always answer, the others have limits of their own
+_PUBLIC = frozenset(operation.path for operation in OPERATIONS if operation.public)
+
+
+class Service:
+    """One coordinator over HTTP. Built and closed on the coordinator's event loop; :attr:`asgi` is the application."""
+
+    def __init__(self, coordinator: Coordinator, settings: ServerSettings, token: Secret) -> None:
+        self._coordinator, self._settings = coordinator, settings
+        self._agents = AgentSockets(coordinator, settings)
+        self.connections = Connections(settings.limits, encrypted=settings.tls_certificate is not None)
+        self._rollouts = RolloutRoutes(settings.heartbeat)
+        self._challenger = Challenger(token)
+        self._streams = 0
+        self._totals = metrics.Totals()
+        self._counter = asyncio.ensure_future(self._count())
+        self._state = Snapshot(lambda: msgspec.json.encode(coordinator.status()))
+        self._exposition = Snapshot(self._measured)
+        routes = [
+            Route("/healthz", self._health),
+            Route("/", self._page),
+            Route(CHALLENGE_PATH, self._challenge),
+            Route("/v1/status", self._status),
+            Route("/v1/rounds", self._round, methods=["POST"]),
+            Route("/v1/revocations", self._revoke, methods=["POST"]),
+            Route("/v1/events", self._events),
+            Route("/v1/openapi.json", self._openapi),
+            Route("/metrics", self._metrics),
+            WebSocketRoute(AGENTS_PATH, self._agents.endpoint),
+            *self._rollouts.routes,
+        ]
+        self.asgi: ASGIApp = Starlette(
+            routes=routes,
+            middleware=[
+                Middleware(_Admission, token=token, challenger=self._challenger, connections=self.connections),
+                Middleware(_Busy, most=settings.limits.requests),
+            ],
+            exception_handlers={WeightSyncError: _raised, HTTPException: _http, Exception: _raised},
+        )
+
+    async def aclose(self, reason: str) -> None:
+        """Cancel rounds, end event streams, close every agent's socket with ``reason``. Safe twice."""
+        self._rollouts.close()
+        await self._coordinator.aclose()  # before agents go: a replica in the middle of an update can still be told to stay paused
+        await self._agents.aclose(reason)
+        await asyncio.wait([self._counter], timeout=self._settings.shutdown_seconds)
+        self._counter.cancel()
+
+    async def _count(self) -> None:
+        async for event in self._coordinator.subscribe():
+            if isinstance(event, RoundEnded):
+                self._totals.count(event)
+
+    async def _health(self, request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def _page(self, request: Request) -> Response:
+        if not page.is_own_name(request.headers.get("host", ""), self._settings.host):
+            why = "this page is for this machine alone: open it under 127.0.0.1 or localhost"
+            raise HTTPException(HTTPStatus.MISDIRECTED_REQUEST, why)
+        return Response(page.HTML, media_type="text/html", headers=page.HEADERS)
+
+    async def _challenge(self, request: Request) -> Response:
+        return _json(self._challenger.challenge(request.query_params.get("nonce", "")))
+
+    async def _status(self, request: Request) -> Response:
+        return _answer(self._state.get())
+
+    async def _openapi(self, request: Request) -> Response:
+        return _json(document(OPERATIONS, _version()))
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(self._exposition.get(), headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    def _measured(self) -> bytes:
+        return metrics.exposition(self._coordinator.gauges(), self._totals).encode()
+
+    async def _round(self, request: Request) -> Response:
+        wanted = decode_round(await self._body(request))
+        return _json(await self._coordinator.seed(wanted.replicas, wanted.timeout))
+
+    async def _revoke(self, request: Request) -> Response:
+        return _json(self._coordinator.revoke(decode_revocation(await self._body(request)).member))
+
+    async def _body(self, request: Request) -> bytes:
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > self._settings.limits.body_bytes:
+                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"more than {self._settings.limits.body_bytes} bytes")
+        return bytes(body)
+
+    async def _events(self, request: Request) -> Response:
+        if self._streams >= self._settings.limits.event_streams:
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{self._streams} readers of events already; try again later")
+        return StreamingResponse(self._stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+    async def _stream(self) -> AsyncIterator[bytes]:
+        self._streams += 1
+        events = cast("AsyncGenerator[Event, None]", self._coordinator.subscribe())
+        coming: asyncio.Future[Event] | None = None
+        try:
+            yield b": the coordinator's events\n\n"
+            while True:
+                coming = asyncio.ensure_future(anext(events))
+                while not (await asyncio.wait([coming], timeout=self._settings.heartbeat))[0]:
+                    yield b": still here\n\n"
+                event = coming.result()
+                yield b"event: " + type(event).__name__.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
+        except StopAsyncIteration:
+            return
+        finally:
+            self._streams -= 1
+            if coming is not None and not coming.done():
+                coming.cancel()
+                with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
+                    await coming
+            await events.aclose()
+
+
+class _Admission:
+    """Lets nobody past without the token or a proof of it, but to the public paths; also on routes that do not exist."""
+
+    def __init__(self, app: ASGIApp, token: Secret, challenger: Challenger, connections: Connections) -> None:
+        self._app, self._token, self._challenger, self._connections = app, token, challenger, connections
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        public = scope["type"] == "http" and scope["path"] in _PUBLIC
+        answer = self._admits(given[0].decode("latin-1"), scope) if len(given) == 1 else None
+        if answer is not None:
+            self._connections.proved(scope.get("client"))
+            await self._app(scope, receive, _with(send, ANSWER_HEADER, answer) if answer else send)
+            return
+        if public:
+            # Whoever asks for a challenge proves the token on the same connection next.
+            stays = scope["path"] == CHALLENGE_PATH and self._connections.may_stay(scope.get("client"))
+            await self._app(scope, receive, send if stays else _last(send))
+            return
+        why = "this needs the token"
+        if given:
+            kind = given[0].decode("latin-1").partition(" ")[0]
+            why = "the proof is wrong, too old or used before" if kind == SCHEME else "the bearer token is wrong"
+        message = f"{why}: set WEIGHTSYNC_TOKEN or WEIGHTSYNC_TOKEN_FILE to the one that the coordinator was started with"
+        await problem(HTTPStatus.UNAUTHORIZED, "AuthenticationError", message)(scope, receive, _last(send))
+
+    def _admits(self, header: str, scope: Scope) -> str | None:
+        """What the answer must prove: nothing to who sent the token itself. ``None``: whoever this is stays outside."""
+        if matches(header, self._token):
+            return ""
+        target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+        return self._challenger.admits(header, f"{scope.get('method', 'GET')} {target.decode('latin-1')}")
+
+
+def _with(send: Send, name: str, value: str) -> Send:
+    """Add a header to the answer."""
+
+    async def adding(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (name.lower().encode(), value.encode())]}
+        await send(message)
+
+    return adding
+
+
+def _last(send: Send) -> Send:
+    """The answer ends the connection: a stranger who wants more must come in by the door again, where they are counted."""
+    return _with(send, "Connection", "close")
+
+
+class _Busy:
+    """Refuses requests beyond so many under way, so that callers that never wait for answers cannot pile up work."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app, self._most = app, most
+        self._running = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _UNCOUNTED:
+            await self._app(scope, receive, send)
+            return
+        if self._running >= self._most:
+            message = f"{self._running} requests are under way already (WEIGHTSYNC_REQUESTS); try again later"
+            await problem(HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailable", message)(scope, receive, send)
+            return
+        self._running += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._running -= 1
+
+
+def _json(value: object) -> Response:
+    return _answer(msgspec.json.encode(value))
+
+
+def _answer(body: bytes) -> Response:
+    return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
+
+
+async def _raised(request: Request, error: Exception) -> Response:
+    return problem_of(error)
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        return problem_of(error)
+    status = HTTPStatus(error.status_code)
+    kind = "".join(word.capitalize() for word in status.phrase.split())
+    return problem(status, kind, f"{request.method} {request.url.path}: {error.detail}", dict(error.headers or {}))
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("weightsync")
+    except importlib.metadata.PackageNotFoundError:
+        return "0"

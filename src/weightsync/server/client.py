@@ -1,0 +1,131 @@
+"""Asking a coordinator over HTTP: its status, a round, its events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http import HTTPStatus
+from types import TracebackType
+from typing import Self, TypeVar
+
+import httpx
+import msgspec
+
+from weightsync.config import ClientSettings
+from weightsync.coordinator.events import Event
+from weightsync.coordinator.status import RankStatus, Status
+from weightsync.errors import AuthenticationError, CoordinatorUnreachable, DeadlineExceeded, ProtocolError, from_wire
+from weightsync.protocol.endpoint import reason, tls_context, unreachable
+from weightsync.protocol.messages import UNREADABLE, RoundResult
+from weightsync.server.openapi import Revocation, RoundRequest
+from weightsync.server.presenting import presenting
+from weightsync.server.problems import Problem
+
+__all__ = ["Client"]
+
+_GRACE = 10.0  # seconds that an answer may come later than the round's own deadline
+_ROUND_SECONDS = 86400.0
+_MISSED = 3  # heartbeats without a byte on the event stream
+_EVENT: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+
+T = TypeVar("T")
+
+
+class Client:
+    """One coordinator over HTTP, for one thread. Close it, or use it in a ``with``.
+
+    Every method raises :class:`~weightsync.errors.CoordinatorUnreachable` if nobody answers,
+    :class:`~weightsync.errors.AuthenticationError` for a wrong token, the error that the coordinator names, and
+    :class:`~weightsync.errors.ProtocolError` for an answer that no coordinator gives.
+    """
+
+    def __init__(self, settings: ClientSettings) -> None:
+        self._settings = settings
+        context = tls_context(settings)
+        self._http = httpx.Client(
+            base_url=settings.coordinator.url,
+            auth=presenting(settings),
+            timeout=settings.connect_timeout,
+            verify=True if context is None else context,
+            trust_env=False,  # settings.py is where the environment is read; a proxy must not stand in between
+        )
+
+    def close(self) -> None:
+        """Close connections."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def status(self) -> Status:
+        """Who serves which version."""
+        return self._decode(self._request("GET", "/v1/status"), Status)
+
+    def round(self, replicas: Sequence[str] | None = None, timeout: float | None = None) -> RoundResult:
+        """Bring ``replicas`` (``None``: all that are behind) to the version on the trainer's shelves; returns when it is over."""
+        body = msgspec.json.encode(RoundRequest(None if replicas is None else tuple(replicas), timeout))
+        patience = _ROUND_SECONDS if timeout is None else timeout + _GRACE
+        return self._decode(self._request("POST", "/v1/rounds", body, patience), RoundResult)
+
+    def revoke(self, member: str) -> RankStatus:
+        """Close the connection of the rank ``member`` (``trainer/0``), and refuse its credential; returns who that was."""
+        return self._decode(self._request("POST", "/v1/revocations", msgspec.json.encode(Revocation(member))), RankStatus)
+
+    @contextmanager
+    def events(self) -> Iterator[Iterator[Event]]:
+        """The coordinator's events from now on, until it ends or the ``with`` is left."""
+        timeout = httpx.Timeout(self._settings.connect_timeout, read=_MISSED * self._settings.heartbeat)
+        with self._mapped(), self._http.stream("GET", "/v1/events", timeout=timeout) as answer:
+            if not answer.is_success:
+                answer.read()
+                self._check(answer)
+            yield self._parse(answer)
+
+    def _parse(self, answer: httpx.Response) -> Iterator[Event]:
+        with self._mapped():
+            for line in answer.iter_lines():
+                if line.startswith("data: "):
+                    try:
+                        yield _EVENT.decode(line[6:])
+                    except UNREADABLE as error:
+                        raise ProtocolError(f"{self._settings.coordinator} sent an event that is none: {error}") from None
+
+    def _request(self, method: str, path: str, content: bytes | None = None, patience: float | None = None) -> httpx.Response:
+        timeout = httpx.Timeout(self._settings.connect_timeout, read=patience or self._settings.connect_timeout)
+        with self._mapped():
+            answer = self._http.request(method, path, content=content, timeout=timeout)
+        self._check(answer)
+        return answer
+
+    @contextmanager
+    def _mapped(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.ReadTimeout:
+            raise DeadlineExceeded(f"the coordinator at {self._settings.coordinator} did not answer in time") from None
+        except httpx.HTTPError as error:
+            raise CoordinatorUnreachable(unreachable(self._settings, reason(error))) from None
+
+    def _check(self, answer: httpx.Response) -> None:
+        if answer.is_success:
+            return
+        try:
+            said = msgspec.json.decode(answer.content, type=Problem)
+        except UNREADABLE:
+            raise ProtocolError(
+                f"what answers at {self._settings.coordinator} is not a weightsync coordinator (HTTP {answer.status_code})"
+            ) from None
+        if answer.status_code == HTTPStatus.UNAUTHORIZED:
+            raise AuthenticationError(f"{self._settings.coordinator}: {said.message}")
+        raise from_wire(said.kind, said.message)
+
+    def _decode(self, answer: httpx.Response, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(answer.content, type=kind)
+        except UNREADABLE as error:
+            raise ProtocolError(
+                f"{self._settings.coordinator} answered something else than a {kind.__name__} ({error}): is it the same weightsync?"
+            ) from None

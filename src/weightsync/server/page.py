@@ -1,0 +1,45 @@
+"""The status page: one HTML file without anything from elsewhere, allowed to run only its own script."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from importlib import resources
+from urllib.parse import urlsplit
+
+from weightsync.protocol.tokens import is_loopback
+
+__all__ = ["HEADERS", "HTML", "is_own_name"]
+
+HTML = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+
+
+def _hashes(tag: str) -> str:
+    found = re.findall(rf"<{tag}>(.*?)</{tag}>", HTML, re.DOTALL)
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in found)
+
+
+HEADERS = {
+    "Content-Security-Policy": f"default-src 'none'; script-src {_hashes('script')}; style-src {_hashes('style')}; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+"""The page shows names that agents chose: it inserts them as text, and nothing but its own script may run."""
+
+
+def is_own_name(host: str, listening: str) -> bool:
+    """Whether a browser that sends this ``Host`` asked for this machine, as far as a coordinator on loopback can know.
+
+    A page elsewhere can have its own name resolve to 127.0.0.1, and for the browser what is served under that name belongs to it.
+    Whoever listens on more than loopback has names that it does not know of.
+    """
+    if not is_loopback(listening):
+        return True
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    return is_loopback(name)

@@ -1,0 +1,259 @@
+"""The coordinator's routes for rollouts: completions, from rollout controllers to the trainer; orders, from the trainer to them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from http import HTTPStatus
+from typing import Annotated, Any, TypeVar, cast
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import BaseRoute, Route
+
+from weightsync.errors import ConfigurationError, DeadlineExceeded, MembershipError, from_wire
+from weightsync.protocol.messages import UNREADABLE
+from weightsync.server.mailbox import Full, Mailbox, Post, Signal
+from weightsync.server.openapi import Operation
+
+__all__ = ["FOLLOWED", "OPERATIONS", "Acknowledge", "Answered", "Completed", "Order", "RolloutRoutes"]
+
+FOLLOWED = ("/v1/rollouts/completions/events", "/v1/rollouts/orders/events", "/v1/rollouts/orders")
+"""Requests that last; they have limits of their own."""
+_BODY_BYTES = 64 << 20
+_FOLLOWERS = 16
+_WAITING = 256
+_REMEMBERED = 1024
+_DIGITS = 20  # of a number that fits in 64 bits
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+T = TypeVar("T")
+
+
+class _Post(msgspec.Struct, frozen=True):
+    id: Name
+    content: msgspec.Raw
+
+
+class Completed(msgspec.Struct, frozen=True):
+    """``POST /v1/rollouts/completions``: rollouts that are done. Answered with their numbers."""
+
+    completions: Annotated[tuple[_Post, ...], msgspec.Meta(min_length=1, max_length=1 << 14)]
+
+
+class Acknowledge(msgspec.Struct, frozen=True):
+    """``POST /v1/rollouts/completions/acknowledge``: everything up to this number was taken."""
+
+    epoch: Name
+    upto: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Order(msgspec.Struct, frozen=True):
+    """``POST /v1/rollouts/orders``: answered when a rollout controller carried it out. The same id again is the same order."""
+
+    id: Name
+    kind: Name
+    body: dict[str, Any]
+    timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)]
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """``POST /v1/rollouts/orders/{number}``: how an order ended. ``kind`` is an error's class name, ``None`` for a success."""
+
+    epoch: Name
+    message: str = ""
+    kind: str | None = None
+
+
+class Numbered(msgspec.Struct, frozen=True):
+    """What was put into a mailbox, in order, by its numbers of this epoch."""
+
+    epoch: str
+    numbers: tuple[int, ...]
+
+
+class Carried(msgspec.Struct, frozen=True):
+    """An order was carried out."""
+
+    message: str
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """It was noted."""
+
+
+_BAD, _ABSENT = HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND
+_POSTED = (_BAD, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+_MESSAGE: dict[str, Any] = {"answer": Any, "errors": (_ABSENT,), "query": (("epoch", str),)}
+_FOLLOW: dict[str, Any] = {
+    "answer": Signal, "media": "text/event-stream", "errors": (_BAD,), "query": (("epoch", str), ("after", int)),
+}  # fmt: skip
+
+OPERATIONS = (
+    Operation("post", "/v1/rollouts/completions", "Push finished rollouts.", Numbered, body=Completed, errors=_POSTED),
+    Operation(
+        "get", "/v1/rollouts/completions/events", "Server-sent events: a signal for each that waits, then as they come.", **_FOLLOW
+    ),
+    Operation("get", "/v1/rollouts/completions/{number}", "One finished rollout, as it was pushed.", **_MESSAGE),
+    Operation(
+        "post", "/v1/rollouts/completions/acknowledge", "Forget all up to a number.", Taken, body=Acknowledge, errors=_POSTED
+    ),
+    Operation(
+        "post",
+        "/v1/rollouts/orders",
+        "Have rollout controllers carry something out; answers when one has.",
+        Carried,
+        body=Order,
+        errors=(*_POSTED, _ABSENT, HTTPStatus.CONFLICT, HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT),
+    ),
+    Operation("get", "/v1/rollouts/orders/events", "Server-sent events: a signal for each order.", **_FOLLOW),
+    Operation("get", "/v1/rollouts/orders/{number}", "One order.", **_MESSAGE),
+    Operation("post", "/v1/rollouts/orders/{number}", "How an order ended.", Taken, body=Answered, errors=(*_POSTED, _ABSENT)),
+)
+"""The routes as the OpenAPI description has them."""
+
+
+class RolloutRoutes:
+    """Both mailboxes. :attr:`routes` go into the coordinator's, or any other, application. Close it before that ends."""
+
+    def __init__(self, heartbeat: float) -> None:
+        self._heartbeat = heartbeat
+        self._completions, self._orders = Mailbox(), Mailbox()
+        self._answers: dict[int, asyncio.Future[Answered]] = {}
+        self._streams = 0
+        self.routes: list[BaseRoute] = [
+            Route("/v1/rollouts/completions", self._complete, methods=["POST"]),
+            Route("/v1/rollouts/completions/acknowledge", self._acknowledge, methods=["POST"]),
+            Route("/v1/rollouts/completions/events", self._follow(self._completions)),
+            Route("/v1/rollouts/completions/{number}", self._fetch(self._completions)),
+            Route("/v1/rollouts/orders", self._order, methods=["POST"]),
+            Route("/v1/rollouts/orders/events", self._follow(self._orders)),
+            Route("/v1/rollouts/orders/{number}", self._fetch(self._orders)),
+            Route("/v1/rollouts/orders/{number}", self._answer, methods=["POST"]),
+        ]
+
+    def close(self) -> None:
+        """End all streams and waits."""
+        self._completions.close()
+        self._orders.close()
+        for answer in self._answers.values():
+            answer.cancel()
+
+    async def _complete(self, request: Request) -> Response:
+        done = await _body(request, Completed)
+        try:
+            numbers = self._completions.put([Post(one.id, one.content) for one in done.completions])
+        except Full as error:
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from None
+        return _json(Numbered(self._completions.epoch, tuple(numbers)))
+
+    async def _acknowledge(self, request: Request) -> Response:
+        upto = await _body(request, Acknowledge)
+        self._completions.acknowledge(upto.epoch, upto.upto)
+        return _json(Taken())
+
+    async def _order(self, request: Request) -> Response:
+        order = await _body(request, Order)
+        if sum(not answer.done() for answer in self._answers.values()) >= _WAITING:
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{_WAITING} orders are under way already")
+        try:
+            (number,) = self._orders.put([Post(order.id, msgspec.Raw(msgspec.json.encode(order)))])
+        except Full as error:
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from None
+        answer = self._answers.setdefault(number, asyncio.get_running_loop().create_future())
+        await asyncio.wait([answer], timeout=order.timeout)
+        if answer.cancelled():
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, "the coordinator is shutting down")
+        if not answer.done():  # nobody shall carry it out later, when nobody waits for it
+            why = (
+                f"no rollout controller carried out {order.kind} within {order.timeout:g} s: is one connected to this coordinator?"
+            )
+            self._settle(number, answer, Answered(self._orders.epoch, why, DeadlineExceeded.__name__))
+        said = answer.result()
+        if said.kind is not None:
+            raise from_wire(said.kind, said.message)
+        return _json(Carried(said.message))
+
+    async def _answer(self, request: Request) -> Response:
+        said = await _body(request, Answered)
+        number = _number(request)
+        answer = self._answers.get(number) if said.epoch == self._orders.epoch else None
+        if answer is None:
+            raise MembershipError(f"there is no order {number} to be answered")
+        if not answer.done():  # else the same answer twice, since its sender lost ours, or one that is too late
+            self._settle(number, answer, said)
+        return _json(Taken())
+
+    def _settle(self, number: int, answer: asyncio.Future[Answered], said: Answered) -> None:
+        answer.set_result(said)
+        self._orders.withdraw(number)
+        settled = [known for known, one in self._answers.items() if one.done()]
+        for known in settled[: max(0, len(settled) - _REMEMBERED)]:  # the rest answer orders that are repeated
+            del self._answers[known]
+
+    def _fetch(self, box: Mailbox) -> Callable[[Request], Awaitable[Response]]:
+        async def fetch(request: Request) -> Response:
+            content = box.content(_number(request), request.query_params.get("epoch", ""))
+            return Response(content, media_type="application/json", headers={"Cache-Control": "no-store"})
+
+        return fetch
+
+    def _follow(self, box: Mailbox) -> Callable[[Request], Awaitable[Response]]:
+        async def follow(request: Request) -> Response:
+            after = request.query_params.get("after", "0")
+            if not (after.isascii() and after.isdigit() and len(after) < _DIGITS):
+                raise ConfigurationError(f"after={after!r} is not a number")
+            if self._streams >= _FOLLOWERS:
+                raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{_FOLLOWERS} follow already")
+            stream = self._stream(box, request.query_params.get("epoch", ""), int(after))
+            return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+        return follow
+
+    async def _stream(self, box: Mailbox, epoch: str, after: int) -> AsyncIterator[bytes]:
+        self._streams += 1
+        signals = cast("AsyncGenerator[list[Signal], None]", box.follow(epoch, after))
+        coming: asyncio.Future[list[Signal]] | None = None
+        try:
+            yield b": follow\n\n"
+            while True:
+                coming = asyncio.ensure_future(anext(signals))
+                while not (await asyncio.wait([coming], timeout=self._heartbeat))[0]:
+                    yield b": still here\n\n"
+                yield b"".join(b"data: " + msgspec.json.encode(signal) + b"\n\n" for signal in coming.result())
+        except StopAsyncIteration:
+            return
+        finally:
+            self._streams -= 1
+            if coming is not None and not coming.done():
+                coming.cancel()
+                with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
+                    await coming
+            await signals.aclose()
+
+
+def _number(request: Request) -> int:
+    given = str(request.path_params["number"])
+    # Python's int() takes digits of other scripts, and not 5,000 of any.
+    if not (given.isascii() and given.isdigit() and len(given) < _DIGITS):
+        raise MembershipError(f"there is no message {given[:_DIGITS]}")
+    return int(given)
+
+
+async def _body(request: Request, kind: type[T]) -> T:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _BODY_BYTES:
+            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"more than {_BODY_BYTES} bytes")
+    try:
+        return msgspec.json.decode(bytes(body), type=kind)
+    except UNREADABLE as error:
+        raise ConfigurationError(f"not a {kind.__name__}: {error}") from None
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json", headers={"Cache-Control": "no-store"})

@@ -1,0 +1,288 @@
+"""Serving a coordinator: in the foreground (``weightsync serve``), or in a thread of the trainer's rank 0."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import signal
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from email.utils import formatdate
+from types import TracebackType
+from typing import Self
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from weightsync import forks
+from weightsync.config import Address, Secret, ServerSettings, control_settings
+from weightsync.coordinator.coordinator import Coordinator
+from weightsync.errors import ConfigurationError, DeadlineExceeded
+from weightsync.protocol.endpoint import reason
+from weightsync.protocol.tokens import TokenFile, check_bind, generate
+from weightsync.server.accept_limiter import Door
+from weightsync.server.app import Service
+from weightsync.server.connections import Config, HttpProtocol
+
+__all__ = ["BackgroundServer", "run_server", "serve"]
+
+_log = logging.getLogger(__name__)
+
+_START_SECONDS = 15.0
+_STOP_SECONDS = 30.0
+_BACKLOG = 1024  # connections that the kernel keeps until there is time for them
+_HEADER_BYTES = 16 << 10  # of a request, before it is known who makes it
+_STOPPING = "the coordinator is shutting down"
+
+
+class _State(ServerState):
+    """Uvicorn's, with a date that is looked up for each answer, where uvicorn writes a new one ten times a second."""
+
+    @property
+    def default_headers(self) -> list[tuple[bytes, bytes]]:
+        return [(b"date", formatdate(usegmt=True).encode())]
+
+    @default_headers.setter
+    def default_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """What uvicorn sets is not used."""
+
+
+class _Uvicorn(uvicorn.Server):
+    """Uvicorn without signal handlers, and without its look ten times a second whether it should end: it is told."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.server_state = _State()
+        self._ending = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def main_loop(self) -> None:
+        await self._ending.wait()  # ends with end(), which whoever started this server calls
+
+    def end(self) -> None:
+        """Let ``serve`` shut down and return."""
+        self.should_exit = True
+        self._ending.set()
+
+
+def _listen(settings: ServerSettings) -> socket.socket:
+    host = settings.host
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        everywhere = family == socket.AF_INET6 and _unspecified(str(where[0])) and socket.has_dualstack_ipv6()
+        return socket.create_server((str(where[0]), settings.port), family=family, backlog=_BACKLOG, dualstack_ipv6=everywhere)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on {host} port {settings.port}: {error.strerror or error}. Another coordinator may hold it "
+            "(`weightsync serve`, or that of another trainer on this machine), or another program. For a trainer to use the "
+            f"coordinator there, set WEIGHTSYNC_COORDINATOR=http://{f'[{host}]' if ':' in host else host}:{settings.port}. "
+            "WEIGHTSYNC_PORT or --port chooses a port, 0 takes a free one; WEIGHTSYNC_HOST or --host chooses the address"
+        ) from None
+
+
+def _unspecified(host: str) -> bool:
+    return ipaddress.ip_address(host.partition("%")[0]).is_unspecified
+
+
+def _reachable(settings: ServerSettings, listener: socket.socket) -> Address:
+    """The address to give to agents: where everything is listened on, this machine's name if it has one that resolves."""
+    bound = listener.getsockname()
+    host = settings.host
+    if _unspecified(bound[0]):
+        try:
+            socket.getaddrinfo(socket.gethostname(), bound[1])
+            host = socket.gethostname()
+        except OSError:
+            host = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
+    return Address(settings.scheme, host, bound[1])
+
+
+def _configure(settings: ServerSettings, service: Service) -> uvicorn.Config:
+    config = Config(
+        service.asgi,
+        service.connections,
+        h11_max_incomplete_event_size=_HEADER_BYTES,
+        ws_max_size=settings.limits.frame_bytes,
+        ws_ping_interval=settings.heartbeat,
+        ws_ping_timeout=settings.heartbeat,
+        ws_per_message_deflate=False,
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(settings.shutdown_seconds)),
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
+    )
+    try:
+        config.load()
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigurationError(
+            f"WEIGHTSYNC_TLS_CERTIFICATE={str(settings.tls_certificate)!r}, WEIGHTSYNC_TLS_KEY={str(settings.tls_key)!r}: "
+            f"{reason(error)}"
+        ) from None
+    return config
+
+
+async def run_server(
+    settings: ServerSettings, stop: asyncio.Event, started: Callable[[Address, Secret, Coordinator], None] | None = None
+) -> None:
+    """Serve a new coordinator until ``stop`` is set; ``started`` is told its address once it listens.
+
+    Agents' sockets are closed with a reason, event streams end, the coordinator's rounds are cancelled. Raises
+    :class:`~weightsync.errors.ConfigurationError` for an address that cannot be listened on, an unsafe one without a token, or
+    unusable TLS files.
+    """
+    check_bind(settings)
+    with contextlib.ExitStack() as undo:
+        listener = undo.enter_context(_listen(settings))
+        address = _reachable(settings, listener)
+        token = settings.token
+        if token is None:
+            token = generate()
+        coordinator = Coordinator(control_settings(settings))
+        service = Service(coordinator, settings, token)
+        server = _Uvicorn(_configure(settings, service))
+        if settings.token is None:
+            undo.callback(TokenFile(address.port, token).remove)
+        serving = asyncio.create_task(server.serve(sockets=[]))  # without a listener: connections come through our own door
+        config = server.config
+        door = Door(
+            listener, lambda: HttpProtocol(config, server.server_state, {}), config.ssl, service.connections, settings.limits
+        )
+        door.open()
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            if started is not None:
+                started(address, token, coordinator)
+            await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            await service.aclose(_STOPPING)
+            door.close()
+            server.end()
+            await serving
+
+
+def serve(settings: ServerSettings, started: Callable[[Address, Secret, Coordinator], None] | None = None) -> None:
+    """Serve in the foreground until SIGINT or SIGTERM, then shut down in order; a second signal ends it at once.
+
+    Must run in the main thread.
+    """
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGINT, signal.SIGTERM)
+
+        def end() -> None:
+            stop.set()
+            for number in numbers:  # the second one is not asked to wait
+                loop.remove_signal_handler(number)
+
+        for number in numbers:
+            loop.add_signal_handler(number, end)
+        await run_server(settings, stop, started)
+
+    forks.run(main())
+
+
+class BackgroundServer:
+    """A coordinator in a thread of this process, for a trainer's rank 0.
+
+    ``with BackgroundServer(settings) as server: ... server.url ...``, or :meth:`start` and :meth:`stop`. Without ``settings``
+    they come from the environment.
+    """
+
+    def __init__(self, settings: ServerSettings | None = None) -> None:
+        self._origin = forks.Origin()
+        self._settings = ServerSettings.load() if settings is None else settings
+        self._started: Future[tuple[Address, Secret, Coordinator]] = Future()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def address(self) -> Address:
+        """Where it answers, with the real port."""
+        return self._started.result(0)[0]
+
+    @property
+    def url(self) -> str:
+        """The same as text, for agents."""
+        return self.address.url
+
+    @property
+    def token(self) -> str:
+        """What agents must present."""
+        return self._started.result(0)[1].reveal()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that the coordinator lives on; only its thread may touch the coordinator."""
+        if self._loop is None:
+            raise ConfigurationError("this server is not running")
+        return self._loop
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The coordinator itself, for code that runs on :attr:`loop`."""
+        return self._started.result(0)[2]
+
+    def start(self) -> Address:
+        """Start the thread; returns when the socket listens. Raises what :func:`run_server` raises before that."""
+        if self._thread is not None:
+            raise ConfigurationError("a server starts once; make a new one")
+        self._thread = threading.Thread(target=self._run, name="weightsync-coordinator", daemon=True)
+        self._thread.start()
+        try:
+            return self._started.result(_START_SECONDS)[0]
+        except TimeoutError:
+            self.stop()
+            raise DeadlineExceeded(f"the coordinator did not start within {_START_SECONDS:g} s") from None
+
+    def stop(self) -> None:
+        """Shut down in order and join the thread. Safe twice. In a forked child, which has no such thread: nothing."""
+        if self._origin.elsewhere:
+            return
+        loop, stop, thread = self._loop, self._stop, self._thread
+        if loop is not None and stop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+                loop.call_soon_threadsafe(stop.set)
+        if thread is not None and thread is not threading.current_thread():
+            limit = 2 * self._settings.shutdown_seconds + _STOP_SECONDS
+            thread.join(limit)
+            if thread.is_alive():
+                raise DeadlineExceeded(f"the coordinator's thread did not end within {limit:g} s")
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        async def main() -> None:
+            self._stop, self._loop = asyncio.Event(), asyncio.get_running_loop()
+            await run_server(self._settings, self._stop, lambda *what: self._started.set_result(what))
+
+        try:
+            forks.run(main())
+        except Exception as error:  # noqa: BLE001 - start() raises it, or it is logged
+            if self._started.done():
+                _log.exception("the coordinator ended by an unexpected error")
+            else:
+                self._started.set_exception(error)
+        finally:
+            self._loop = None

@@ -1,0 +1,1 @@
+"""Contract suites that a transport or an engine adapter of a third party inherits (extra ``testing``)."""

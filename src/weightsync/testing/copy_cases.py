@@ -1,0 +1,118 @@
+"""What the contract's readers ask for: tables of tiles with a known answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.digest import digest_box
+from weightsync.tensors.kernels import BLOCK
+
+__all__ = ["Wanted", "big", "keyed", "odd_shapes", "tiles_from"]
+
+_GAP = 0xA5
+_MOST_BYTES = 4 << 20  # of one run of each tile, so that plain slices can check them all
+
+
+def tiles_from(table: npt.NDArray[np.int64]) -> Tiles:
+    """Tiles from ``int64[n, 7]``: region, source, source stride, target, target stride, rows, row bytes."""
+    return Tiles(table[:, 0].astype(np.int32), *(np.ascontiguousarray(table[:, column]) for column in range(1, 7)))
+
+
+@dataclass
+class Wanted:
+    """Groups of tiles from a shelf of ``nbytes`` into ``target``; bytes between the tiles must stay as they are."""
+
+    nbytes: int
+    groups: list[Tiles]
+    target: npt.NDArray[np.uint8]
+
+    @property
+    def address(self) -> int:
+        """Where the target starts."""
+        return int(self.target.ctypes.data)
+
+    def expected(self, source: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """The target after a transfer, by plain slices."""
+        result, base = np.full(len(self.target), _GAP, np.uint8), self.address
+        for tiles in self.groups:
+            for start, stride, target, target_stride, rows, size in tiles.table[:, 1:7].tolist():
+                for row in range(rows):
+                    first = target - base + row * target_stride
+                    result[first : first + size] = source[start + row * stride :][:size]
+        return result
+
+    def digests(self) -> npt.NDArray[np.uint64]:
+        """What reading tiles with keys (:func:`keyed`) adds up to, from the target as it is now each run as a box."""
+        total, base = [0] * sum(map(len, self.groups)), self.address
+        for tiles in self.groups:
+            for target, stride, rows, size, row, lead, lead_step, byte, byte_step, blocks in tiles.table[:, 3:].tolist():
+                for run in range(rows):
+                    first = target - base + run * stride
+                    values = torch.from_numpy(self.target[first : first + size].reshape(1, size))
+                    shape, starts = (1 << 40, 4 * BLOCK * blocks), (lead + run * lead_step, byte + run * byte_step)
+                    total[row] += digest_box(values, shape, starts)
+        return np.array([value % 2**64 for value in total], np.uint64)
+
+
+def keyed(wanted: Wanted, seed: int) -> Wanted:
+    """The same tiles with keys: each lies anywhere in a tensor of its own, its runs one below the other or side by side."""
+    random = np.random.default_rng(seed)
+    groups, before = [], 0
+    for tiles in wanted.groups:
+        count = len(tiles)
+        beside = random.random(count) < 0.5
+        step = np.where(beside, tiles.row_bytes + random.integers(0, 9, count), 0)
+        byte = random.integers(0, 3 * BLOCK, count)
+        blocks = (byte + tiles.rows * step + tiles.row_bytes) // (4 * BLOCK) + 1
+        lead, lead_step = random.integers(0, 1 << 20, count), np.where(beside, 0, random.integers(1, 5, count))
+        keys = np.stack([before + np.arange(count), lead, lead_step, byte, step, blocks], axis=1)
+        groups.append(replace(tiles, keys=keys.astype(np.int64)))
+        before += count
+    return replace(wanted, groups=groups)
+
+
+def odd_shapes(nbytes: int, seed: int, tiles: int = 60, groups: int = 9) -> Wanted:
+    """Random tiles: single bytes, short strided runs, long runs, overlapping sources, unaligned starts; some groups are empty."""
+    random = np.random.default_rng(seed)
+    most = max(nbytes // 64, 64)
+    size = np.where(random.random(tiles) < 0.3, random.integers(1, 9, tiles), random.integers(1, most, tiles))
+    size = np.minimum(size, min(20_000, max(_MOST_BYTES // tiles, 16)))
+    rows = np.where(random.random(tiles) < 0.4, random.integers(1, 12, tiles), 1)
+    stride = size + random.integers(0, 40, tiles)
+    extent = (rows - 1) * stride + size
+    start = (random.random(tiles) * (nbytes - extent)).astype(np.int64)
+    target_stride = size + random.integers(0, 3, tiles)
+    target_extent = (rows - 1) * target_stride + size + random.integers(0, 5, tiles)
+    target = np.zeros(int(target_extent.sum()) + 64, np.uint8)
+    first = int(target.ctypes.data) + 3 + np.cumsum(target_extent) - target_extent
+    table = np.stack([np.zeros(tiles, np.int64), start, stride, first, target_stride, rows, size], axis=1)
+    edges = np.sort(np.concatenate(([0, tiles], random.integers(0, tiles, groups - 1))))
+    edges[1] = 0  # the first group is empty
+    parts = [tiles_from(table[edges[index] : edges[index + 1]]) for index in range(groups)]
+    return Wanted(nbytes, parts, target)
+
+
+def big(nbytes: int, groups: int) -> Wanted:
+    """Nearly the whole shelf: runs of megabytes, a tile of wide rows and one of many narrow rows in every group."""
+    share = nbytes // groups
+    target = np.zeros(nbytes, np.uint8)
+    base = int(target.ctypes.data)
+    parts = []
+    for group in range(groups):
+        at, half = group * share, share // 2
+        wide, narrow = half // 4 // 64 * 64, 96
+        rows = (half - 4096) // 128
+        table = [
+            [0, at, 0, base + at, 0, 1, half - 4 * wide],
+            [0, at + half - 4 * wide, wide, base + at + half - 4 * wide, wide, 4, wide - 32],
+            [0, at + half, 128, base + at + half, 128, rows, narrow],
+        ]
+        if half == 4 * wide:
+            del table[0]
+        parts.append(tiles_from(np.array(table, np.int64)))
+    return Wanted(nbytes, parts, target)

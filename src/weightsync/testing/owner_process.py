@@ -1,0 +1,246 @@
+"""Owners and readers to test transports with, in this process or in one of their own that can be stopped and killed.
+
+``python -m weightsync.testing.owner_process FD`` is the nursery: imported once (which takes seconds), it forks a process for
+every socket that it gets over ``FD``. Such a process reads one JSON object a line from its socket and answers with one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.deadline import Deadline
+from weightsync.protocol.messages import Offer
+from weightsync.testing.copy_cases import big
+from weightsync.transports.base import Scheme
+from weightsync.transports.host.region import Shelf
+from weightsync.transports.hostinfo import this_host
+
+__all__ = ["OwnerHere", "OwnerProcess", "Process", "contents", "end_nursery", "make_scheme", "run", "start_nursery"]
+
+_ANSWER_SECONDS = 20.0
+
+
+def make_scheme(where: str, arguments: dict[str, Any]) -> Scheme:
+    """The scheme of class ``where`` (``"module:Class"``), made with ``arguments``."""
+    module, _, name = where.partition(":")
+    scheme: Scheme = getattr(import_module(module), name)(**arguments)
+    return scheme
+
+
+def run(where: str) -> None:
+    """Call the function ``where`` (``"module:function"``; empty: nothing)."""
+    module, _, name = where.partition(":")
+    if name:
+        getattr(import_module(module), name)()
+
+
+def contents(nbytes: int, version: int) -> npt.NDArray[np.uint8]:
+    """What the test's shelf holds at a version: random bytes that differ for every version."""
+    return np.frombuffer(np.random.default_rng(version).bytes(nbytes), np.uint8)
+
+
+class OwnerHere:
+    """A shelf and its owner in this process."""
+
+    def __init__(self, where: str, arguments: dict[str, Any], key: bytes, nbytes: int, layout_digest: str) -> None:
+        self._shelf = Shelf(nbytes, layout_digest)
+        try:
+            self._owner = make_scheme(where, arguments).serve(self._shelf, key, this_host())
+        except BaseException:
+            self._shelf.close()
+            raise
+        self.offer: Offer = self._owner.offer
+
+    def place(self, version: int) -> None:
+        """Put :func:`contents` on the shelf."""
+        with self._shelf.placing(version):
+            self._shelf.payload[:] = contents(self._shelf.nbytes, version)
+
+    def close(self) -> list[str]:
+        """Stop serving; what was left behind, which must be nothing."""
+        self._owner.close()
+        self._owner.close()
+        self._shelf.close()
+        return []
+
+
+class _Nursery:
+    """The nursery of this test process, if one runs."""
+
+    way: ClassVar[socket.socket | None] = None
+    process: ClassVar[subprocess.Popen[bytes] | None] = None
+
+
+def start_nursery() -> socket.socket:
+    """The way to this test process's one nursery, started when first asked for."""
+    if _Nursery.way is not None:
+        return _Nursery.way
+    mine, its = socket.socketpair()
+    command = [sys.executable, "-m", "weightsync.testing.owner_process", str(its.fileno())]
+    _Nursery.way, _Nursery.process = mine, subprocess.Popen(command, pass_fds=[its.fileno()])
+    its.close()
+    atexit.register(end_nursery)
+    return mine
+
+
+def end_nursery() -> None:
+    """End the nursery. Safe twice."""
+    way, process = _Nursery.way, _Nursery.process
+    _Nursery.way = _Nursery.process = None
+    if way is not None and process is not None:
+        way.close()
+        process.wait(_ANSWER_SECONDS)
+
+
+class Process:
+    """A process from the nursery. Answers questions; can be stopped and killed."""
+
+    def __init__(self, warm_up: str = "") -> None:
+        self._socket, its = socket.socketpair()
+        self._socket.settimeout(_ANSWER_SECONDS)
+        try:
+            socket.send_fds(start_nursery(), [b"+"], [its.fileno()])
+        finally:
+            its.close()
+        self._lines = self._socket.makefile("r")
+        self.before = self.ask({"do": "census", "path": sys.path, "warm_up": warm_up})
+        self._pid = int(self.before.pop("pid"))
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Send a question; the answer, or nothing if the process ended."""
+        self._socket.sendall(msgspec.json.encode(question) + b"\n")
+        answer: dict[str, Any] = json.loads(self._lines.readline() or "{}")
+        return answer
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send the process a signal."""
+        os.kill(self._pid, number)
+
+    def kill(self) -> None:
+        """Kill the process and return when it is gone. Safe twice, and after it ended."""
+        if self._lines.closed:
+            return
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        with suppress(ConnectionError):
+            while self._lines.readline():
+                continue
+        self._lines.close()
+        self._socket.close()
+
+
+class OwnerProcess(Process):
+    """A shelf and its owner in a process of their own."""
+
+    def __init__(
+        self, where: str, arguments: dict[str, Any], key: bytes, nbytes: int, layout_digest: str, warm_up: str = ""
+    ) -> None:
+        super().__init__(warm_up)
+        self._serving = True
+        setting = {"where": where, "arguments": arguments, "key": key.hex(), "nbytes": nbytes, "layout_digest": layout_digest}
+        try:
+            self.offer = msgspec.convert(self.ask({"do": "serve", "setting": setting})["offer"], Offer)
+        except BaseException:
+            self.kill()
+            raise
+
+    def place(self, version: int) -> None:
+        """Put :func:`contents` on the shelf."""
+        self.ask({"do": "place", "version": version})
+
+    def close(self) -> list[str]:
+        """Stop serving; what was left behind, which must be nothing."""
+        if not self._serving:
+            return []
+        self._serving = False
+        after = self.ask({"do": "close"})
+        return [f"{what}: {after[what]}, not {count}" for what, count in self.before.items() if after[what] != count]
+
+    def kill(self) -> None:
+        """See :meth:`Process.kill`."""
+        self._serving = False
+        super().kill()
+
+
+def _census() -> dict[str, Any]:
+    fds = [] if sys.platform != "linux" else os.listdir("/proc/self/fd")
+    maps = "" if sys.platform != "linux" else Path("/proc/self/maps").read_text()
+    return {"threads": len(threading.enumerate()), "descriptors": len(fds), "shelves mapped": maps.count("memfd:weightsync")}
+
+
+def _begin_reading(question: dict[str, Any]) -> object:
+    """A reader in the middle of a transfer."""
+    source = make_scheme(question["where"], question["arguments"]).connect(
+        msgspec.convert(question["offer"], Offer), bytes.fromhex(question["key"]), Deadline(_ANSWER_SECONDS)
+    )
+    wanted = big(question["nbytes"], groups=12)
+    source.prepare(wanted.groups, question["layout_digest"], Deadline(_ANSWER_SECONDS))
+    source.begin(1, Deadline(_ANSWER_SECONDS))
+    source.read(0, Deadline(_ANSWER_SECONDS))
+    return source, wanted
+
+
+def _answer_all(sock: socket.socket) -> None:
+    owner: OwnerHere | None = None
+    lent: list[object] = []
+    with sock, sock.makefile("r") as lines:
+        for line in lines:
+            question = json.loads(line)
+            answer: dict[str, Any] = {}
+            match question["do"]:
+                case "census":
+                    sys.path[:] = question["path"]
+                    run(question["warm_up"])
+                    answer = {"pid": os.getpid(), **_census()}
+                case "serve":
+                    setting = question["setting"]
+                    make_scheme(setting["where"], setting["arguments"])  # its imports are no leak
+                    owner = OwnerHere(**{**setting, "key": bytes.fromhex(setting["key"])})
+                    answer = {"offer": msgspec.to_builtins(owner.offer)}
+                case "read":
+                    lent.append(_begin_reading(question))
+                case "place" if owner is not None:
+                    owner.place(question["version"])
+                case "close" if owner is not None:
+                    owner.close()
+                    owner = None
+                    answer = _census()
+            sock.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _nurse(requests: socket.socket) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects the children
+    while True:
+        data, fds, _, _ = socket.recv_fds(requests, 1, 1)
+        if not data:
+            return
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            requests.close()
+            status = 1
+            try:
+                _answer_all(socket.socket(fileno=fds[0]))
+                status = 0
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        os.close(fds[0])
+
+
+if __name__ == "__main__":
+    _nurse(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,515 @@
+"""The tests that every transport passes.
+
+A third party inherits them::
+
+    # tests/test_my_transport.py
+    from weightsync.testing.transport_contract import TransportContract, nothing_left  # the second is a fixture
+
+    class TestMine(TransportContract):
+        where = "my_package.transport:Mine"
+        carries = True            # the owner sends; False: the reader maps the owner's memory
+
+Needs pytest, and Linux for the faults. ``crosses_processes = False`` leaves out the tests whose owner is a process of its own.
+"""
+
+# ruff: noqa: D102 (a test's name says what it holds)
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from weightsync.deadline import Deadline
+from weightsync.errors import (
+    Aborted,
+    AuthenticationError,
+    DeadlineExceeded,
+    LayoutError,
+    PeerLost,
+    ProtocolError,
+    StaleSource,
+    WeightSyncError,
+)
+from weightsync.protocol.messages import Offer
+from weightsync.tensors.copy_table import Tiles
+from weightsync.testing.copy_cases import Wanted, big, keyed, odd_shapes, tiles_from
+from weightsync.testing.owner_process import (
+    OwnerHere,
+    OwnerProcess,
+    Process,
+    contents,
+    end_nursery,
+    make_scheme,
+    run,
+    start_nursery,
+)
+from weightsync.transports.base import Scheme, Source
+from weightsync.transports.hostinfo import this_host
+
+__all__ = ["TransportContract", "nothing_left"]
+
+KEY = b"the key of this contract's runs."
+DIGEST = "0123456789abcdef0123456789abcdef"
+SMALL = 1 << 16
+BIG = 24 << 20  # more than socket buffers hold, so that an owner is really in the middle
+
+
+def _left() -> dict[str, Any]:
+    gc.collect()
+    with os.scandir("/proc/self/fd") as entries:
+        fds = sorted(int(entry.name) for entry in entries)
+    fds = [fd for fd in fds if os.path.lexists(f"/proc/self/fd/{fd}")]
+    maps = Path("/proc/self/maps").read_text()
+    threads = sorted(thread.name for thread in threading.enumerate())
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    return {
+        "descriptors": fds,
+        "threads": threads,
+        "shelves mapped": maps.count("memfd:weightsync"),
+        "children": children.read_text() if children.exists() else "",
+    }
+
+
+@pytest.fixture
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No thread, process, descriptor, socket or shared memory is left that was not there before."""
+    start_nursery()
+    request.session.addfinalizer(end_nursery)
+    run(getattr(request.cls, "warm_up", ""))
+    before = _left()
+    yield
+    assert _left() == before
+
+
+@pytest.mark.usefixtures("nothing_left")
+class TransportContract:
+    """Inherit this and set the class attributes."""
+
+    where: ClassVar[str]
+    arguments: ClassVar[dict[str, Any]] = {}
+    crosses_processes: ClassVar[bool] = True
+    carries: ClassVar[bool] = False
+    warm_up: ClassVar[str] = ""
+    """``"module:function"``, run in each process beforehand: makes what a library then keeps until the process ends."""
+
+    # What the tests are made of.
+
+    @property
+    def scheme(self) -> Scheme:
+        return make_scheme(self.where, self.arguments)
+
+    @contextmanager
+    def owner(self, nbytes: int = SMALL, digest: str = DIGEST, key: bytes = KEY) -> Iterator[OwnerHere | OwnerProcess]:
+        """An owner that leaves nothing behind."""
+        owner: OwnerHere | OwnerProcess
+        if self.crosses_processes:
+            owner = OwnerProcess(self.where, self.arguments, key, nbytes, digest, self.warm_up)
+        else:
+            owner = OwnerHere(self.where, self.arguments, key, nbytes, digest)
+        try:
+            yield owner
+            left = owner.close()
+            assert left == [], left
+        finally:
+            if isinstance(owner, OwnerProcess):
+                owner.kill()
+            else:
+                owner.close()
+
+    @contextmanager
+    def process(self, nbytes: int = SMALL) -> Iterator[OwnerProcess]:
+        """An owner in a process of its own, for faults."""
+        if not self.crosses_processes:
+            pytest.skip("owner and reader die together")
+        with self.owner(nbytes) as owner:
+            assert isinstance(owner, OwnerProcess)
+            yield owner
+
+    @contextmanager
+    def source(self, offer: Offer, key: bytes = KEY) -> Iterator[Source]:
+        source = self.scheme.connect(offer, key, Deadline(10))
+        try:
+            yield source
+        finally:
+            source.close()
+            source.close()
+
+    @contextmanager
+    def prepared(self, owner: OwnerHere | OwnerProcess, wanted: Wanted) -> Iterator[Source]:
+        with self.source(owner.offer) as source:
+            source.prepare(wanted.groups, DIGEST, Deadline(10))
+            yield source
+
+    def transfer(self, source: Source, wanted: Wanted, version: int, digests: npt.NDArray[np.uint64] | None = None) -> None:
+        """A whole transfer, which must be right to the byte and touch nothing else."""
+        wanted.target[:] = 0xA5
+        source.begin(version, Deadline(20))
+        for group in range(len(wanted.groups)):
+            source.read(group, Deadline(20), digests)
+        source.end(Deadline(20))
+        different = np.flatnonzero(wanted.target != wanted.expected(contents(wanted.nbytes, version)))
+        assert not len(different), f"{len(different)} bytes differ, the first at {different[0]}"
+
+    # What must arrive.
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_odd_shapes_arrive_byte_for_byte(self, seed: int) -> None:
+        wanted = odd_shapes(SMALL, seed)
+        with self.owner() as owner:
+            owner.place(1)
+            with self.prepared(owner, wanted) as source:
+                self.transfer(source, wanted, 1)
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_digests_are_those_of_the_bytes_in_place(self, seed: int) -> None:
+        wanted = keyed(odd_shapes(SMALL << 4, seed + 100) if seed else big(3 << 19, groups=1), seed)
+        digests = np.zeros(sum(map(len, wanted.groups)) + 1, np.uint64)
+        with self.owner(wanted.nbytes) as owner:
+            owner.place(1)
+            with self.prepared(owner, wanted) as source:
+                self.transfer(source, wanted, 1, digests)
+                expected = wanted.digests()
+                assert np.array_equal(digests[:-1], expected)
+                self.transfer(source, wanted, 1, digests)  # they are added to what is there
+        assert np.array_equal(digests[:-1], expected + expected)
+        assert digests[-1] == 0
+
+    def test_digests_need_keys(self) -> None:
+        wanted = odd_shapes(SMALL, 12)
+        with self.owner() as owner:
+            owner.place(1)
+            with self.prepared(owner, wanted) as source, pytest.raises(LayoutError):
+                self.transfer(source, wanted, 1, np.zeros(100, np.uint64))
+
+    def test_twenty_thousand_tiles_in_a_thousand_groups(self) -> None:
+        wanted = odd_shapes(1 << 24, 7, tiles=20_000, groups=1_000)
+        with self.owner(1 << 24) as owner:
+            owner.place(1)
+            with self.prepared(owner, wanted) as source:
+                self.transfer(source, wanted, 1)
+
+    def test_large_runs_and_wide_tiles(self) -> None:
+        wanted = big(BIG, groups=5)
+        with self.owner(BIG) as owner:
+            owner.place(3)
+            with self.prepared(owner, wanted) as source:
+                self.transfer(source, wanted, 3)
+
+    def test_every_version_brings_its_own_bytes(self) -> None:
+        wanted = odd_shapes(SMALL, 11)
+        with self.owner() as owner, ExitStack() as stack:
+            owner.place(1)
+            source = stack.enter_context(self.prepared(owner, wanted))
+            for version in (1, 2, 5):
+                owner.place(version)
+                self.transfer(source, wanted, version)
+
+    def test_nothing_wanted_is_a_transfer_too(self) -> None:
+        empty = Tiles.empty()
+        with self.owner() as owner:
+            owner.place(1)
+            with self.source(owner.offer) as source:
+                for groups in ([], [empty, empty]):
+                    source.prepare(groups, DIGEST, Deadline(5))
+                    source.begin(1, Deadline(5))
+                    for group in range(len(groups)):
+                        source.read(group, Deadline(5))
+                    source.end(Deadline(5))
+
+    def test_an_empty_shelf_can_be_served(self) -> None:
+        with self.owner(0) as owner:
+            owner.place(1)
+            with self.source(owner.offer) as source:
+                source.prepare([Tiles.empty()], DIGEST, Deadline(5))
+                source.begin(1, Deadline(5))
+                source.read(0, Deadline(5))
+                source.end(Deadline(5))
+
+    def test_prepared_anew_for_another_plan(self) -> None:
+        first, second = odd_shapes(SMALL, 21), odd_shapes(SMALL, 22)
+        with self.owner() as owner:
+            owner.place(1)
+            with self.prepared(owner, first) as source:
+                self.transfer(source, first, 1)
+                source.prepare(second.groups, DIGEST, Deadline(5))
+                self.transfer(source, second, 1)
+
+    def test_two_readers_at_once(self) -> None:
+        failures: list[BaseException] = []
+
+        def read(seed: int) -> None:
+            try:
+                wanted = odd_shapes(1 << 22, seed, tiles=500, groups=20)
+                with self.prepared(owner, wanted) as source:
+                    for _ in range(3):
+                        self.transfer(source, wanted, 1)
+            except BaseException as error:  # noqa: BLE001 (shown by the test's own thread)
+                failures.append(error)
+
+        with self.owner(1 << 22) as owner:
+            owner.place(1)
+            threads = [threading.Thread(target=read, args=(seed,)) for seed in (31, 32)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(30)
+            assert not failures
+
+    # What must be refused.
+
+    def test_wrong_version_is_stale(self) -> None:
+        wanted = odd_shapes(SMALL, 41)
+        with self.owner() as owner, self.prepared(owner, wanted) as source:
+            with pytest.raises(StaleSource):
+                source.begin(1, Deadline(5))  # nothing placed yet
+            owner.place(2)
+            with pytest.raises(StaleSource):
+                source.begin(1, Deadline(5))
+            self.transfer(source, wanted, 2)
+
+    def test_wrong_layout_is_stale(self) -> None:
+        wanted = odd_shapes(SMALL, 42)
+        with self.owner() as owner, self.source(owner.offer) as source:
+            owner.place(1)
+            with pytest.raises(StaleSource):
+                source.prepare(wanted.groups, "f" * 32, Deadline(5))
+            source.prepare(wanted.groups, DIGEST, Deadline(5))
+            self.transfer(source, wanted, 1)
+
+    @pytest.mark.parametrize(
+        ("column", "value"),
+        [("region", 1), ("region", -1), ("source", SMALL), ("source", -8), ("rows", 1 << 40), ("source_stride", 1 << 62)],
+    )
+    def test_a_tile_outside_the_shelf_is_refused(self, column: str, value: int) -> None:
+        wanted = odd_shapes(SMALL, 43)
+        good = {
+            "region": 0,
+            "source": 0,
+            "source_stride": 64,
+            "target": wanted.address,
+            "target_stride": 64,
+            "rows": 2,
+            "row_bytes": 64,
+        }
+        bad = tiles_from(np.array([list({**good, column: value}.values())], np.int64))
+        with self.owner() as owner, self.source(owner.offer) as source:
+            owner.place(1)
+            with pytest.raises(ProtocolError):
+                source.prepare([bad], DIGEST, Deadline(5))
+            source.prepare(wanted.groups, DIGEST, Deadline(5))
+            self.transfer(source, wanted, 1)
+
+    def test_wrong_key_is_refused_and_harms_nobody(self) -> None:
+        wanted = odd_shapes(SMALL, 44)
+        with self.owner() as owner:
+            owner.place(1)
+            with self.prepared(owner, wanted) as source:
+                with pytest.raises(AuthenticationError):
+                    self.scheme.connect(owner.offer, b"another key, of the same length.", Deadline(5))
+                self.transfer(source, wanted, 1)
+
+    def test_calls_out_of_order_are_refused(self) -> None:
+        wanted = odd_shapes(SMALL, 45)
+        with self.owner() as owner, self.prepared(owner, wanted) as source:
+            owner.place(1)
+            with pytest.raises(ProtocolError):
+                source.read(0, Deadline(5))
+            with pytest.raises(ProtocolError):
+                source.end(Deadline(5))
+            source.begin(1, Deadline(5))
+            with pytest.raises(ProtocolError):
+                source.read(len(wanted.groups), Deadline(5))
+            self.transfer(source, wanted, 1)
+
+    def test_offers_reach_only_where_they_can(self) -> None:
+        here = this_host()
+        elsewhere = msgspec.structs.replace(here, name="elsewhere", memory="elsewhere")
+        with self.owner() as owner:
+            if self.crosses_processes:
+                assert self.scheme.reaches(owner.offer, here)
+            if not self.carries and self.crosses_processes:
+                assert not self.scheme.reaches(owner.offer, elsewhere)
+
+    # What must not be believed.
+
+    def test_a_version_that_changes_on_the_way_is_stale(self) -> None:
+        wanted = big(BIG, groups=12)
+        with self.owner(BIG) as owner:
+            owner.place(1)
+            with self.prepared(owner, wanted) as source:
+                source.begin(1, Deadline(10))
+                source.read(0, Deadline(10))
+                owner.place(2)
+                with pytest.raises(StaleSource):
+                    self.rest(source, wanted)
+                self.transfer(source, wanted, 2)
+
+    def test_the_same_number_placed_again_on_the_way_is_stale(self) -> None:
+        wanted = big(BIG, groups=12)
+        with self.owner(BIG) as owner:
+            owner.place(1)
+            with self.prepared(owner, wanted) as source:
+                source.begin(1, Deadline(10))
+                source.read(0, Deadline(10))
+                owner.place(1)
+                with pytest.raises(StaleSource):
+                    self.rest(source, wanted)
+
+    def read_groups(self, source: Source, wanted: Wanted, deadline: Deadline) -> None:
+        for group in range(1, len(wanted.groups)):
+            source.read(group, deadline)
+
+    def rest(self, source: Source, wanted: Wanted) -> None:
+        for group in range(1, len(wanted.groups)):
+            source.read(group, Deadline(10))
+        source.end(Deadline(10))
+
+    # Who dies, stops, or changes its mind.
+
+    def test_a_killed_owner_is_noticed_at_once(self) -> None:
+        wanted = big(BIG, groups=12)
+        with self.process(BIG) as owner:
+            owner.place(1)
+            with self.prepared(owner, wanted) as source:
+                source.begin(1, Deadline(10))
+                source.read(0, Deadline(10))
+                owner.kill()
+                started = time.monotonic()
+                with pytest.raises(PeerLost):
+                    self.rest(source, wanted)
+                with pytest.raises(PeerLost):
+                    source.begin(1, Deadline(10))
+                assert time.monotonic() - started < 1
+            with pytest.raises(PeerLost):
+                self.scheme.connect(owner.offer, KEY, Deadline(5))
+
+    def test_a_stopped_owner_costs_no_more_than_the_deadline(self) -> None:
+        wanted = big(BIG, groups=12)
+        with self.process(BIG) as owner:
+            owner.place(1)
+            with self.prepared(owner, wanted) as source:
+                source.begin(1, Deadline(10))
+                source.read(0, Deadline(10))
+                owner.signal(signal.SIGSTOP)
+                try:
+                    self.expect_deadline(lambda deadline: self.scheme.connect(owner.offer, KEY, deadline))
+                    if self.carries:
+                        self.expect_deadline(lambda deadline: self.read_groups(source, wanted, deadline))
+                        self.expect_deadline(lambda deadline: source.begin(1, deadline))
+                finally:
+                    owner.signal(signal.SIGCONT)
+                self.transfer(source, wanted, 1)
+
+    def expect_deadline(self, call: Callable[[Deadline], object]) -> None:
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            call(Deadline(0.5))
+        assert 0.4 < time.monotonic() - started < 1.5
+
+    def test_a_passed_deadline_ends_a_read(self) -> None:
+        wanted = odd_shapes(SMALL, 51)
+        with self.owner() as owner:
+            owner.place(1)
+            with self.prepared(owner, wanted) as source:
+                source.begin(1, Deadline(5))
+                late = Deadline(1e-6)
+                late.at -= 1
+                with pytest.raises(DeadlineExceeded):
+                    source.read(0, late)
+                self.transfer(source, wanted, 1)
+
+    def test_a_killed_reader_leaves_the_owner_serving(self) -> None:
+        wanted = big(BIG, groups=12)
+        with self.process(BIG) as owner:
+            owner.place(1)
+            reader = Process()
+            setting = {"where": self.where, "arguments": self.arguments, "key": KEY.hex(), "nbytes": BIG, "layout_digest": DIGEST}
+            reader.ask({"do": "read", "offer": owner.offer, **setting})
+            reader.kill()
+            with self.prepared(owner, wanted) as source:
+                self.transfer(source, wanted, 1)
+
+    def test_abort_from_another_thread(self) -> None:
+        wanted = big(BIG, groups=12)
+        with self.owner(BIG) as owner:
+            owner.place(1)
+            with self.prepared(owner, wanted) as source:
+                source.begin(1, Deadline(10))
+                source.read(0, Deadline(10))
+                aborting = threading.Thread(target=source.abort)
+                aborting.start()
+                aborting.join(5)
+                started = time.monotonic()
+                with pytest.raises(Aborted):
+                    self.rest(source, wanted)
+                assert time.monotonic() - started < 1
+                self.transfer(source, wanted, 1)
+
+    def test_abort_wakes_a_blocked_read(self) -> None:
+        if not self.carries:
+            pytest.skip("a reader that maps memory never waits for its owner")
+        wanted = big(BIG, groups=12)
+        with self.process(BIG) as owner:
+            owner.place(1)
+            with self.prepared(owner, wanted) as source:
+                source.begin(1, Deadline(10))
+                owner.signal(signal.SIGSTOP)
+                timer = threading.Timer(0.3, source.abort)
+                started = time.monotonic()
+                timer.start()
+                try:
+                    with pytest.raises(Aborted):
+                        source.read(0, Deadline(10))
+                        self.rest(source, wanted)
+                    assert time.monotonic() - started < 1.5
+                finally:
+                    timer.join()
+                    owner.signal(signal.SIGCONT)
+                self.transfer(source, wanted, 1)
+
+    def test_a_loader_that_raises_between_groups(self) -> None:
+        wanted = big(BIG, groups=12)
+        with self.owner(BIG) as owner:
+            owner.place(1)
+            with self.prepared(owner, wanted) as source:
+                source.begin(1, Deadline(10))
+                source.read(0, Deadline(10))  # and now the loader raised: nobody reads on
+                self.transfer(source, wanted, 1)
+                source.begin(1, Deadline(10))
+                source.read(0, Deadline(10))
+                source.prepare(wanted.groups, DIGEST, Deadline(10))
+                self.transfer(source, wanted, 1)
+
+    def test_a_reader_that_closes_in_the_middle(self) -> None:
+        wanted = big(BIG, groups=12)
+        with self.owner(BIG) as owner:
+            owner.place(1)
+            with self.prepared(owner, wanted) as source:
+                source.begin(1, Deadline(10))
+                source.read(0, Deadline(10))
+            with pytest.raises(WeightSyncError):
+                source.read(1, Deadline(5))
+            with self.prepared(owner, wanted) as source:
+                self.transfer(source, wanted, 1)
+
+    def test_an_owner_that_closes_in_the_middle(self) -> None:
+        wanted = big(BIG, groups=12)
+        with self.owner(BIG) as owner:
+            owner.place(1)
+            with self.prepared(owner, wanted) as source:
+                source.begin(1, Deadline(10))
+                source.read(0, Deadline(10))
+                assert owner.close() == []
+                with pytest.raises((PeerLost, StaleSource)):
+                    self.rest(source, wanted)

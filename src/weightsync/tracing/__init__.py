@@ -1,0 +1,1 @@
+"""What an engine's own weight loader does, recorded as copies of memory."""

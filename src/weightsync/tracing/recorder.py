@@ -1,0 +1,340 @@
+"""What a loader does to meta tensors, op by op: which element of which memory is which element of which checkpoint tensor.
+
+Views need no rules: they are other strides over the same storage. Copies of any kind compose walks. Everything else makes its
+results *mixed*: they remember which checkpoint tensors went in, and why they are no plain copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from weightsync.tracing.affine_map import Irregular, Walk, contiguous, meet
+from weightsync.tracing.aten_ops import COPYING
+
+__all__ = ["Piece", "Recorder", "ValueReads", "walk_of"]
+
+aten = torch.ops.aten
+
+_RESHAPING = {"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "detach_", "as_strided_", "set_", "rename_"}
+_FILLING = {
+    "fill_",
+    "zero_",
+    "normal_",
+    "uniform_",
+    "random_",
+    "bernoulli_",
+    "exponential_",
+    "log_normal_",
+    "cauchy_",
+    "geometric_",
+}
+_READING = {"_local_scalar_dense", "equal", "is_nonzero"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of one memory (``walk.here``, bytes) that came from a checkpoint.
+
+    Plain: element by element those of checkpoint tensor ``tensor`` (``walk.there``). Mixed (``tensor`` is -1): made in some other
+    way, for the ``reason``, of tensors ``touched``. ``stale``: some were overwritten since, and which is not kept.
+    """
+
+    walk: Walk
+    itemsize: int
+    tensor: int
+    touched: frozenset[int]
+    reason: str = ""
+    stale: bool = False
+
+
+@dataclass
+class _Memory:
+    """One storage. The reference keeps its address from being used again, but not its bytes."""
+
+    alive: StorageWeakRef
+    parameter: str | None = None
+    pieces: list[Piece] = field(default_factory=list)
+
+    def near(self, walk: Walk) -> list[Piece]:
+        last = walk.last
+        return [piece for piece in self.pieces if piece.walk.here <= last and walk.here <= piece.walk.last]
+
+
+def walk_of(tensor: torch.Tensor, there: int = 0, steps: Sequence[int] | None = None) -> Walk:
+    """``tensor``'s elements: here their bytes in its storage, there by ``steps`` (default: in C order)."""
+    size = tensor.element_size()
+    others = contiguous(tensor.shape, size) if steps is None else steps
+    strides = [stride * size for stride in tensor.stride()]
+    return Walk(int(tensor.storage_offset()) * size, there, tuple(zip(tensor.shape, strides, others, strict=True)))
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
+    return [value for value in tree_flatten(values)[0] if _is_tensor(value)]
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows checkpoint tensors through everything that runs inside it. Parameters are looked at, never written.
+
+    ``changed`` says of tensors, by index, why they cannot be delivered as plain copies. ``stuck``: what ran when a loader raised.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.changed: dict[int, str] = {}
+        self.stuck: tuple[str, frozenset[int]] | None = None
+        self._memories: dict[int, _Memory] = {}
+
+    def checkpoint(self, index: int, tensor: torch.Tensor) -> None:
+        """``tensor`` (contiguous, of its own memory) is checkpoint tensor ``index``."""
+        piece = Piece(walk_of(tensor).folded(), tensor.element_size(), index, frozenset([index]))
+        self._own(tensor).pieces.append(piece)
+
+    def parameter(self, name: str, tensor: torch.Tensor) -> None:
+        """``tensor`` is a parameter: what is written to it counts once."""
+        self._own(tensor).parameter = name
+
+    def change(self, tensors: Iterable[int], reason: str) -> None:
+        """These tensors are no plain copies; the first reason stays."""
+        for index in sorted(tensors):
+            self.changed.setdefault(index, reason)
+
+    def _own(self, tensor: torch.Tensor) -> _Memory:
+        storage = tensor.untyped_storage()
+        return self._memories.setdefault(storage._cdata, _Memory(StorageWeakRef(storage)))  # type: ignore[no-untyped-call]
+
+    def _known(self, tensor: torch.Tensor) -> _Memory | None:
+        return self._memories.get(tensor.untyped_storage()._cdata)
+
+    def found(self, tensor: torch.Tensor, walk: Walk) -> list[Piece]:
+        """What ``tensor``'s elements are, at the places to which ``walk`` takes them. What is left out is no checkpoint's."""
+        memory = self._known(tensor)
+        if memory is None or not walk.size:
+            return []
+        size = tensor.element_size()
+        near = memory.near(walk)
+        late = [old for old in near if old.stale]
+        pieces: list[Piece] = []
+        try:
+            for old in near:
+                if old.itemsize != size:
+                    return [_mixed(walk, size, old.touched, "its bytes are read as elements of another size")]
+                if not old.stale:
+                    pieces += [replace(old, walk=part) for part in meet(walk, old.walk, size)]
+            # Plain pieces never lie on each other, mixed ones may: those do not show that nothing is left of what is stale.
+            if late and sum(piece.walk.size for piece in pieces if piece.tensor >= 0) < walk.size:
+                for old in late:
+                    if meet(walk, old.walk, size):
+                        pieces.append(_mixed(walk, size, old.touched, "it is partly overwritten in a buffer, then read from it"))
+        except Irregular:
+            return [_mixed(walk, size, _union(near), "it is rearranged in too many small parts")]
+        return pieces
+
+    def touched(self, tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+        """Checkpoint tensors of which any element is in, or went into, any of these."""
+        every: set[int] = set()
+        for tensor in tensors:
+            every |= _union(self.found(tensor, walk_of(tensor)))
+        return frozenset(every)
+
+    def _put(self, target: torch.Tensor, pieces: list[Piece], cause: str) -> None:
+        """``target``'s elements are ``pieces`` now, and nothing else."""
+        memory = self._own(target)
+        region = walk_of(target, steps=[0] * target.dim()).folded()
+        kept: list[Piece] = []
+        near = {id(piece) for piece in memory.near(region)}
+        for old in memory.pieces:
+            shared = _overlap(region, old, target.element_size()) if id(old) in near else 0
+            if not shared:
+                kept.append(old)
+                continue
+            if any(old == new for new in pieces):
+                continue
+            if memory.parameter is not None:
+                self.change(old.touched, f"{cause} overwrites it in {memory.parameter}")
+                self.change(_union(pieces), f"it overwrites another checkpoint tensor in {memory.parameter}")
+            if shared < old.walk.size:
+                kept.append(replace(old, stale=True))
+        memory.pieces = [*kept, *pieces]
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """``target.copy_(source)``."""
+        if not target.numel():
+            return
+        size = target.element_size()
+        source = source.expand(target.shape)
+        there = int(target.storage_offset()) * size
+        steps = [stride * size for stride in target.stride()]
+        pieces = self.found(source, walk_of(source, there, steps))
+        if source.dtype != target.dtype and pieces:
+            before = [piece.reason for piece in pieces if piece.tensor < 0]
+            reason = before[0] if before else f"it is converted from {source.dtype} to {target.dtype}"
+            pieces = [_mixed(walk_of(source, there, steps), size, _union(pieces), reason)]
+        self._put(target, [replace(piece, walk=piece.walk.folded()) for piece in pieces], "a later copy")
+
+    def __torch_dispatch__(
+        self, func: OpOverload[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> object:
+        """Record one op; run it unless it would write to a parameter or needs bytes that are not there."""
+        del types
+        keywords = dict(kwargs or {})
+        if func.is_view:
+            return func(*args, **keywords)
+        name = func._schema.name.removeprefix("aten::")
+        if name == "copy_":
+            return self._copied(func, args, keywords)
+        if name == "_foreach_copy_":
+            for target, source in zip(args[0], args[1], strict=True):
+                self._copied(aten.copy_.default, (target, source), {})
+            return args[0] if func._schema.returns else None
+        written = _written(func, args, keywords)
+        if written and name not in _RESHAPING:
+            return self._changed(func, name, args, keywords, written)
+        inputs = _tensors((args, keywords))
+        touched = self.touched(inputs) if self._tracked(inputs) else frozenset()
+        if name in _READING and touched:
+            self.change(touched, f"the loader looks at its values ({name.strip('_')})")
+            return _plausible(name, args)
+        result = self._run(func, args, keywords, touched)
+        if touched:
+            self._made(name, args, keywords, result, touched, inputs)
+        return result
+
+    def _tracked(self, inputs: Iterable[torch.Tensor]) -> bool:
+        return any(self._known(tensor) is not None for tensor in inputs)
+
+    def _copied(self, func: OpOverload[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> torch.Tensor:
+        target: torch.Tensor = args[0]
+        source: torch.Tensor = args[1]
+        memory = self._known(target)
+        self.copy(target, source)
+        if not (source.is_meta or target.is_meta or self._tracked([source]) or (memory and memory.parameter)):
+            func(*args, **keywords)
+        return target
+
+    def _changed(
+        self, func: OpOverload[..., Any], name: str, args: tuple[Any, ...], keywords: dict[str, Any], written: list[torch.Tensor]
+    ) -> object:
+        """An op that writes to its arguments in some way of its own."""
+        inputs = _tensors((args, keywords))
+        others = [tensor for tensor in inputs if not (name in _FILLING and any(tensor is one for one in written))]
+        touched = self.touched(others) if self._tracked(inputs) else frozenset()
+        for target in written:
+            if touched or self._known(target) is not None:
+                cause = f"it goes through {name}"
+                pieces = [_mixed(walk_of(target).swapped(), target.element_size(), touched, cause)] if touched else []
+                self._put(target, pieces, name)
+        kept = any((memory := self._known(target)) is not None and memory.parameter is not None for target in written)
+        if not kept and all(tensor.is_meta == written[0].is_meta or not tensor.dim() for tensor in inputs):
+            return func(*args, **keywords)
+        returns = len(func._schema.returns)
+        return None if not returns else written[0] if returns == 1 else tuple(written)
+
+    def _run(self, func: OpOverload[..., Any], args: tuple[Any, ...], keywords: dict[str, Any], touched: frozenset[int]) -> object:
+        """Run an op for its shapes: where one tensor has no bytes, none needs any (but indices)."""
+        inputs = _tensors((args, keywords))
+        if any(tensor.is_meta for tensor in inputs):
+            if "device" in keywords and func._schema.name == "aten::_to_copy":
+                keywords |= {"device": torch.device("meta"), "non_blocking": False}
+                keywords.pop("pin_memory", None)
+            if not func._schema.name.startswith("aten::index") and not all(tensor.is_meta for tensor in inputs):
+                args, keywords = tree_map(_without_bytes, (args, keywords))
+        try:
+            return func(*args, **keywords)
+        except Exception:  # any op may raise anything; this only notes which one it was, and raises it again
+            self.stuck = (func._schema.name.removeprefix("aten::"), touched)
+            raise
+
+    def _made(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        keywords: dict[str, Any],
+        result: object,
+        touched: frozenset[int],
+        inputs: list[torch.Tensor],
+    ) -> None:
+        """Say what the new tensors of an op are."""
+        before = {tensor.untyped_storage()._cdata for tensor in inputs}
+        new = [tensor for tensor in _tensors(result) if tensor.untyped_storage()._cdata not in before]
+        copies = COPYING.get(name)
+        pairs = copies(result, *args, **keywords) if copies is not None and new else None
+        if pairs is not None:
+            for target, source in pairs:
+                self.copy(target, source)
+            return
+        for tensor in new:
+            if tensor.numel():
+                reason = f"it goes through {name.strip('_')}"
+                self._own(tensor).pieces.append(_mixed(walk_of(tensor).swapped(), tensor.element_size(), touched, reason))
+
+
+def _mixed(walk: Walk, itemsize: int, touched: frozenset[int], reason: str) -> Piece:
+    """Everywhere that ``walk`` leads to."""
+    return Piece(walk.swapped().folded(), itemsize, -1, touched, reason)
+
+
+def _union(pieces: Iterable[Piece]) -> frozenset[int]:
+    return frozenset[int]().union(*(piece.touched for piece in pieces))
+
+
+def _overlap(region: Walk, old: Piece, itemsize: int) -> int:
+    """Elements of ``old`` in ``region``; one, for not all, where that cannot be told."""
+    if old.itemsize != itemsize:
+        return 1
+    try:
+        return sum(part.size for part in meet(region, old.walk, itemsize))
+    except Irregular:
+        return 1
+
+
+def _without_bytes(value: object) -> object:
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta and value.dim():
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return value
+
+
+def _written(func: OpOverload[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]) -> list[torch.Tensor]:
+    named = [
+        args[place] if place < len(args) else keywords.get(argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return _tensors(named)
+
+
+def _plausible(name: str, args: tuple[Any, ...]) -> bool | int | float:
+    """An answer to let the loader go on; what it does with it is no plain copy, and was said."""
+    if name != "_local_scalar_dense":
+        return True
+    return torch.ones((), dtype=args[0].dtype).item()
+
+
+class ValueReads(TorchFunctionMode):
+    """Python's own ways to look at values, which are no ops: the tensor is named, and ones are shown."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> object:
+        """Answer ``tolist`` and ``numpy`` of tensors that have no bytes."""
+        del types
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__) and args[0].is_meta:
+            self._recorder.change(self._recorder.touched([args[0]]), f"the loader looks at its values ({func.__name__})")
+            args = (torch.ones(args[0].shape, dtype=args[0].dtype), *args[1:])
+        return func(*args, **(kwargs or {}))

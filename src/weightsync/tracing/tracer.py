@@ -1,0 +1,321 @@
+"""Loader tracing: learn where an engine puts checkpoint elements by running its own loader once on tensors without bytes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from weightsync.errors import LayoutError, LoadError, WeightSyncError
+from weightsync.model import Box, Manifest
+from weightsync.planning.box_index import BoxIndex
+from weightsync.tensors.shards import Shard, torch_dtype
+from weightsync.tracing.affine_map import BoxWalk, Irregular, Walk, boxes, contiguous, meet
+from weightsync.tracing.recorder import Recorder, ValueReads, walk_of
+
+__all__ = ["Load", "Parameters", "ShardsByTracing", "Traced", "TracedCopy", "trace_loader"]
+
+Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+"""An engine's own loader: takes checkpoint tensors under their names, in any number of steps."""
+
+Parameters = nn.Module | Mapping[str, torch.Tensor]
+"""Parameters by name. A module's (its buffers, too) are looked up again after the load, as some loaders replace them."""
+
+_MOST_BOXES = 4096
+_SHOWN = 3
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TracedCopy:
+    """The elements of one box of a checkpoint tensor, and where they lie in a parameter.
+
+    ``offset`` and ``strides`` (one a dimension of the box) count elements of the parameter in C order, whatever its memory.
+    """
+
+    tensor: int
+    box: Box
+    parameter: str
+    offset: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A parameter of the traced instance: the names under which it is known, the first one first."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """What a loader does with a checkpoint; made by :func:`trace_loader`.
+
+    ``copies``: all plain copies, by tensor. ``fallback``: tensors that the loader transforms, and how: only the loader can deliver
+    them. ``unused``: tensors of which nothing reached a parameter, and why. ``partial``: of tensors that reached one in part, the
+    elements that did (the others belong to other ranks, or are dropped). ``unwritten``: of each parameter that the checkpoint
+    does not fill, the elements left (padding, or what the loader fills with constants): direct delivery never touches them.
+    """
+
+    manifest: Manifest
+    copies: tuple[TracedCopy, ...]
+    fallback: dict[str, str]
+    unused: dict[str, str]
+    partial: dict[str, int]
+    unwritten: dict[str, int]
+    parameters: tuple[_Seen, ...]
+
+    def reason(self, ranks: int = 1) -> str | None:
+        """Why direct delivery cannot work, in one line; ``None`` if it can.
+
+        With several ranks a tensor may be on others, which this rank cannot know: the coordinator looks at all layouts together,
+        before anything is paused, and refuses a hole.
+        """
+        if self.fallback:
+            return f"the loader does more than copy {_some(self.fallback)}"
+        if not self.copies:
+            return "the loader copied nothing to any parameter"
+        if ranks == 1 and self.unused:
+            return f"the loader has no place for {_some(self.unused)}"
+        if ranks == 1 and self.partial:
+            return f"the loader takes only a part of {_some(self.partial)}"
+        return None
+
+    def shards(self, parameters: Parameters) -> list[Shard]:
+        """The plain copies as shards over the memory of ``parameters``: those of the engine that serves.
+
+        They have the traced instance's names, shapes and dtypes; strides may differ. Shards of tensors in ``fallback`` are left
+        out. Raises :class:`~weightsync.errors.LayoutError` naming the first parameter that differs.
+        """
+        real = _named(parameters)
+        used = {copy.parameter for copy in self.copies}
+        targets = {seen.names[0]: self._memories(seen, real) for seen in self.parameters if seen.names[0] in used}
+        found: list[Shard] = []
+        for copy in self.copies:
+            spec = self.manifest[copy.tensor]
+            for memory in targets[copy.parameter]:
+                if memory.dtype.itemsize != torch_dtype(spec.dtype).itemsize:
+                    raise LayoutError(
+                        f"parameter {copy.parameter} is {memory.dtype}, too wide or narrow for {spec.name} ({spec.dtype})"
+                    )
+                view = memory.view(torch_dtype(spec.dtype))
+                for box, tensor in _placed(copy, spec.shape, view):
+                    found.append(Shard(spec.name, spec.shape, box, tensor))
+        return found
+
+    def _memories(self, seen: _Seen, real: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The parameter's memory; several, where names that were one parameter in the traced instance are not here."""
+        different: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
+        for name in seen.names:
+            one = real.get(name)
+            if one is None:
+                raise LayoutError(f"the engine has no parameter {name}, which the traced loader filled")
+            if tuple(one.shape) != seen.shape or one.dtype != seen.dtype:
+                raise LayoutError(
+                    f"parameter {name} is {one.dtype}{list(one.shape)}, but {seen.dtype}{list(seen.shape)} was traced: the engine "
+                    "changed it after loading"
+                )
+            if one.layout is not torch.strided or one.is_meta or hasattr(one, "__tensor_flatten__"):  # DTensor and its kin
+                raise LayoutError(f"parameter {name} has no plain memory of its own ({type(one).__name__} on {one.device})")
+            different.setdefault((one.data_ptr(), one.stride()), one.detach())
+        return list(different.values())
+
+
+def trace_loader(load: Load, parameters: Parameters, manifest: Manifest, *, max_boxes: int = _MOST_BOXES) -> Traced:
+    """Run ``load`` on a meta tensor for every tensor of ``manifest``, and follow each to the ``parameters`` that it ends up in.
+
+    ``parameters`` are those that ``load`` fills: of an instance on the meta device, of a second one, or of the serving engine
+    itself, whose bytes are never written (but a loader that replaces parameters by new ones would leave meta tensors there).
+    Followed for free: views of any kind. Followed too: copies of copies (``clone``, ``contiguous``, ``to`` a device, ``cat``,
+    ``stack``, ``pad``, ``repeat``, rows by an index), buffers of the loader's own, parameters that are replaced. A tensor that
+    is computed with, converted, looked at, written over, or torn into more than ``max_boxes`` boxes is in ``fallback``. Only
+    what runs in the calling thread is seen; what is missed shows as unused and unwritten. Deterministic.
+
+    Raises :class:`~weightsync.errors.LoadError` if ``load`` raises, naming the tensor that it was given last.
+    """
+    recorder = Recorder()
+    for name, tensor in _named(parameters).items():
+        recorder.parameter(name, tensor)
+    asked: list[str] = []
+    made = [torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta") for spec in manifest]
+
+    def checkpoint() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, (spec, tensor) in enumerate(zip(manifest, made, strict=True)):
+            asked.append(spec.name)
+            recorder.checkpoint(index, tensor)
+            yield spec.name, tensor
+
+    try:
+        with torch.no_grad(), recorder, ValueReads(recorder):
+            load(checkpoint())
+    except WeightSyncError:
+        raise
+    except Exception as error:
+        raise LoadError(_raised(recorder, manifest, asked, error)) from error
+    return _concluded(recorder, parameters, manifest, set(asked), max_boxes)
+
+
+def _raised(recorder: Recorder, manifest: Manifest, asked: Sequence[str], error: Exception) -> str:
+    last = f"after {asked[-1]}" if asked else "before the first tensor"
+    stuck = ""
+    if recorder.stuck is not None:
+        names = ", ".join(manifest[index].name for index in sorted(recorder.stuck[1])[:_SHOWN])
+        stuck = f", in {recorder.stuck[0]}" + (f" of {names}" if names else "")
+    return f"the loader raised while it was traced, {last}{stuck}: {type(error).__name__}: {error}"
+
+
+def _named(parameters: Parameters) -> dict[str, torch.Tensor]:
+    if isinstance(parameters, nn.Module):
+        found = dict(parameters.named_parameters(remove_duplicate=False))
+        return found | dict(parameters.named_buffers(remove_duplicate=False))
+    return dict(parameters)
+
+
+def _concluded(recorder: Recorder, given: Parameters, manifest: Manifest, asked: set[str], max_boxes: int) -> Traced:
+    parameters = _named(given)
+    # Buffers that no checkpoint tensor fills (rotary frequencies) are the engine's own business.
+    required = set(dict(given.named_parameters())) if isinstance(given, nn.Module) else set(parameters)
+    seen: dict[tuple[object, ...], list[str]] = {}
+    for name, tensor in parameters.items():
+        identity = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride(), tuple(tensor.shape), tensor.dtype)
+        seen.setdefault(identity if tensor.numel() else (name,), []).append(name)
+    copies: list[TracedCopy] = []
+    unwritten: dict[str, int] = {}
+    kinds: list[_Seen] = []
+    for names in seen.values():
+        name, tensor = names[0], parameters[names[0]]
+        kinds.append(_Seen(tuple(names), tuple(tensor.shape), tensor.dtype))
+        filled = 0
+        for piece in recorder.found(tensor, walk_of(tensor)):
+            filled += piece.walk.size
+            if piece.tensor < 0:
+                recorder.change(piece.touched, f"{piece.reason} on its way to {name}")
+                continue
+            try:
+                copies += _copies(piece.tensor, piece.walk, name, manifest, max_boxes)
+            except Irregular:
+                recorder.change(piece.touched, f"{name} holds it in more than {max_boxes} boxes")
+        if filled < tensor.numel() and (filled or name in required):
+            unwritten[name] = tensor.numel() - filled
+    copies = _checked(recorder, manifest, copies, max_boxes)
+    held = _held(manifest, copies)
+    fallback = {manifest[index].name: reason for index, reason in sorted(recorder.changed.items())}
+    unused = {
+        spec.name: "no element of it reached a parameter" if spec.name in asked else "the loader did not ask for it"
+        for index, spec in enumerate(manifest)
+        if not held[index] and spec.size and spec.name not in fallback
+    }
+    partial = {spec.name: int(held[index]) for index, spec in enumerate(manifest) if 0 < held[index] < spec.size}
+    return Traced(manifest, tuple(copies), fallback, unused, partial, unwritten, tuple(kinds))
+
+
+def _copies(tensor: int, walk: Walk, name: str, manifest: Manifest, max_boxes: int) -> list[TracedCopy]:
+    spec = manifest[tensor]
+    size = torch_dtype(spec.dtype).itemsize
+    return [
+        TracedCopy(tensor, Box(one.starts, one.stops), name, one.there // size, tuple(step // size for step in one.steps))
+        for one in boxes(walk.swapped(), spec.shape, size, max_boxes)
+    ]
+
+
+def _checked(recorder: Recorder, manifest: Manifest, copies: list[TracedCopy], max_boxes: int) -> list[TracedCopy]:
+    """Without tensors that are in too many boxes, or in boxes that overlap without being equal: a plan cannot hold those."""
+    order = sorted(range(len(copies)), key=lambda place: copies[place].tensor)
+    counts = np.bincount([copy.tensor for copy in copies], minlength=len(manifest))
+    for index in np.flatnonzero(counts > max_boxes).tolist():
+        recorder.change([index], f"parameters hold it in more than {max_boxes} boxes")
+    kept = [copies[place] for place in order if copies[place].tensor not in recorder.changed]
+    if kept:
+        recorder.change(
+            _index(manifest, kept).collisions(), "parameters hold parts of it twice, in boxes that overlap without being equal"
+        )
+    return [copy for copy in kept if copy.tensor not in recorder.changed]
+
+
+def _index(manifest: Manifest, copies: Sequence[TracedCopy]) -> BoxIndex:
+    starts = np.zeros((len(copies), manifest.dims), np.int64)
+    stops = np.ones_like(starts)
+    for row, copy in enumerate(copies):
+        if copy.box.starts:
+            starts[row, -len(copy.box.starts) :] = copy.box.starts
+            stops[row, -len(copy.box.starts) :] = copy.box.stops
+    return BoxIndex(np.array([copy.tensor for copy in copies], np.int64), starts, stops, len(manifest))
+
+
+def _held(manifest: Manifest, copies: Sequence[TracedCopy]) -> list[int]:
+    """Elements of each tensor that are in a parameter, each once however often it is there."""
+    held = [0] * len(manifest)
+    for tensor, box in {(copy.tensor, copy.box) for copy in copies}:
+        held[tensor] += box.size
+    return held
+
+
+def _placed(copy: TracedCopy, shape: tuple[int, ...], memory: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    """Box and memory of a copy in a parameter as it really lies: one, unless its strides cut the box."""
+    if memory.is_contiguous():
+        offset = memory.storage_offset() + copy.offset
+        return [(copy.box, memory.as_strided(copy.box.shape, copy.strides, offset))]
+    size = memory.element_size()
+    steps = contiguous(shape, size)
+    first = sum(start * step for start, step in zip(copy.box.starts, steps, strict=True))
+    extents = copy.box.shape
+    here = Walk(
+        copy.offset * size,
+        first,
+        tuple((extent, stride * size, step) for extent, stride, step in zip(extents, copy.strides, steps, strict=True)),
+    )
+    found: list[BoxWalk] = []
+    try:
+        for walk in meet(here, walk_of(memory).swapped(), size):  # checkpoint's place, to the place in this memory
+            found += boxes(walk, shape, size, _MOST_BOXES)
+    except Irregular:
+        raise LayoutError(f"parameter {copy.parameter} lies in memory so that it takes very many boxes to fill") from None
+    return [
+        (box := Box(one.starts, one.stops), memory.as_strided(box.shape, [step // size for step in one.steps], one.there // size))
+        for one in found
+    ]
+
+
+def _some(reasons: Mapping[str, object]) -> str:
+    listed = [f"{name} ({reason})" if isinstance(reason, str) else name for name, reason in reasons.items()]
+    more = f", and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+    return "; ".join(listed[:_SHOWN]) + more
+
+
+class ShardsByTracing:
+    """Tracing for an adapter: the loader is traced once, when shards are first asked for, or why not is said.
+
+    ``load`` and ``twin`` are those of :func:`trace_loader`; ``ranks`` is how many the replica has (:meth:`Traced.reason`).
+    """
+
+    def __init__(self, load: Load, twin: Parameters, manifest: Manifest, *, ranks: int = 1) -> None:
+        self.reason: str | None = None
+        """Why the last answer was ``None``."""
+        self.traced: Traced | None = None
+        self._load, self._twin, self._manifest, self._ranks = load, twin, manifest, ranks
+        self._failed: str | None = None
+
+    def of(self, parameters: Parameters) -> list[Shard] | None:
+        """What an adapter's ``shards()`` returns: shards over ``parameters``, or ``None``: stream. A new reason is logged."""
+        before, self.reason = self.reason, None
+        try:
+            if self.traced is None and self._failed is None:
+                self.traced = trace_loader(self._load, self._twin, self._manifest)
+            if self.traced is not None:
+                self.reason = self.traced.reason(self._ranks)
+                if self.reason is None:
+                    return self.traced.shards(parameters)
+        except LoadError as error:
+            self._failed = str(error)
+        except LayoutError as error:
+            self.reason = str(error)
+        self.reason = self.reason or self._failed
+        if self.reason != before:
+            _log.warning("weights are streamed through the engine's loader: %s", self.reason)
+        return None

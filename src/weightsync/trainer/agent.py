@@ -1,0 +1,378 @@
+"""What a training script uses: one object on every trainer rank."""
+
+from __future__ import annotations
+
+import logging
+import math
+import operator
+import os
+import secrets
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Literal, Self, overload
+
+import torch
+import torch.distributed as dist
+
+from weightsync import failpoints
+from weightsync.config import ClientSettings, Secret, agent_environment
+from weightsync.deadline import Deadline
+from weightsync.errors import (
+    Aborted,
+    ConfigurationError,
+    CoordinatorUnreachable,
+    DeadlineExceeded,
+    ProtocolError,
+    RoundFailed,
+    VersionError,
+    WeightSyncError,
+    to_wire,
+)
+from weightsync.forks import Origin
+from weightsync.launch import place_in_world
+from weightsync.model import Version
+from weightsync.protocol.connection import Link, LinkLost
+from weightsync.protocol.messages import (
+    PROTOCOL,
+    CannotPublish,
+    Hello,
+    Publish,
+    Published,
+    ReplicaList,
+    RoundResult,
+    WaitForReplicas,
+    Welcome,
+)
+from weightsync.protocol.round_log import log_result
+from weightsync.protocol.tokens import is_loopback
+from weightsync.server.server import BackgroundServer
+from weightsync.trainer.publisher import TrainerRole
+from weightsync.transports.base import Scheme
+from weightsync.transports.hostinfo import own_address, reachable_address, this_host
+from weightsync.transports.select import schemes_for
+from weightsync.transports.tcp.transport import Tcp
+
+__all__ = ["Trainer"]
+
+_MAX_ADDRESS = 8192
+_TELLING_SECONDS = 5.0  # for the word that this rank cannot publish
+_MESSAGE_CHARS = 4000
+_log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Publishes the weights of one trainer rank. Make one on every rank, and call :meth:`publish` on every rank.
+
+    ``state`` is the module (FSDP2, tensor-parallel or plain) or its state dict. ``rank`` and ``world_size`` come from
+    ``torch.distributed`` where it is initialised, else from torchrun or Slurm, else 0 of 1. ``coordinator`` is its URL (or
+    ``WEIGHTSYNC_COORDINATOR``); without one, rank 0 starts a coordinator in this process and tells the others, and
+    :attr:`coordinator` says where. ``dtype`` converts while publishing (float32 master weights to bfloat16, say); without it
+    nothing is converted. Holds one copy of this rank's shards in host memory; but if they are all on one CUDA device, nothing is
+    converted and ``transports`` allow ``cuda_ipc`` (by default all are allowed), they are read where they are, by engine ranks
+    of GPUs of the same host and by no others. Where trainer and engine share a GPU, ``offload`` is called at the beginning of every
+    publication, to make room for the engine (optimizer states, say; the weights must stay), and ``restore`` at its end, also if it
+    failed. With ``new_epoch=True`` on every rank, version numbers begin anew: for a trainer that goes on from an earlier
+    checkpoint, and publishes numbers that an earlier trainer of the run used. Close it, or use it in a ``with``.
+
+    Raises :class:`~weightsync.errors.CoordinatorUnreachable`, :class:`~weightsync.errors.AuthenticationError`,
+    :class:`~weightsync.errors.MembershipError` (another trainer has this run),
+    :class:`~weightsync.errors.ManifestMismatch` (this rank holds another model than the others) or
+    :class:`~weightsync.errors.SharedMemoryTooSmall`.
+
+    ::
+
+        trainer = weightsync.Trainer(model, coordinator="http://head:7400")
+        trainer.wait_for_replicas(1, timeout=600)
+        for step, batch in enumerate(data):
+            train_step(model, batch)
+            if step % 4 == 0:
+                trainer.publish(step)
+    """
+
+    _closed = False
+    _version: Version | None = None
+
+    def __init__(
+        self,
+        state: Mapping[str, torch.Tensor] | torch.nn.Module,
+        coordinator: str | None = None,
+        *,
+        token: str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        run: str = "",
+        dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+        buffers: bool = False,
+        transports: Sequence[str] | None = None,
+        offload: Callable[[], object] | None = None,
+        restore: Callable[[], object] | None = None,
+        new_epoch: bool = False,
+    ) -> None:
+        if not isinstance(state, Mapping | torch.nn.Module):
+            raise ConfigurationError(
+                f"a trainer publishes a torch.nn.Module or a mapping of names to tensors, not a {type(state).__name__}"
+            )
+        self._origin = Origin()
+        self._offload, self._restore = offload, restore
+        self.rank, self.world_size = place_in_world(rank, world_size)
+        self._run, self._session = run, uuid.uuid4().hex
+        self._new_epoch = new_epoch
+        self._published = -1
+        self._last = -1
+        self._calls = 0
+        self._missed: dict[str, str] = {}
+        self._publishing = threading.Lock()
+        self._here = this_host()
+        with ExitStack() as owned:
+            settings = self._settings = self._find_coordinator(coordinator, token, owned)
+            self.coordinator = settings.coordinator.url
+            self._role = TrainerRole(
+                state, _schemes(transports, settings), secrets.token_bytes(32), self._here, dtype=dtype, buffers=buffers
+            )
+            owned.callback(self._role.close)
+            self._background = ThreadPoolExecutor(1, thread_name_prefix="weightsync-publish")
+            owned.callback(self._background.shutdown, wait=False, cancel_futures=True)
+            self._link = Link(
+                settings, hello=self._hello, handle=self._role.handle, on_welcome=self._welcomed, name=f"trainer/{self.rank}"
+            )
+            owned.callback(self._link.close)
+            self._link.connect()
+            self._owned = owned.pop_all()
+
+    def _find_coordinator(self, url: str | None, token: str | None, owned: ExitStack) -> ClientSettings:
+        secret = Secret(token) if token else None
+        if url is not None or os.environ.get("WEIGHTSYNC_COORDINATOR"):
+            return ClientSettings.load(coordinator=url, token=secret)
+        if self.world_size > 1 and not dist.is_initialized():
+            raise ConfigurationError(
+                "several trainer ranks without torch.distributed need a coordinator: give its URL or set WEIGHTSYNC_COORDINATOR"
+            )
+        mine = ""
+        failure: WeightSyncError | None = None
+        if self.rank == 0:
+            try:
+                server = owned.enter_context(BackgroundServer())
+                mine = f"{server.url} {server.token}"
+            except WeightSyncError as error:
+                failure = error  # the other ranks wait to hear of it
+        where, _, known = (_from_rank_zero(mine) if self.world_size > 1 else mine).partition(" ")
+        if not where:
+            raise failure or CoordinatorUnreachable("rank 0 could not start a coordinator in its process: its own error says why")
+        return ClientSettings.load(coordinator=where, token=Secret(known))
+
+    def _hello(self) -> Hello:
+        role = self._role
+        return Hello(
+            protocol=PROTOCOL, run=self._run, role="trainer", name="trainer", rank=self.rank, world_size=self.world_size,
+            session=self._session, host=self._here, pid=os.getpid(), manifest=role.manifest.tensors,
+            layout=role.layout.to_columns(), offers=role.offers, key=role.key, published=self._published,
+            live=role.live, epoch=role.epoch, new_epoch=self._new_epoch,
+            version=self._version,
+        )  # fmt: skip
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables with which an engine's process finds and is admitted by this trainer's coordinator. Holds the token."""
+        return agent_environment(self._settings)
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        self._last = max(self._last, welcome.last)
+
+    @property
+    def last_version(self) -> int | None:
+        """The highest version number that is known in this trainer's epoch, whoever published it; ``None`` before the first.
+
+        ``publish()`` without a number takes the next.
+        """
+        return self._last if self._last >= 0 else None
+
+    def wait_for_replicas(self, count: int = 1, timeout: float = 600.0) -> tuple[str, ...]:
+        """Wait until ``count`` replicas have joined whole and hold this trainer's tensors; return the names of all that do.
+
+        Any rank may call it. Raises :class:`~weightsync.errors.DeadlineExceeded` saying who is there, and what the others lack.
+        """
+        self._check_open()
+        deadline = Deadline(timeout)
+        while True:
+            try:
+                answer = self._link.call(WaitForReplicas(count), deadline.remaining(f"waiting for {count} replicas"))
+            except LinkLost:
+                continue  # the next call waits for the connection to come back
+            if not isinstance(answer, ReplicaList):
+                raise ProtocolError(f"the coordinator answered a wait for replicas with {type(answer).__name__}")
+            return answer.names
+
+    @overload
+    def publish(self, number: int | None = ..., *, timeout: float = ..., snapshot: Literal[False] = ...) -> RoundResult: ...
+    @overload
+    def publish(self, number: int | None = ..., *, timeout: float = ..., snapshot: Literal[True]) -> Future[RoundResult]: ...
+
+    def publish(
+        self, number: int | None = None, *, timeout: float = 300.0, snapshot: bool = False
+    ) -> RoundResult | Future[RoundResult]:
+        """Bring the weights as they are now to every replica, as version ``number``: larger than any before it, or the next.
+
+        Every trainer rank calls this with the same number. Returns the round's result when the replicas serve the version;
+        with ``snapshot=True`` as soon as this rank's shards are copied, with a future of the result. Once it returned, the
+        trainer's memory is not read any more, even if the engines have not finished.
+
+        Raises :class:`~weightsync.errors.VersionError` (published before, or other ranks publish another number),
+        :class:`~weightsync.errors.ConfigurationError` (an invalid timeout, or ``snapshot=True`` of GPU memory that is published
+        in place), :class:`~weightsync.errors.Aborted` (after :meth:`close`, or another rank failed before it could publish),
+        :class:`~weightsync.errors.PeerLost` (another rank is gone),
+        :class:`~weightsync.errors.DeadlineExceeded` (a rank never came, or the round took too long) and
+        :class:`~weightsync.errors.RoundFailed` when fewer replicas than the coordinator's policy requires took the version;
+        the future raises the same. Replicas that failed never serve in between: see the result's ``replicas``.
+        """
+        number = None if number is None else _version_number(number)
+        if not (math.isfinite(timeout) and timeout > 0):
+            raise ConfigurationError(
+                f"publish(timeout={timeout!r}) leaves no time to publish: give the seconds that it may take, more than zero"
+            )
+        self._check_open()
+        deadline = Deadline(timeout)
+        if not self._publishing.acquire(timeout=timeout):
+            raise DeadlineExceeded(f"another thread of this trainer rank was still publishing after {timeout:g} s")
+        try:
+            return self._publish(number, deadline, snapshot)
+        finally:
+            self._publishing.release()
+
+    def _publish(self, number: int | None, deadline: Deadline, snapshot: bool) -> RoundResult | Future[RoundResult]:
+        with ExitStack() as undo:
+            try:
+                if self._restore is not None:
+                    undo.callback(self._restore)
+                if self._offload is not None:
+                    self._offload()
+                if snapshot and self._role.live:
+                    raise ConfigurationError(
+                        "snapshot=True needs a copy of the weights, and this trainer publishes its GPU memory in place (cuda_ipc): "
+                        'publish without it, or make the trainer with transports=["shared_memory", "tcp"], which copies first'
+                    )
+                failpoints.reached("trainer.publish")
+                placed = self._role.arm(number)
+            except BaseException as error:
+                self._tell_others(number, error, deadline)
+                raise
+            undo.callback(self._role.disarm)
+            self._calls += 1
+            if not snapshot:
+                return self._ask(number, self._calls, deadline)
+            asked = self._background.submit(self._ask, number, self._calls, deadline)
+            asked.add_done_callback(lambda _: placed.set())
+            what = "the next version" if number is None else f"version {number}"
+            if not placed.wait(deadline.remaining(f"placing {what}")):
+                raise DeadlineExceeded(f"{what} was not placed within {deadline.seconds:g} s: its rank may not publish it later")
+            if asked.done():
+                asked.result(0)
+            return asked
+
+    def _tell_others(self, number: int | None, error: BaseException, deadline: Deadline) -> None:
+        """This rank fails before it asked the coordinator: without a word, the other ranks would wait for it."""
+        if self.world_size == 1:
+            return
+        kind, message = to_wire(error)
+        try:
+            left = min(_TELLING_SECONDS, deadline.remaining("telling the other ranks"))
+            self._link.call(CannotPublish(number, kind, message[:_MESSAGE_CHARS]), left)
+        except WeightSyncError as unsent:
+            _log.warning("trainer rank %d cannot publish, and could not tell the others: %s", self.rank, unsent)
+
+    def _ask(self, number: int | None, call: int, deadline: Deadline) -> RoundResult:
+        lost = False
+        while True:
+            wanted = number if number is not None else self._role.placed
+            what = "the next version" if wanted is None else f"version {wanted}"
+            timeout = deadline.remaining(f"publishing {what}")
+            try:
+                answer = self._link.call(Publish(wanted, call), timeout)
+                break
+            except LinkLost:
+                lost = True  # it comes back, and the coordinator that is there then answers, or runs the round again
+            except VersionError as error:
+                if not lost:
+                    raise
+                raise RoundFailed(
+                    f"the coordinator was lost during the round of {what}, and with it the result: some replicas may "
+                    f"serve it, the others wait for the next number ({error})"
+                ) from error
+        if not isinstance(answer, Published):
+            raise ProtocolError(f"the coordinator answered a publication with {type(answer).__name__}")
+        failpoints.reached("trainer.published")
+        result = answer.result
+        self._version, self._published = result.version, result.version.number
+        self._last = max(self._last, self._published)
+        if self.rank == 0:
+            log_result("trainer/0", result)
+        self._warn_of_failures(result)
+        if not result.ok:
+            raise RoundFailed(f"version {result.version} did not reach the replicas that are required: {result.error}")
+        return result
+
+    def _warn_of_failures(self, result: RoundResult) -> None:
+        """Log which replicas the publication did not reach, where it is not the same as after the one before."""
+        missed = {one.name: one.state for one in result.replicas if one.error is not None}
+        if missed and missed != self._missed:
+            listed = "; ".join(f"{one.name} ({one.state}): {one.error}" for one in result.replicas if one.error is not None)
+            _log.warning("version %s did not reach %s", result.version, listed)
+        self._missed = missed
+
+    def _check_open(self) -> None:
+        self._origin.require("this trainer")
+        if self._closed:
+            raise Aborted("this trainer was closed and cannot publish any more: publish before close(), or make a new Trainer")
+
+    def close(self) -> None:
+        """Leave the coordinator, stop serving shards, free the shelf. Replicas keep what they have. Safe twice.
+
+        In a forked child (a data loader's worker) this does nothing: the trainer is its parent's.
+        """
+        if self._origin.elsewhere:
+            return
+        self._closed = True
+        self._owned.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _schemes(names: Sequence[str] | None, settings: ClientSettings) -> list[Scheme]:
+    """The transports to serve by; TCP where engine ranks of other hosts reach it, if the coordinator can be reached from there."""
+    found = schemes_for(names)
+    where = own_address(settings.data_host) if settings.data_host is not None else None
+    if where is None and not is_loopback(settings.coordinator.host):
+        where = reachable_address(settings.coordinator.host, settings.coordinator.port)
+    if where is not None:
+        found = [one.bound_to(where) if isinstance(one, Tcp) else one for one in found]
+    if settings.data_encryption is not None:
+        encrypt = settings.data_encryption == "on"
+        found = [one.encrypting(encrypt) if isinstance(one, Tcp) else one for one in found]
+    return found
+
+
+def _version_number(number: int) -> int:
+    try:
+        plain = -1 if isinstance(number, bool) else operator.index(number)  # NumPy's and torch's integers, too
+    except TypeError:
+        plain = -1
+    if not 0 <= plain < 1 << 63:
+        raise VersionError(f"a version is an integer from 0 to 2^63 - 1, not {number!r}")
+    return plain
+
+
+def _from_rank_zero(text: str) -> str:
+    """What rank 0 holds, on every rank, as a tensor of bytes (an object broadcast would be a pickle)."""
+    backend = dist.get_backend()
+    buffer = torch.zeros(_MAX_ADDRESS, dtype=torch.uint8, device="cuda" if backend == "nccl" else "cpu")
+    data = text.encode()
+    buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    dist.broadcast(buffer, src=0)
+    return bytes(buffer.cpu().tolist()).rstrip(b"\0").decode()

@@ -1,0 +1,227 @@
+"""A trainer rank's part of a round: place the shards where engine ranks can reach them.
+
+That is a shelf in host memory, which takes a copy, or, on a CUDA device, the shards themselves, which takes none: see
+:mod:`weightsync.trainer.in_place`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+
+from weightsync import failpoints
+from weightsync.deadline import Deadline
+from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, TransportUnavailable
+from weightsync.model import Layout, Manifest
+from weightsync.protocol.messages import DEVICE_SCHEMES, Body, Done, Host, Offer, Place, Placed
+from weightsync.tensors.device_memory import wait_for_devices
+from weightsync.tensors.memory import packed_layout
+from weightsync.tensors.shards import FollowedShards, Shard
+from weightsync.trainer.host_copy import Placer
+from weightsync.trainer.in_place import LivePlacer, obstacle_to_live
+from weightsync.transports.base import Owner, Scheme
+from weightsync.transports.cuda.ipc import CudaIpc
+from weightsync.transports.cuda.region import DeviceShelf
+from weightsync.transports.host.region import Shelf
+from weightsync.transports.net.handshake import Key
+
+__all__ = ["TrainerRole"]
+
+_PLACING_SECONDS = 60.0
+_ANY = -1  # any number may be placed
+_log = logging.getLogger(__name__)
+
+
+class TrainerRole:
+    """Holds the shelf of one trainer rank and serves it by every scheme given.
+
+    ``state`` is a module or a state dict whose tensors are plain (held whole) or DTensors.
+
+    Where all shards are on one CUDA device and nothing is converted, that memory itself is served (:attr:`live`) by those of
+    ``cuda_ipc`` (memory that it can share) and ``nccl`` that are among the schemes, and costs nothing more. Without them the shards
+    are copied to a shelf, served by every other scheme and ``nccl``, which costs one copy of this rank's shards in host memory, in
+    the published dtype, for as long as the role lives. Raises what :func:`~weightsync.tensors.shards.shards_of` and
+    :class:`~weightsync.transports.host.region.Shelf` raise, and :class:`~weightsync.errors.TransportUnavailable` if ``cuda_ipc`` is
+    the only scheme and cannot be used.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, torch.Tensor] | torch.nn.Module,
+        schemes: Sequence[Scheme],
+        key: bytes,
+        here: Host,
+        *,
+        dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+        buffers: bool = False,
+    ) -> None:
+        self.manifest: Manifest
+        followed = FollowedShards(state, dtype=dtype, buffers=buffers)
+        self.manifest, shards = followed.now()
+        if not self.manifest.nbytes:
+            raise ConfigurationError("this trainer rank's state holds no bytes: give the module, or a state dict with tensors")
+        self._key = Key(key)
+        self._stop = np.zeros(1, np.int8)
+        self._busy = threading.Lock()
+        self._armed: int | None = None
+        self.epoch = 0
+        """The epoch in which this rank publishes; 0 until the coordinator has said it."""
+        self.placed: int | None = None
+        """The number under which the weights of the running publication were placed."""
+        self._last: Placed | None = None
+        self._placed = threading.Event()
+        self._shards: list[Shard] = []
+        self._live = _in_place(self.manifest, state, shards, schemes)
+        # Memory that is read in place is looked for at every placing, and must not be kept here: a trainer may offload it.
+        self._followed = None if self._live is not None else followed
+        self.shelf: Shelf | DeviceShelf
+        self._placer: Placer | LivePlacer
+        with ExitStack() as owned:
+            self._owners: list[Owner] = []
+            if self._live is not None:
+                self.layout: Layout = self._live.layout
+                self.shelf, self._placer = self._live.shelf, self._live
+                owned.callback(self.shelf.close)
+                for scheme in schemes:
+                    if scheme.name in DEVICE_SCHEMES and (scheme.name != CudaIpc.name or self._live.shelf.exports):
+                        self._serve(scheme.serve(self._live.shelf, key, here), owned)
+            else:
+                self._shards = shards
+                self.layout = packed_layout(self.manifest, shards)
+                shelf = Shelf(self.layout.regions[0] if self.layout.regions else 0, self.layout.digest)
+                owned.callback(shelf.close)
+                self._shelf_address = shelf.address
+                self.shelf, self._placer = shelf, Placer(self.manifest, shards, self.layout, shelf.address)
+                for scheme in schemes:
+                    if scheme.name != CudaIpc.name:
+                        self._serve(scheme.serve(shelf, key, here), owned)
+            self._owned = owned.pop_all()
+
+    @property
+    def key(self) -> bytes:
+        """What readers of this rank must know."""
+        return self._key.reveal()
+
+    def _serve(self, owner: Owner, owned: ExitStack) -> None:
+        owned.callback(owner.close)
+        self._owners.append(owner)
+
+    @property
+    def live(self) -> bool:
+        """Whether the trainer's own memory is read: then only between :meth:`arm` and :meth:`disarm`, and never later."""
+        return self._live is not None
+
+    @property
+    def offers(self) -> tuple[Offer, ...]:
+        """How engine ranks reach the shelf, in the order of the schemes given."""
+        return tuple(owner.offer for owner in self._owners)
+
+    def arm(self, number: int | None) -> threading.Event:
+        """Allow version ``number`` to be placed (``None``: the one that the coordinator chooses).
+
+        The trainer's thread stands still in ``publish`` from here to :meth:`disarm`.
+
+        The event is set when the copy is complete, so that the trainer may change its memory again.
+        """
+        self._follow()
+        self._stop[0] = 0
+        self._last = None  # of an earlier attempt at this number, perhaps: a publication means the weights of now
+        self._placed = threading.Event()
+        self.placed = None
+        self._armed = _ANY if number is None else number
+        return self._placed
+
+    def _follow(self) -> None:
+        """Take up the shards where they are now: a framework may have given parameters other memory since the last time."""
+        if self._followed is None:
+            return
+        manifest, shards = self._followed.now()
+        if shards is self._shards:
+            return
+        layout = packed_layout(manifest, shards)
+        if manifest.fingerprint != self.manifest.fingerprint or layout.digest != self.layout.digest:
+            raise ConfigurationError(
+                "this trainer rank holds other tensors or shards than when it was made: make a new weightsync.Trainer"
+            )
+        self._shards = shards
+        self._placer = Placer(manifest, shards, layout, self._shelf_address)
+
+    def disarm(self) -> None:
+        """Stop a placing that runs, and refuse any that comes later. On return nothing reads the trainer's memory any more.
+
+        Where it is :attr:`live`, a reader whose launch is still running then (its rank did not even answer to quarantine within
+        the grace) is told so when it looks, and discards what it has.
+        """
+        self._armed = None
+        self._stop[0] = 1
+        if not self._busy.acquire(timeout=_PLACING_SECONDS):  # a placing looks at the flag every few hundred KiB
+            raise DeadlineExceeded(
+                f"a placing did not stop within {_PLACING_SECONDS:g} s (a hung device?): this rank's weights may still be read"
+            )
+        try:
+            if self._live is not None:
+                self._live.withdraw()
+        finally:
+            self._busy.release()
+
+    def handle(self, body: Body, timeout: float) -> Body:
+        """Answer a call of the coordinator. Raises :class:`~weightsync.errors.Aborted` when nobody is publishing that number."""
+        if isinstance(body, Place):
+            failpoints.reached("trainer.received.place")
+            self.epoch = body.epoch
+            return self._place(body.number, Deadline(timeout))
+        return Done()
+
+    def _place(self, number: int, deadline: Deadline) -> Placed:
+        with self._busy:
+            if self._last is not None and self.shelf.version == number:
+                return self._last  # asked again, by a coordinator that restarted: a number always means the same bytes
+            if self._armed not in (number, _ANY):
+                raise Aborted(f"this trainer rank is not publishing version {number} (any more)")
+            failpoints.reached("trainer.place")
+            started = time.perf_counter()
+            wait_for_devices(self._shards, deadline)  # for what the trainer queued before it called publish, in whatever stream
+            with self.shelf.placing(number):
+                digests = self._placer.place(self._stop, deadline)
+                failpoints.reached("trainer.placing")
+                if self._stop[0]:
+                    raise Aborted(f"placing version {number} was aborted by the trainer")
+            self._armed, self.placed = None, number
+            self._last = Placed(digests=digests.astype("<u8").tobytes(), seconds=time.perf_counter() - started)
+            self._placed.set()
+            failpoints.reached("trainer.placed")
+            return self._last
+
+    def close(self) -> None:
+        """Stop serving and free the shelf. Safe twice."""
+        self.disarm()
+        self._owned.close()
+
+
+def _in_place(
+    manifest: Manifest, state: Mapping[str, torch.Tensor] | torch.nn.Module, shards: Sequence[Shard], schemes: Sequence[Scheme]
+) -> LivePlacer | None:
+    """A placer for the shards where they are, or ``None``. Raises if ``schemes`` leave no other way."""
+    reason = obstacle_to_live(manifest, shards, schemes)
+    names = {scheme.name for scheme in schemes}
+    if reason is None and CudaIpc.name in names:
+        try:
+            return LivePlacer(manifest, state, shards)
+        except TransportUnavailable as error:
+            reason = str(error)
+            if (names & DEVICE_SCHEMES) - {CudaIpc.name}:
+                _log.info("serving this trainer rank's GPU memory by NCCL alone: %s", reason)
+                return LivePlacer(manifest, state, shards, exports=False)
+    elif reason is None:
+        return LivePlacer(manifest, state, shards, exports=False)
+    if schemes and all(scheme.name == CudaIpc.name for scheme in schemes):
+        raise TransportUnavailable(
+            f"cuda_ipc, the only transport allowed, cannot be used: {reason}. Allow shared_memory or tcp too, which read a copy"
+        )
+    return None

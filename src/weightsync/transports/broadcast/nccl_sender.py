@@ -1,0 +1,112 @@
+"""The sender of scheme ``nccl``: GPU memory in place, or a shelf in host memory that its GPU can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.deadline import Deadline
+from weightsync.tensors.copy_table import Tiles
+from weightsync.transports.broadcast.group import Epoch
+from weightsync.transports.broadcast.packed_broadcast import DEFAULT_BUFFER, PackedBroadcast, packed_frames
+from weightsync.transports.broadcast.process_groups import Group, Rendezvous, init_custom_process_group
+from weightsync.transports.broadcast.sender import GatheringOwner
+from weightsync.transports.cuda.region import DeviceShelf
+from weightsync.transports.host.pinning import Pinned
+from weightsync.transports.host.region import Shelf
+from weightsync.transports.net.requests import Ready
+
+__all__ = ["NcclOwner", "name_of_gpu"]
+
+Int64 = npt.NDArray[np.int64]
+
+
+def name_of_gpu(device: torch.device) -> str:
+    """What no other GPU is called, on any host."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+class NcclOwner(GatheringOwner):
+    """Holds ``num_buffers`` buffers of GPU memory, and a table of tiles, for each group of readers."""
+
+    scheme = "nccl"
+
+    _pinned: Pinned | None = None
+
+    def _hold(self, shelf: Shelf | DeviceShelf) -> object:
+        if isinstance(shelf, DeviceShelf):
+            self._device = torch.device("cuda", shelf.device)
+            return None
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._pinned = Pinned(shelf.payload, self._device)
+        return self._pinned
+
+    def _release(self) -> None:
+        super()._release()
+        if self._pinned is not None:
+            self._pinned.close()
+
+    @property
+    def _regions(self) -> Sequence[int]:
+        if isinstance(self._shelf, DeviceShelf):
+            return self._shelf.addresses
+        return () if self._pinned is None else (self._pinned.address,)
+
+    @cached_property
+    def _bucket_bytes(self) -> int:
+        return self._buffers.bytes_each(torch.cuda.mem_get_info(self._device)[0], DEFAULT_BUFFER)
+
+    def _cut(self, counts: Int64, sizes: Int64) -> Int64:
+        return packed_frames(counts, sizes, self._bucket_bytes)
+
+    def _opened(self, readers: int, deadline: Deadline) -> Epoch:
+        return _DeviceEpoch(self.bound, readers, self._bucket_bytes, self._buffers.num_buffers, self._device, deadline)
+
+    def _ready(self) -> Ready:
+        return Ready(name_of_gpu(self._device))
+
+
+class _DeviceEpoch(Epoch):
+    """Over NCCL."""
+
+    def __init__(
+        self, address: str, readers: int, buffer_bytes: int, num_buffers: int, device: torch.device, deadline: Deadline
+    ) -> None:
+        super().__init__(address, readers, deadline)
+        self._buffer_bytes, self._num_buffers, self._device = buffer_bytes, num_buffers, device
+        self._made_for: tuple[int, ...] = ()
+        self._end: PackedBroadcast | None = None
+
+    def _enter(self, rendezvous: Rendezvous, deadline: Deadline) -> Group:
+        return init_custom_process_group(
+            "nccl", 0, self._size, self.name, deadline, rendezvous=rendezvous, device=self._device, priority=True
+        )
+
+    def send(
+        self,
+        tiles: Tiles,
+        frames: Int64,
+        regions: Sequence[int],
+        version: int,
+        check: Callable[[], None],
+        deadline: Deadline,
+    ) -> None:
+        """See :meth:`Epoch.send`."""
+        self._made(tiles, frames, regions).run(self.joined(), version, deadline, check=check)
+
+    def meet(self, tiles: Tiles, frames: Int64, regions: Sequence[int], deadline: Deadline) -> None:
+        """See :meth:`Epoch.meet`: make buffers and tables, and connect, which a communicator does with its first broadcast."""
+        self._made(tiles, frames, regions)
+        self.joined().broadcast([torch.zeros(1, dtype=torch.uint8, device=self._device)], deadline)
+
+    def _made(self, tiles: Tiles, frames: Int64, regions: Sequence[int]) -> PackedBroadcast:
+        """The one in hand, unless the trainer's memory moved; what is wanted stays the same."""
+        if self._end is None or tuple(regions) != self._made_for:
+            self._end = None  # two would not fit
+            self._end = PackedBroadcast(tiles, frames, self._device, self._buffer_bytes, self._num_buffers, regions)
+            self._made_for = tuple(regions)
+        return self._end

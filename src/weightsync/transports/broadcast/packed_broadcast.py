@@ -1,0 +1,196 @@
+"""Many tiles of GPU memory to the same number of readers at NCCL's speed: packed into few buffers, broadcast, unpacked in place.
+
+Both ends lay the same tiles, in the same order, into the same frames: a header, which travels with the bytes that it describes,
+then each tile's runs, every tile at a multiple of 512 bytes. Frame ``k`` uses buffer ``k % num_buffers`` and that buffer's stream:
+the sender packs it there in one launch and broadcasts it, a reader receives it and unpacks it to where its bytes belong in one
+launch. Streams alone keep the order, so packing ``k + 1`` and unpacking ``k - 1`` run beside the broadcast of ``k``, and the host
+is a buffer ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.deadline import Deadline
+from weightsync.errors import ConfigurationError, ProtocolError, TransportUnavailable
+from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.cuda.copies import TileCopy
+from weightsync.transports.broadcast.process_groups import Enqueue, Group
+from weightsync.transports.net.channel import DATA, HEADER, VERSION_AT, FrameHeader
+from weightsync.transports.tcp.sender import frames_of
+
+__all__ = ["DEFAULT_BUFFER", "PROGRAMS", "PackedBroadcast", "frames_of_groups", "packed_frames", "packed_tiles"]
+
+Int64 = npt.NDArray[np.int64]
+
+DEFAULT_BUFFER = 256 << 20
+"""Larger ones are hardly faster where the next is packed beside the broadcast of one: docs/benchmarks/gpu-broadcast.md."""
+
+PROGRAMS = 64
+"""Of a copy that runs beside a broadcast: enough to be faster than the link, and few enough to leave NCCL its processors."""
+
+_ALIGNMENT = 512  # of tiles in a frame; its header has as much room
+_HEADER = 64  # bytes of that which are copied
+
+
+def packed_frames(counts: Int64, sizes: Int64, buffer_bytes: int) -> Int64:
+    """Frames in order, as :func:`~weightsync.transports.tcp.sender.frames_of` gives them; their bytes include the gaps.
+
+    ``counts`` are the tiles of each group, ``sizes`` the bytes of each tile, which must fit a buffer with a header and another.
+    Raises :class:`~weightsync.errors.ConfigurationError` for tiles that do not.
+    """
+    padded = _padded(sizes)
+    most = buffer_bytes - _ALIGNMENT - int(padded.max(initial=0))
+    if most <= 0:
+        raise ConfigurationError(f"a tile of {int(sizes.max()):,} bytes does not fit buffers of {buffer_bytes:,}")
+    return frames_of(counts, padded, most)
+
+
+def packed_tiles(tiles: Tiles, frames: Int64, buffers: Sequence[int], headers: int, regions: Sequence[int] | None) -> list[Tiles]:
+    """Each frame's copies, the header's first, by absolute addresses (region 0 is at 0) of ``buffers`` and a table of ``headers``.
+
+    With ``regions``, the addresses of the tiles' own, from there into a buffer (the sender's way); else out of it to their targets.
+    """
+    padded = _padded(tiles.rows * tiles.row_bytes)
+    before = np.concatenate([[0], np.cumsum(padded)])
+    memory = tiles.target if regions is None else np.asarray([*regions, 0], np.int64)[tiles.region] + tiles.source
+    stride = tiles.target_stride if regions is None else tiles.source_stride
+    found = []
+    for sequence, (_, _, first, last, _) in enumerate(frames.tolist()):
+        buffer, header = buffers[sequence % len(buffers)], headers + sequence * _HEADER
+        part = slice(first, last)
+        size = np.concatenate([[_HEADER], tiles.row_bytes[part]])
+        inside = np.concatenate([[buffer], buffer + _ALIGNMENT + before[first:last] - before[first]])
+        outside = np.concatenate([[header], memory[part]])
+        across = np.concatenate([[_HEADER], stride[part]])
+        rows = np.concatenate([[1], tiles.rows[part]])
+        nowhere = np.zeros(len(size), np.int32)
+        if regions is None:
+            found.append(Tiles(nowhere, inside, size, outside, across, rows, size))
+        else:
+            found.append(Tiles(nowhere, outside, across, inside, size, rows, size))
+    return found
+
+
+class PackedBroadcast:
+    """One end of it, for ``tiles`` of memory that ``device`` can address and that stays there, in ``frames`` alike at both ends.
+
+    The sender gives ``regions``: where each region that its tiles name lies. Buffers (never larger than a frame), streams and
+    tables are made once, here; groups come and go. Used by one thread at a time. Raises
+    :class:`~weightsync.errors.TransportUnavailable` if there is no room for the buffers.
+    """
+
+    def __init__(
+        self,
+        tiles: Tiles,
+        frames: Int64,
+        device: torch.device,
+        buffer_bytes: int,
+        num_buffers: int,
+        regions: Sequence[int] | None = None,
+        programs: int = PROGRAMS,
+    ) -> None:
+        self._device, self._sends = device, regions is not None
+        self._due = _headers_of(frames)
+        self._sizes = (frames[:, 4] + _ALIGNMENT).tolist()
+        each = min(buffer_bytes, max(self._sizes, default=0))
+        count = min(num_buffers, len(frames))
+        try:
+            self._buffers = [torch.empty(each, dtype=torch.uint8, device=device) for _ in range(count)]
+            self._headers = torch.zeros(max(len(frames), 1), _HEADER, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise TransportUnavailable(
+                f"no room for {count} buffers of {each:,} bytes on {device}: give transport 'nccl' smaller or fewer ones"
+            ) from error
+        self._streams = [torch.cuda.Stream(device) for _ in self._buffers]  # type: ignore[no-untyped-call]
+        self._free = [torch.cuda.Event() for _ in self._buffers]  # type: ignore[no-untyped-call]
+        self.nbytes = tiles.nbytes
+        """Bytes that are moved."""
+        self.buffer_bytes = each * count
+        """Device memory that the buffers take."""
+        cut = packed_tiles(tiles, frames, [one.data_ptr() for one in self._buffers], self._headers.data_ptr(), regions)
+        with torch.cuda.device(device):
+            self._copy = TileCopy([[(one, (0,))] for one in cut], device, programs=programs)
+
+    @property
+    def table_bytes(self) -> int:
+        """Device memory that the tables take."""
+        return self._copy.table_bytes + self._headers.nbytes
+
+    def run(
+        self,
+        group: Group,
+        version: int,
+        deadline: Deadline,
+        frames: tuple[int, int] | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Send (rank 0 of an NCCL ``group``) or receive (others) ``frames`` (first, end; all); returns when they are in place here.
+
+        ``check`` is called before each, and raises to end it. Raises as :meth:`Group.on_device` does, and
+        :class:`~weightsync.errors.ProtocolError` at a reader to which other frames came than were due.
+        """
+        first, end = frames or (0, len(self._due))
+        due = self._due[first:end]
+        due[:, VERSION_AT : VERSION_AT + 8] = np.array([version], "<i8").view(np.uint8)
+
+        def work(broadcast: Enqueue) -> None:
+            if self._sends:
+                self._headers[first:end].copy_(torch.from_numpy(due))
+            self._enqueue(broadcast, first, end, check)
+
+        if first < end:
+            group.on_device(self._device, work, deadline)
+            if not self._sends:
+                self._check_headers(due, first, end)
+
+    def _enqueue(self, broadcast: Enqueue, first: int, end: int, check: Callable[[], None]) -> None:
+        begun = torch.cuda.current_stream(self._device)
+        for stream in self._streams:
+            stream.wait_stream(begun)
+        for sequence in range(first, end):
+            turn = sequence % len(self._buffers)
+            if sequence - first >= len(self._buffers):
+                self._free[turn].synchronize()  # no further ahead: memory that was withdrawn is soon not read any more
+            check()
+            with torch.cuda.stream(self._streams[turn]):
+                if self._sends:
+                    self._copy.launch(sequence, sequence + 1)
+                broadcast(self._buffers[turn][: self._sizes[sequence]])
+                if not self._sends:
+                    self._copy.launch(sequence, sequence + 1)
+                self._free[turn].record()
+        for stream in self._streams:
+            stream.synchronize()
+
+    def _check_headers(self, due: npt.NDArray[np.uint8], first: int, end: int) -> None:
+        found = self._headers[first:end].cpu().numpy()
+        wrong = np.flatnonzero((found != due).any(axis=1))
+        if len(wrong):
+            at = int(wrong[0])
+            came, wanted = (FrameHeader.unpack(one[: HEADER.size].tobytes()) for one in (found[at], due[at]))
+            raise ProtocolError(f"a broadcast brought frame {tuple(came)} where {tuple(wanted)} was due")
+
+
+def _headers_of(frames: Int64) -> npt.NDArray[np.uint8]:
+    """The header of each frame, ``uint8[frames, 64]``, but for the version: made once, as a round must not wait for it."""
+    headers = np.zeros((len(frames), _HEADER), np.uint8)
+    for sequence, (number, offset, first, last, nbytes) in enumerate(frames.tolist()):
+        header = FrameHeader(DATA, sequence, 0, number, first - offset, last - offset, nbytes)
+        headers[sequence, : HEADER.size] = np.frombuffer(header.pack(), np.uint8)
+    return headers
+
+
+def frames_of_groups(frames: Int64, groups: int) -> list[tuple[int, int]]:
+    """Which frames each of so many groups has: first, end."""
+    edges = np.searchsorted(frames[:, 0], np.arange(groups + 1)).tolist()
+    return list(pairwise(edges))
+
+
+def _padded(sizes: Int64) -> Int64:
+    return sizes + -sizes % _ALIGNMENT

@@ -1,0 +1,371 @@
+"""The sender of scheme ``collective``: gathers readers that want the same, and broadcasts to them all at once."""
+
+from __future__ import annotations
+
+import math
+import threading
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cached_property
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.deadline import Deadline
+from weightsync.errors import PeerLost, ProtocolError, StaleSource, TransportUnavailable, WeightSyncError, to_wire
+from weightsync.protocol.messages import Host
+from weightsync.tensors.copy_table import TILE_BYTES, Tiles
+from weightsync.transports.broadcast.buffer_config import BufferSettings
+from weightsync.transports.broadcast.group import Epoch, HostEpoch
+from weightsync.transports.broadcast.receiver import host_frames
+from weightsync.transports.cuda.region import DeviceShelf
+from weightsync.transports.host.memory import available_bytes
+from weightsync.transports.host.region import EMPTY, Header, Shelf
+from weightsync.transports.net.channel import END, Channel, FrameHeader
+from weightsync.transports.net.requests import Fail, Join, Meet, Ready, Room, Start, Want, ask, next_request
+from weightsync.transports.tcp.sender import wanted_tiles
+from weightsync.transports.tcp.transport import ListeningOwner, tune
+
+__all__ = ["DEFAULT_BUFFER", "CollectiveOwner", "GatheringOwner"]
+
+Int64 = npt.NDArray[np.int64]
+
+DEFAULT_BUFFER = 16 << 20
+_IDLE_SECONDS = 3600.0
+_LONGEST_SECONDS = 3600.0
+_ANSWER_SECONDS = 10.0
+_CLOSE_SECONDS = 10.0
+_NOTHING = b""
+_MEETING = EMPTY  # instead of a version: nothing is sent
+
+
+class _Member:
+    """One authenticated reader, and what it wants of a shelf with ``header``."""
+
+    def __init__(self, channel: Channel, header: Header) -> None:
+        self.channel = channel
+        self.header = header
+        self.wish = _NOTHING  # a digest of all that it wants: equal for readers that can share a broadcast
+        self.tiles, self.frames = Tiles.empty(), np.empty((0, 5), np.int64)
+        self.transfer: _Transfer | None = None
+
+    def tell(self, answer: Fail | Join) -> None:
+        """Say it, unless the reader is gone: its own thread will notice."""
+        with suppress(WeightSyncError, OSError):
+            ask(self.channel, answer, Deadline(_ANSWER_SECONDS))
+
+
+class _Transfer:
+    """One broadcast, from the first reader that asks for it to its end. ``members`` is in the order in which they asked."""
+
+    def __init__(self, wish: bytes, version: int, deadline: Deadline) -> None:
+        self.wish, self.version = wish, version
+        self.members: list[_Member] = []
+        self.deadline = deadline
+        self.timer: threading.Timer | None = None
+        self.thread: threading.Thread | None = None
+        self.epoch: Epoch | None = None
+        self.failed = ""
+
+    def fail(self, why: str) -> None:
+        """End it soon."""
+        self.failed = self.failed or why
+        if self.epoch is not None:
+            self.epoch.close()
+
+
+class GatheringOwner(ListeningOwner):
+    """Serves one shelf: a thread for each reader's connection, and one for each broadcast that runs.
+
+    Holds ``num_buffers`` buffers for each group of readers. What is memory here, and which group broadcasts it, a subclass says.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf | DeviceShelf,
+        key: bytes,
+        here: Host,
+        where: tuple[str, int, str | None],
+        buffers: BufferSettings,
+        gather_seconds: float,
+    ) -> None:
+        self._shelf, self._layout_digest, self._sizes = shelf, shelf.layout_digest, shelf.sizes
+        self._room = Room(sum(shelf.sizes))
+        self._buffers, self._gather_seconds = buffers, gather_seconds
+        self._lock = threading.RLock()
+        self._members: set[_Member] = set()
+        self._gathering: dict[tuple[bytes, int], _Transfer] = {}
+        self._running: set[_Transfer] = set()
+        self._epochs: dict[bytes, tuple[Epoch, tuple[_Member, ...]]] = {}
+        self._held = self._hold(shelf)  # keeps the memory mapped, whatever happens to the shelf, until this owner is closed
+        try:
+            super().__init__(key, here, *where)
+        except BaseException:
+            self._release()
+            raise
+
+    @abstractmethod
+    def _hold(self, shelf: Shelf | DeviceShelf) -> object:
+        """Take the memory of ``shelf``; what keeps it. Raises TransportUnavailable for a kind that this owner cannot send from."""
+
+    def _release(self) -> None:
+        """Let go of it."""
+        self._held = None
+
+    @property
+    @abstractmethod
+    def _regions(self) -> Sequence[int]:
+        """Where the regions lie now."""
+
+    @cached_property
+    @abstractmethod
+    def _bucket_bytes(self) -> int:
+        """The size of a buffer: the same for all readers, from the first one on."""
+
+    @abstractmethod
+    def _cut(self, counts: Int64, sizes: Int64) -> Int64:
+        """The frames of tiles of ``sizes`` bytes, of which each group has so many."""
+
+    @abstractmethod
+    def _opened(self, readers: int, deadline: Deadline) -> Epoch:
+        """A group for so many readers."""
+
+    def _ready(self) -> Ready:
+        return Ready()
+
+    def _serve(self, channel: Channel) -> None:
+        tune(channel.socket)
+        member = _Member(channel, self._shelf.header)
+        with self._lock:
+            self._members.add(member)
+        try:
+            while True:
+                request = next_request(channel, self._room, Deadline(_IDLE_SECONDS))
+                if member.transfer is not None:
+                    raise ProtocolError("a reader must not ask for anything while it is being sent to")
+                try:
+                    if isinstance(request, Want):
+                        self._remember(member, request)
+                        ask(channel, self._ready(), Deadline(_ANSWER_SECONDS))
+                    elif isinstance(request, Start):
+                        self._start(member, request)
+                    elif isinstance(request, Meet):
+                        self._meet(member, request)
+                    else:
+                        raise ProtocolError(f"a reader does not say {type(request).__name__}")
+                except (StaleSource, ProtocolError) as error:
+                    ask(channel, Fail(*to_wire(error)), Deadline(_ANSWER_SECONDS))
+        finally:
+            self._room.leave(channel)
+            self._leave(member)
+
+    def _remember(self, member: _Member, want: Want) -> None:
+        with self._lock:
+            member.wish = _NOTHING
+            self._forget(member)
+        tiles, counts = wanted_tiles(want, self._layout_digest, self._sizes, TILE_BYTES)
+        member.tiles, member.frames = tiles, self._cut(counts, tiles.rows * tiles.row_bytes)
+        with self._lock:
+            member.wish = blake2b(want.counts + want.tiles, digest_size=16).digest()
+            self._look(member.wish)
+
+    # Gathering.
+
+    def _meet(self, member: _Member, request: Meet) -> None:
+        """Make the group of a reader who alone wants what it wants. Who shares gets one when all begin."""
+        deadline = _within(member, request.seconds)
+        with self._lock:
+            alone = all(one is member or one.wish != member.wish for one in self._members)
+            if alone:
+                transfer = member.transfer = _Transfer(member.wish, _MEETING, deadline)
+                transfer.members.append(member)
+                self._run(transfer)
+        if not alone:
+            member.channel.send([FrameHeader(END, 0, _MEETING).pack()], Deadline(_ANSWER_SECONDS))
+
+    def _start(self, member: _Member, request: Start) -> None:
+        deadline = _within(member, request.seconds)
+        member.header.require(request.version)
+        with self._lock:
+            key = (member.wish, request.version)
+            transfer = self._gathering.get(key)
+            if transfer is None:
+                transfer = self._gathering[key] = _Transfer(*key, deadline)
+            elif deadline.at > transfer.deadline.at:
+                transfer.deadline = deadline
+            transfer.members.append(member)
+            member.transfer = transfer
+            self._look(member.wish)
+
+    def _look(self, wish: bytes) -> None:
+        """Begin what waits for nobody any more; make the rest wait no longer than was allowed. With the lock held."""
+        waiting = any(one.wish == wish and one.transfer is None for one in self._members)
+        for key, transfer in list(self._gathering.items()):
+            if key[0] != wish:
+                continue
+            if not waiting or not transfer.members:
+                self._begin(transfer)
+            elif transfer.timer is None:
+                transfer.timer = threading.Timer(self._gather_seconds, self._begin_late, [transfer])
+                transfer.timer.daemon = True
+                transfer.timer.start()
+
+    def _begin_late(self, transfer: _Transfer) -> None:
+        with self._lock:
+            if self._gathering.get((transfer.wish, transfer.version)) is transfer:
+                self._begin(transfer)
+
+    def _begin(self, transfer: _Transfer) -> None:
+        del self._gathering[transfer.wish, transfer.version]
+        if transfer.timer is not None:
+            transfer.timer.cancel()
+        if transfer.members:
+            self._run(transfer)
+
+    def _run(self, transfer: _Transfer) -> None:
+        transfer.thread = threading.Thread(
+            target=self._send_busily, args=(transfer, tuple(transfer.members)), name="weightsync-collective-send", daemon=True
+        )
+        self._running.add(transfer)
+        transfer.thread.start()
+
+    def _leave(self, member: _Member) -> None:
+        """A reader's connection ended: nobody waits for it, and what it was a part of ends."""
+        with self._lock:
+            self._members.discard(member)
+            transfer, member.transfer = member.transfer, None
+            self._forget(member)
+            if transfer is not None and transfer in self._running:
+                transfer.fail("another reader of this broadcast went away")
+            elif transfer is not None:
+                transfer.members.remove(member)
+            self._look(member.wish)
+
+    def _forget(self, member: _Member) -> None:
+        """Close the groups that it is in: they will not be complete again. With the lock held."""
+        for wish, (epoch, members) in list(self._epochs.items()):
+            if member in members:
+                epoch.close()
+                del self._epochs[wish]
+
+    # Sending.
+
+    def _send_busily(self, transfer: _Transfer, members: tuple[_Member, ...]) -> None:
+        with self.busy():
+            self._send(transfer, members)
+
+    def _send(self, transfer: _Transfer, members: tuple[_Member, ...]) -> None:
+        failure: Fail | None = None
+        first, held = members[0], self._held
+        header, frames, sent = first.header, first.frames, 0
+        try:
+            if transfer.version == _MEETING:
+                self._epoch(transfer, members).meet(first.tiles, frames, self._regions, transfer.deadline)
+            else:
+                stamp = header.require(transfer.version)
+                epoch, sent = self._epoch(transfer, members), len(frames)
+                epoch.send(
+                    first.tiles, frames, self._regions, transfer.version,
+                    lambda: header.require_unchanged(stamp), transfer.deadline,
+                )  # fmt: skip
+                header.require_unchanged(stamp)
+        except WeightSyncError as caught:
+            why = isinstance(caught, PeerLost) and transfer.failed
+            failure = Fail(*to_wire(PeerLost(why) if why else caught))  # the error itself would keep the shelf's memory mapped
+        del held
+        with self._lock:
+            for member in members:
+                member.transfer = None
+        if failure is not None:
+            # Told before the group goes: so readers learn why.
+            for member in members:
+                member.tell(failure)
+            if transfer.epoch is not None:
+                transfer.epoch.close()
+        else:
+            end = FrameHeader(END, sent, transfer.version).pack()
+            for member in members:
+                with suppress(WeightSyncError, OSError):
+                    member.channel.send([end], Deadline(_ANSWER_SECONDS))
+        with self._lock:
+            self._running.discard(transfer)
+
+    def _epoch(self, transfer: _Transfer, members: tuple[_Member, ...]) -> Epoch:
+        """The group of these readers: the one that there is, if they are in it, else a new one. Returns when all have joined."""
+        with self._lock:
+            epoch, before = self._epochs.pop(transfer.wish, (None, ()))
+        if epoch is not None and (set(before) != set(members) or epoch.closed):
+            epoch.close()
+            epoch = None
+        if epoch is not None:
+            members = before  # each has its rank already, whoever asked first this time
+        if epoch is None:
+            epoch = self._opened(len(members), transfer.deadline)
+        with self._lock:
+            transfer.epoch = epoch
+            if transfer.failed:
+                epoch.close()
+                raise PeerLost(transfer.failed)
+        for rank, member in enumerate(members, 1):
+            member.tell(Join(epoch.name, rank, len(members) + 1, epoch.port, self._bucket_bytes))
+        epoch.join(transfer.deadline)
+        with self._lock:
+            self._epochs[transfer.wish] = (epoch, members)
+        return epoch
+
+    def close(self) -> None:
+        """See :class:`weightsync.transports.base.Owner`."""
+        super().close()
+        with self._lock:
+            running, epochs = list(self._running), [epoch for epoch, _ in self._epochs.values()]
+            gathering, self._gathering = list(self._gathering.values()), {}
+            self._epochs = {}
+        for transfer in running:
+            transfer.fail("the trainer rank stopped serving")
+        for epoch in epochs:
+            epoch.close()
+        for transfer in gathering:
+            if transfer.timer is not None:
+                transfer.timer.cancel()
+                transfer.timer.join(_CLOSE_SECONDS)
+        for transfer in running:
+            if transfer.thread is not None:
+                transfer.thread.join(_CLOSE_SECONDS)
+        self._release()
+
+
+def _within(member: _Member, seconds: float) -> Deadline:
+    """Of what a reader asks for: within bounds, and after it said what it wants."""
+    if not member.wish:
+        raise ProtocolError("a transfer was begun before anything was wanted")
+    if math.isnan(seconds):
+        raise ProtocolError("a transfer within no number of seconds")
+    return Deadline(min(max(seconds, 1e-3), _LONGEST_SECONDS))
+
+
+class CollectiveOwner(GatheringOwner):
+    """The sender of scheme ``collective``: a shelf in host memory, over gloo."""
+
+    scheme = "collective"
+
+    def _hold(self, shelf: Shelf | DeviceShelf) -> object:
+        if isinstance(shelf, DeviceShelf):
+            raise TransportUnavailable("'collective' sends from host memory, and this shelf lies on a GPU: use 'nccl'")
+        self._address = shelf.address
+        return shelf.payload
+
+    @property
+    def _regions(self) -> Sequence[int]:
+        return (self._address,)
+
+    @cached_property
+    def _bucket_bytes(self) -> int:
+        return self._buffers.bytes_each(available_bytes() or 0, DEFAULT_BUFFER)
+
+    def _cut(self, counts: Int64, sizes: Int64) -> Int64:
+        return host_frames(counts, sizes, self._bucket_bytes)
+
+    def _opened(self, readers: int, deadline: Deadline) -> Epoch:
+        return HostEpoch(self.bound, readers, self._bucket_bytes, self._buffers.num_buffers, deadline)

@@ -1,0 +1,1 @@
+"""CUDA memory that other processes of this host map."""

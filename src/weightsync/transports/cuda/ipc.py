@@ -1,0 +1,353 @@
+"""Scheme ``cuda_ipc``: the reader's GPU maps the owner's device memory and reads it itself, in one launch.
+
+The connection is that of shared memory: an abstract socket, both ends proved. Over it the owner sends the descriptor of its
+header page (version and sequence) and, on request, what it exports (:class:`~weightsync.transports.cuda.region.Exported`).
+Handles let their holder write too, so they are given to authenticated processes of the same user only.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.deadline import Deadline
+from weightsync.errors import (
+    Aborted,
+    PeerLost,
+    ProtocolError,
+    StaleSource,
+    TransportUnavailable,
+)
+from weightsync.protocol.messages import UNREADABLE, Host, Offer
+from weightsync.tensors.copies import check_tiles
+from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.cuda.copies import TileCopy
+from weightsync.tensors.cuda.waiting import wait_for_event, wait_until_idle
+from weightsync.transports.cuda.driver import close_handle, driver_problem, open_handle, reach_device
+from weightsync.transports.cuda.region import DeviceShelf, Exported, export_count, this_process
+from weightsync.transports.host.memory import map_read_only, reopen_read_only
+from weightsync.transports.host.region import HEADER_BYTES, Header, Shelf
+from weightsync.transports.host.unix_socket import connect_local, listen_local
+from weightsync.transports.net.channel import Channel
+from weightsync.transports.net.handshake import HELLO_SECONDS
+
+__all__ = ["CombinedRead", "CudaIpc", "CudaIpcOwner", "CudaIpcSource"]
+
+_PREFIX = "weightsync-gpu-"
+_ASK = b"?"
+_LENGTH = struct.Struct("<Q")
+_MOST_FACTS = 64 << 20  # a million regions
+
+
+def _next_request(channel: Channel) -> bytes:
+    """The next byte that the reader sends, or nothing when either end closes the connection, which is what ends the wait."""
+    channel.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 0))
+    try:
+        return channel.socket.recv(1)
+    except OSError:
+        return b""
+
+
+class CudaIpcOwner:
+    """Tells authenticated readers of the same user where to find a :class:`~weightsync.transports.cuda.region.DeviceShelf`."""
+
+    def __init__(self, shelf: DeviceShelf, key: bytes, here: Host) -> None:
+        if shelf.fd is None:
+            raise TransportUnavailable("CUDA IPC needs Linux: this machine's memory cannot be handed to another process")
+        self._shelf = shelf
+        self._listener, address = listen_local(_PREFIX, "cuda-ipc", key, self._serve)
+        self._offer = Offer(scheme=CudaIpc.name, address=address, host=here)
+
+    @property
+    def offer(self) -> Offer:
+        """See :class:`weightsync.transports.base.Owner`."""
+        return self._offer
+
+    def _serve(self, channel: Channel) -> None:
+        shelf_fd = self._shelf.fd
+        if shelf_fd is None:
+            return  # the shelf was closed before its owner; the reader sees the connection end
+        fd = reopen_read_only(shelf_fd)
+        try:
+            channel.send_descriptor(_ASK, fd, Deadline(HELLO_SECONDS))
+        finally:
+            os.close(fd)
+        while _next_request(channel) == _ASK:
+            facts = msgspec.msgpack.encode(self._shelf.exported)
+            channel.send([_LENGTH.pack(len(facts)), facts], Deadline(HELLO_SECONDS))
+
+    def close(self) -> None:
+        """See :class:`weightsync.transports.base.Owner`."""
+        self._listener.close()
+
+
+class CudaIpcSource:
+    """One reader's mapping of one owner's device memory: a :class:`~weightsync.transports.base.Source`.
+
+    Targets are addresses in the memory of ``device`` (or in memory that it can reach). To fill one GPU from several owners in
+    one launch, give their sources to :class:`CombinedRead`.
+    """
+
+    def __init__(self, channel: Channel, device: int, deadline: Deadline) -> None:
+        self._channel = channel
+        self.device = device
+        _, fd = channel.receive_descriptor(len(_ASK), deadline)
+        try:
+            self._page = map_read_only(fd, HEADER_BYTES)
+        finally:
+            os.close(fd)
+        self._header = Header(self._page)
+        self._header.check(0)
+        self._closed = False
+        self._aborted = False
+        self._stamp: tuple[int, int] | None = None
+        self.groups: tuple[Tiles, ...] = ()
+        self._alone: CombinedRead | None = None
+        self._running: torch.cuda.Event | None = None
+        self._opened: dict[tuple[bytes, int], int] = {}  # by handle and allocation: a handle's bytes may come again for another
+        self._facts: Exported
+        self.exports = 0
+        """Which of the owner's exports :attr:`addresses` is of."""
+        self.addresses: tuple[int, ...] = ()
+        """Where this process sees each of the owner's regions; 0 for those of which nothing is wanted."""
+        self._sizes: tuple[int, ...] = ()
+        self._layout_digest = ""
+        try:
+            self._ask(deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def _ask(self, deadline: Deadline) -> None:
+        """Ask what the owner exports."""
+        self._channel.send([_ASK], deadline)
+        (length,) = _LENGTH.unpack(self._channel.receive(_LENGTH.size, deadline))
+        if length > _MOST_FACTS:
+            raise ProtocolError(f"{self._channel.peer} announced {length:,} bytes about its device memory")
+        try:
+            facts = msgspec.msgpack.decode(self._channel.receive(length, deadline), type=Exported)
+        except UNREADABLE as error:
+            raise ProtocolError(f"{self._channel.peer} described its device memory wrongly: {error}") from None
+        _, _, size = facts.regions()
+        if facts.process == this_process():
+            reach_device(facts.device, self.device)
+        self._sizes = tuple(size.tolist())
+        self._layout_digest = facts.layout_digest
+        self._facts = facts
+        self.exports = facts.count
+
+    def _open(self, deadline: Deadline) -> None:
+        """Map the allocations of which something is wanted, and let go of those that are gone.
+
+        Opening a handle costs 50 microseconds (2 MiB) and more, in several threads too, and there may be ten thousand.
+        """
+        facts = self._facts
+        number, offset, _ = facts.regions()
+        wanted = np.zeros(len(number), np.bool_)
+        for tiles in self.groups:
+            wanted[tiles.region] = True
+        bases = np.zeros(len(facts.handles) + 1, np.int64)
+        exported = list(zip(facts.handles, facts.ids, strict=True))
+        for gone in self._opened.keys() - set(exported):  # first, lest an equal handle of another allocation finds their mapping
+            close_handle(self._opened.pop(gone), self.device)
+        for one in np.unique(number[wanted]).tolist():
+            bases[one] = facts.bases[one] if facts.process == this_process() else self._opened_at(exported[one])
+            self._check(deadline, "mapping device memory")
+        self.addresses = tuple(np.where(wanted, bases[number] + offset, 0).tolist())
+
+    def _opened_at(self, exported: tuple[bytes, int]) -> int:
+        if exported not in self._opened:
+            self._opened[exported] = open_handle(exported[0], self.device)
+        return self._opened[exported]
+
+    def _check(self, deadline: Deadline, what: str) -> None:
+        if self._closed:
+            raise PeerLost(f"{what}: the source of {self._channel.peer} is closed")
+        if self._aborted:
+            raise Aborted(f"{what} from {self._channel.peer} was aborted")
+        if not self._channel.peer_lives():
+            raise PeerLost(f"{what}: {self._channel.peer} went away")
+        deadline.remaining(f"{what} from {self._channel.peer}")
+
+    def prepare(self, groups: Sequence[Tiles], layout_digest: str, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.base.Source.prepare`."""
+        self._aborted, self._stamp, self.groups = False, None, ()
+        self._check(deadline, "preparing")
+        self.finish(deadline)  # a read that failed may still run, on memory that is unmapped below
+        if layout_digest != self._layout_digest:
+            raise StaleSource(f"{self._channel.peer} has layout {self._layout_digest}, but the plan was made for {layout_digest}")
+        for tiles in groups:
+            check_tiles(tiles, self._sizes)
+        self.groups = tuple(groups)
+        self._open(deadline)
+
+    def require(self, version: int, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.host.mapped.MappedSource.require`."""
+        self._aborted = False
+        self._check(deadline, f"looking for version {version}")
+        self._header.require(version)
+
+    def begin(self, version: int, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.base.Source.begin`. Waits for work that this process has on the device."""
+        self._aborted, self._stamp = False, None
+        self._check(deadline, f"beginning version {version}")
+        stamp = self._header.require(version)
+        if self.exports != export_count(self._page):
+            self.finish(deadline)
+            self._ask(deadline)
+            for tiles in self.groups:
+                check_tiles(tiles, self._sizes)
+            self._open(deadline)
+        # Whoever reads the targets must be done before they change.
+        wait_until_idle(self.device, deadline, f"what this engine rank has queued on its device before version {version}")
+        self._stamp = stamp
+
+    def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
+        """See :meth:`weightsync.transports.base.Source.read`. Without ``digests``: a GPU takes them in a launch of its own."""
+        if digests is not None:
+            raise ProtocolError("cuda_ipc takes no digests while it reads: use weightsync.tensors.cuda.digest.LayoutDigest")
+        if not 0 <= group < len(self.groups):
+            raise ProtocolError(f"group {group} was not prepared: there are {len(self.groups)}")
+        if self._alone is None:
+            self._alone = CombinedRead([self])
+        self._alone.read(group, deadline)
+
+    def launched(self, event: torch.cuda.Event) -> None:
+        """Remember what marks the end of work on the mapping: only after it may anything be unmapped."""
+        self._running = event
+
+    def finish(self, deadline: Deadline) -> None:
+        """Wait for what was launched last."""
+        if self._running is not None:
+            wait_for_event(self._running, deadline, f"reading device memory of {self._channel.peer}")
+            self._running = None
+
+    def require_unchanged(self, deadline: Deadline) -> None:
+        """Raise what :meth:`read` may raise unless the owner lives and has held this version since :meth:`begin`."""
+        if self._stamp is None:
+            raise ProtocolError("a transfer was continued that was not begun")
+        self._check(deadline, "reading")
+        self._header.require_unchanged(self._stamp)
+
+    def end(self, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.base.Source.end`."""
+        self.finish(deadline)
+        self.require_unchanged(deadline)
+        self._stamp = None
+
+    def abort(self) -> None:
+        """See :meth:`weightsync.transports.base.Source.abort`. A launch that runs is waited for, but then reported as aborted."""
+        self._aborted = True
+
+    def close(self) -> None:
+        """See :meth:`weightsync.transports.base.Source.close`. Memory that a launch still reads stays mapped with the process."""
+        if self._closed:
+            return
+        self._closed = True
+        self._alone = None
+        self._channel.close()
+        opened, self._opened = self._opened, {}
+        if self._running is None or self._running.query():  # type: ignore[no-untyped-call]
+            for address in opened.values():
+                close_handle(address, self.device)
+
+
+class CombinedRead:
+    """Several owners' sources read as one: all of a group's tiles in a single launch, straight to where they belong.
+
+    The sources were prepared with the same number of groups, for the same device; each transfer is begun and ended on each of
+    them. The table is built at the first read, and anew when an owner has exported its memory again.
+    """
+
+    def __init__(self, sources: Sequence[CudaIpcSource]) -> None:
+        self._sources = tuple(sources)
+        self._made_of: tuple[object, ...] = ()
+        self._copy: TileCopy | None = None
+
+    def build(self) -> TileCopy:
+        """The copy of all groups as they are mapped now. Called by :meth:`read`; earlier, to have it ready before a round."""
+        made_of = tuple((source.groups, source.addresses) for source in self._sources)
+        if self._copy is None or made_of != self._made_of:
+            counts = {len(source.groups) for source in self._sources}
+            devices = {source.device for source in self._sources}
+            if len(counts) != 1 or len(devices) != 1:
+                raise ProtocolError("sources that are read together need the same groups and the same device")
+            groups = [[(source.groups[index], source.addresses) for source in self._sources] for index in range(counts.pop())]
+            self._copy, self._made_of = TileCopy(groups, torch.device("cuda", devices.pop())), made_of
+        return self._copy
+
+    def launch(self, group: int, deadline: Deadline) -> torch.cuda.Event:
+        """Begin to read this group in the device's current stream; the event marks its end. Raises as :meth:`read` does.
+
+        Whether the owners held their version until then is only known when :meth:`settle` was called after it.
+        """
+        for source in self._sources:
+            source.require_unchanged(deadline)
+        copy = self.build()
+        copy.launch(group, group + 1)
+        launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        launched.record(torch.cuda.current_stream(copy.device))
+        for source in self._sources:
+            source.launched(launched)
+        return launched
+
+    def settle(self, event: torch.cuda.Event, deadline: Deadline) -> None:
+        """Wait for ``event``, and raise unless every owner lives and holds its version still."""
+        self.wait(event, deadline, "reading device memory")
+        for source in self._sources:
+            source.require_unchanged(deadline)
+
+    def wait(self, event: torch.cuda.Event, deadline: Deadline, what: str) -> None:
+        """Wait for ``event``. Raises DeadlineExceeded, or what the device reports as a TransportError."""
+        wait_for_event(event, deadline, what)
+
+    def read(self, group: int, deadline: Deadline) -> None:
+        """Return when every byte of this group is in place. Raises as :meth:`weightsync.transports.base.Source.read` does."""
+        self.launch(group, deadline)
+        for source in self._sources:
+            source.finish(deadline)
+            source.require_unchanged(deadline)
+
+
+class CudaIpc:
+    """The scheme ``cuda_ipc``. ``device`` is the reader's own CUDA device; by default the current one when it connects."""
+
+    name = "cuda_ipc"
+
+    def __init__(self, device: int | None = None) -> None:
+        self._device = device
+
+    def unavailable(self) -> str | None:
+        """See :class:`weightsync.transports.base.Scheme`."""
+        if sys.platform != "linux":
+            return "CUDA IPC needs Linux"
+        if not torch.cuda.is_available():
+            return "CUDA IPC needs a CUDA device and a build of torch for it"
+        return driver_problem()
+
+    def reaches(self, offer: Offer, here: Host) -> bool:
+        """See :class:`weightsync.transports.base.Scheme`."""
+        return offer.host.memory == here.memory and offer.address.startswith(_PREFIX) and self.unavailable() is None
+
+    def serve(self, shelf: Shelf | DeviceShelf, key: bytes, here: Host) -> CudaIpcOwner:
+        """See :class:`weightsync.transports.base.Scheme`. Only memory of a GPU can be served: a DeviceShelf."""
+        if not isinstance(shelf, DeviceShelf):
+            raise TransportUnavailable("CUDA IPC shares memory of a GPU in place, and this shelf lies in host memory")
+        return CudaIpcOwner(shelf, key, here)
+
+    def connect(self, offer: Offer, key: bytes, deadline: Deadline) -> CudaIpcSource:
+        """See :class:`weightsync.transports.base.Scheme`."""
+        channel = connect_local(_PREFIX, offer.address, key, "the trainer rank on this host", deadline)
+        try:
+            return CudaIpcSource(channel, torch.cuda.current_device() if self._device is None else self._device, deadline)
+        except BaseException:
+            channel.close()
+            raise

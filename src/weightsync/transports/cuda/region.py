@@ -1,0 +1,218 @@
+"""Live memory of a trainer rank's GPU offered in place: the device's twin of a shelf. Nothing is copied.
+
+Where a shelf's bytes are the publication, here they are the parameters themselves: they hold a version from the end of
+:meth:`DeviceShelf.placing` until :meth:`DeviceShelf.withdraw` (or the next placing), and only then may the trainer change them.
+Version and sequence lie in a page of host memory that readers map, so a reader that was too slow finds out by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.deadline import Deadline
+from weightsync.errors import LayoutError, ProtocolError, TransportUnavailable
+from weightsync.tensors.cuda.waiting import wait_until_idle
+from weightsync.transports.cuda.driver import HANDLE_BYTES, Allocation, allocation_of, export_handle, still_allocated
+from weightsync.transports.host.region import HEADER_BYTES, Header, Shelf
+
+__all__ = ["PLACING_SECONDS", "DeviceShelf", "Exported", "export_count", "this_process"]
+
+Int64 = npt.NDArray[np.int64]
+
+PLACING_SECONDS = 60.0
+"""How long the work that is queued on a device may take before what it computes is published, where no deadline is nearer."""
+_MOST_BYTES = 1 << 60
+_EXPORTS_WORD = 16  # of the header page, behind what Header uses; in a cache line of its own
+
+
+_process = secrets.token_hex(16)
+
+
+def this_process() -> str:
+    """A name for this process that no other has: device memory is not mapped where it already is."""
+    return f"{_process}-{os.getpid()}"
+
+
+def export_count(page: npt.NDArray[np.uint8]) -> int:
+    """How often the owner of this header page has exported memory: a reader whose number is another must ask again."""
+    return int(page[:HEADER_BYTES].view(np.int64)[_EXPORTS_WORD])
+
+
+class Exported(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a reader must know to map the regions. ``columns`` is little-endian ``int64[3, regions]``: allocation, offset, bytes."""
+
+    process: str
+    device: int
+    count: int
+    layout_digest: str
+    handles: tuple[bytes, ...]
+    ids: tuple[int, ...]
+    """Of allocations: never used twice in the owner's process, where a handle may be."""
+    bases: tuple[int, ...]
+    """Addresses in the owner's process, which only a reader in that same process may use."""
+    sizes: tuple[int, ...]
+    columns: bytes
+
+    def regions(self) -> Int64:
+        """The columns, checked. Raises :class:`~weightsync.errors.ProtocolError` for a region outside its allocation."""
+        if len(self.columns) % 24 or not len(self.handles) == len(self.ids) == len(self.bases) == len(self.sizes):
+            raise ProtocolError("the owner described its device memory in columns of different lengths")
+        columns = np.frombuffer(self.columns, "<i8").astype(np.int64).reshape(3, -1)
+        if any(not 0 <= size <= _MOST_BYTES for size in self.sizes):
+            raise ProtocolError("the owner described an allocation of an impossible size")
+        number, offset, size = columns
+        if columns.size and (columns.min() < 0 or number.max() >= len(self.sizes)):
+            raise ProtocolError("the owner named device memory that it did not export")
+        if np.any(offset > np.array([*self.sizes, 0], np.int64)[number] - size) or any(
+            len(one) != HANDLE_BYTES for one in self.handles
+        ):
+            raise ProtocolError("the owner described a region that leaves its allocation, or a handle of the wrong length")
+        return columns
+
+
+class DeviceShelf:
+    """Regions of one GPU's memory, readable by other processes while they hold a version.
+
+    ``addresses()`` tells where the regions (of ``sizes`` bytes, those of the layout with digest ``layout_digest``) lie *now*; it
+    is asked at every placing, so that memory that was freed, moved or put on another allocation since is exported anew and
+    never read stale. With ``exports``, processes of this machine may map them: then it raises
+    :class:`~weightsync.errors.TransportUnavailable` for memory that CUDA IPC cannot share, and
+    :class:`~weightsync.errors.StaleSource` for memory that is not allocated.
+
+    ::
+
+        with shelf.placing(7):
+            digests = ...           # readers find no version yet
+        ...                         # the round; the trainer stands still
+        shelf.withdraw()            # now it may step
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        layout_digest: str,
+        addresses: Callable[[], Sequence[int]],
+        device: int,
+        exports: bool = True,
+    ) -> None:
+        self.sizes = tuple(sizes)
+        self.layout_digest = layout_digest
+        self.device = device
+        self._addresses = addresses
+        self._cell = Shelf(0, layout_digest)
+        self._found: tuple[tuple[Allocation, ...], tuple[int, ...]] = ((), ())
+        self.exports = exports
+        self._exported: Exported | None = None
+        self.addresses: tuple[int, ...] = ()
+        """Where the regions lay at the last placing."""
+        try:
+            self._look()
+        except BaseException:
+            self._cell.close()
+            raise
+
+    @property
+    def fd(self) -> int | None:
+        """The header page's file descriptor, owned by the shelf."""
+        return self._cell.fd
+
+    @property
+    def page(self) -> npt.NDArray[np.uint8]:
+        """The header page."""
+        return self._cell.memory
+
+    @property
+    def header(self) -> Header:
+        """What readers look at to know the version."""
+        return self._cell.header
+
+    @property
+    def exported(self) -> Exported:
+        """What a reader must know to map the regions. Raises TransportUnavailable where they are not to be mapped."""
+        if self._exported is None:
+            raise TransportUnavailable("this trainer rank's device memory is not shared by CUDA IPC")
+        return self._exported
+
+    @property
+    def version(self) -> int:
+        """The version that readers find, or :data:`~weightsync.transports.host.region.EMPTY`."""
+        return self._cell.version
+
+    def _look(self) -> None:
+        """Look where the regions are."""
+        addresses = tuple(self._addresses())
+        if len(addresses) != len(self.sizes):
+            raise LayoutError(f"{len(addresses)} addresses for {len(self.sizes)} regions of device memory")
+        if self.exports:
+            self._exported = self._export(addresses)
+        self.addresses = addresses
+
+    def _export(self, addresses: tuple[int, ...]) -> Exported:
+        """The same as before, or new handles if the regions are anywhere else."""
+        allocations, where = self._found
+        if self._exported is not None and addresses == where and still_allocated(allocations, self.device):
+            return self._exported
+        held: list[Allocation] = []
+        number = np.zeros(len(addresses), np.int64)
+        known: dict[int, int] = {}
+        spans: list[tuple[int, int]] = []
+        for index in np.argsort(np.array(addresses, np.int64), kind="stable").tolist():
+            address, size = addresses[index], self.sizes[index]
+            if not spans or not spans[-1][0] <= address < spans[-1][1]:
+                one = allocation_of(address, self.device)
+                if not one.exportable:
+                    export_handle(one)  # raises: an expandable segment may end in the middle of a region
+                spans.append((one.base, one.base + one.nbytes))
+                known[one.base] = len(held)
+                held.append(one)
+            if address + size > spans[-1][1]:
+                raise LayoutError(f"a region of {size:,} bytes at {address:#x} reaches past its allocation")
+            number[index] = known[spans[-1][0]]
+        found = (tuple(held), addresses)
+        if self._exported is not None and found == self._found:
+            return self._exported
+        handles = tuple(export_handle(one) for one in held)
+        offset = np.array(addresses, np.int64) - np.array([*(one.base for one in held), 0], np.int64)[number]
+        words = self.page.view(np.int64)
+        exported = Exported(
+            process=this_process(),
+            device=self.device,
+            count=int(words[_EXPORTS_WORD]) + 1,
+            layout_digest=self.layout_digest,
+            handles=handles,
+            ids=tuple(one.buffer_id for one in held),
+            bases=tuple(one.base for one in held),
+            sizes=tuple(one.nbytes for one in held),
+            columns=np.stack([number, offset, np.array(self.sizes, np.int64)]).astype("<i8").tobytes(),
+        )
+        self._found = found
+        words[_EXPORTS_WORD] = exported.count
+        return exported
+
+    @contextmanager
+    def placing(self, number: int) -> Iterator[None]:
+        """Publish the memory as it is after this block as version ``number``; within it, readers find no version.
+
+        Waits at its end for all work of this process on the device, at most a minute, so that readers see what was computed. An
+        exception leaves nothing published. Raises :class:`~weightsync.errors.VersionError` as a shelf does,
+        :class:`~weightsync.errors.DeadlineExceeded`, and what the class says of memory.
+        """
+        with self._cell.placing(number):
+            self._look()
+            yield
+            wait_until_idle(self.device, Deadline(PLACING_SECONDS), f"what is queued on CUDA device {self.device} before a version")
+
+    def withdraw(self) -> None:
+        """Say that the memory is about to change: a transfer that still runs ends with StaleSource at its reader."""
+        self._cell.header.invalidate()
+
+    def close(self) -> None:
+        """Withdraw and let go of the page. The device memory is its owner's business. Safe twice."""
+        self._cell.close()

@@ -1,0 +1,110 @@
+"""Scheme ``inproc``: owner and reader are in one process, and the reader copies from the shelf itself."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import threading
+import weakref
+
+from weightsync.deadline import Deadline
+from weightsync.errors import AuthenticationError, PeerLost
+from weightsync.protocol.messages import Host, Offer
+from weightsync.transports.host.mapped import MappedSource
+from weightsync.transports.host.region import Shelf
+from weightsync.transports.net.handshake import check_key
+
+__all__ = ["InProcess", "InProcessOwner", "InProcessSource"]
+
+_process = secrets.token_hex(16)
+_owners: dict[str, InProcessOwner] = {}
+_lock = threading.Lock()
+
+
+def _prefix() -> str:
+    return f"{_process}-{os.getpid()}-"  # the number tells a forked child, which inherits the secret
+
+
+class InProcessOwner:
+    """Lets readers of the same process reach ``shelf``, under a name that only the offer tells."""
+
+    def __init__(self, shelf: Shelf, key: bytes, here: Host) -> None:
+        check_key(key)
+        self.shelf = shelf
+        self._key = hashlib.sha256(key).digest()
+        self._sources: weakref.WeakSet[InProcessSource] = weakref.WeakSet()
+        self._offer = Offer(scheme=InProcess.name, address=_prefix() + secrets.token_hex(16), host=here)
+        with _lock:
+            _owners[self._offer.address] = self
+
+    @property
+    def offer(self) -> Offer:
+        """See :class:`weightsync.transports.base.Owner`."""
+        return self._offer
+
+    def admit(self, key: bytes) -> InProcessSource:
+        """A source of this owner's shelf. Raises :class:`~weightsync.errors.AuthenticationError` for another key."""
+        if not hmac.compare_digest(hashlib.sha256(key).digest(), self._key):
+            raise AuthenticationError("the trainer rank in this process has another run key")
+        source = InProcessSource(self)
+        with _lock:
+            if _owners.get(self._offer.address) is not self:
+                raise PeerLost("the trainer rank in this process stopped serving")
+            self._sources.add(source)
+        return source
+
+    def close(self) -> None:
+        """See :class:`weightsync.transports.base.Owner`."""
+        with _lock:
+            _owners.pop(self._offer.address, None)
+            sources = list(self._sources)
+        for source in sources:
+            source.lose_owner()
+
+
+class InProcessSource(MappedSource):
+    """Reads another object's memory in the same process."""
+
+    def __init__(self, owner: InProcessOwner) -> None:
+        shelf = owner.shelf
+        super().__init__(shelf.memory, shelf.nbytes, shelf.layout_digest, "the trainer rank in this process")
+        self._lives = True
+
+    def _release(self) -> None:
+        """Nothing is held but the memory."""
+
+    def _owner_lives(self) -> bool:
+        return self._lives
+
+    def lose_owner(self) -> None:
+        """The owner closes: end what is running."""
+        self._lives = False
+        self._stop[0] = 1
+
+
+class InProcess:
+    """The scheme ``inproc``."""
+
+    name = "inproc"
+
+    def unavailable(self) -> str | None:
+        """See :class:`weightsync.transports.base.Scheme`."""
+        return None
+
+    def reaches(self, offer: Offer, here: Host) -> bool:
+        """See :class:`weightsync.transports.base.Scheme`."""
+        return offer.address.startswith(_prefix())
+
+    def serve(self, shelf: Shelf, key: bytes, here: Host) -> InProcessOwner:
+        """See :class:`weightsync.transports.base.Scheme`."""
+        return InProcessOwner(shelf, key, here)
+
+    def connect(self, offer: Offer, key: bytes, deadline: Deadline) -> InProcessSource:
+        """See :class:`weightsync.transports.base.Scheme`."""
+        with _lock:
+            owner = _owners.get(offer.address)
+        if owner is None:
+            raise PeerLost("no trainer rank serves under this name in this process")
+        return owner.admit(key)

@@ -1,0 +1,125 @@
+"""What the transports have in common that see the owner's memory and copy by themselves."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.deadline import Deadline
+from weightsync.errors import Aborted, PeerLost, ProtocolError, StaleSource
+from weightsync.tensors.copies import check_tiles, copy_and_digest, copy_tiles
+from weightsync.tensors.copy_table import Tiles
+from weightsync.transports.host.region import HEADER_BYTES, Header
+
+__all__ = ["MappedSource"]
+
+
+class MappedSource(ABC):
+    """A :class:`~weightsync.transports.base.Source` over ``memory``, ``uint8[header + nbytes]``: an owner's whole shelf.
+
+    The mapping outlives the owner, so its death is looked for: ``begin``, ``read`` and ``end`` raise
+    :class:`~weightsync.errors.PeerLost` once the owner is gone, although its last version could still be read. A version whose
+    owner died is not one that the round should commit from half of its ranks.
+    """
+
+    def __init__(self, memory: npt.NDArray[np.uint8], nbytes: int, layout_digest: str, owner: str) -> None:
+        self._memory: npt.NDArray[np.uint8] | None = memory
+        self._header = Header(memory)
+        self._header.check(nbytes)
+        self._regions = (nbytes,)
+        # An empty shelf has no byte to point at: no tile can pass the check, so the address is never used.
+        self._addresses = (int(memory.ctypes.data) + HEADER_BYTES,)
+        self._layout_digest = layout_digest
+        self._owner = owner
+        self._groups: tuple[Tiles, ...] = ()
+        self._stamp: tuple[int, int] | None = None
+        self._stop = np.zeros(1, np.int8)
+        self._aborted = False
+
+    @abstractmethod
+    def _owner_lives(self) -> bool:
+        """Whether the owner still serves. Never blocks."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Let go of what the subclass holds. Called once."""
+
+    def _check(self, deadline: Deadline, what: str) -> None:
+        if self._memory is None:
+            raise PeerLost(f"{what}: the source of {self._owner} is closed")
+        if self._aborted:
+            raise Aborted(f"{what} from {self._owner} was aborted")
+        if not self._owner_lives():
+            raise PeerLost(f"{what}: {self._owner} went away")
+        deadline.remaining(f"{what} from {self._owner}")
+
+    def _started(self) -> tuple[int, int]:
+        if self._stamp is None:
+            raise ProtocolError("a transfer was continued that was not begun")
+        return self._stamp
+
+    def prepare(self, groups: Sequence[Tiles], layout_digest: str, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.base.Source.prepare`."""
+        self._clear()
+        self._check(deadline, "preparing")
+        self._groups = ()
+        if layout_digest != self._layout_digest:
+            raise StaleSource(f"{self._owner} has layout {self._layout_digest}, but the plan was made for {layout_digest}")
+        for tiles in groups:
+            check_tiles(tiles, self._regions)
+        self._groups = tuple(groups)
+
+    def require(self, version: int, deadline: Deadline) -> None:
+        """Raise :class:`~weightsync.errors.StaleSource` unless the owner holds this version now. Begins nothing."""
+        self._aborted = False
+        self._check(deadline, f"looking for version {version}")
+        self._header.require(version)
+
+    def begin(self, version: int, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.base.Source.begin`."""
+        self._clear()
+        self._check(deadline, f"beginning version {version}")
+        self._stamp = self._header.require(version)
+
+    def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
+        """See :meth:`weightsync.transports.base.Source.read`."""
+        stamp = self._started()
+        self._check(deadline, f"reading group {group}")
+        if not 0 <= group < len(self._groups):
+            raise ProtocolError(f"group {group} was not prepared: there are {len(self._groups)}")
+        tiles = self._groups[group]
+        if len(tiles):
+            if digests is None:
+                copy_tiles(tiles, self._addresses, self._stop)
+            else:
+                copy_and_digest(tiles, self._addresses, digests, self._stop)
+        self._check(deadline, f"reading group {group}")
+        self._header.require_unchanged(stamp)
+
+    def end(self, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.base.Source.end`."""
+        stamp, self._stamp = self._started(), None
+        self._check(deadline, "ending the transfer")
+        self._header.require_unchanged(stamp)
+
+    def _clear(self) -> None:
+        self._stamp = None
+        self._aborted = False
+        self._stop[0] = 0
+
+    def abort(self) -> None:
+        """See :meth:`weightsync.transports.base.Source.abort`."""
+        self._aborted = True
+        self._stop[0] = 1
+
+    def close(self) -> None:
+        """See :meth:`weightsync.transports.base.Source.close`."""
+        if self._memory is None:
+            return
+        self._memory = None
+        del self._header
+        self._groups = ()
+        self._release()

@@ -1,0 +1,198 @@
+"""The one memory region in which a trainer rank holds exactly one version for its readers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.errors import ConfigurationError, ProtocolError, StaleSource, VersionError
+from weightsync.forks import Origin
+from weightsync.transports.host.memory import allocate
+
+__all__ = ["EMPTY", "HEADER_BYTES", "Header", "Shelf"]
+
+HEADER_BYTES = 4096
+"""Bytes before the payload: one page, so that the payload is aligned for every copy kernel."""
+
+EMPTY = -1
+"""The version of a shelf that holds nothing, or is being filled."""
+
+_STAMP_SECONDS = 1.0
+_MAGIC = int.from_bytes(b"wshelf01", "little")
+_MAGIC_WORD, _NBYTES_WORD, _SEQUENCE_WORD, _VERSION_WORD = 0, 1, 8, 9  # the cells that change have a cache line of their own
+
+
+class Header:
+    """The first page of a shelf, seen by its owner or, mapped read-only, by a reader: a sequence lock around the payload.
+
+    ``sequence`` is odd while the payload is being written and grows with every change; ``version`` is what the payload holds. A
+    reader that finds the same stamp before and after a copy has read that version and nothing else.
+    """
+
+    def __init__(self, page: npt.NDArray[np.uint8]) -> None:
+        self._words = page[:HEADER_BYTES].view(np.int64)
+        # Taking a lock is the one full memory barrier that Python offers; on x86 it would not be needed.
+        self._barrier = threading.Lock()
+
+    def write_new(self, nbytes: int) -> None:
+        """Make this the header of an empty shelf of ``nbytes`` payload bytes."""
+        self._words[_NBYTES_WORD] = nbytes
+        self._words[_VERSION_WORD] = EMPTY
+        self._words[_MAGIC_WORD] = _MAGIC
+
+    def check(self, nbytes: int) -> None:
+        """Raise :class:`~weightsync.errors.ProtocolError` unless this is the header of a shelf of ``nbytes`` payload bytes."""
+        if int(self._words[_MAGIC_WORD]) != _MAGIC or int(self._words[_NBYTES_WORD]) != nbytes:
+            raise ProtocolError("the shared memory that was handed over is not a weightsync shelf of the size announced")
+
+    def stamp(self) -> tuple[int, int]:
+        """Sequence and version, read as one.
+
+        Raises :class:`~weightsync.errors.StaleSource` if the owner changes them for as long as a second: an honest one writes a
+        header a few times a round.
+        """
+        until = None
+        while until is None or time.monotonic() < until:
+            before = int(self._words[_SEQUENCE_WORD])
+            with self._barrier:
+                version = int(self._words[_VERSION_WORD])
+            with self._barrier:
+                if int(self._words[_SEQUENCE_WORD]) == before:
+                    return before, version
+            until = until or time.monotonic() + _STAMP_SECONDS
+        raise StaleSource(f"the trainer rank wrote the header of its shelf all the time for {_STAMP_SECONDS:g} s: it is broken")
+
+    def require(self, version: int) -> tuple[int, int]:
+        """The stamp. Raises :class:`~weightsync.errors.StaleSource` unless it says ``version``."""
+        stamp = self.stamp()
+        if stamp[1] != version:
+            holds = "is being written or was never filled" if stamp[1] == EMPTY else f"holds version {stamp[1]}"
+            raise StaleSource(f"version {version} was asked for, but the trainer rank's shelf {holds}")
+        return stamp
+
+    def require_unchanged(self, stamp: tuple[int, int]) -> None:
+        """Raise :class:`~weightsync.errors.StaleSource` unless nothing was written since ``stamp`` was taken."""
+        with self._barrier:
+            pass
+        if self.stamp() != stamp:
+            raise StaleSource(f"the trainer rank's shelf was overwritten while version {stamp[1]} was being read")
+
+    def invalidate(self) -> None:
+        """Say that the payload is about to change."""
+        self._words[_SEQUENCE_WORD] += 1 if self._words[_SEQUENCE_WORD] % 2 == 0 else 2
+        with self._barrier:
+            self._words[_VERSION_WORD] = EMPTY
+        with self._barrier:
+            pass
+
+    def publish(self, version: int) -> None:
+        """Say that the payload is ``version`` now."""
+        with self._barrier:
+            self._words[_VERSION_WORD] = version
+        with self._barrier:
+            self._words[_SEQUENCE_WORD] += 1
+
+
+class Shelf:
+    """``nbytes`` bytes that hold one version at a time, readable by other processes where the machine allows it.
+
+    Region 0 of the rank's layout (digest ``layout_digest``) is the shelf's payload: ``nbytes`` bytes at :attr:`address`. The
+    memory has no name in any file system, so nothing is left behind however the process ends; it is there (resident) when
+    this returns. In a forked child a shelf holds nothing, and closing it changes nothing for the parent.
+
+    Raises :class:`~weightsync.errors.SharedMemoryTooSmall` if the memory cannot be had, and
+    :class:`~weightsync.errors.ConfigurationError` for a negative size.
+
+    ::
+
+        with shelf.placing(7):          # from here on readers find no version
+            copy_into(shelf.address)    # an exception leaves the shelf empty
+        assert shelf.version == 7
+    """
+
+    def __init__(self, nbytes: int, layout_digest: str) -> None:
+        if nbytes < 0:
+            raise ConfigurationError(f"a shelf cannot have {nbytes} bytes")
+        self._origin = Origin()
+        self.nbytes = nbytes
+        self.sizes = (nbytes,)
+        """Bytes of each region of the layout."""
+        self.layout_digest = layout_digest
+        self._memory = allocate(HEADER_BYTES + nbytes)
+        self._bytes: npt.NDArray[np.uint8] | None = np.frombuffer(self._memory.map, np.uint8)
+        self.header = Header(self._bytes)
+        self.header.write_new(nbytes)
+        self._lock = threading.Lock()
+
+    @property
+    def memory(self) -> npt.NDArray[np.uint8]:
+        """The header page and the payload, ``uint8[HEADER_BYTES + nbytes]``; keeps the memory mapped as :attr:`payload` does."""
+        self._origin.require("a shelf")
+        if self._bytes is None:
+            raise ConfigurationError("this shelf is closed")
+        return self._bytes
+
+    @property
+    def payload(self) -> npt.NDArray[np.uint8]:
+        """The bytes, ``uint8[nbytes]``. The memory stays mapped while such a view exists, even after :meth:`close`."""
+        return self.memory[HEADER_BYTES:]
+
+    @property
+    def address(self) -> int:
+        """Where the payload starts, page-aligned. Valid until :meth:`close`, or while a :attr:`payload` view is held."""
+        return int(self.payload.ctypes.data)
+
+    @property
+    def fd(self) -> int | None:
+        """The memory's file descriptor (header page included), owned by the shelf; ``None`` where memory cannot be shared so."""
+        return self._memory.fd
+
+    @property
+    def version(self) -> int:
+        """The version that the payload holds, or :data:`EMPTY`."""
+        return EMPTY if self._bytes is None or self._origin.elsewhere else self.header.stamp()[1]
+
+    @contextmanager
+    def placing(self, number: int) -> Iterator[None]:
+        """Replace the contents: readers find no version within the block, and ``number`` after it if the block did not raise.
+
+        Raises :class:`~weightsync.errors.VersionError` for a negative number or if the shelf is being written already.
+        """
+        if number < 0:
+            raise VersionError(f"version numbers are not negative: {number}")
+        if not self._lock.acquire(blocking=False):
+            raise VersionError(f"version {number} cannot be placed: another version is being placed on the same shelf")
+        try:
+            held = self.payload  # keeps the memory mapped if somebody closes the shelf meanwhile
+            self.header.invalidate()
+            yield
+            self.header.publish(number)
+            del held
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Let go of the memory; it is unmapped at once or, where views of it are still held, with the last of them. Safe twice."""
+        if self._bytes is None:
+            return
+        if not self._origin.elsewhere:
+            self.header.invalidate()
+        self._bytes = None
+        del self.header
+        self._memory.close()
+
+    def __enter__(self) -> Shelf:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # Closing what __init__ could not complete must not raise out of the collector.
+        with suppress(AttributeError):
+            self.close()

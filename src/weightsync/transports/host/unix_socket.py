@@ -1,0 +1,75 @@
+"""Reaching a process of the same user on the same machine: a Linux abstract socket of an unguessable name, both ends proved.
+
+There is no file, so nothing to leave behind and no directory whose permissions matter.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+
+from weightsync.deadline import Deadline
+from weightsync.errors import AuthenticationError, DeadlineExceeded, PeerLost, ProtocolError
+from weightsync.transports.net.channel import Channel
+from weightsync.transports.net.handshake import ID_BYTES, check_key, greet_owner
+from weightsync.transports.net.listener import Listener
+
+__all__ = ["connect_local", "listen_local", "same_user"]
+
+
+def same_user(sock: socket.socket) -> bool:
+    """Whether the process at the other end runs as this one's user."""
+    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return bool(user == os.getuid())
+
+
+def listen_local(prefix: str, name: str, key: bytes, serve: Callable[[Channel], None]) -> tuple[Listener, str]:
+    """Serve authenticated readers of this user; returns the listener and the address that they need.
+
+    Raises :class:`~weightsync.errors.ConfigurationError` for a key that is too short.
+    """
+    owner_id = secrets.token_bytes(ID_BYTES)
+    address = prefix + owner_id.hex()
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind("\0" + address)
+        return Listener(sock, name, check_key(key), owner_id, serve, same_user), address
+    except BaseException:
+        sock.close()
+        raise
+
+
+def connect_local(prefix: str, address: str, key: bytes, peer: str, deadline: Deadline) -> Channel:
+    """An authenticated channel to the owner at ``address``, which ``peer`` names in messages.
+
+    Raises :class:`~weightsync.errors.ProtocolError` for an address of another kind, and what
+    :meth:`weightsync.transports.base.Scheme.connect` raises.
+    """
+    digits = address.removeprefix(prefix)
+    if not address.startswith(prefix) or len(digits) != 2 * ID_BYTES or not set(digits) <= set("0123456789abcdef"):
+        raise ProtocolError(f"{address!r} is not the address of {peer}")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(deadline.remaining("connecting"))
+        sock.connect("\0" + address)
+    except TimeoutError:
+        sock.close()
+        raise DeadlineExceeded(f"{peer} did not accept a connection in time") from None
+    except OSError as error:
+        sock.close()
+        raise PeerLost(f"{peer} does not listen at {address}: {error}") from error
+    except BaseException:
+        sock.close()
+        raise
+    channel = Channel(sock, peer)
+    try:
+        if not same_user(sock):
+            raise AuthenticationError(f"{peer} belongs to another user")
+        greet_owner(channel, key, bytes.fromhex(digits), deadline)
+    except BaseException:
+        channel.close()
+        raise
+    return channel

@@ -1,0 +1,1 @@
+"""Sockets: bounded channels, authentication, encryption, listeners."""

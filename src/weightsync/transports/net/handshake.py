@@ -1,0 +1,105 @@
+"""Both ends of a data socket prove that they know the run's key before anything else is said.
+
+::
+
+    reader -> owner   magic, protocol, reader's nonce (32 bytes)
+    owner  -> reader  magic, protocol, owner's id (16), owner's nonce (32), HMAC-SHA256(key, "owner" + both nonces + id)
+    reader -> owner   HMAC-SHA256(key, "reader" + both nonces + id)
+    owner  -> reader  one byte, 1
+
+Everything is of fixed size, so a stranger can make neither end allocate or wait for more than :data:`HELLO_SECONDS`. What follows
+is authenticated by the connection only. Inside of TLS (:mod:`weightsync.transports.net.tls`) that is enough; without it the
+network between hosts must be trusted not to alter packets (the digests of the round catch what is altered by accident).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+
+from weightsync.deadline import Deadline
+from weightsync.errors import AuthenticationError, ConfigurationError, PeerLost, ProtocolError
+from weightsync.transports.net.channel import Channel
+
+__all__ = ["ENCRYPTED_ONLY", "HELLO_SECONDS", "ID_BYTES", "Key", "check_key", "greet_owner", "greet_reader"]
+
+HELLO_SECONDS = 5.0
+"""How long a connection may take to prove itself."""
+ID_BYTES = 16
+_MAGIC = b"wsync\x00\x00\x01"  # the last two bytes are the protocol's number
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_SHORTEST_KEY = 16
+_WELCOME = b"\x01"
+_ENCRYPTED_ONLY = b"\xff\xff"  # in the place of the protocol's number
+
+ENCRYPTED_ONLY = (_MAGIC[:6] + _ENCRYPTED_ONLY).ljust(len(_MAGIC) + ID_BYTES + _NONCE_BYTES + _PROOF_BYTES, b"\0")
+"""What an owner that encrypts answers, in plain text, to a reader that does not."""
+
+
+class Key:
+    """A run's key that shows in no ``repr``, log or list of variables. :meth:`reveal` gives the key itself."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: bytes) -> None:
+        self._value = value
+
+    def reveal(self) -> bytes:
+        """Return the key, for a proof or a Hello."""
+        return self._value
+
+    def __repr__(self) -> str:
+        return "<key>"
+
+
+def check_key(key: bytes) -> bytes:
+    """``key``, or :class:`~weightsync.errors.ConfigurationError` if it is too short to keep anybody out."""
+    if len(key) < _SHORTEST_KEY:
+        raise ConfigurationError(f"a run key has at least {_SHORTEST_KEY} bytes, this one has {len(key)}")
+    return key
+
+
+def _proof(key: bytes, role: bytes, reader_nonce: bytes, owner_nonce: bytes, owner_id: bytes) -> bytes:
+    return hmac.digest(key, role + b"\0" + reader_nonce + owner_nonce + owner_id, hashlib.sha256)
+
+
+def _check_magic(data: bytes, peer: str) -> None:
+    if data[:6] != _MAGIC[:6]:
+        raise ProtocolError(f"{peer} does not speak weightsync")
+    if data[6:8] == _ENCRYPTED_ONLY:
+        raise AuthenticationError(f"{peer} takes encrypted connections only, and its address did not say so: somebody changed it")
+    if data[:8] != _MAGIC:
+        theirs, ours = int.from_bytes(data[6:8], "big"), int.from_bytes(_MAGIC[6:8], "big")
+        raise ProtocolError(f"{peer} speaks transport protocol {theirs}, this is {ours}: install the same weightsync on both sides")
+
+
+def greet_owner(channel: Channel, key: bytes, owner_id: bytes, deadline: Deadline) -> None:
+    """The reader's half. Raises :class:`~weightsync.errors.AuthenticationError` unless the owner knows ``key``."""
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    channel.send([_MAGIC + nonce], deadline)
+    answer = bytes(channel.receive(len(_MAGIC) + ID_BYTES + _NONCE_BYTES + _PROOF_BYTES, deadline))
+    _check_magic(answer, channel.peer)
+    their_id, rest = answer[len(_MAGIC) : len(_MAGIC) + ID_BYTES], answer[len(_MAGIC) + ID_BYTES :]
+    their_nonce, proof = rest[:_NONCE_BYTES], rest[_NONCE_BYTES:]
+    if their_id != owner_id:
+        raise PeerLost(f"another owner answers as {channel.peer} now: the trainer rank was restarted")
+    if not hmac.compare_digest(proof, _proof(key, b"owner", nonce, their_nonce, owner_id)):
+        raise AuthenticationError(f"{channel.peer} does not have this run's key")
+    channel.send([_proof(key, b"reader", nonce, their_nonce, owner_id)], deadline)
+    if bytes(channel.receive(1, deadline)) != _WELCOME:
+        raise ProtocolError(f"{channel.peer} answered the proof with something else than a welcome")
+
+
+def greet_reader(channel: Channel, key: bytes, owner_id: bytes, deadline: Deadline) -> None:
+    """The owner's half. Raises :class:`~weightsync.errors.AuthenticationError` unless the reader knows ``key``."""
+    hello = bytes(channel.receive(len(_MAGIC) + _NONCE_BYTES, deadline))
+    _check_magic(hello, channel.peer)
+    their_nonce = hello[len(_MAGIC) :]
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    channel.send([_MAGIC + owner_id + nonce + _proof(key, b"owner", their_nonce, nonce, owner_id)], deadline)
+    proof = bytes(channel.receive(_PROOF_BYTES, deadline))
+    if not hmac.compare_digest(proof, _proof(key, b"reader", their_nonce, nonce, owner_id)):
+        raise AuthenticationError(f"{channel.peer} does not have this run's key")
+    channel.send([_WELCOME], deadline)

@@ -1,0 +1,87 @@
+"""Tiles through a socket by compiled loops: no Python, and no pass over memory that the cache does not serve, for each run."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.deadline import Deadline
+from weightsync.tensors.copies import check_keys
+from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.digest import columns_address
+from weightsync.tensors.kernels import SLICE, receive_table, run_of_table, send_table
+from weightsync.tensors.views import bytes_at
+from weightsync.transports.net.channel import Channel
+
+__all__ = ["TileStream"]
+
+_LOOK_NANOSECONDS = 50_000_000  # the compiled loops come back so often, to look at the deadline
+_AGAIN = (0, errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR)
+
+
+class TileStream:
+    """Sends and receives tiles over one channel. Holds a bucket of 256 KiB for short runs.
+
+    Both methods raise as those of :class:`~weightsync.transports.net.channel.Channel` do. The caller has checked the tiles' bounds.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._bucket = np.empty(SLICE, np.uint8)
+        self._status = np.zeros(3, np.int64)  # an error number, and room for a clock reading
+
+    def send(self, tiles: Tiles, addresses: npt.NDArray[np.int64], first: int, last: int, nbytes: int, deadline: Deadline) -> None:
+        """Send tiles ``first <= i < last``, which hold ``nbytes`` bytes; ``addresses`` is where each source region begins."""
+        bucket, status = self._bucket.ctypes.data, self._status.ctypes.data
+        done = 0
+        while done < nbytes and self._channel.encrypted:
+            ready = send_table(-1, tiles.table_address, first, last, addresses.ctypes.data, done, bucket, 0, status)
+            self._channel.send([bytes_at(int(self._status[1]), ready - done).data], deadline)
+            done = ready
+            self._check()
+        while done < nbytes:
+            self._channel.bound(socket.SO_SNDTIMEO, deadline, "sending to")
+            until = time.monotonic_ns() + _LOOK_NANOSECONDS
+            fd = self._channel.socket.fileno()
+            done = send_table(fd, tiles.table_address, first, last, addresses.ctypes.data, done, bucket, until, status)
+            self._check()
+
+    def receive(
+        self, tiles: Tiles, first: int, last: int, nbytes: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None
+    ) -> None:
+        """Fill the targets of tiles ``first <= i < last``; with ``digests``, add each tile's, read from its target."""
+        bucket, status = self._bucket.ctypes.data, self._status.ctypes.data
+        out = 0
+        if digests is not None:
+            check_keys(tiles, digests)
+            out = digests.ctypes.data
+        done = 0
+        while done < nbytes and self._channel.encrypted:
+            room = run_of_table(tiles.table_address, first, last, done, status)
+            into = bytes_at(int(self._status[1]), SLICE).data if room >= SLICE else None
+            opened = np.frombuffer(self._channel.receive_part(nbytes - done, deadline, into), np.uint8)
+            self._status[1], at = len(opened), opened.ctypes.data
+            done = receive_table(-1, tiles.table_address, first, last, done, nbytes, at, 0, out, columns_address, status)
+            self._check()
+        while done < nbytes:
+            self._channel.bound(socket.SO_RCVTIMEO, deadline, "receiving from")
+            until = time.monotonic_ns() + _LOOK_NANOSECONDS
+            fd = self._channel.socket.fileno()
+            done = receive_table(fd, tiles.table_address, first, last, done, nbytes, bucket, until, out, columns_address, status)
+            self._check()
+
+    def _check(self) -> None:
+        number = int(self._status[0])
+        if number:
+            self._status[0] = 0
+            if number < 0:
+                raise self._channel.lost()
+            if number not in _AGAIN:
+                raise self._channel.lost(OSError(number, os.strerror(number)))
+        if self._channel.aborted:
+            raise self._channel.lost()

@@ -1,0 +1,286 @@
+"""Scheme ``tcp``: the owner sends what the reader asked for over one connection. IPv4 and IPv6.
+
+Both ends prove themselves (:mod:`weightsync.transports.net.handshake`). Beyond loopback the connection is encrypted
+(:mod:`weightsync.transports.net.tls`), unless whoever serves says that the network is trusted.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import secrets
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+from weightsync.deadline import Deadline
+from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, PeerLost, ProtocolError
+from weightsync.protocol.messages import Host, Offer
+from weightsync.transports.host.region import Shelf
+from weightsync.transports.net.channel import Channel
+from weightsync.transports.net.handshake import ID_BYTES, check_key, greet_owner
+from weightsync.transports.net.listener import Listener
+from weightsync.transports.net.requests import Room
+from weightsync.transports.net.tls import FINGERPRINT_BYTES, EncryptedChannel, owner_context, reader_context
+from weightsync.transports.registry import scheme
+from weightsync.transports.tcp.receiver import CarriedSource
+from weightsync.transports.tcp.sender import Sender
+
+__all__ = ["ListeningOwner", "Tcp", "TcpOwner", "in_clear", "open_channel", "parse_address", "tune"]
+
+_Address = tuple[int, tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]]  # a family, and what connect() takes
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a host that vanished is noticed within a minute
+
+
+def tune(sock: socket.socket) -> None:
+    """Send small messages at once, and notice a host that vanished."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def parse_address(address: str) -> tuple[str, int, bytes]:
+    """Host, port and id of an owner, from its offer. Raises :class:`~weightsync.errors.ProtocolError`."""
+    found = _Where.parse(address)
+    return found.host, found.port, found.owner_id
+
+
+class _Where(NamedTuple):
+    """An address, ``host:port/id``, or ``host:port/id/fingerprint`` of an owner that speaks TLS only."""
+
+    host: str
+    port: int
+    owner_id: bytes
+    fingerprint: bytes
+
+    @classmethod
+    def parse(cls, address: str) -> _Where:
+        where, _, rest = address.partition("/")
+        owner_id, secured, fingerprint = rest.partition("/")
+        host, _, port = where.rpartition(":")
+        try:
+            found = cls(host.removeprefix("[").removesuffix("]"), int(port), bytes.fromhex(owner_id), bytes.fromhex(fingerprint))
+        except ValueError:
+            found = cls("", 0, b"", b"")
+        lengths = ID_BYTES, FINGERPRINT_BYTES if secured else 0
+        if not found.host or not 0 < found.port < 1 << 16 or (len(found.owner_id), len(found.fingerprint)) != lengths:
+            raise ProtocolError(f"{address!r} is not the address of a tcp owner (host:port/id, or host:port/id/fingerprint)")
+        return found
+
+
+def in_clear(offer: Offer) -> bool:
+    """Whether the bytes behind this offer, of :class:`Tcp` or made of it, would cross a network that others could read."""
+    return isinstance(scheme(offer.scheme), Tcp) and not _Where.parse(offer.address).fingerprint
+
+
+class ListeningOwner(ABC):
+    """Listens on one address and serves each authenticated reader in a thread. ``scheme`` is what its offer says."""
+
+    scheme = ""
+
+    def __init__(
+        self,
+        key: bytes,
+        here: Host,
+        bind: str,
+        port: int,
+        advertise: str | None,
+        encrypt: bool | None = False,  # None: beyond loopback
+    ) -> None:
+        owner_id = secrets.token_bytes(ID_BYTES)
+        try:
+            family, kind, _, _, where = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        except socket.gaierror as error:
+            raise ConfigurationError(f"tcp transport: {bind!r} is not an address of this host: {error}") from error
+        sock = socket.socket(family, kind)
+        try:
+            if port:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind(where)
+            except OSError as error:
+                raise ConfigurationError(f"tcp transport: cannot listen on {bind} port {port}: {error.strerror}") from error
+            bound, actual = sock.getsockname()[:2]
+            self.bound: str = bound
+            """The address that it listens on."""
+            shown = advertise or bound
+            if not advertise and ipaddress.ip_address(bound.partition("%")[0]).is_unspecified:
+                raise ConfigurationError(
+                    f"tcp transport: bound to every address ({bind}); say which one readers use: advertise=..."
+                )
+            host = f"[{shown}]" if ":" in shown else shown
+            address = f"{host}:{actual}/{owner_id.hex()}"
+            make: Callable[[socket.socket, str], Channel] = Channel
+            if encrypt or (encrypt is None and not _is_loopback(bound)):
+                context, fingerprint = owner_context()
+                address += f"/{fingerprint.hex()}"
+                make = functools.partial(EncryptedChannel, context=context)
+            self._offer = Offer(scheme=self.scheme, address=address, host=here)
+            self._listener = Listener(sock, self.scheme, check_key(key), owner_id, self._serve, channel=make)
+        except BaseException:
+            sock.close()
+            raise
+
+    @property
+    def offer(self) -> Offer:
+        """See :class:`weightsync.transports.base.Owner`."""
+        return self._offer
+
+    def busy(self) -> AbstractContextManager[None]:
+        """Give a context for a transfer: see :meth:`Listener.busy`."""
+        return self._listener.busy()
+
+    @abstractmethod
+    def _serve(self, channel: Channel) -> None:
+        """Answer one reader, until it goes away."""
+
+    def close(self) -> None:
+        """See :class:`weightsync.transports.base.Owner`."""
+        self._listener.close()
+
+
+class TcpOwner(ListeningOwner):
+    """Sends each reader what it asks for."""
+
+    scheme = "tcp"
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        key: bytes,
+        here: Host,
+        bind: str,
+        port: int,
+        advertise: str | None,
+        encrypt: bool | None = False,
+    ) -> None:
+        self._shelf, self._room = shelf, Room(shelf.nbytes)
+        super().__init__(key, here, bind, port, advertise, encrypt)
+
+    def _serve(self, channel: Channel) -> None:
+        tune(channel.socket)
+        Sender(self._shelf, channel, self._room, self.busy).run()
+
+
+class Tcp:
+    """The scheme ``tcp``. ``bind`` is the address to listen on, ``port`` 0 for any, ``advertise`` what readers are told instead.
+
+    Without ``bind`` it is loopback, unless whoever serves knows better (:meth:`bound_to`). Without ``encrypt`` (:meth:`encrypting`)
+    it encrypts beyond loopback. Readers do as the owner's address says.
+    """
+
+    name = "tcp"
+
+    def __init__(self, bind: str | None = None, port: int = 0, advertise: str | None = None, encrypt: bool | None = None) -> None:
+        self._chosen, self._encrypt = bind is not None, encrypt
+        self._bind, self._port, self._advertise = bind or "127.0.0.1", port, advertise
+
+    def bound_to(self, host: str) -> Tcp:
+        """The same, listening on ``host``; itself if it was made with an address to listen on."""
+        return self if self._chosen else Tcp(host, self._port, self._advertise, self._encrypt)
+
+    def encrypting(self, encrypt: bool) -> Tcp:
+        """The same, encrypting or not; itself if it was made to do one of them."""
+        if self._encrypt is not None:
+            return self
+        return Tcp(self._bind if self._chosen else None, self._port, self._advertise, encrypt)
+
+    def unavailable(self) -> str | None:
+        """See :class:`weightsync.transports.base.Scheme`."""
+        return None
+
+    def reaches(self, offer: Offer, here: Host) -> bool:
+        """See :class:`weightsync.transports.base.Scheme`; a loopback address only reaches its own host."""
+        try:
+            host = _Where.parse(offer.address).host
+        except ProtocolError:
+            return False
+        return offer.host.name == here.name or not _is_loopback(host)
+
+    def serve(self, shelf: Shelf, key: bytes, here: Host) -> ListeningOwner:
+        """See :class:`weightsync.transports.base.Scheme`."""
+        return TcpOwner(shelf, key, here, self._bind, self._port, self._advertise, self._encrypt)
+
+    def connect(self, offer: Offer, key: bytes, deadline: Deadline) -> CarriedSource:
+        """See :class:`weightsync.transports.base.Scheme`."""
+        host, port, owner_id, fingerprint = _Where.parse(offer.address)
+        make: Callable[[socket.socket, str], Channel] = Channel
+        if fingerprint:
+            make = functools.partial(EncryptedChannel, context=reader_context(), fingerprint=fingerprint)
+
+        def dial(adopt: Callable[[Channel], None], deadline: Deadline) -> Channel:
+            channel = open_channel(host, port, adopt, deadline, make)
+            channel.secure(deadline)
+            greet_owner(channel, key, owner_id, deadline)
+            return channel
+
+        return CarriedSource(dial, deadline)
+
+
+def _look_up(host: str, port: int, deadline: Deadline) -> list[_Address]:
+    """Addresses of ``host``. The C library keeps no time in this, so a thread waits for it, and is left alone if it is late."""
+    found: Future[list[_Address]] = Future()
+
+    def look() -> None:
+        try:
+            found.set_result([(info[0], info[4]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)])
+        except (OSError, UnicodeError) as error:
+            found.set_exception(error)
+
+    what = f"looking up the trainer rank's host {host}"
+    thread = threading.Thread(target=look, name="weightsync-tcp-look-up", daemon=True)
+    thread.start()
+    thread.join(deadline.remaining(what))
+    if not found.done():
+        deadline.remaining(what)
+        raise DeadlineExceeded(f"{what} did not finish within {deadline.seconds:g} s")
+    try:
+        return found.result(0)
+    except (OSError, UnicodeError) as error:
+        raise PeerLost(f"the trainer rank's host {host} cannot be found: {error}") from error
+
+
+def open_channel(
+    host: str,
+    port: int,
+    adopt: Callable[[Channel], None],
+    deadline: Deadline,
+    make: Callable[[socket.socket, str], Channel] = Channel,
+) -> Channel:
+    """A connection to an owner, given to ``adopt`` before it is made. Raises as :meth:`Tcp.connect` does."""
+    reasons = []
+    for family, where in _look_up(host, port, deadline):
+        channel = make(socket.socket(family, socket.SOCK_STREAM), f"the trainer rank at {host} port {port}")
+        try:
+            adopt(channel)
+            tune(channel.socket)
+            channel.socket.settimeout(deadline.remaining(f"connecting to {channel.peer}"))
+            channel.socket.connect(where)
+            channel.socket.settimeout(None)
+        except TimeoutError:
+            channel.close()
+            raise DeadlineExceeded(f"{channel.peer} did not accept a connection within {deadline.seconds:g} s") from None
+        except OSError as error:
+            channel.close()
+            if channel.aborted:
+                raise Aborted(f"connecting to {channel.peer} was aborted") from None
+            reasons.append(str(error))
+        except BaseException:
+            channel.close()
+            raise
+        else:
+            return channel
+    raise PeerLost(f"nobody answers at {host} port {port}: {'; '.join(reasons)}")

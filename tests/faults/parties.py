@@ -1,0 +1,225 @@
+"""What runs in the campaign's processes: a coordinator, trainer ranks, engine ranks. Each obeys lines on a socket of the runner."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from tests.faults.fork_mutants import MUTANTS
+from tests.faults.forked import Closable, fork
+from tests.faults.network import enter
+from tests.faults.weights import NAMES, SHAPE, Weights, fill
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardPlacement
+
+from weightsync import failpoints
+from weightsync.config import Secret, ServerSettings
+from weightsync.engine.agent import Engine
+from weightsync.errors import WeightSyncError
+from weightsync.server.server import serve
+from weightsync.trainer.agent import Trainer
+from weightsync.transports.host.region import Shelf
+from weightsync.transports.registry import register
+from weightsync.transports.tcp.transport import Tcp
+
+__all__ = ["Gate", "Sockets", "coordinator", "engine", "lines", "run", "say", "trainer"]
+
+Sockets = tuple[socket.socket, socket.socket, socket.socket]
+"""Commands, failpoints, requests: this process's ends."""
+
+_PATIENCE = 3600.0  # seconds without a word from the runner after which a party ends; if the runner dies it hears so at once
+_ROW = 4 * SHAPE[1]
+
+
+def run(target: Callable[[Sockets, dict[str, Any]], None], sockets: Sockets, config: dict[str, Any]) -> None:
+    """Be the party ``target``, with the bug that ``config`` names, if it names one."""
+    mutant = config.get("mutant")
+    with MUTANTS[mutant]() if mutant else nullcontext():
+        target(sockets, config)
+
+
+def lines(sock: socket.socket) -> Iterator[dict[str, Any]]:
+    """Messages of the runner, until it closes its end."""
+    sock.settimeout(_PATIENCE)
+    with sock.makefile("rb") as stream:
+        try:
+            for line in stream:
+                yield msgspec.json.decode(line)
+        except TimeoutError:
+            return
+
+
+def say(sock: socket.socket, message: dict[str, Any]) -> None:
+    """Send a message to the runner."""
+    sock.sendall(msgspec.json.encode(message) + b"\n")
+
+
+class Gate:
+    """Tells the runner where this process is, and does what it answers: go on, or an order first."""
+
+    def __init__(self, sock: socket.socket, orders: Callable[[dict[str, Any]], None] = lambda order: None) -> None:
+        logging.disable(logging.WARNING)  # lost connections are what this is about
+        sock.settimeout(_PATIENCE)
+        self._sock, self._stream = sock, sock.makefile("rb")
+        self._orders = orders
+        self.made: Closable | None = None
+        """What a forked child inherits."""
+        self.sockets: tuple[int, ...] = ()
+        """The runner's, which a child must not keep."""
+        self._turn = threading.Lock()
+
+    def __call__(self, name: str) -> None:
+        """This process is at point ``name``."""
+        with self._turn:
+            try:
+                say(self._sock, {"point": name})
+                line = self._stream.readline()
+            except OSError:
+                line = b""
+            if not line:
+                os._exit(3)  # the runner is gone
+            order = msgspec.json.decode(line)
+            if "fork" in order:
+                self._fork(order["fork"])
+                return
+        if order:
+            self._orders(order)  # other threads go on meanwhile
+
+    def _fork(self, kind: str) -> None:
+        child = fork(kind, self.made, self.sockets)
+        say(self._sock, {"forked": child})
+        self._stream.readline()
+
+
+def coordinator(sockets: Sockets, config: dict[str, Any]) -> None:
+    """Serve until SIGTERM."""
+    commands, gate, _ = sockets
+    failpoints.install(Gate(gate))
+    settings = ServerSettings.load(
+        {},
+        host=config["host"],
+        port=config["port"],
+        token=Secret(config["token"]),
+        run="faults",
+        require="all",
+        shutdown_seconds=1.0,
+    )
+    serve(settings, lambda address, token, control: say(commands, {"ready": True}))
+
+
+def _corrupt(shelf: Shelf, kind: str, seed: int) -> None:
+    """Change bytes that were already digested: what memory, a wire or a wrong copy could do."""
+    random = np.random.default_rng(seed)
+    rows = shelf.payload.reshape(-1, _ROW)
+    first, second, third = (int(row) for row in random.choice(len(rows), 3, replace=False))
+    if kind == "flip":
+        rows[first, random.integers(_ROW)] ^= np.uint8(1 << int(random.integers(8)))
+    elif kind == "swap":
+        rows[[first, second]] = rows[[second, first]]
+    elif kind == "drop":
+        rows[first] = 0
+    elif kind == "repeat":
+        rows[first] = rows[second]
+    elif kind == "reorder":
+        rows[[first, second, third]] = rows[[second, third, first]]
+    else:
+        raise ValueError(f"no corruption is called {kind}")
+
+
+def trainer(sockets: Sockets, config: dict[str, Any]) -> None:
+    """One of two ranks, each with half of the rows of every tensor."""
+    torch.set_num_threads(1)
+    commands, gate, _ = sockets
+    rank, world = config["rank"], config["world"]
+    # DTensors need a mesh, and nothing here communicates: a group that only pretends lets one rank restart without the others.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    rows = SHAPE[0] // world
+    local = [torch.zeros(rows, SHAPE[1], dtype=torch.int32) for _ in NAMES]
+    if "tcp" in config:  # known to others by the address of a relay, and encrypted: the way between hosts
+        register(Tcp(**config["tcp"], encrypt=True))
+    placements = [ShardPlacement(0)]
+    state = {name: DTensor.from_local(part, mesh, placements, run_check=False) for name, part in zip(NAMES, local, strict=True)}
+    with Trainer(
+        state, config["coordinator"], token=config["token"], rank=rank, world_size=world, transports=[config["transport"]]
+    ) as made:
+
+        def obey(order: dict[str, Any]) -> None:
+            shelf = made._role.shelf
+            if isinstance(shelf, Shelf):
+                _corrupt(shelf, order["corrupt"], order["seed"])
+
+        gated = Gate(gate, obey)
+        gated.made, gated.sockets = made, tuple(sock.fileno() for sock in sockets)
+        failpoints.install(gated)
+        say(commands, {"ready": True})
+        for command in lines(commands):
+            fill(local, rank * rows, command["number"])
+            started = time.monotonic()
+            answer: dict[str, Any] = {"error": None, "digest": None}
+            try:
+                answer["digest"] = made.publish(command["number"], timeout=command["timeout"]).version.digest
+            except WeightSyncError as error:
+                answer["error"] = f"{type(error).__name__}: {error}"
+            say(commands, {**answer, "seconds": time.monotonic() - started})
+
+
+def engine(sockets: Sockets, config: dict[str, Any]) -> None:
+    """One rank of a replica, which answers requests throughout; ``leave`` and ``join`` on command."""
+    torch.set_num_threads(1)
+    if config["namespace"] is not None:
+        enter(config["namespace"])
+    commands, gate, requests = sockets
+    weights = Weights(config["rank"], config["world"])
+    gated = Gate(gate)
+    gated.sockets = tuple(sock.fileno() for sock in sockets)
+    failpoints.install(gated)
+
+    def serve_requests() -> None:
+        try:
+            for _ in lines(requests):
+                say(requests, weights.answer())
+        except OSError:
+            return  # the runner closed its end
+
+    threading.Thread(target=serve_requests, name="requests", daemon=True).start()
+
+    def join() -> Engine:
+        return Engine(
+            weights,
+            config["replica"],
+            config["coordinator"],
+            token=config["token"],
+            rank=config["rank"],
+            world_size=config["world"],
+            transports=[config["transport"]],
+            delivery=config["delivery"],
+            bucket_bytes=1 << 18,
+        )
+
+    joined: Engine | None = join()
+    gated.made = joined
+    say(commands, {"ready": True})
+    for command in lines(commands):
+        if joined is not None and command["do"] == "leave":
+            weights.pause("abort", 10.0)
+            joined.close()
+            joined = None
+        elif joined is None and command["do"] == "join":
+            gated.made = joined = join()
+        say(commands, {"done": True})
+    if joined is not None:
+        joined.close()

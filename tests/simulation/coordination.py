@@ -1,0 +1,188 @@
+"""The coordinator's simulated process: the real coordinator, and the service's real end of the agents' sockets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from tests.simulation.network import Wire
+from tests.simulation.ranks import EngineProcess, Process
+
+from weightsync.config import RoundSettings, ServerSettings
+from weightsync.coordinator import Coordinator
+from weightsync.coordinator.events import Event, ReplicaEnded, ReplicaPhase, RoundEnded, RoundStarted
+from weightsync.coordinator.rank_handle import Limit, Link
+from weightsync.coordinator.ranks import EngineNode, TrainerNode
+from weightsync.coordinator.replicas import Replica
+from weightsync.protocol.messages import RoundResult
+from weightsync.server.agents import AgentSockets
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+__all__ = ["GRACE", "CoordinatorProcess"]
+
+GRACE = 4.0
+_MARGIN = 6.0  # seconds that trouble may still be felt after it is over
+_MOMENT = 0.2  # for frames that are under way
+_LONGEST = 120.0
+_LEFT_OUT = ("lost", "refused")
+_ROOMY = 10.0  # a round of so many seconds has time for everybody who is well
+_SERVER = ServerSettings()
+
+
+class CoordinatorProcess(Process):
+    """One life of the coordinator."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world, "coordinator")
+        self.coordinator = Coordinator(
+            RoundSettings(
+                run="simulated",
+                grace=GRACE,
+                timeout=_LONGEST,
+                max_unavailable=world.max_unavailable,
+                require="all" if world.misfit is not None else "any",
+            )
+        )
+        self.sockets = AgentSockets(self.coordinator, _SERVER)
+        self.started = world.loop.time()
+        self._round = (0.0, 0.0, False)
+        self._limit = self._until = 0.0
+        self._expected: set[str] = set()
+        """Replicas that the running publication must account for."""
+        emit = self.coordinator._feed.emit
+
+        def spy(event: Event) -> None:
+            self._saw(event)
+            emit(event)
+
+        self.coordinator._feed.emit = spy  # type: ignore[method-assign]
+        self._known: set[str] = set()
+        self._count_what_events_do_not_tell()
+
+    def _count_what_events_do_not_tell(self) -> None:
+        coordinator, seen = self.coordinator, self.world.seen
+        join, distrust, asked_before = coordinator.join_engine, coordinator._distrust, coordinator._rendezvous._asked_before
+
+        def joining(node: EngineNode) -> str:
+            member = node.rank.member
+            if node.rank.serving is not None:
+                lost = member in self._known
+                seen[f"rank attests a version to a {'coordinator that had lost it' if lost else 'new coordinator'}"] += 1
+            self._known.add(member)
+            return join(node)
+
+        def distrusting(replica: Replica, why: str) -> None:
+            seen["quarantine outside of a round"] += 1
+            distrust(replica, why)
+
+        def asking(link: Link[TrainerNode], call: int) -> Any:
+            found = asked_before(link, call)
+            seen["publication asked for again"] += found is not None
+            return found
+
+        publish = coordinator._publish
+
+        def publishing(number: int, limit: Limit, grace: float, epoch: int) -> Any:
+            self._until = limit.at
+            return publish(number, limit, grace, epoch)
+
+        coordinator._publish = publishing  # type: ignore[method-assign]
+        coordinator.join_engine = joining  # type: ignore[method-assign]
+        coordinator._distrust = distrusting  # type: ignore[method-assign]
+        coordinator._rendezvous._asked_before = asking  # type: ignore[method-assign]
+
+    def accept(self, wire: Wire) -> None:
+        """A connection comes in."""
+        self.wires.append(wire)
+        self.spawn(self.sockets.endpoint(cast("Any", wire.socket)))
+
+    def crash(self) -> None:
+        """Without a word to anybody."""
+        self.alive = False
+        self.world.coordinator = None
+        for wire in self.wires:
+            wire.lose(self.world.notice(), 0.0)
+        self.world.loop.create_task(self.coordinator.aclose())  # speaks to nobody any more
+
+    def shut_down(self) -> None:
+        """In good order, as the service does it."""
+        self.world.coordinator = None
+        self.world.trouble(self, 0.0)
+
+        async def close() -> None:
+            await self.coordinator.aclose()
+            await self.sockets.aclose("the coordinator shuts down")
+            self.alive = False
+
+        self.world.loop.create_task(close())
+
+    def _saw(self, event: Event) -> None:
+        world, seen = self.world, self.world.seen
+        if world.coordinator is not self:
+            return
+        match event:
+            case ReplicaPhase(phase=phase):
+                seen[f"phase {phase}"] += 1
+            case RoundStarted(seeding=seeding):
+                self._round = (world.loop.time(), world.jumped, seeding)
+                self._limit = _LONGEST if seeding else self._until - world.loop.time()
+                known = self.coordinator._members.replicas.values()
+                self._expected = set() if seeding else {replica.name for replica in known if not replica.departed}
+            case ReplicaEnded(result=result) if result.error is None:
+                seen[f"delivery {result.delivery}"] += 1
+                seen[f"verified {result.verified}"] += 1
+            case RoundEnded(result=None, error=error):
+                self._ended()
+                self._excused(None, str(error))
+                cancelled = "Cancelled" in (error or "")
+                seen["seeding round cancelled" if self._round[2] and cancelled else "round without a version"] += 1
+            case RoundEnded(result=result) if result is not None:
+                self._ended()
+                seen["round ok" if result.ok else "round not ok"] += 1
+                seen["seeding round ok"] += self._round[2] and result.ok
+                self._look_for_dropped(result)
+                failed = [one for one in result.replicas if one.error is not None]
+                seen["replica failed alone"] += 0 < len(failed) < len(result.replicas)
+                for one in failed:
+                    seen[f"replica left out: {one.state}"] += one.state in _LEFT_OUT
+                    if self._round[2] and world.in_place and one.state == "dirty" and "StaleSource" in str(one.error):
+                        world.violated(
+                            "spoiled", f"{one.name} was taken out of service for a version that nobody holds: {one.error}"
+                        )
+                    if one.state not in _LEFT_OUT:
+                        self._excused(one.name, str(one.error))
+
+    def _look_for_dropped(self, result: RoundResult) -> None:
+        """Every replica that is known is in the result, and counts for what is required."""
+        dropped = self._expected - {one.name for one in result.replicas}
+        if dropped:
+            self.world.violated("dropped", f"a result with ok={result.ok} says nothing of {sorted(dropped)}")
+        if self.coordinator.settings.require == "all" and result.ok and any(one.error for one in result.replicas):
+            self.world.violated("dropped", f"a round that needs all replicas is ok without one: {result}")
+
+    def _ended(self) -> None:
+        """A round ends by its deadline, or by the end of the quarantine that follows."""
+        started, jumped, _ = self._round
+        late = self.world.loop.time() - started - (self.world.jumped - jumped) - self._limit - GRACE - _MOMENT
+        if late > 0:
+            self.world.violated("hang", f"a round of {self._limit:g} s ended {late:.3f} s late")
+
+    def _excused(self, name: str | None, error: str) -> None:
+        """Only a replica with a trouble of its own, or of a trainer's, may fail; and a whole round only with a trainer's.
+
+        One that was waiting for its turn may fail by the trouble of whoever had it, and serves on as it was.
+        """
+        world = self.world
+        started, jumped, seeding = self._round
+        if world.jumped != jumped or self._limit < _ROOMY or (seeding and name is None):
+            return
+        waited = error.startswith("wait: DeadlineExceeded")
+        ranks: list[Process] = [engine for engine in world.engines.values() if engine.name == name or waited]
+        if not waited and any(isinstance(rank, EngineProcess) and rank.ranks != len(ranks) for rank in ranks):
+            return
+        if any(one.troubled_until + _MARGIN > started for one in (*ranks, *world.trainers.values(), self)):
+            return
+        if any(reason in error for reason in ("is not complete", "went away", "it is not connected")):
+            return
+        world.violated("infected", f"{'the round' if name is None else f'replica {name}'} had no trouble, and failed: {error}")

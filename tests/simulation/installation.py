@@ -1,0 +1,99 @@
+"""Puts virtual time, threads and wires under the real modules, for as long as a schedule runs."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from tests.simulation import threads as simulated
+from tests.simulation.network import connector
+from tests.simulation.remembered import REMEMBERED
+from tests.simulation.world import World
+
+import weightsync.coordinator.replicas
+import weightsync.deadline
+import weightsync.engine.adapter_calls
+import weightsync.engine.filling
+import weightsync.engine.links
+import weightsync.engine.session
+import weightsync.protocol.connection
+import weightsync.protocol.dial
+import weightsync.protocol.worker
+import weightsync.trainer.publisher
+from weightsync import failpoints
+from weightsync.coordinator.replicas import Replica, State
+from weightsync.transports import registry
+
+__all__ = ["installed", "replaced"]
+
+_GROUP_BYTES = 48  # so that the few bytes of the simulated model are several groups
+
+
+@contextmanager
+def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Set attributes (object, name, value) inside the block, and put back what was there."""
+    before = [(target, name, getattr(target, name)) for target, name, _ in changes]
+    try:
+        for target, name, value in changes:
+            setattr(target, name, value)
+        yield
+    finally:
+        for target, name, value in reversed(before):
+            setattr(target, name, value)
+
+
+@contextmanager
+def installed(world: World) -> Iterator[None]:
+    """Everything that the real code would ask the machine for comes from ``world``."""
+    clock = SimpleNamespace(monotonic=world.monotonic, perf_counter=world.monotonic, time=world.wall)
+    locks = SimpleNamespace(
+        Lock=simulated.Lock, Event=simulated.Event, Thread=simulated.Thread, current_thread=threading.current_thread
+    )
+    # Trainers hand over manifest and shards, which stay where they are.
+    followed: Callable[..., Any] = lambda state, **_: SimpleNamespace(now=lambda: state)  # noqa: E731
+    become, make = Replica.become, Replica.__init__
+
+    def becoming(replica: Replica, state: State, *rest: Any, **named: Any) -> None:
+        become(replica, state, *rest, **named)
+        world.seen[f"replica {state}"] += 1
+
+    def making(replica: Replica, *rest: Any) -> None:
+        make(replica, *rest)
+        world.seen["replica registered"] += 1
+
+    try:
+        with replaced(
+            (Replica, "become", becoming),
+            (Replica, "__init__", making),
+            *REMEMBERED,
+            (failpoints, "_gate", world.reached),
+            (weightsync.deadline, "time", clock),
+            (weightsync.coordinator.replicas, "time", clock),
+            (weightsync.engine.adapter_calls, "time", clock),
+            (weightsync.engine.adapter_calls, "threading", locks),
+            (weightsync.engine.session, "time", clock),
+            (weightsync.engine.session, "threading", locks),
+            (weightsync.engine.filling, "time", clock),
+            (weightsync.engine.filling, "ThreadPoolExecutor", simulated.Executor),
+            (weightsync.trainer.publisher, "time", clock),
+            (weightsync.trainer.publisher, "threading", locks),
+            (weightsync.trainer.publisher, "FollowedShards", followed),
+            (
+                weightsync.engine.links,
+                "row_groups",
+                functools.partial(weightsync.engine.links.row_groups, group_bytes=_GROUP_BYTES),
+            ),
+            (weightsync.protocol.worker, "threading", locks),
+            (weightsync.protocol.worker, "queue", SimpleNamespace(SimpleQueue=simulated.SimpleQueue)),
+            (weightsync.protocol.connection, "time", clock),
+            (weightsync.protocol.connection, "random", world.random),
+            (weightsync.protocol.dial, "connect", connector(world, world.current)),
+        ):
+            registry.register(world.scheme)
+            yield
+    finally:
+        registry._made.pop(world.scheme.name, None)

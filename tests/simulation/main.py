@@ -1,0 +1,189 @@
+"""``python -m tests.simulation``: many schedules on several processes, a census of what occurred, mutants, one JSON line."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
+from typing import Any
+
+from tests.simulation.faults import ALL_FAULTS, ALL_STATES
+from tests.simulation.mutants import MUTANTS
+from tests.simulation.schedule import Outcome, run_schedule
+
+__all__ = ["census", "hunt", "main", "run_all", "run_many"]
+
+_CHUNK = 25
+_SHOWN = 5
+_ENOUGH_FOR_ALL = 2000
+"""Schedules from which on everything that can occur must have occurred."""
+_REAL_SECONDS = 120.0
+"""Of a schedule that takes some hundredths of one; after them, something in it really waits."""
+_MOST_SEEDS = 1500
+"""Schedules in which a mutant must be caught."""
+
+
+def _begin(counter: Any) -> None:
+    """A process of the pool: takes the next core, and ends with its parent, however that ends."""
+    with counter.get_lock():
+        core, counter.value = counter.value, counter.value + 1
+    _prepare(core)
+    parent = parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), name="end with the parent", daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)
+
+
+def _pool(processes: int) -> ProcessPoolExecutor:
+    context = get_context("spawn")
+    return ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(context.Value("i", 0),))
+
+
+def _prepare(core: int) -> None:
+    """Be quiet, and stay on one core."""
+    import torch
+
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what was imported stays: without this, looking at it over and over takes a fifth of the time
+    gc.set_threshold(50_000, 20, 100)
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[core % len(cores)]})
+
+
+def _run(seed: int) -> Outcome:
+    """The schedule of ``seed``. All its threads are one: a real wait would never end, so it ends the process, and says where."""
+    faulthandler.dump_traceback_later(_REAL_SECONDS, exit=True, file=2)
+    try:
+        return run_schedule(seed)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def run_many(seeds: Sequence[int]) -> Outcome:
+    """The schedules of ``seeds``, one after the other."""
+    total = Outcome()
+    for seed in seeds:
+        total.add(_run(seed))
+    return total
+
+
+def hunt(name: str, first: int = 0, most: int = _MOST_SEEDS) -> tuple[str, int | None, str]:
+    """Run schedules with a mutant until one notices it: its name, the number of schedules (``None``: not noticed), by what."""
+    with MUTANTS[name]():
+        for count in range(most):
+            failed = _run(first + count).failed
+            if failed:
+                return name, count + 1, failed[0][1][0]
+    return name, None, ""
+
+
+def census(total: Outcome) -> list[str]:
+    """What should have occurred and did not."""
+    return [name for name in ALL_FAULTS if not total.injected[name]] + [name for name in ALL_STATES if not total.seen[name]]
+
+
+def _print_census(total: Outcome) -> None:
+    for title, known, counted in (("faults", ALL_FAULTS, total.injected), ("states", ALL_STATES, total.seen)):
+        print(f"{title}:")
+        for name in (*known, *sorted(counted.keys() - set(known))):
+            print(f"  {counted[name]:>8,}  {name}")
+
+
+def run_all(seeds: range, processes: int) -> Outcome:
+    """The schedules of ``seeds`` on several processes."""
+    total = Outcome()
+    with _pool(processes) as pool:
+        for outcome in pool.map(run_many, _chunks(seeds)):
+            total.add(outcome)
+    return total
+
+
+def _chunks(seeds: range) -> Iterator[range]:
+    for first in range(seeds.start, seeds.stop, _CHUNK):
+        yield range(first, min(first + _CHUNK, seeds.stop))
+
+
+def _report(failed: list[tuple[int, list[str]]]) -> None:
+    for seed, lines in sorted(failed)[:_SHOWN]:
+        print(f"\nschedule {seed} failed; reproduce it with: python -m tests.simulation --seed {seed}")
+        for line in lines[:_SHOWN]:
+            print(f"  {line.rstrip()}")
+    if len(failed) > _SHOWN:
+        print(f"\n... and {len(failed) - _SHOWN} more")
+
+
+def _one(seed: int) -> int:
+    _prepare(0)
+    outcome = _run(seed)
+    for _, lines in outcome.failed:
+        print("\n".join(line.rstrip() for line in lines))
+    print(
+        f"schedule {seed}: {'FAILED' if outcome.failed else 'ok'}, {outcome.steps} steps, {sum(outcome.injected.values())} faults"
+    )
+    return 1 if outcome.failed else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse, run, print, exit with 0 if nothing is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=300, metavar="N", help="schedules to run (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first schedule's seed (default: %(default)s)")
+    parser.add_argument("--seed", type=int, metavar="SEED", help="run this one schedule and print all that happened in it")
+    parser.add_argument("--processes", type=int, default=2, metavar="N", help="processes (default: %(default)s)")
+    parser.add_argument("--no-mutants", action="store_true", help="do not plant bugs afterwards")
+    given = parser.parse_args(arguments)
+    if given.seed is not None:
+        sys.exit(_one(given.seed))
+    sys.exit(_campaign(range(given.first, given.first + given.seeds), given.processes, not given.no_mutants))
+
+
+def _campaign(seeds: range, processes: int, mutants: bool) -> int:
+    started = time.monotonic()
+    total = run_all(seeds, processes)
+    seconds = time.monotonic() - started
+    caught: list[tuple[str, int | None, str]] = []
+    if mutants:
+        with _pool(processes) as pool:
+            caught = list(pool.map(hunt, MUTANTS))
+    _print_census(total)
+    if caught:
+        print("mutants:")
+        for name, count, what in caught:
+            print(f"  {name}: " + (f"caught by schedule {count}: {what[:90]}" if count else "NOT CAUGHT"))
+    missing = census(total) if len(seeds) >= _ENOUGH_FOR_ALL else []
+    for name in missing:
+        print(f"never occurred: {name}")
+    _report(total.failed)
+    print(f"\n{total.schedules:,} schedules in {seconds:.0f} s: {total.schedules / max(seconds, 1e-9):.1f} a second")
+    summary = {
+        "schedules": total.schedules,
+        "faults_injected": sum(total.injected.values()),
+        "kills": total.kills,
+        "corruptions": total.corruptions,
+        "torn_responses": total.torn,
+        "mislabelled_responses": total.mislabelled,
+        "hangs": total.hangs,
+        "leaks": total.leaks,
+        "uncaught_corruptions": total.uncaught,
+        "mutants": len(caught),
+        "mutants_caught": sum(count is not None for _, count, _ in caught),
+    }
+    print(json.dumps(summary))
+    return 1 if total.failed or missing or any(count is None for _, count, _ in caught) else 0

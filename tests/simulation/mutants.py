@@ -1,0 +1,309 @@
+"""Bugs planted on purpose. The simulation must notice each of them within a bounded number of schedules, or it has no teeth.
+
+Some take out two lines of defence at once (the round's order and the rank's own refusal, say): with one of them left, nothing wrong
+comes of it, which is the point of having both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from tests.simulation.installation import replaced
+from tests.simulation.mutants_of_calls import MUTANTS_OF_CALLS
+from tests.simulation.mutants_publication import PUBLICATION_MUTANTS
+from tests.simulation.transfer import SimulatedSource
+
+from weightsync import failpoints
+from weightsync.coordinator import round as protocol
+from weightsync.coordinator.coordinator import Coordinator
+from weightsync.coordinator.rank_handle import Limit
+from weightsync.coordinator.replicas import Replica
+from weightsync.coordinator.round import Engines
+from weightsync.deadline import Deadline
+from weightsync.engine.session import EngineRole, ReceivedCall
+from weightsync.errors import DeadlineExceeded, WeightSyncError
+from weightsync.model import Version
+from weightsync.planning.coverage import Cover
+from weightsync.protocol.messages import Done, Pause
+from weightsync.tensors.views import bytes_at
+from weightsync.trainer.publisher import TrainerRole
+
+__all__ = ["MUTANTS"]
+
+Mutant = Callable[[], AbstractContextManager[None]]
+
+
+def _resumed_whatever(role: EngineRole, deadline: Deadline) -> None:
+    role._calls.resume()
+    role._state = "serving"
+
+
+def _resumed_unless_uncommitted(role: EngineRole, deadline: Deadline) -> None:
+    if role._state != "committed":
+        raise WeightSyncError("not committed")
+    _resumed_whatever(role, deadline)
+
+
+def _resume_before_verify() -> AbstractContextManager[None]:
+    move = protocol.move
+
+    async def broken(engines: Engines, *rest: Any) -> Any:
+        moved = await move(engines, *rest)
+        await protocol.resume(engines, next(value for value in rest if isinstance(value, Limit)))
+        return moved
+
+    return replaced((protocol, "move", broken), (EngineRole, "_resume", _resumed_whatever))
+
+
+def _label_before_commit() -> AbstractContextManager[None]:
+    move = EngineRole._move
+
+    def broken(role: EngineRole, number: int, deadline: Any) -> Any:
+        role.adapter.finish(Version("simulated", number, role.manifest.fingerprint, ""))
+        return move(role, number, deadline)
+
+    return replaced((EngineRole, "_move", broken))
+
+
+def _loaded_before_commit() -> AbstractContextManager[None]:
+    updating: set[Replica] = set()
+    begin, succeed, fail, commit = Replica.begin, Replica.succeed, Replica.fail, protocol.commit
+
+    async def committing(engines: Engines, version: Version, *rest: Any) -> None:
+        for replica in updating:
+            if replica.members() == dict(engines):
+                replica.become("loaded", version)
+        await commit(engines, version, *rest)
+
+    def beginning(replica: Replica, links: Any) -> None:
+        begin(replica, links)
+        updating.add(replica)
+
+    def succeeding(replica: Replica, links: Any, version: Version) -> None:
+        updating.discard(replica)
+        if replica.state == "updating":
+            succeed(replica, links, version)
+
+    def failing(replica: Replica, links: Any, error: str) -> None:
+        updating.discard(replica)
+        fail(replica, links, error)
+
+    return replaced(
+        (protocol, "commit", committing),
+        (Replica, "begin", beginning),
+        (Replica, "succeed", succeeding),
+        (Replica, "fail", failing),
+    )
+
+
+def _ack_before_copy() -> AbstractContextManager[None]:
+    read = SimulatedSource.read
+
+    def broken(source: SimulatedSource, group: int, *rest: Any) -> Any:
+        tiles = source._groups[group]
+        runs = [
+            (int(tiles.target[i] + row * tiles.target_stride[i]), int(tiles.row_bytes[i]))
+            for i in range(len(tiles))
+            for row in range(int(tiles.rows[i]))
+        ]
+        before = [bytes_at(address, size).copy() for address, size in runs]
+        answer = read(source, group, *rest)
+        after = [bytes_at(address, size).copy() for address, size in runs]
+        memory = source.engine.memory.storage  # kept, whatever becomes of the process
+
+        def copy() -> None:
+            for (address, size), new in zip(runs, after, strict=True):
+                if memory.numel():
+                    bytes_at(address, size)[:] = new
+            source.engine.written(None)
+
+        if source.engine.kind == "direct":
+            for (address, size), old in zip(runs, before, strict=True):
+                bytes_at(address, size)[:] = old
+            source.world.loop.call_later(0.03, copy)
+        return answer
+
+    return replaced((SimulatedSource, "read", broken))
+
+
+def _dirty_resumed() -> AbstractContextManager[None]:
+    async def broken(engines: Engines, reason: str, grace: float) -> None:
+        for link in engines.values():
+            try:
+                await asyncio.wait_for(link.node.resume(grace), grace)
+            except (WeightSyncError, TimeoutError):
+                continue
+
+    return replaced((protocol, "quarantine", broken), (EngineRole, "_resume", _resumed_whatever))
+
+
+def _ignoring_deadline(phase: str) -> Mutant:
+    def mutant() -> AbstractContextManager[None]:
+        real = getattr(protocol, phase)
+
+        async def broken(engines: Engines, *rest: Any) -> Any:
+            return await real(engines, *(Limit(10_000.0) if isinstance(value, Limit) else value for value in rest))
+
+        return replaced((protocol, phase, broken))
+
+    return mutant
+
+
+def _digest_not_compared() -> AbstractContextManager[None]:
+    unchecked = (Cover, "check", lambda cover, digests, expected: None)
+    return replaced(unchecked, (EngineRole, "_holds", lambda role, version, moved, cover: True))
+
+
+def _rank_not_comparing() -> AbstractContextManager[None]:
+    return replaced((EngineRole, "_holds", lambda role, version, moved, cover: True))
+
+
+def _one_rank_verified() -> AbstractContextManager[None]:
+    real = Cover.check
+
+    def broken(cover: Cover, digests: Any, expected: Any) -> None:
+        if any(member.endswith("/0") for member in digests):
+            real(cover, digests, expected)
+
+    return replaced((Cover, "check", broken))
+
+
+def _quarantine_skipped() -> AbstractContextManager[None]:
+    async def broken(engines: Engines, reason: str, grace: float) -> None:
+        await asyncio.sleep(0)
+
+    import weightsync.coordinator.coordinator as coordinator
+
+    return replaced((protocol, "quarantine", broken), (coordinator, "quarantine", broken))
+
+
+def _stale_shelf() -> AbstractContextManager[None]:
+    real = TrainerRole._place
+
+    earlier: WeakKeyDictionary[TrainerRole, Any] = WeakKeyDictionary()
+
+    def broken(role: TrainerRole, number: int, deadline: Any) -> Any:
+        if role not in earlier or role._armed != number:
+            earlier[role] = real(role, number, deadline)
+            return earlier[role]
+        with role.shelf.placing(number):
+            role._armed = None
+        role._placed.set()
+        return earlier[role]
+
+    return replaced((TrainerRole, "_place", broken))
+
+
+def _late_commit() -> AbstractContextManager[None]:
+    commit = EngineRole._commit
+
+    def committing(role: EngineRole, version: Version) -> None:
+        commit(role, version)
+        role._calls.resume()
+
+    def quarantining(role: EngineRole, call: ReceivedCall, deadline: Deadline) -> Done:
+        return Done()
+
+    return replaced((EngineRole, "_commit", committing), (EngineRole, "_quarantine", quarantining))
+
+
+def _attested_while_pausing() -> AbstractContextManager[None]:
+    def broken(role: EngineRole, body: Pause, deadline: Deadline) -> None:
+        failpoints.reached("engine.pausing")
+        failpoints.reached("engine.pause")
+        role._calls.pause(body.mode, deadline.remaining("pausing"))
+        role._state = "paused"
+        role._check_abort()
+
+    return replaced((EngineRole, "_pause", broken))
+
+
+def _attested_while_paused() -> AbstractContextManager[None]:
+    return replaced((EngineRole, "attests", property(lambda role: role.serving)))
+
+
+def _resumed_after_quarantine() -> AbstractContextManager[None]:
+    return replaced((EngineRole, "_resume", _resumed_unless_uncommitted))
+
+
+def _published_before_copy() -> AbstractContextManager[None]:
+    arm = TrainerRole.arm
+
+    def broken(role: TrainerRole, number: int) -> Any:
+        event = arm(role, number)
+        event.set()
+        return event
+
+    return replaced((TrainerRole, "arm", broken), (TrainerRole, "disarm", lambda role: None))
+
+
+def _one_word_for_all() -> AbstractContextManager[None]:
+    real = Coordinator._settle
+
+    def broken(coordinator: Coordinator, replica: Replica) -> None:
+        first = replica.links[0].serving
+        for link in replica.links.values():
+            link.serving = first
+        real(coordinator, replica)
+
+    return replaced((Coordinator, "_settle", broken))
+
+
+def _one_fails_all() -> AbstractContextManager[None]:
+    real = protocol._bring
+
+    async def broken(order: Any, report: Any, placing: Any) -> Any:
+        result = await real(order, report, placing)
+        if result.error is not None:
+            raise DeadlineExceeded(result.error)
+        return result
+
+    return replaced((protocol, "_bring", broken))
+
+
+def _rounds_at_the_same_time() -> AbstractContextManager[None]:
+    @asynccontextmanager
+    async def broken(coordinator: Coordinator, limit: Limit) -> AsyncIterator[None]:
+        yield
+
+    return replaced((Coordinator, "_take_turn", broken))
+
+
+def _pause_not_awaited() -> AbstractContextManager[None]:
+    def broken(role: EngineRole, body: Pause, deadline: Deadline) -> None:
+        role._state = "paused"
+        role._calls._driven.paused = True
+
+    return replaced((EngineRole, "_pause", broken))
+
+
+MUTANTS: dict[str, Mutant] = {
+    "resume before verify": _resume_before_verify,
+    "label before commit": _label_before_commit,
+    "replica loaded before commit": _loaded_before_commit,
+    "ack before the copy is done": _ack_before_copy,
+    "dirty replica resumed": _dirty_resumed,
+    "deadline ignored in move": _ignoring_deadline("move"),
+    "deadline ignored in commit": _ignoring_deadline("commit"),
+    "digest not compared": _digest_not_compared,
+    "a replica's only rank does not compare": _rank_not_comparing,
+    "only rank 0 verified": _one_rank_verified,
+    "quarantine skipped": _quarantine_skipped,
+    "stale shelf published": _stale_shelf,
+    "late commit of a cancelled round applied": _late_commit,
+    "version attested while pausing": _attested_while_pausing,
+    "version attested while paused": _attested_while_paused,
+    "resumed after a quarantine": _resumed_after_quarantine,
+    "publish returns before the copy": _published_before_copy,
+    "one rank's word taken for all": _one_word_for_all,
+    "a failed replica fails the others": _one_fails_all,
+    "rounds run at the same time": _rounds_at_the_same_time,
+    "pause answered before the engine stands": _pause_not_awaited,
+    **PUBLICATION_MUTANTS,
+    **MUTANTS_OF_CALLS,
+}
+"""Name to what plants it for as long as a ``with`` block runs."""

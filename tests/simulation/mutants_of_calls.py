@@ -1,0 +1,83 @@
+"""Bugs planted in how an engine rank receives, aborts and refuses calls, and in what it asks before it pauses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from tests.simulation.installation import replaced
+
+from weightsync import failpoints
+from weightsync.coordinator.publications import Shelves
+from weightsync.coordinator.remote_ranks import RemoteEngine
+from weightsync.deadline import Deadline
+from weightsync.engine.adapter_calls import AdapterCalls
+from weightsync.engine.session import EngineRole
+from weightsync.model import PauseMode
+from weightsync.protocol.connection import Link
+from weightsync.protocol.messages import Body, Pause
+
+__all__ = ["MUTANTS_OF_CALLS"]
+
+
+def _abort_forgotten() -> AbstractContextManager[None]:
+    """As it was: a flag that pausing clears, and pausing begins when memory has been followed."""
+    answer = EngineRole._answer
+
+    def renewed(role: EngineRole) -> None:
+        role._call = replace(role._call, aborts=role._aborts)
+
+    def answering(role: EngineRole, body: Body, deadline: Deadline) -> Body:
+        renewed(role)
+        return answer(role, body, deadline)
+
+    def pausing(role: EngineRole, body: Pause, deadline: Deadline) -> None:
+        failpoints.reached("engine.pausing")
+        renewed(role)
+        role._state = "pausing"
+        role._calls.pause(body.mode, deadline.remaining("pausing"))
+        role._state = "paused"
+
+    return replaced((EngineRole, "_answer", answering), (EngineRole, "_pause", pausing))
+
+
+def _attested_while_memory_is_followed() -> AbstractContextManager[None]:
+    def pausing(role: EngineRole, body: Pause, deadline: Deadline) -> None:
+        failpoints.reached("engine.pausing")
+        role._state = "pausing"
+        role._calls.pause(body.mode, deadline.remaining("pausing"))
+        role._state = "paused"
+        role._check_abort()
+
+    return replaced((EngineRole, "_pause", pausing))
+
+
+def _paused_twice() -> AbstractContextManager[None]:
+    def pausing(calls: AdapterCalls, mode: PauseMode, timeout: float) -> None:
+        calls._adapter.pause(mode, timeout)
+        calls._driven.paused = True
+
+    return replaced((AdapterCalls, "pause", pausing))
+
+
+def _refused_for_ever() -> AbstractContextManager[None]:
+    return replaced((Link, "_connect_again_after", lambda link, worker: None))
+
+
+def _seeded_from_withdrawn_memory() -> AbstractContextManager[None]:
+    async def unasked(engine: RemoteEngine, number: int, timeout: float) -> None:
+        return
+
+    forgotten: Any = lambda shelves: None  # noqa: E731
+    return replaced((Shelves, "publication_ended", forgotten), (RemoteEngine, "check_sources", unasked))
+
+
+MUTANTS_OF_CALLS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "an abort before the pause is forgotten": _abort_forgotten,
+    "version attested while memory is followed": _attested_while_memory_is_followed,
+    "adapter paused twice": _paused_twice,
+    "a refused rank is never looked at again": _refused_for_ever,
+    "seeded from memory that was withdrawn": _seeded_from_withdrawn_memory,
+}

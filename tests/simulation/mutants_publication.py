@@ -1,0 +1,34 @@
+"""Bugs planted in how trainer ranks gather, and in which replicas a publication accounts for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from tests.simulation.installation import replaced
+
+from weightsync.coordinator.membership import Membership
+from weightsync.coordinator.publish_barrier import Rendezvous
+from weightsync.errors import PeerLost
+
+__all__ = ["PUBLICATION_MUTANTS"]
+
+
+def _place_not_kept() -> AbstractContextManager[None]:
+    def broken(rendezvous: Rendezvous, member: str, reason: str, clean: bool = False) -> None:
+        gathering = rendezvous._gathering
+        if gathering is not None and member in gathering.places:
+            rendezvous._fail(gathering, PeerLost(f"{member} is gone ({reason})"))
+
+    return replaced((Rendezvous, "left", broken))
+
+
+def _left_out_dropped() -> AbstractContextManager[None]:
+    return replaced((Membership, "left_out", lambda members: []))
+
+
+PUBLICATION_MUTANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "a rank that blinks while ranks gather loses its place": _place_not_kept,
+    "replicas that are lost or refused are dropped from results": _left_out_dropped,
+}
+"""Name to what plants it for as long as a ``with`` block runs."""

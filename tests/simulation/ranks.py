@@ -1,0 +1,362 @@
+"""Simulated processes: an engine rank, a trainer rank. Real roles and links inside; what they hold is watched."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tests.simulation.threads import Executor, Lock, Thread, threads
+from tests.simulation.weights import MANIFEST, MISFIT, Memory, Sharing
+
+from weightsync.config import Address, ClientSettings, Secret
+from weightsync.engine.adapter import EngineAdapter
+from weightsync.engine.agent import Engine
+from weightsync.engine.session import EngineRole
+from weightsync.errors import Aborted, DeadlineExceeded, LoadError, WeightSyncError
+from weightsync.forks import Origin
+from weightsync.model import Manifest, PauseMode, Version
+from weightsync.protocol.connection import Link
+from weightsync.protocol.messages import Body, Delivery, Host, RoundResult, Welcome
+from weightsync.tensors.shards import Shard
+from weightsync.trainer.agent import Trainer
+from weightsync.trainer.publisher import TrainerRole
+from weightsync.transports.host.region import EMPTY, Shelf
+
+if TYPE_CHECKING:
+    from tests.simulation.network import Wire
+    from tests.simulation.world import World
+
+__all__ = ["Agent", "EngineProcess", "Process", "TrainerProcess"]
+
+_LINK_GRACE = 1.0
+_PLACING_STEP = 0.25
+_SETTINGS = ClientSettings(coordinator=Address("http", "127.0.0.1", 7400), token=Secret("simulated"), reconnect_seconds=2.0)
+
+
+class Process:
+    """Something that can crash, stall, and have a clock of its own."""
+
+    def __init__(self, world: World, member: str) -> None:
+        self.world, self.member = world, member
+        self.alive = True
+        self.stalled_until = self.unreachable_until = 0.0
+        self.clock_offset = 0.0
+        self.troubled_until = 0.0
+        """Until when what it does may be late or wrong."""
+        self.wires: list[Wire] = []
+        self.tasks: list[asyncio.Task[Any]] = []
+
+    def __repr__(self) -> str:
+        return f"<{self.member}{'' if self.alive else ' (dead)'}>"
+
+    def spawn(self, work: Any) -> None:
+        """A task of this process: what it starts belongs to the process, too."""
+        task = self.world.loop.create_task(work, context=self.world.context_of(self))
+        task.add_done_callback(self.world.ended)
+        self.tasks.append(task)
+
+    def crash(self) -> None:
+        """Gone, between one step and the next. Its peers learn of it in their own time."""
+        self.alive = False
+        for wire in self.wires:
+            wire.lose(0.0, self.world.notice())
+        for task in self.tasks:
+            task.cancel()
+        for thread in threads().all:
+            if thread.process is self and thread.alive:
+                thread.kill()
+
+
+class _Link(Link):
+    """The real link on the schedule's one loop, and simulated threads as its callers."""
+
+    process: Agent
+
+    def connect(self) -> Welcome:
+        """Start connecting; unlike the real one, do not wait for the first welcome."""
+        self._first.add_done_callback(lambda first: first.exception())
+        self.process.spawn(self._guard())
+        return Welcome(self._name, "")
+
+    async def _guard(self) -> None:
+        try:
+            await self._stay()
+        except WeightSyncError as error:
+            self.process.world.seen["agent refused"] += 1
+            self.process.world.seen[f"agent refused: {type(error).__name__}"] += 1
+            self.process.refused()
+        finally:
+            self._ended.set()
+            if self._returning is not None:
+                self._returning.cancel()
+
+    def call(self, body: Body, timeout: float) -> Body:
+        """As the real one, in virtual time."""
+        from weightsync.deadline import Deadline
+
+        loop = self._loop
+        if loop is None or self._closed:
+            raise Aborted("the link is closed")
+        task = loop.create_task(self._ask(body, Deadline(timeout)), context=self.process.world.context_of(self.process))
+        self.process.tasks.append(task)
+        threads().wait(lambda wake: task.add_done_callback(lambda _: wake()), timeout + _LINK_GRACE)
+        if task.cancelled():
+            raise Aborted("the link was closed")
+        if not task.done():
+            task.cancel()
+            raise DeadlineExceeded(f"the coordinator did not answer {type(body).__name__} within {timeout:g} s")
+        return task.result()
+
+
+class Agent(Process, ABC):
+    """A process with a link to the coordinator."""
+
+    def __init__(self, world: World, name: str, rank: int, ranks: int) -> None:
+        super().__init__(world, f"{name}/{rank}")
+        self.name, self.rank, self.ranks = name, rank, ranks
+        self.session = world.session()
+        self.host = Host(f"host-{name}-{rank}", f"memory-{name}-{rank}")
+        world.now_starting = self
+
+    def refused(self) -> None:
+        """The coordinator does not take this process: it ends, and is started again."""
+        self.crash()
+        self.world.restart_later(self)
+
+    @abstractmethod
+    def close(self, timeout: float = 5.0) -> None:
+        """Leave in good order."""
+
+
+class _Adapter(EngineAdapter):
+    """An engine with parameters, a label and a moment of its own for every step; it answers with both when it generates."""
+
+    name = "simulated"
+
+    def __init__(self, process: EngineProcess, direct: bool) -> None:
+        self._process = process
+        self._direct = direct
+        self._stands = False
+
+    def manifest(self) -> Manifest:
+        return MISFIT if self._process.kind == "misfit" else MANIFEST
+
+    def shards(self) -> Sequence[Shard] | None:
+        return self._process.memory.shards if self._direct else None
+
+    def _pass(self, point: str) -> str | None:
+        world = self._process.world
+        seconds, kind = world.at_point(self._process, point, fast=0.004)
+        threads().sleep(seconds)
+        if kind == "fail":
+            raise LoadError(f"{self._process.member} was told to fail in {point}")
+        return kind
+
+    def pause(self, mode: PauseMode, timeout: float) -> None:
+        if self._stands:
+            self._process.world.violated("twice", f"{self._process.member} is paused a second time, and has not been resumed")
+        self._pass("pause")
+        self._stands, self._process.generating = True, False
+        self._process.world.checked()
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        dropped = self._pass("load") == "dropped by the loader"
+        for name, tensor in tensors:
+            if dropped:
+                dropped = False
+                self._process.written("dropped by the loader")
+                continue
+            threads().sleep(self._process.world.random.uniform(0.0, 0.001))
+            self._process.memory.load(name, tensor)
+            self._process.written(None)
+
+    def finish(self, version: Version) -> None:
+        self._pass("finish")
+        self._process.label = version
+        self._process.world.labelled(self._process)
+
+    def flush(self) -> bool:
+        return self._pass("flush") != "refused"
+
+    def resume(self) -> None:
+        self._stands = False
+        self._pass("resume")
+        self._process.generating = True
+        self._process.world.checked()
+
+
+class EngineProcess(Agent):
+    """An engine rank. Knows at any time which version's bytes it really holds."""
+
+    def __init__(self, world: World, name: str, rank: int, ranks: int, kind: str) -> None:
+        super().__init__(world, name, rank, ranks)
+        self.kind = kind
+        sharing: Sharing = "copies" if kind == "whole" else "rows"
+        self.memory = Memory(rank, ranks, sharing)
+        self.label: Version | None = None
+        self.generating = True  # with whatever it was built with; unlabelled, and nobody routes to it
+        self.corrupt = False
+        """Wrong bytes arrived in the running move."""
+        self.memory.fill(-1, world.salt)
+        self._known = {self.memory.expected(-1, world.salt): -1}
+        self._content: int | None = -1
+        self._stale = False
+        self.engine = Engine.__new__(Engine)
+        direct = kind not in ("opaque", "misfit")
+        role = EngineRole(_Adapter(self, direct), ["simulated"], self.host, progress=self._progress, member=self.member)
+        delivery: Delivery = "direct" if kind == "direct" else "streamed"
+        self.role = role
+        fields = {
+            "replica": name, "rank": rank, "world_size": ranks, "_run": "", "_session": self.session, "_delivery": delivery,
+            "_bucket_bytes": 96, "_here": self.host, "_role": role,
+        }  # fmt: skip
+        vars(self.engine).update(fields)
+        self.link = _Link(
+            _SETTINGS, hello=self.engine._hello, receive=role.receive, on_lost=lambda _: role.abort(), name=self.member
+        )
+        self.link.process = self
+        self.link.connect()
+
+    def _progress(self, nbytes: int) -> None:
+        self.link.progress(nbytes)
+
+    def written(self, corruption: str | None) -> None:
+        """Bytes of the parameters may have changed."""
+        self._stale = True
+        if corruption is not None:
+            self.corrupt = True
+            self.world.corrupted_at(self)
+        if self.generating and self.kind == "direct" and self.content is None:
+            self.world.violated("torn", f"{self.member} generates while its weights change")
+        self.world.checked()
+
+    @property
+    def content(self) -> int | None:
+        """The version that every byte here is of; -1 before the first; ``None`` for a mixture."""
+        if self._stale:
+            self._stale = False
+            held = self.memory.bytes.tobytes()
+            if held not in self._known:
+                for number in self.world.numbers:
+                    self._known.setdefault(self.memory.expected(number, self.world.salt), number)
+            self._content = self._known.get(held)
+        return self._content
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Leave in good order, as :meth:`weightsync.Engine.close` does."""
+        self.role.close(timeout)
+        self.link.close(timeout)
+
+    def crash(self) -> None:
+        """See :meth:`Process.crash`. What the operating system would free is freed."""
+        super().crash()
+        self.world.loop.call_later(0.0, self._free)
+
+    def _free(self) -> None:
+        self.role._drop_route()
+
+
+class _Placer:
+    """The real placer, taking its time."""
+
+    def __init__(self, process: TrainerProcess, real: Any) -> None:
+        self._process, self._real = process, real
+
+    def place(self, stop: Any, deadline: Any) -> Any:
+        world = self._process.world
+        seconds, kind = world.at_point(self._process, "place", fast=0.005)
+        while seconds > 0 and not stop[0]:  # the compiled copy looks at the flag every few hundred KiB
+            threads().sleep(min(seconds, _PLACING_STEP))
+            seconds -= _PLACING_STEP
+        if kind == "fail":
+            raise Aborted("placing was told to fail")
+        digests = self._real.place(stop, deadline)
+        threads().sleep(world.random.uniform(0.0, 0.002))
+        return digests
+
+
+class _InPlaceRole(TrainerRole):
+    """What a trainer rank does that lets its GPU's memory be read in place: after a publication, nobody finds a version there."""
+
+    live = True
+
+    def disarm(self) -> None:
+        super().disarm()
+        if isinstance(self.shelf, Shelf) and self.shelf.version != EMPTY:
+            self.shelf.header.invalidate()
+
+
+class TrainerProcess(Agent):
+    """A trainer rank: the real :class:`~weightsync.Trainer` without its constructor, and a script that calls it."""
+
+    def __init__(self, world: World, rank: int, ranks: int, sharing: Sharing) -> None:
+        super().__init__(world, "trainer", rank, ranks)
+        self.sharing = sharing
+        self.memory = Memory(rank, ranks, sharing)
+        self.scribble()
+        prepared: Any = (MANIFEST, self.memory.shards)
+        role = self.role = (_InPlaceRole if world.in_place else TrainerRole)(prepared, [world.scheme], world.key, self.host)
+        role._placer = _Placer(self, role._placer)  # type: ignore[assignment]
+        if not isinstance(role.shelf, Shelf):
+            raise RuntimeError("a simulated trainer rank publishes from host memory")
+        self.shelf = role.shelf
+        self.stale = np.zeros(max(self.shelf.nbytes, 1), np.uint8)
+        """What the shelf held before, for pieces that never arrive."""
+        self.publishing = False
+        self.trainer = Trainer.__new__(Trainer)
+        fields = {
+            "rank": rank, "world_size": ranks, "_run": "", "_session": self.session, "_published": -1, "_here": self.host,
+            "_origin": Origin(), "_role": role, "_publishing": Lock(), "_background": Executor(1, "publish"),
+            "_offload": None, "_restore": None, "_new_epoch": False, "_last": -1, "_calls": 0, "_missed": {},
+        }  # fmt: skip
+        vars(self.trainer).update(fields)
+        self.link = _Link(_SETTINGS, hello=self.trainer._hello, handle=role.handle, name=self.member)
+        self.link.process = self
+        self.trainer._link = self.link
+        self.link.connect()
+
+    def scribble(self) -> None:
+        """The next training step: memory holds what is no version at all."""
+        self.memory.fill(self.world.garbage(), self.world.salt)
+
+    def publish(self, number: int, timeout: float, snapshot: bool, after: float, told: Any) -> None:
+        """Publish in a thread of this process; ``told(process, result or error, seconds)`` when it is over."""
+        Thread(lambda: self._publish(number, timeout, snapshot, after, told), f"{self.member} training", owner=self).start()
+
+    def _publish(self, number: int, timeout: float, snapshot: bool, after: float, told: Any) -> None:
+        world = self.world
+        self.publishing = True
+        threads().sleep(after)
+        self.stale = self.shelf.payload.copy()
+        self.memory.fill(number, world.salt)
+        world.numbers.add(number)
+        started = world.loop.time()
+        outcome: RoundResult | BaseException
+        try:
+            if snapshot and not self.role.live:
+                future = self.trainer.publish(number, timeout=timeout, snapshot=True)
+                self.scribble()
+                outcome = future.result(timeout + 2 * _LINK_GRACE)
+            else:
+                outcome = self.trainer.publish(number, timeout=timeout)
+        except WeightSyncError as error:
+            outcome = error
+        except TimeoutError as error:
+            outcome = error
+        self.scribble()
+        self.publishing = False
+        told(self, outcome, world.loop.time() - started)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Leave in good order."""
+        self.link.close(timeout)
+        self.role.close()
+
+    def crash(self) -> None:
+        """See :meth:`Process.crash`. What the operating system would free is freed."""
+        super().crash()
+        self.world.loop.call_later(0.0, self.role._owned.close)

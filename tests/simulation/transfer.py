@@ -1,0 +1,173 @@
+"""The data plane: a scheme that maps a simulated trainer rank's real shelf, slowly, with losses and corruption on demand."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from tests.simulation.threads import Event, threads
+
+from weightsync.deadline import Deadline
+from weightsync.errors import PeerLost
+from weightsync.protocol.messages import Host, Offer
+from weightsync.transports.host.mapped import MappedSource
+from weightsync.transports.host.region import Shelf
+
+if TYPE_CHECKING:
+    from tests.simulation.ranks import EngineProcess, TrainerProcess
+    from tests.simulation.world import World
+
+__all__ = ["CORRUPTIONS", "Simulated", "corrupted"]
+
+CORRUPTIONS = ("flipped bit", "swapped rows", "dropped piece", "repeated piece", "reordered pieces")
+
+
+def corrupted(payload: npt.NDArray[np.uint8], stale: npt.NDArray[np.uint8], kind: str, draw: Any) -> npt.NDArray[np.uint8]:
+    """A copy of ``payload`` with one fault of ``kind``; ``stale`` is what lay there before; ``draw`` a :class:`random.Random`."""
+    out = payload.copy()
+    size = len(out)
+    piece = max(min(8, size // 4), 1)
+    a, b, c = sorted(draw.sample(range(0, max(size - piece, 3)), 3))
+    match kind:
+        case "flipped bit":
+            out[draw.randrange(size)] ^= 1 << draw.randrange(8)
+        case "swapped rows":
+            out[a : a + piece], out[c : c + piece] = payload[c : c + piece], payload[a : a + piece]
+        case "dropped piece":
+            out[a : a + 2 * piece] = stale[a : a + 2 * piece]
+        case "repeated piece":
+            out[c : c + piece] = payload[a : a + piece]
+        case "reordered pieces":
+            out[a : a + piece], out[b : b + piece], out[c : c + piece] = (
+                payload[c : c + piece],
+                payload[a : a + piece],
+                payload[b : b + piece],
+            )
+    return out
+
+
+class _Owner:
+    """Lets readers map one simulated trainer rank's shelf."""
+
+    def __init__(self, scheme: Simulated, shelf: Shelf, trainer: TrainerProcess, here: Host) -> None:
+        self.shelf, self.trainer = shelf, trainer
+        self.open = True
+        self.sources: list[SimulatedSource] = []
+        self.offer = Offer(Simulated.name, f"shelf-{next(scheme.names)}", here)
+        self._scheme = scheme
+        scheme.owners[self.offer.address] = self
+
+    def close(self) -> None:
+        """See :class:`weightsync.transports.base.Owner`."""
+        self.open = False
+        self._scheme.owners.pop(self.offer.address, None)
+        for source in self.sources:
+            source.wake.set()
+
+
+class SimulatedSource(MappedSource):
+    """The real mapped source, in simulated time."""
+
+    def __init__(self, world: World, owner: _Owner, engine: EngineProcess) -> None:
+        shelf = owner.shelf
+        super().__init__(shelf.memory, shelf.nbytes, shelf.layout_digest, owner.trainer.member)
+        self.world, self._owner_side, self.engine = world, owner, engine
+        self.wake = Event()
+        self._lost = False
+        self._reading = False
+        world.open_sources += 1
+
+    def _owner_lives(self) -> bool:
+        return self._owner_side.open and not self._lost
+
+    def _release(self) -> None:
+        self.world.open_sources -= 1
+
+    def _check(self, deadline: Deadline, what: str) -> None:
+        if self._reading:  # before the copy, and between it and the look at the shelf's stamp
+            threads().sleep(self.world.random.uniform(0.0, 0.001))
+        super()._check(deadline, what)
+
+    def _pass(self, point: str, deadline: Deadline) -> str | None:
+        """Time passes, and whatever the schedule wants to happen here."""
+        world, engine = self.world, self.engine
+        seconds, kind = world.at_point(engine, point, fast=0.002)
+        if kind == "lost":
+            self._lost = True
+        self.wake.clear()
+        if not self._aborted and self._owner_side.open:
+            self.wake.wait(min(seconds, deadline.remaining(f"{point} at {engine.member}")))
+        if kind == "fail":
+            raise PeerLost(f"{engine.member} was told to fail in {point}")
+        return kind
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """See :meth:`weightsync.transports.base.Source.prepare`."""
+        super().prepare(*args, **kwargs)
+        self.world.checked()
+
+    def begin(self, version: int, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.base.Source.begin`."""
+        self._pass("begin", deadline)
+        super().begin(version, deadline)
+
+    def read(self, group: int, *rest: Any) -> Any:
+        """See :meth:`weightsync.transports.base.Source.read`."""
+        deadline = next(value for value in rest if isinstance(value, Deadline))
+        kind = self._pass("read", deadline)
+        clean: Any = self._addresses
+        if kind in CORRUPTIONS:
+            shelf = self._owner_side.shelf
+            stale = self._owner_side.trainer.stale
+            wrong = corrupted(shelf.payload, stale, str(kind), self.world.random)
+            addresses: Any = np.array([wrong.ctypes.data], np.int64)
+            self._addresses = addresses
+        self._reading = True
+        try:
+            return super().read(group, *rest)
+        finally:
+            self._reading = False
+            self._addresses = clean
+            self.engine.written(kind)
+
+    def abort(self) -> None:
+        """See :meth:`weightsync.transports.base.Source.abort`."""
+        super().abort()
+        self.wake.set()
+
+
+class Simulated:
+    """The scheme ``simulated``."""
+
+    name = "simulated"
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.owners: dict[str, _Owner] = {}
+        self.names = itertools.count()
+
+    def unavailable(self) -> str | None:
+        """See :class:`weightsync.transports.base.Scheme`."""
+        return None
+
+    def reaches(self, offer: Offer, here: Host) -> bool:
+        """See :class:`weightsync.transports.base.Scheme`."""
+        return True
+
+    def serve(self, shelf: Shelf, key: bytes, here: Host) -> _Owner:
+        """See :class:`weightsync.transports.base.Scheme`."""
+        return _Owner(self, shelf, self.world.starting_trainer(), here)
+
+    def connect(self, offer: Offer, key: bytes, deadline: Deadline) -> SimulatedSource:
+        """See :class:`weightsync.transports.base.Scheme`."""
+        engine = self.world.current_engine()
+        seconds, kind = self.world.at_point(engine, "connect", fast=0.002)
+        threads().sleep(min(seconds, deadline.remaining("connecting")))
+        owner = self.owners.get(offer.address)
+        if owner is None or kind in ("fail", "lost"):
+            raise PeerLost("the trainer rank is gone")
+        source = SimulatedSource(self.world, owner, engine)
+        owner.sources.append(source)
+        return source

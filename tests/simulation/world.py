@@ -1,0 +1,338 @@
+"""Everything that exists in one schedule: processes, wires, weights; what was injected, what was seen, what was violated."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from contextvars import Context, ContextVar, copy_context
+from typing import TYPE_CHECKING, Any, cast
+
+from tests.simulation.clock import VirtualTimeLoop
+from tests.simulation.coordination import CoordinatorProcess
+from tests.simulation.faults import CORRUPTING, GATES, KILLS, Pending
+from tests.simulation.ranks import Agent, EngineProcess, Process, TrainerProcess
+from tests.simulation.threads import Threads, threads
+from tests.simulation.transfer import Simulated
+
+if TYPE_CHECKING:
+    from tests.simulation.network import Wire
+
+__all__ = ["World"]
+
+_running: ContextVar[Process | None] = ContextVar("process", default=None)
+_MOST_VIOLATIONS = 20
+_UNNOTICED = 20.0  # seconds for which a lost connection may go unnoticed
+_BACK = 4.0  # seconds in which a connection that was lost has mostly come back
+
+
+class World:
+    """One schedule's world. All randomness comes from ``random``, seeded with the schedule's seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.loop = cast("VirtualTimeLoop", asyncio.get_running_loop())
+        self.random = random.Random(seed)
+        self.max_unavailable = 1 if seed % 3 == 0 else None  # a third of the schedules roll through the replicas
+        self.salt = self.random.getrandbits(30)
+        self.key = self.random.randbytes(32)
+        self.threads = Threads(self.loop, _running.get)
+        self.scheme = Simulated(self)
+        self.wires: list[Wire] = []
+        self.open_sources = 0
+        self.numbers: set[int] = {-1}
+        """Versions that somebody tried to publish, and -1: what engines are built with."""
+        self.engines: dict[str, EngineProcess] = {}
+        self.trainers: dict[str, TrainerProcess] = {}
+        self.coordinator: CoordinatorProcess | None = None
+        self.coordinators = 0
+        self.duplicating = False
+        self.calm = False
+        """Nothing may go wrong any more."""
+        self.jumped = 0.0
+        """Seconds that the machine's clock has jumped, in all."""
+        self.wall_offset = 0.0
+        self.pending: dict[tuple[str, str], Pending] = {}
+        self.shape: dict[str, tuple[int, str]] = {}
+        """Replicas: ranks and kind of engine."""
+        self.trainer_shape = (1, "rows")
+        self.in_place = False
+        """Whether the trainer's memory is read where it is, and gone when a publication is over."""
+        self.now_starting: Agent | None = None
+        self.restarting: set[str] = set()
+        self.seen: Counter[str] = Counter()
+        self.injected: Counter[str] = Counter()
+        self.violations: list[str] = []
+        self.torn = self.mislabelled = self.uncaught = self.corruptions = 0
+        self.steps = 0
+        self.trail: list[str] = []
+        self.impostors: list[EngineProcess] = []
+        self.misfit: EngineProcess | None = None
+        """An engine that does not hold the trainer's tensors."""
+        self._digests: dict[int, str] = {}
+        self._garbage = -1
+        self._sessions = 0
+        self.on_restart: Any = lambda process: None
+
+    # Names and numbers.
+
+    def session(self) -> str:
+        """Of a new process."""
+        self._sessions += 1
+        return f"session-{self._sessions}"
+
+    def garbage(self) -> int:
+        """A number of content that is no version."""
+        self._garbage -= 1
+        return self._garbage
+
+    def notice(self) -> float:
+        """Seconds until a peer learns that a connection is gone: soon, or by a heartbeat that failed."""
+        return self.random.uniform(0.0, 0.05) if self.random.random() < 0.7 else self.random.uniform(1.0, _UNNOTICED)
+
+    def context_of(self, process: Process) -> Context:
+        """In which a task belongs to ``process``."""
+        context = copy_context()
+        context.run(_running.set, process)
+        return context
+
+    def current(self) -> Process:
+        """The process whose code runs now."""
+        process = self.threads.process()
+        if process is None:
+            raise RuntimeError("this code belongs to no simulated process")
+        return cast("Process", process)
+
+    def current_engine(self) -> EngineProcess:
+        """The same, where only an engine rank can be meant."""
+        process = self.current()
+        if not isinstance(process, EngineProcess):
+            raise RuntimeError(f"{process} is no engine rank")
+        return process
+
+    def starting_trainer(self) -> TrainerProcess:
+        """The trainer rank that is being made."""
+        if not isinstance(self.now_starting, TrainerProcess):
+            raise RuntimeError("no trainer rank is being made")
+        return self.now_starting
+
+    def monotonic(self) -> float:
+        """The clock of the process that asks."""
+        process = self.threads.process()
+        return self.loop.time() + (0.0 if process is None else process.clock_offset)
+
+    def wall(self) -> float:
+        """Seconds since the epoch, as far as this machine knows."""
+        return 1.8e9 + self.loop.time() + self.wall_offset
+
+    def ended(self, task: asyncio.Task[Any]) -> None:
+        """A task of a process ended; by an error of a kind that it should have dealt with, it is a crash of the real code."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.threads.crashed.append(error)
+
+    # Starting and ending processes.
+
+    def start_coordinator(self) -> None:
+        """A new coordinator listens."""
+        if self.coordinator is None:
+            self.coordinators += 1
+            self.coordinator = CoordinatorProcess(self)
+
+    def start_engine(self, name: str, rank: int) -> EngineProcess:
+        """A new process for an engine rank."""
+        ranks, kind = self.shape[name]
+        process = EngineProcess(self, name, rank, ranks, kind)
+        process.troubled_until = self.loop.time()
+        self.engines[process.member] = process
+        return process
+
+    def start_trainer(self, rank: int) -> TrainerProcess:
+        """A new process for a trainer rank."""
+        ranks, sharing = self.trainer_shape
+        process = TrainerProcess(self, rank, ranks, sharing)
+        process.troubled_until = self.loop.time()
+        self.trainers[process.member] = process
+        return process
+
+    def impostor(self, engine: EngineProcess) -> None:
+        """A second process for the same rank: refused for as long as the first one's connection stands; it soon gives up."""
+        name, rank = engine.name, engine.rank
+        ranks, kind = self.shape[name]
+        impostor = EngineProcess(self, name, rank, ranks, kind)
+        self.impostors.append(impostor)
+        self.loop.call_later(3.0, impostor.crash)
+
+    def start_misfit(self) -> None:
+        """An engine joins that does not hold the trainer's tensors. If it is refused at once, it ends, and is not started again."""
+        self.misfit = EngineProcess(self, "misfit", 0, 1, "misfit")
+
+    def restart_later(self, dead: Process) -> None:
+        """A supervisor starts it again."""
+        if dead is self.misfit or dead in self.impostors or dead.member in self.restarting:
+            return
+        self.restarting.add(dead.member)
+        self.loop.call_later(1.0 if self.calm else self.random.uniform(0.05, 8.0), self._restart, dead)
+
+    def _restart(self, dead: Process) -> None:
+        self.restarting.discard(dead.member)
+        if isinstance(dead, CoordinatorProcess):
+            self.start_coordinator()
+        elif isinstance(dead, EngineProcess):
+            if not self.engines[dead.member].alive:
+                self.start_engine(dead.name, dead.rank)
+        elif isinstance(dead, TrainerProcess) and not self.trainers[dead.member].alive:
+            self.on_restart(self.start_trainer(dead.rank))
+
+    def crash(self, process: Process) -> None:
+        """Kill one process, or with half a chance all ranks of its replica; a supervisor starts them again."""
+        together: list[Process] = [process]
+        if isinstance(process, EngineProcess) and self.random.random() < 0.5:
+            together = [other for other in self.engines.values() if other.name == process.name]
+        for one in together:
+            if one.alive:
+                one.crash()
+                self.trouble(one, 0.0)
+                self.restart_later(one)
+
+    # Faults.
+
+    def hit(self, name: str, process: Process | None = None, seconds: float = 0.0) -> None:
+        """Something was injected."""
+        self.injected[name] += 1
+        self.trail.append(f"{self.loop.time():.4f} {name} {process or ''}")
+        if process is not None:
+            self.trouble(process, seconds)
+
+    def trouble(self, process: Process, seconds: float) -> None:
+        """From now on, for ``seconds``, nothing good can be expected of ``process``."""
+        process.troubled_until = max(process.troubled_until, self.loop.time() + seconds)
+
+    def at_point(self, process: Process, point: str, fast: float) -> tuple[float, str | None]:
+        """How long ``process`` takes here, and what goes wrong with it, if anything. A crash never returns."""
+        seconds = self.random.expovariate(1 / fast)
+        found = self.pending.pop((process.member, point), None)
+        if found is None or self.calm:
+            return seconds, None
+        kind = found.kind
+        late = found.seconds if kind in ("slow", "hang") else _UNNOTICED if kind in ("disconnect", "coordinator crash") else 0.0
+        self.hit(f"{kind} in {point}", process, late)
+        if kind in ("slow", "hang"):
+            return found.seconds, kind
+        if kind == "crash":
+            self.crash(process)
+            self.threads.sleep(0.0)
+        elif kind == "disconnect":
+            for wire in process.wires:
+                wire.lose(self.notice(), self.notice())
+        elif kind == "coordinator crash" and self.coordinator is not None:
+            self.crash(self.coordinator)
+        if kind in ("disconnect", "coordinator crash") and (point in GATES or self.random.random() < 0.5):
+            seconds += self.random.uniform(0.0, _BACK)  # connected again, it is still in the middle of this
+        return seconds, kind
+
+    def reached(self, point: str) -> None:
+        """The code of a process reached a point of :mod:`weightsync.failpoints`."""
+        process = self.threads.process() if point in GATES else None
+        if process is not None and (process.member, point) in self.pending:
+            seconds, _ = self.at_point(process, point, fast=0.002)
+            self.threads.sleep(seconds)
+
+    def corrupted_at(self, engine: EngineProcess) -> None:
+        """Wrong bytes reached the memory of ``engine``, or right ones did not."""
+        self.corruptions += 1
+
+    @property
+    def kills(self) -> int:
+        """Processes killed."""
+        return sum(self.injected[name] for name in KILLS) + sum(
+            count for name, count in self.injected.items() if name.startswith("coordinator crash in")
+        )
+
+    # What must hold.
+
+    def violated(self, kind: str, text: str) -> None:
+        """An invariant does not hold."""
+        if kind == "torn":
+            self.torn += 1
+        elif kind == "mislabelled":
+            self.mislabelled += 1
+        if len(self.violations) < _MOST_VIOLATIONS:
+            self.violations.append(f"{kind}: {text} (at {self.loop.time():.4f})")
+
+    def labelled(self, engine: EngineProcess) -> None:
+        """An engine rank takes a version's label: its bytes must be that version's."""
+        version = engine.label
+        if version is None:
+            return
+        known = self._digests.setdefault(version.number, version.digest)
+        if engine.content != version.number:
+            self.uncaught += engine.corrupt
+            self.violated("mislabelled", f"{engine} takes the label {version} and holds {engine.content}")
+        if known != version.digest:
+            self.violated("mislabelled", f"version {version.number} has digests {known} and {version.digest}")
+        engine.corrupt = False
+        self.checked()
+
+    def stepped(self) -> None:
+        """A frame arrived: look when it has been dealt with."""
+        self.loop.call_soon(self.checked)
+
+    def checked(self) -> None:
+        """Look at everything that answers requests."""
+        self.steps += 1
+        for engine in self.engines.values():
+            if not engine.generating or not engine.alive:
+                continue
+            content = engine.content
+            if content is None:
+                self.violated("torn", f"{engine} generates with a mixture of weights")
+            elif engine.label is not None and engine.label.number != content:
+                self.violated("mislabelled", f"{engine} answers as {engine.label} with the bytes of {content}")
+        if self.coordinator is not None:
+            self._check_routable(self.coordinator)
+
+    def _check_routable(self, coordinator: CoordinatorProcess) -> None:
+        for replica in coordinator.coordinator._members.replicas.values():
+            if not replica.routable or replica.version is None:
+                continue
+            for link in replica.links.values():
+                engine = self.engines.get(link.member)
+                if engine is None or not engine.alive or engine.session != link.node.rank.session:
+                    continue  # requests fail there, and nobody answers them wrongly
+                if not engine.generating:
+                    self.violated("unusable", f"{replica} is routable, and {engine} does not generate ({engine.label})")
+                elif engine.content != replica.version.number or engine.label != replica.version:
+                    self.violated("mislabelled", f"{replica} is routable, and {engine} has {engine.label} over {engine.content}")
+
+    def check_settled(self) -> None:
+        """Nothing runs: what is dirty does not generate, and the coordinator knows it."""
+        if self.coordinator is None:
+            self.violated("hang", "there is no coordinator")
+            return
+        for replica in self.coordinator.coordinator._members.replicas.values():
+            if replica.state != "dirty":
+                continue
+            if "did not get its turn" in (replica.error or "") and self._seedable(self.coordinator):
+                self.violated("stuck", f"{replica} is free again, and nobody looks at it: {replica.error}")
+            for link in replica.links.values():
+                engine = self.engines.get(link.member)
+                if engine is not None and engine.alive and engine.generating and engine.session == link.node.rank.session:
+                    self.violated("dirty", f"{replica} is dirty, and {engine} generates {engine.label}: {replica.error}")
+
+    def _seedable(self, coordinator: CoordinatorProcess) -> bool:
+        control = coordinator.coordinator
+        return control._shelves.current(control._members.trainers) is not None
+
+    def processes(self) -> list[Agent]:
+        """Agents that live."""
+        others = [] if self.misfit is None else [self.misfit]
+        return [one for one in (*self.engines.values(), *self.trainers.values(), *others) if one.alive]
+
+    def corrupting(self) -> int:
+        """Corruptions injected so far."""
+        return sum(count for name, count in self.injected.items() if name.rpartition(" in ")[0] in CORRUPTING)
+
+    def bury(self) -> None:
+        """End every simulated thread, so that the next schedule starts clean."""
+        for thread in threads().all:
+            if thread.alive:
+                thread.kill()

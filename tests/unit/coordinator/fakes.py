@@ -1,0 +1,459 @@
+"""Trainer and engine ranks in this process, with faults on demand, that raise the alarm when they would serve wrong weights.
+
+Weights are small integers: version ``n`` fills every element with bytes that depend on ``n`` and the element. An engine process
+remembers for each row of its layout which version's bytes it really holds, so it knows when it is torn or mislabelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.config import RoundSettings
+from weightsync.coordinator import Coordinator
+from weightsync.coordinator.ranks import EngineRank, TrainerRank
+from weightsync.coordinator.status import ReplicaStatus
+from weightsync.errors import Aborted, LoadError, PeerLost, StaleSource
+from weightsync.model import Layout, Manifest, PauseMode, TensorSpec, Version
+from weightsync.protocol.messages import Delivery, Host, Moved, Offer, PlanSlice, Prepared, RoundResult, Updated
+
+HOST = Host("here", "memory")
+GRACE = 5.0
+SCRAMBLED = -1
+SPECS = (TensorSpec("a", (4, 4), "uint8"), TensorSpec("b", (6,), "uint8"), TensorSpec("c", (2, 3), "uint8"))
+MANIFEST = Manifest(SPECS)
+
+
+def rows_layout(manifest: Manifest, part: int, parts: int) -> Layout:
+    """Every tensor split into ``parts`` along its first real dimension; this is part number ``part``."""
+    tensor, starts, stops, offset, strides, used = [], [], [], [], [], 0
+    for index, spec in enumerate(manifest):
+        axis = manifest.dims - len(spec.shape)
+        extent = spec.shape[0]
+        first, last = extent * part // parts, extent * (part + 1) // parts
+        if first == last or not spec.size:
+            continue
+        start, stop = [0] * manifest.dims, list(manifest.shapes[index])
+        start[axis], stop[axis] = first, last
+        sizes = [b - a for a, b in zip(start, stop, strict=True)]
+        tensor.append(index)
+        starts.append(start)
+        stops.append(stop)
+        offset.append(used)
+        strides.append([int(np.prod(sizes[d + 1 :])) for d in range(manifest.dims)])
+        used += int(np.prod(sizes))
+    rows, dims = len(tensor), manifest.dims
+    return Layout(
+        manifest,
+        np.array(tensor, np.int32),
+        np.array(starts, np.int64).reshape(rows, dims),
+        np.array(stops, np.int64).reshape(rows, dims),
+        np.zeros(rows, np.int32),
+        np.array(offset, np.int64),
+        np.array(strides, np.int64).reshape(rows, dims),
+        (used,),
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _elements(digest: str) -> tuple[npt.NDArray[np.uint64], ...]:
+    layout = _known[digest]
+    found = []
+    for row in range(len(layout)):
+        ranges = [np.arange(a, b) for a, b in zip(layout.starts[row], layout.stops[row], strict=True)]
+        grid = np.zeros((), np.int64)
+        for values in ranges:
+            grid = grid[..., None] * 100 + values
+        found.append((grid.ravel() + 10000 * int(layout.tensor[row])).astype(np.uint64))
+    return tuple(found)
+
+
+_known: dict[str, Layout] = {}
+
+
+def row_digests(layout: Layout, content: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """An additive digest keyed by position, of rows filled with the bytes of versions ``content``."""
+    _known[layout.digest] = layout
+    sums = np.zeros(len(layout), np.uint64)
+    for row, elements in enumerate(_elements(layout.digest)):
+        values = (elements * np.uint64(3) + np.uint64(int(content[row]) + 2) * np.uint64(17)) % np.uint64(251)
+        sums[row] = np.sum(values * (elements * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1)))
+    return sums
+
+
+@dataclass
+class World:
+    """Everything in the test: processes, faults, alarms, and one coordinator."""
+
+    settings: RoundSettings = field(default_factory=lambda: RoundSettings(run="test", grace=GRACE, timeout=600.0))
+    alarms: list[str] = field(default_factory=list)
+    trainers: dict[str, TrainerProcess] = field(default_factory=dict)
+    engines: dict[str, EngineProcess] = field(default_factory=dict)
+    faults: dict[tuple[str, str], str] = field(default_factory=dict)
+    """By member and phase: fail, crash, hang, stubborn (hangs, and ignores being cancelled), lost, vanish (lost, and no answer),
+    late (takes effect and fails); of moves partial, corrupt, zero, undigested; of prepare other; of place short."""
+    delays: dict[tuple[str, str], float] = field(default_factory=dict)
+    log: list[tuple[float, str, str]] = field(default_factory=list)
+    """When each call on an engine rank took effect: time, member, phase."""
+    sessions: int = 0
+    live: bool = False
+    """Trainers' memory is read in place: gone when a publication is over."""
+    tells: bool = True
+    """Whether they say so when they join."""
+
+    def __post_init__(self) -> None:
+        self.coordinator = Coordinator(self.settings)
+
+    def alarm(self, text: str) -> None:
+        self.alarms.append(text)
+
+    def session(self) -> str:
+        self.sessions += 1
+        return f"s{self.sessions}"
+
+    # Membership.
+
+    def add_trainers(self, count: int = 2, manifest: Manifest = MANIFEST, published: int = -1) -> None:
+        for rank in range(count):
+            self.add_trainer(rank, count, manifest, published)
+
+    def add_trainer(self, rank: int, count: int, manifest: Manifest = MANIFEST, published: int = -1) -> None:
+        process = TrainerProcess(self, rank, count, manifest, self.session(), published)
+        process.connect()
+
+    def add_replica(self, name: str, ranks: int = 1, delivery: Delivery = "auto", manifest: Manifest = MANIFEST) -> None:
+        for rank in range(ranks):
+            self.add_engine(name, rank, ranks, delivery, manifest)
+
+    def add_engine(
+        self, name: str, rank: int, ranks: int, delivery: Delivery = "auto", manifest: Manifest = MANIFEST
+    ) -> EngineProcess:
+        process = EngineProcess(self, name, rank, ranks, self.session(), delivery, manifest)
+        process.connect()
+        return process
+
+    def replica(self, name: str) -> list[EngineProcess]:
+        return [process for process in self.engines.values() if process.name == name]
+
+    # Driving.
+
+    async def publish(self, number: int, timeout: float = 60.0) -> RoundResult:
+        """As all trainer ranks do."""
+        asking = [self.coordinator.publish(member, number, timeout) for member in list(self.trainers)]
+        results = await asyncio.gather(*asking, return_exceptions=True)
+        for trainer in self.trainers.values():
+            trainer.placed = None if self.live else trainer.placed
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        assert all(result == results[0] for result in results)
+        if not results:
+            raise PeerLost("there is no trainer")
+        first = results[0]
+        assert isinstance(first, RoundResult)
+        for trainer in self.trainers.values():
+            trainer.last = first.version
+        return first
+
+    def state(self, name: str) -> ReplicaStatus:
+        return next(replica for replica in self.coordinator.status().replicas if replica.name == name)
+
+    def states(self) -> dict[str, tuple[str, int | None]]:
+        return {replica.name: (replica.state, replica.version) for replica in self.coordinator.status().replicas}
+
+    async def settle(self, seconds: float = 700.0) -> None:
+        """Let background work end."""
+        await asyncio.sleep(seconds)
+
+    def check(self) -> None:
+        """The invariants, from outside: what is routable serves what it says; nothing else generates under a label."""
+        assert not self.alarms, self.alarms
+        problems = self.problems()
+        assert not problems, problems
+
+    def problems(self) -> list[str]:
+        found = []
+        for status in self.coordinator.status().replicas:
+            ranks = self.replica(status.name)
+            if (status.version is not None) != (status.state == "loaded"):
+                found.append(f"{status.name} is {status.state} with version {status.version}")
+            if status.routable:
+                for rank in ranks:
+                    if not rank.connected or not rank.generating or not rank.holds(status.version):
+                        found.append(f"{status.name} is routable with {status.version}, but {rank}")
+                    if rank.label is None or rank.label.number != status.version or rank.label.digest != status.digest:
+                        found.append(f"{status.name} is routable with {status.version}, but labelled {rank.label}")
+            if status.state == "dirty" and not self.coordinator.status().busy:
+                found += [f"{status.name} is dirty, but {rank}" for rank in ranks if rank.connected and rank.generating]
+        return found
+
+
+async def _stubborn() -> None:
+    """Ignores being cancelled, for a virtual hour."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + 3600
+    while loop.time() < end:
+        try:
+            await asyncio.sleep(end - loop.time())
+        except asyncio.CancelledError:
+            continue
+
+
+class _Process:
+    world: World
+    member: str
+    connected: bool
+    node: Any
+    epoch = 0
+    """Whatever began in an earlier epoch was aborted, and must not take effect any more."""
+
+    async def fault(self, phase: str, node: Any) -> str | None:
+        """Wait as long as this phase takes here, then what the test asked for, once."""
+        await asyncio.sleep(self.world.delays.get((self.member, phase), 0.01))
+        kind = self.world.faults.pop((self.member, phase), None)
+        if kind == "fail":
+            raise LoadError(f"{self.member} was told to fail in {phase}")
+        if kind == "crash":
+            raise ZeroDivisionError("a bug")
+        if kind == "hang":
+            await asyncio.get_running_loop().create_future()
+        if kind == "stubborn":
+            await _stubborn()
+        if kind == "lost":
+            self.disconnect(node)
+            raise PeerLost("the connection closed")
+        if kind == "vanish":
+            self.disconnect(node)
+            await _stubborn()
+        return kind
+
+    def disconnect(self, node: Any = None) -> None:
+        raise NotImplementedError
+
+
+class TrainerProcess(_Process):
+    """A trainer rank with its shelf."""
+
+    def __init__(self, world: World, rank: int, count: int, manifest: Manifest, session: str, published: int) -> None:
+        self.world, self.member, self.connected = world, f"trainer/{rank}", False
+        self.placed: int | None = None
+        self.notices: list[tuple[float, str]] = []
+        self.last: Version | None = None
+        self.credential = ""
+        self.make: Callable[[], TrainerRank] = lambda: TrainerRank(
+            self.member, rank, count, session, HOST, manifest, rows_layout(manifest, rank, count), (Offer("memory", "x", HOST),),
+            published=self.placed if self.placed is not None else published, live=world.live and world.tells,
+            version=self.last, credential=self.credential,
+        )  # fmt: skip
+
+    def connect(self) -> None:
+        node = FakeTrainer(self)
+        self.world.coordinator.join_trainer(node)
+        link = self.world.coordinator.link_of(self.member)
+        link.confirmed, self.credential = True, link.credential
+        self.world.trainers[self.member] = self
+        self.node, self.connected = node, True
+
+    def disconnect(self, node: Any = None) -> None:
+        if self.connected:
+            self.connected = False
+            del self.world.trainers[self.member]
+            self.world.coordinator.leave(node or self.node)
+
+
+class FakeTrainer:
+    def __init__(self, process: TrainerProcess) -> None:
+        self.process = process
+        self.dismissed: list[str] = []
+        self._rank = process.make()
+
+    def dismiss(self, reason: str) -> None:
+        self.dismissed.append(reason)
+
+    @property
+    def rank(self) -> TrainerRank:
+        return self._rank
+
+    def notify(self, text: str) -> None:
+        self.process.notices.append((asyncio.get_running_loop().time(), text))
+
+    async def place(self, number: int, timeout: float, epoch: int) -> npt.NDArray[np.uint64]:
+        process = self.process
+        process.placed = None
+        process.epoch += 1
+        epoch = process.epoch
+        kind = await process.fault("place", self)
+        if epoch != process.epoch:
+            raise Aborted("a newer placing took over")
+        process.placed = number
+        digests = row_digests(self._rank.layout, np.full(len(self._rank.layout), number, np.int64))
+        return digests[:-1] if kind == "short" else digests
+
+
+class EngineProcess(_Process):
+    """An engine rank's process: memory, label, whether it generates. Sounds the alarm itself."""
+
+    def __init__(
+        self, world: World, name: str, rank: int, ranks: int, session: str, delivery: Delivery, manifest: Manifest
+    ) -> None:
+        self.world, self.name, self.member, self.connected = world, name, f"{name}/{rank}", False
+        self.ranks = ranks
+        self.notices: list[tuple[float, str]] = []
+        self.content = np.full(1, SCRAMBLED, np.int64)
+        self.label: Version | None = None
+        self.generating = True  # an engine starts with whatever it was built with; nobody routes to it
+        self.plan: PlanSlice | None = None
+        self.layout: Layout | None = None
+        self.manifest = manifest
+        self.credential = ""
+        own = None if delivery == "streamed" else rows_layout(manifest, rank, ranks)
+        self.make: Callable[[], EngineRank] = lambda: EngineRank(
+            self.member, name, rank, ranks, session, HOST, manifest, own, ("memory",), delivery, 64, "fake",
+            self.label if self.generating else None,  # a rank that is paused serves nothing
+            credential=self.credential,
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"<{self.member} generating={self.generating} label={self.label} content={set(self.content.tolist())}>"
+
+    def holds(self, number: int | None) -> bool:
+        """Whether every byte here is of this version."""
+        return number is not None and set(self.content.tolist()) == {number}
+
+    def connect(self) -> None:
+        node = FakeEngine(self)
+        self.epoch += 1
+        self.world.coordinator.join_engine(node)
+        link = self.world.coordinator.link_of(self.member)
+        link.confirmed, self.credential = True, link.credential
+        self.world.engines[self.member] = self
+        self.node, self.connected = node, True
+
+    def disconnect(self, node: Any = None) -> None:
+        if self.connected:
+            self.connected = False
+            self.epoch += 1
+            self.world.coordinator.leave(node or self.node)
+
+
+class FakeEngine:
+    def __init__(self, process: EngineProcess) -> None:
+        self.process = process
+        self.dismissed: list[str] = []
+        self._rank = process.make()
+
+    def dismiss(self, reason: str) -> None:
+        self.dismissed.append(reason)
+
+    @property
+    def rank(self) -> EngineRank:
+        return self._rank
+
+    def notify(self, text: str) -> None:
+        self.process.notices.append((asyncio.get_running_loop().time(), text))
+
+    async def _enter(self, phase: str) -> str | None:
+        epoch = self.process.epoch
+        kind = await self.process.fault(phase, self)
+        if epoch != self.process.epoch:
+            raise Aborted(f"{phase} was aborted by a quarantine, or its connection broke")
+        self.process.world.log.append((asyncio.get_running_loop().time(), self.process.member, phase))
+        return kind
+
+    async def prepare(self, plan: PlanSlice, timeout: float) -> Prepared:
+        kind = await self._enter("prepare")
+        process = self.process
+        process.plan, process.layout = plan, Layout.from_columns(process.manifest, plan.layout)
+        if len(process.content) != len(process.layout):
+            process.content = np.full(len(process.layout), SCRAMBLED, np.int64)
+        return Prepared("other" if kind == "other" else plan.digest, ("memory",))
+
+    async def check_sources(self, number: int, timeout: float) -> None:
+        await self._enter("check")
+        for source in [] if self.process.plan is None else self.process.plan.sources:
+            trainer = self.process.world.trainers.get(source.member)
+            if trainer is None or trainer.placed != number:
+                raise StaleSource(f"{source.member} does not hold {number}")
+
+    async def pause(self, mode: PauseMode, timeout: float) -> None:
+        await self._enter("pause")
+        self.process.generating = False
+
+    async def move(self, number: int, timeout: float) -> Moved:
+        process, world = self.process, self.process.world
+        plan, layout = process.plan, process.layout
+        assert plan is not None
+        assert layout is not None
+        process.label = None
+        half = len(layout) // 2
+        for row in range(len(layout)):
+            if row == half:
+                kind = await self._enter("move")
+                if kind == "partial":
+                    break
+            if process.generating:
+                world.alarm(f"{process.member} generates while its weights change")
+            for source in plan.sources:
+                trainer = world.trainers.get(source.member)
+                if trainer is None:
+                    raise PeerLost(f"{source.member} is gone")
+                if trainer.placed != number:
+                    raise StaleSource(f"{source.member} holds {trainer.placed}, not {number}")
+            process.content[row] = number
+        if kind == "corrupt":
+            process.content[0] = number + 1
+        world.coordinator.progress(self, plan.nbytes)
+        digests = row_digests(layout, process.content).astype("<u8").tobytes()
+        if kind == "zero":
+            return Moved(0, digests, 0, 0, 0, "installed")
+        if kind == "undigested":
+            return Moved(plan.nbytes, b"", 0, 0, 0, "installed")
+        return Moved(plan.nbytes, digests, 0, 0, 0, "installed")
+
+    async def commit(self, version: Version, timeout: float) -> None:
+        process = self.process
+        kind = await self._enter("commit")
+        if process.generating:
+            process.world.alarm(f"{process.member} is labelled while it generates")
+        for other in process.world.replica(process.name):
+            if not other.holds(version.number):
+                process.world.alarm(f"{process.member} is labelled {version} while {other}")
+        process.label = version
+        if kind == "late":
+            raise LoadError("the caches would not empty")
+
+    async def resume(self, timeout: float) -> None:
+        process = self.process
+        kind = await self._enter("resume")
+        label = process.label
+        ranks = process.world.replica(process.name)
+        if label is None or len(ranks) != process.ranks or not all(other.holds(label.number) for other in ranks):
+            process.world.alarm(f"{process.member} is resumed, but {ranks}")
+        elif any(other.label != label for other in ranks):
+            process.world.alarm(f"{process.member} is resumed with {label}, but {ranks}")
+        process.generating = True
+        if kind == "late":
+            raise PeerLost("the answer got lost")
+
+    async def update(self, version: Version, mode: PauseMode, timeout: float) -> Updated:
+        await self.pause(mode, timeout)
+        moved = await self.move(version.number, timeout)
+        if not self.process.holds(version.number):
+            return Updated(moved, False, 0, 0)
+        await self.commit(version, timeout)
+        await self.resume(timeout)
+        return Updated(moved, True, 0, 0)
+
+    async def quarantine(self, reason: str, timeout: float) -> None:
+        # Agents answer it on a thread of its own, so what was sent later may have begun when it takes effect.
+        await asyncio.sleep(self.process.world.delays.get((self.process.member, "before quarantine"), 0))
+        self.process.epoch += 1
+        self.process.generating = False  # takes effect even where the answer does not arrive
+        self.process.label = None
+        await self._enter("quarantine")

@@ -1,0 +1,192 @@
+"""Holds that a trainer that starts again may use its numbers again, that ranks agree on the epoch, and that order is kept."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.unit.coordinator.fakes import HOST, MANIFEST, FakeTrainer, TrainerProcess, World, rows_layout
+from tests.virtual_time import virtual
+
+from weightsync.coordinator.ranks import TrainerRank
+from weightsync.errors import VersionError
+from weightsync.model import Version, label_of, parse_label
+from weightsync.protocol.messages import Offer
+
+
+def add(world: World, rank: int, count: int = 2, *, new_epoch: bool = True, epoch: int = 0, published: int = -1) -> TrainerProcess:
+    """A new trainer process, made with ``new_epoch``; ``epoch`` and ``published`` are what it reports."""
+    process = TrainerProcess(world, rank, count, MANIFEST, world.session(), published)
+    session = world.session()
+    process.make = lambda: TrainerRank(
+        process.member, rank, count, session, HOST, MANIFEST, rows_layout(MANIFEST, rank, count), (Offer("memory", "x", HOST),),
+        published=published, epoch=epoch, new_epoch=new_epoch,
+    )  # fmt: skip
+    process.connect()
+    return process
+
+
+def restart_trainer(world: World, *, new_epoch: bool = True) -> None:
+    for process in list(world.trainers.values()):
+        process.disconnect()
+    for rank in range(2):
+        add(world, rank, new_epoch=new_epoch)
+
+
+@virtual
+async def test_a_trainer_that_resumes_uses_its_numbers_again() -> None:
+    world = World()
+    for rank in range(2):
+        add(world, rank)
+    world.add_replica("r")
+    assert str((await world.publish(440)).version) == "test@440", "the first epoch is not in the label"
+    restart_trainer(world, new_epoch=False)
+    with pytest.raises(VersionError, match="the last one is 440"):
+        await world.publish(400)
+    restart_trainer(world)
+    result = await world.publish(400)
+    assert (str(result.version), result.replicas[0].epoch) == ("test.2@400", 2)
+    with pytest.raises(VersionError, match="the last one is 400"):
+        await world.publish(400)
+    assert str((await world.publish(401)).version) == "test.2@401", "granted once for these processes"
+    state, status = world.state("r"), world.coordinator.status()
+    assert (state.version, state.epoch, state.staleness) == (401, 2, 0)
+    assert (status.last, status.epoch) == (401, 2)
+    world.check()
+
+
+@virtual
+async def test_an_old_version_is_behind_a_new_epoch() -> None:
+    world = World()
+    for rank in range(2):
+        add(world, rank)
+    world.add_replica("r")
+    await world.publish(440)
+    restart_trainer(world)
+    world.faults["r/0", "prepare"] = "fail"
+    await world.settle(1)  # when it prepares ahead of the round
+    world.faults["r/0", "prepare"] = "fail"
+    await world.publish(1)
+    assert (world.state("r").version, world.state("r").staleness) == (440, 1)
+
+
+@virtual
+async def test_all_ranks_ask_or_none() -> None:
+    world = World()
+    add(world, 0, new_epoch=True)
+    add(world, 1, new_epoch=False)
+    world.add_replica("r")
+    with pytest.raises(VersionError, match="trainer/0 asked for a new epoch, trainer/1 did not"):
+        await world.publish(1)
+    assert world.coordinator.status().last == -1
+
+
+@virtual
+async def test_a_grant_outlives_a_publication_that_failed_and_the_coordinator() -> None:
+    world = World()
+    add(world, 0)
+    add(world, 1)
+    world.add_replica("r")
+    await world.publish(440)
+    restart_trainer(world)
+    world.faults["trainer/1", "place"] = "fail"
+    with pytest.raises(Exception, match="told to fail"):
+        await world.publish(400)
+    assert str((await world.publish(400)).version) == "test.2@400"
+    fresh = World(world.settings)
+    world.coordinator = fresh.coordinator
+    for engine in world.engines.values():
+        engine.connect()
+    world.trainers.clear()
+    add(world, 0, epoch=2, published=400)  # what it says after the coordinator told it
+    add(world, 1)  # the same, but it was never told
+    with pytest.raises(VersionError, match="the last one is 400"):
+        await world.publish(400)
+    assert str((await world.publish(401)).version) == "test.2@401"
+    world.check()
+
+
+@virtual
+async def test_an_older_epoch_is_refused() -> None:
+    world = World()
+    add(world, 0)
+    add(world, 1)
+    world.add_replica("r")
+    await world.publish(440)
+    restart_trainer(world)
+    await world.publish(400)
+    for process in list(world.trainers.values()):
+        process.disconnect()
+    for rank in range(2):
+        add(world, rank, new_epoch=False, epoch=1, published=440)
+    with pytest.raises(VersionError, match="publishes in epoch 1, and epoch 2 has begun"):
+        await world.publish(441)
+    assert world.coordinator.status().epoch == 2
+
+
+@virtual
+async def test_the_last_number_is_that_of_the_epoch_that_a_rank_gets() -> None:
+    world = World()
+    add(world, 0, 1)
+    world.add_replica("r")
+    await world.publish(440)
+    coordinator, [old] = world.coordinator, list(world.trainers.values())
+    old.disconnect()
+    assert coordinator.join_trainer(FakeTrainer(add_later(world, new_epoch=True))) == -1
+    [link] = coordinator._members.trainers.values()
+    coordinator.leave(link.node)
+    assert coordinator.join_trainer(FakeTrainer(add_later(world, new_epoch=False))) == 440
+    await asyncio.sleep(0)
+
+
+@virtual
+async def test_a_new_epoch_does_not_wait_for_the_numbers_of_the_old_one() -> None:
+    world = World()
+    add(world, 0, 1)
+    world.add_replica("r")
+    world.faults["r/0", "update"] = world.faults["r/0", "move"] = "hang"
+    old = asyncio.ensure_future(world.publish(400, 60.0))
+    await asyncio.sleep(1)
+    [process] = list(world.trainers.values())
+    process.disconnect()
+    add(world, 0, 1)
+    assert str((await world.publish(10, 120.0)).version) == "test.2@10"
+    await asyncio.wait([old])
+    world.check()
+
+
+@virtual
+async def test_in_one_epoch_the_number_of_a_running_round_counts() -> None:
+    world = World()
+    add(world, 0, 1)
+    world.add_replica("r")
+    running = asyncio.ensure_future(world.publish(400))
+    await asyncio.sleep(0.005)  # it is being placed
+    with pytest.raises(VersionError, match="the last one is 400"):
+        await world.coordinator.publish("trainer/0", 10, 60.0)
+    await asyncio.wait([running])
+
+
+def add_later(world: World, *, new_epoch: bool) -> TrainerProcess:
+    process = add(world, 0, 1, new_epoch=new_epoch)
+    process.disconnect()
+    return process
+
+
+@pytest.mark.parametrize(
+    ("run", "epoch", "label"),
+    [
+        ("run", 1, "run@7"),
+        ("run", 2, "run.2@7"),
+        ("v1.2", 1, "v1.2.1@7"),
+        ("v1.2", 3, "v1.2.3@7"),
+        ("v1.0", 1, "v1.0@7"),
+        ("a@b", 1, "a@b@7"),
+    ],
+)
+def test_a_label_says_run_epoch_and_number(run: str, epoch: int, label: str) -> None:
+    assert label_of(run, epoch, 7) == label
+    assert str(Version(run, 7, "m", "d", epoch)) == label
+    assert parse_label(label) == (run, epoch, 7)
+    assert parse_label("7") == (None, 1, 7)
+    assert parse_label("run@seven") is None

@@ -1,0 +1,121 @@
+"""Preparing ahead of a round: what may go wrong there must cost neither a later round nor a replica that serves."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from tests.unit.coordinator.fakes import World
+from tests.virtual_time import virtual
+
+from weightsync.config import RoundSettings
+from weightsync.coordinator.planner import Planner, Room
+from weightsync.errors import ConfigurationError, PeerLost
+
+
+def world_of(*replicas: str) -> World:
+    world = World(RoundSettings(run="test", grace=1.0, timeout=30.0))
+    world.add_trainers(1)
+    for name in replicas:
+        world.add_replica(name)
+    return world
+
+
+@virtual
+async def test_a_trainer_that_leaves_in_the_same_turn_costs_no_place_of_the_planner() -> None:
+    world = world_of("a", "b", "c")
+    world.trainers["trainer/0"].disconnect()
+    await world.settle(1)
+    world.trainers.clear()
+    world.add_trainers(1)
+    assert (await world.publish(1, 5.0)).ok
+    world.check()
+
+
+@virtual
+async def test_a_trainer_that_dies_before_its_round_costs_no_place_of_the_planner() -> None:
+    world = world_of("a", "b")
+    await world.settle(1)
+    for _ in range(3):
+        with pytest.raises(PeerLost, match="no trainer rank"):
+            await world.coordinator._planner.agree("a", {}, {}, _Ever())  # type: ignore[arg-type]
+    assert (await world.publish(1, 5.0)).ok
+    world.check()
+
+
+class _Ever:
+    """A limit without an end."""
+
+    seconds, at = 1e9, 1e9
+
+    def remaining(self, what: str) -> float:
+        return 1e9
+
+
+@virtual
+async def test_a_trainer_that_hangs_does_not_hold_up_its_successor() -> None:
+    world = World(RoundSettings(run="test", grace=1.0, timeout=300.0))
+    world.delays["a/0", "prepare"] = 250.0  # it reads from a trainer that is stopped
+    world.add_trainers(1)
+    world.add_replica("a")
+    await world.settle(1)
+    world.trainers["trainer/0"].disconnect()
+    world.trainers.clear()
+    world.delays.clear()
+    world.add_trainers(1)
+    assert (await world.publish(1, 10.0)).ok
+    world.check()
+
+
+@virtual
+async def test_a_plan_that_could_not_be_prepared_takes_the_place_of_the_one_before() -> None:
+    """The rank has dropped its old plan for the new one: if the old trainer comes back, it must prepare again."""
+    world = world_of("a")
+    assert (await world.publish(1, 5.0)).ok
+    replica = world.coordinator._members.replicas["a"]
+    link = replica.links[0]
+    before = link.prepared
+    assert before is not None
+    world.trainers["trainer/0"].disconnect()
+    world.trainers.clear()
+    world.faults["a/0", "prepare"] = "fail"
+    world.add_trainers(1)
+    await world.settle(1)
+    assert link.prepared is None
+    world.check()
+
+
+def test_memory_given_back_by_a_collection_in_the_middle_does_not_hang() -> None:
+    room = Room(1000)
+
+    class Dropped:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            room.give(0)
+
+    with room._lock:  # as inside take
+        Dropped()
+        gc.collect()
+    room.take(1000)
+    with pytest.raises(ConfigurationError):
+        room.take(1)
+
+
+@virtual
+async def test_a_plan_that_nobody_uses_any_more_makes_room_for_the_next() -> None:
+    world = world_of("a")
+    assert (await world.publish(1, 5.0)).ok
+    planner: Planner = world.coordinator._planner
+    taken = planner.room.taken
+    assert taken > 0
+    planner.room.nbytes = 3 * taken  # the plan in the making takes all of it
+    for number in (2, 3):
+        world.trainers["trainer/0"].disconnect()
+        world.trainers.clear()
+        world.add_trainers(1)
+        await world.settle(1)
+        assert (await world.publish(number, 5.0)).ok
+        assert planner.room.taken == taken
+    world.check()

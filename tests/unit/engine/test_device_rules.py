@@ -1,0 +1,82 @@
+"""When GPU memory is published in place, and what is said where it cannot be: the rules, without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weightsync.deadline import Deadline
+from weightsync.engine.links import _connect
+from weightsync.errors import LayoutError, TransportUnavailable
+from weightsync.protocol.messages import Offer, SourceAddress
+from weightsync.tensors.device_memory import device_of, forms_of, layout_by_shard
+from weightsync.tensors.shards import Shard, shards_of
+from weightsync.trainer.in_place import _local, obstacle_to_live
+from weightsync.trainer.publisher import TrainerRole
+from weightsync.transports.cuda.ipc import CudaIpc
+from weightsync.transports.host.shared_memory import SharedMemory
+from weightsync.transports.hostinfo import this_host
+
+_KEY = b"a key of thirty-two bytes, or so"
+
+
+def _state() -> dict[str, torch.Tensor]:
+    return {"a": torch.zeros(3, 4), "b": torch.zeros(5, 2).t(), "c": torch.zeros(()), "empty": torch.zeros(0, 3)}
+
+
+def test_a_region_each_so_the_layout_stays_when_memory_moves() -> None:
+    manifest, shards = shards_of(_state())
+    layout = layout_by_shard(manifest, shards)
+    assert layout.regions == (48, 40, 4)
+    assert layout.region.tolist() == [0, 1, 2]
+    assert not layout.offset.any()
+    part = torch.zeros(1000)[100:112].view(3, 4)  # elsewhere, in a larger storage
+    moved = [Shard("a", (3, 4), shards[0].box, part), *shards[1:]]
+    assert layout_by_shard(manifest, moved).digest == layout.digest
+    turned = Shard("b", (2, 5), shards[1].box, torch.zeros(2, 5))
+    assert layout_by_shard(manifest, [shards[0], turned, shards[2]]).digest != layout.digest
+    assert forms_of([turned.tensor]) != forms_of([shards[1].tensor])
+
+
+def test_a_state_is_looked_at_anew_and_what_is_gone_is_named() -> None:
+    state = _state()
+    state["a"] = torch.ones(3, 4)
+    assert _local(state, ["a"])[0] is state["a"]
+    module = torch.nn.Linear(2, 3)
+    module.weight.data = torch.ones(3, 2)
+    assert _local(module, ["weight"])[0].data_ptr() == module.weight.data_ptr()
+    with pytest.raises(LayoutError, match="gone"):
+        _local(state, ["gone"])
+
+
+def test_the_device_of_shards() -> None:
+    _, shards = shards_of(_state())
+    assert device_of(shards) == torch.device("cpu")
+    assert device_of([]) == torch.device("cpu")
+    meta = Shard("a", (3, 4), shards[0].box, torch.zeros(3, 4, device="meta"))
+    assert device_of([meta, *shards[1:]]) is None
+
+
+def test_host_memory_is_copied_and_says_why() -> None:
+    manifest, shards = shards_of(_state())
+    assert "are not among" in (obstacle_to_live(manifest, shards, [SharedMemory()]) or "")
+    assert "not all on one CUDA device" in (obstacle_to_live(manifest, shards, [CudaIpc(), SharedMemory()]) or "")
+    with pytest.raises(TransportUnavailable, match=r"not all on one CUDA device.*shared_memory or tcp"):
+        TrainerRole(_state(), [CudaIpc()], _KEY, this_host())
+    role = TrainerRole(_state(), [CudaIpc(), SharedMemory()], _KEY, this_host())
+    assert not role.live
+    assert [offer.scheme for offer in role.offers] == ["shared_memory"]
+    role.close()
+
+
+@pytest.mark.parametrize(
+    ("offered", "device", "advice"),
+    [
+        ("cuda_ipc", None, r"transports=\['shared_memory', 'tcp'\]"),
+        ("shared_memory", torch.device("cuda", 0), "delivery='streamed'"),
+    ],
+)
+def test_who_cannot_reach_the_other_is_told_what_to_change(offered: str, device: torch.device | None, advice: str) -> None:
+    address = SourceAddress("trainer/0", "d" * 32, (Offer(offered, "weightsync-gpu-x", this_host()),), _KEY)
+    with pytest.raises(TransportUnavailable, match=advice):
+        _connect(address, ["cuda_ipc", "shared_memory", "tcp"], device, this_host(), Deadline(5))

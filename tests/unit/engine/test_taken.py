@@ -1,0 +1,166 @@
+"""Holds that an adapter has one driver at a time, and that an engine which others resumed is paused before it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, cast
+
+import pytest
+import torch
+from tests.unit.engine.test_update import Stage, Watched
+
+from weightsync.deadline import Deadline
+from weightsync.engine.adapter import EngineAdapter
+from weightsync.engines.module import ModuleAdapter
+from weightsync.errors import ProtocolError
+from weightsync.external.checks import Incoming
+from weightsync.external.orders import Finish, Order, Receive, Resume, Verify, decode_answer, encode
+from weightsync.external.orders import Pause as PauseOrder
+from weightsync.external.rank import DisaggregatedRank
+from weightsync.model import Version
+from weightsync.protocol.messages import Commit, Move, Pause, Prepare, Quarantine
+from weightsync.protocol.messages import Resume as ResumeCall
+from weightsync.transports.broadcast.process_groups import Group
+
+SECONDS = 20.0
+
+
+class Twice(Watched):
+    """May be paused again."""
+
+    pauses_twice = True
+
+
+class Zeros:
+    """A group over which zeros come."""
+
+    backend, closed = "gloo", False
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], deadline: Deadline) -> None:
+        for one in tensors:
+            one.zero_()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Outside:
+    """Updates the stage's engine from outside."""
+
+    def __init__(self, adapter: EngineAdapter) -> None:
+        self.rank = DisaggregatedRank(adapter)
+        self.rank._groups["g"] = cast(Group, Zeros())
+
+    def tell(self, order: Order) -> Any:
+        return decode_answer(self.rank.handle(encode(order)))
+
+    def load(self) -> None:
+        self.tell(PauseOrder("abort", SECONDS, 7))
+        self.tell(Receive("g", (Incoming(0, "weight", "float32", (4, 6), 96),), False, SECONDS, 7))
+        self.tell(Verify(7))
+
+    def commit(self) -> None:
+        self.tell(Finish(Version("outside", 9, self.rank.manifest.fingerprint, "0" * 16, 1), 7))
+        self.tell(Resume(7))
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    with ExitStack() as owned:
+        made = Stage(Twice(torch.nn.Linear(6, 4, bias=False)), owned)
+        made.engine.handle(Prepare(made.plan()), SECONDS)
+        yield made
+
+
+def said(stage: Stage) -> set[Version | None]:
+    """What the rank says that it holds, and that it generates with."""
+    return {stage.engine.serving, stage.engine.attests}
+
+
+def weight(stage: Stage) -> torch.Tensor:
+    return stage.adapter.module.get_parameter("weight")
+
+
+def test_a_rank_attests_nothing_once_its_engine_is_updated_from_outside(stage: Stage) -> None:
+    version = stage.place(1)
+    assert stage.update(version).committed
+    assert stage.engine.attests == version
+    outside = Outside(stage.adapter)
+    outside.load()
+    assert said(stage) == {None}
+    outside.commit()
+    assert said(stage) == {None}
+    assert not torch.any(weight(stage))
+    version = stage.place(2)
+    assert stage.update(version).committed
+    assert stage.engine.attests == version
+    assert "quarantined" in outside.tell(Verify(7)).message
+
+
+def test_a_round_that_an_update_from_outside_overtakes_commits_nothing(stage: Stage) -> None:
+    version = stage.place(1)
+    stage.engine.handle(Pause("abort"), SECONDS)
+    stage.engine.handle(Move(1), SECONDS)
+    outside = Outside(stage.adapter)
+    outside.load()
+    for late in (Commit(version), ResumeCall()):
+        with pytest.raises(ProtocolError):
+            stage.engine.handle(late, SECONDS)
+    outside.commit()
+    with pytest.raises(ProtocolError):
+        stage.engine.handle(Move(1), SECONDS)
+    assert not torch.any(weight(stage))
+
+
+def test_an_update_from_outside_that_a_round_overtakes_commits_nothing(stage: Stage) -> None:
+    outside = Outside(stage.adapter)
+    outside.load()
+    version = stage.place(1)
+    assert stage.update(version).committed
+    calls = stage.adapter.said.copy()
+    outside.commit()
+    assert stage.adapter.said == calls
+    assert stage.engine.attests == version
+
+
+def test_an_engine_that_somebody_else_resumed_is_paused_before_it_is_written(stage: Stage) -> None:
+    stage.engine.handle(Quarantine("a failed round"), SECONDS)
+    stage.adapter.resume()  # by the engine's own means
+    stage.engine.handle(Pause("abort"), SECONDS)
+    assert stage.adapter.said == ["pause abort", "resume", "pause keep"]
+
+
+def test_a_pause_again_that_fails_leaves_an_engine_that_is_not_written(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.place(1)
+    stage.engine.handle(Pause("abort"), SECONDS)
+    stage.engine.handle(Move(1), SECONDS)
+
+    def fails(mode: str, timeout: float) -> None:
+        raise RuntimeError("cannot pause")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stage.adapter, "pause", fails)
+        with pytest.raises(RuntimeError, match="cannot pause"):
+            stage.engine.handle(Pause("abort"), SECONDS)
+    with pytest.raises(ProtocolError, match="a paused engine"):
+        stage.engine.handle(Move(1), SECONDS)
+
+
+def test_a_class_with_another_pause_must_say_itself_that_it_pauses_twice() -> None:
+    class Other:
+        def pause(self, mode: str, timeout: float) -> None:
+            return
+
+    class Inherits(ModuleAdapter):
+        pass
+
+    class Mixed(Other, ModuleAdapter):
+        pass
+
+    class Says(Mixed):
+        pauses_twice = True
+
+    assert [one.pauses_twice for one in (EngineAdapter, ModuleAdapter, Inherits, Watched, Mixed, Says)] == [
+        False, True, True, False, False, True,
+    ]  # fmt: skip

@@ -1,0 +1,248 @@
+"""Holds what decides that vLLM's parameters are written directly: the trace, the trial against its loading, what rules it out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from weightsync.engines.hf_checkpoint import Checkpoint
+from weightsync.engines.vllm.adapter import VllmWorkerAdapter
+from weightsync.engines.vllm.direct import DirectShards, find_direct, why_streamed
+from weightsync.engines.vllm.releases import has_labels, is_supported
+from weightsync.engines.vllm.verify_trace import batches, try_against
+from weightsync.errors import LayoutError, LoadError
+from weightsync.model import Manifest, TensorSpec, Version
+from weightsync.tracing.tracer import trace_loader
+
+WIDE, EXPERTS, LAYERS, PADDED = 4, 3, 3, 8
+CPU = torch.device("cpu")
+VERSION = Version("run", 7, "0" * 32, "0" * 16)
+
+
+class Experts(nn.Module):
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13 = nn.Parameter(torch.zeros(EXPERTS, 2 * WIDE, WIDE, dtype=torch.bfloat16))
+        self.register_buffer("scale", torch.ones(2))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDE, 3 * WIDE, dtype=torch.bfloat16)
+        self.experts = Experts()
+
+
+class Engine(nn.Module):
+    """Fuses, stacks and pads as vLLM does; ``trick`` is what its loading does besides copying."""
+
+    def __init__(self, trick: str = "") -> None:
+        super().__init__()
+        self.embed = nn.Embedding(PADDED, WIDE, dtype=torch.bfloat16)  # rows 5 and beyond are padding
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.trick = trick
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(generator=torch.Generator().manual_seed(3))
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            if name == "embed.weight":
+                self.embed.weight.data[: len(tensor)].copy_(tensor * 2 if self.trick == "scaled" else tensor)
+                continue
+            layer = self.layers[int(name.split(".")[1])]
+            assert isinstance(layer, Layer)
+            kind, part = name.split(".")[2:4]
+            if kind == "expert":
+                half = WIDE * (name.endswith("up"))
+                layer.experts.w13.data[int(part), half : half + WIDE].copy_(tensor)
+            elif part == "weight" and self.trick == "replaced":
+                kept = layer.qkv.weight.data.clone()
+                kept["qkv".index(kind) * WIDE :][:WIDE].copy_(tensor)
+                layer.qkv.weight = nn.Parameter(kept)
+            else:
+                target = layer.qkv.weight if part == "weight" else layer.qkv.bias
+                target.data["qkv".index(kind) * WIDE :][:WIDE].copy_(tensor)
+
+    def reload(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """As vLLM does: load, then process."""
+        given = dict(tensors)
+        self.load_weights(given.items())
+        touched = {int(name.split(".")[1]) for name in given if name.startswith("layers")}
+        for number in touched:
+            layer = self.layers[number]
+            assert isinstance(layer, Layer)
+            if self.trick == "swapped" and number == LAYERS - 1:
+                layer.experts.w13.data.copy_(layer.experts.w13.data.roll(WIDE, 1))
+            elif self.trick == "derived":
+                layer.folded = layer.qkv.weight.detach().sum(0)
+            elif self.trick == "buffer":
+                layer.experts.scale.fill_(float(layer.qkv.bias.detach().abs().max()))
+            elif self.trick == "raises" and number == 1:
+                raise ValueError("no such expert")
+            elif self.trick == "memory" and number == 1:
+                raise torch.OutOfMemoryError("injected")
+
+
+def manifest() -> Manifest:
+    specs = [TensorSpec("embed.weight", (5, WIDE), "bfloat16")]
+    for layer in range(LAYERS):
+        for part in "qkv":
+            specs.append(TensorSpec(f"layers.{layer}.{part}.weight", (WIDE, WIDE), "bfloat16"))
+            specs.append(TensorSpec(f"layers.{layer}.{part}.bias", (WIDE,), "bfloat16"))
+        for expert in range(EXPERTS):
+            specs += [TensorSpec(f"layers.{layer}.expert.{expert}.{half}", (WIDE, WIDE), "bfloat16") for half in ("gate", "up")]
+    return Manifest(specs)
+
+
+def state(model: nn.Module) -> dict[str, tuple[int, torch.Tensor]]:
+    """Every parameter and buffer: where it is, and its bits."""
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: (one.data_ptr(), one.detach().clone()) for name, one in found.items()}
+
+
+def same(before: dict[str, tuple[int, torch.Tensor]], model: nn.Module) -> bool:
+    after = state(model)
+    return list(before) == list(after) and all(
+        before[name][0] == where and torch.equal(before[name][1], bits) for name, (where, bits) in after.items()
+    )
+
+
+def test_a_loader_of_plain_copies_is_written_directly_and_nothing_has_changed() -> None:
+    model = Engine()
+    before = state(model)
+    found = find_direct(model, manifest(), model.reload, CPU)
+    assert isinstance(found, DirectShards)
+    assert same(before, model)
+    wanted = Engine()
+    weights = {spec.name: torch.randn(spec.shape).to(torch.bfloat16) for spec in manifest()}
+    wanted.load_weights(weights.items())
+    with torch.no_grad():
+        for shard in found.now():
+            box = tuple(slice(a, b) for a, b in zip(shard.box.starts, shard.box.stops, strict=True))
+            shard.tensor.copy_(weights[shard.name][box])
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), wanted.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("trick", "reason"),
+    [
+        ("scaled", "does more than copy embed.weight"),
+        ("swapped", r"does more than copy layers\.2\.expert\.0\.gate.* and 3 more"),
+        ("replaced", "vLLM does more than copy layers.0.k"),
+        ("derived", r"computes layers\.0\.folded"),
+        ("buffer", r"computes layers\.0\.experts\.scale"),
+        ("raises", "no such expert"),
+        ("memory", "too little device memory"),
+    ],
+)
+def test_what_loading_does_besides_copying_is_noticed_and_undone(trick: str, reason: str) -> None:
+    model = Engine(trick)
+    if trick == "derived":
+        for layer in model.layers:
+            layer.folded = torch.zeros(WIDE)
+    folded = [getattr(layer, "folded", None) for layer in model.layers]
+    before = state(model)
+    found = find_direct(model, manifest(), model.reload, CPU)
+    assert isinstance(found, str)
+    assert re.search(reason, found), found
+    assert same(before, model)
+    assert all(getattr(layer, "folded", None) is one for layer, one in zip(model.layers, folded, strict=True))
+    assert all(one is None or not one.any() for one in folded)
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, 300, 1 << 30])
+def test_batches_hold_whole_layers_and_every_tensor_once(nbytes: int) -> None:
+    model = Engine()
+    traced = trace_loader(model.load_weights, model, manifest())
+    found = batches(traced, nbytes)
+    assert [name for names in found for name in names] == [spec.name for spec in manifest()]
+    homes: dict[str, int] = {}
+    for number, names in enumerate(found):
+        for copy in traced.copies:
+            if manifest()[copy.tensor].name in names:
+                assert homes.setdefault(copy.parameter, number) == number
+    assert len(found) == {1: 1 + 2 * LAYERS, 1 << 30: 1}.get(nbytes, len(found))
+    before = state(model)
+    assert try_against(model, traced, traced.shards(model), model.reload, batch_bytes=nbytes) is None
+    assert same(before, model)
+
+
+def test_shards_follow_parameters_and_refuse_other_ones() -> None:
+    model = Engine()
+    found = find_direct(model, manifest(), model.reload, CPU)
+    assert isinstance(found, DirectShards)
+    first = found.now()
+    assert found.now() is first
+    model.embed.weight.data = model.embed.weight.data.clone()
+    moved = found.now()
+    assert moved is not first
+    assert moved[0].tensor.data_ptr() == model.embed.weight.data_ptr()
+    model.embed.weight.data = torch.zeros(PADDED, 2 * WIDE, dtype=torch.bfloat16)
+    with pytest.raises(LayoutError, match=r"embed\.weight"):
+        found.now()
+
+
+@dataclass
+class Model:
+    quantization: str | None = None
+
+
+@dataclass
+class Parallel:
+    enable_eplb: bool = False
+
+
+@dataclass
+class Config:
+    model_config: Model
+    parallel_config: Parallel
+    lora_config: object | None = None
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "reason"),
+    [
+        (Config(Model(), Parallel()), "cpu", "on cpu, where vLLM repacks"),
+        (Config(Model("fp8"), Parallel()), "cuda:1", "quantized (fp8)"),
+        (Config(Model(), Parallel(), object()), "cuda:1", "LoRA"),
+        (Config(Model(), Parallel(True)), "cuda:1", "enable_eplb"),
+    ],
+)
+def test_what_rules_it_out(config: Config, device: str, reason: str) -> None:
+    assert reason in str(why_streamed(config, torch.device(device)))
+    assert why_streamed(Config(Model(), Parallel()), torch.device("cuda:1")) is None
+
+
+def test_a_rank_that_was_written_resumes_without_any_loading_and_one_that_was_streamed_to_loads() -> None:
+    model = Engine()
+    found = find_direct(model, manifest(), model.reload, CPU)
+    assert isinstance(found, DirectShards)
+    adapter = VllmWorkerAdapter(Checkpoint(manifest(), tuple(spec.name for spec in manifest())), None, found, CPU)
+    assert adapter.shards() is found.now()
+    assert adapter.device() is None
+    adapter.pause("abort", 1)
+    adapter.begin()
+    adapter.wake_weights()
+    adapter.finish(VERSION)
+    adapter.resume()
+    adapter.pause("abort", 1)
+    adapter.begin()
+    with pytest.raises(LoadError, match="never loaded"):  # paused, and nothing came
+        adapter.resume()
+    adapter.load([("embed.weight", torch.zeros(5, WIDE, dtype=torch.bfloat16))])
+    with pytest.raises(LoadError, match="were not received"):
+        adapter.finish(VERSION)
+
+
+def test_releases_that_were_tried_are_taken_and_no_others() -> None:
+    assert all(is_supported(release) for release in ("0.25.0", "0.25.1+cu130", "0.32.0+cpu"))
+    assert not any(is_supported(release) for release in ("0.24.0", "0.26.0", "0.31.2", "0.33.0", "1.25.0", "dev"))
+    assert [has_labels(release) for release in ("0.25.0", "0.32.1")] == [False, True]

@@ -1,0 +1,390 @@
+"""Holds that calls over a connection end: with the right answer, the other side's error, the deadline, or the connection's end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+import pytest
+from tests.unit.coordinator.fakes import HOST, MANIFEST, FakeEngine, World, rows_layout
+from tests.virtual_time import virtual
+
+from weightsync.coordinator.remote_ranks import RemoteEngine, RemoteTrainer, answer_agent, rank_of
+from weightsync.errors import (
+    ConfigurationError,
+    DeadlineExceeded,
+    LayoutError,
+    LoadError,
+    MembershipError,
+    PeerLost,
+    ProtocolError,
+    VersionError,
+    WeightSyncError,
+)
+from weightsync.model import Version
+from weightsync.protocol.calls import Calls
+from weightsync.protocol.messages import (
+    PROTOCOL,
+    Answer,
+    Body,
+    Call,
+    Cancel,
+    Commit,
+    Done,
+    Failure,
+    Frame,
+    Hello,
+    Move,
+    Moved,
+    Offer,
+    Pause,
+    PieceColumns,
+    Place,
+    Placed,
+    PlanSlice,
+    Prepare,
+    Prepared,
+    Progress,
+    Publish,
+    Published,
+    Quarantine,
+    Resume,
+    Update,
+    Updated,
+    Welcome,
+    decode,
+    encode,
+)
+
+Handle = Callable[[Body, float], Awaitable[Body]]
+
+
+async def refuse(body: Body, timeout: float) -> Body:
+    raise ProtocolError(f"nobody asks for {type(body).__name__} here")
+
+
+def pair(left: Handle = refuse, right: Handle = refuse) -> tuple[Calls, Calls, list[Frame]]:
+    """Two ends of a connection, through the real encoding; and what crossed it."""
+    crossed: list[Frame] = []
+
+    async def to_right(frame: Frame) -> None:
+        crossed.append(frame)
+        ends[1].feed(decode(encode(frame)))
+
+    async def to_left(frame: Frame) -> None:
+        crossed.append(frame)
+        ends[0].feed(decode(encode(frame)))
+
+    ends = (Calls(to_right, left), Calls(to_left, right))
+    return (*ends, crossed)
+
+
+@virtual
+async def test_both_sides_ask_at_once_and_answers_find_their_askers() -> None:
+    async def place(body: Body, timeout: float) -> Body:
+        assert isinstance(body, Place)
+        await asyncio.sleep(10 - body.number)
+        return Placed(bytes([body.number]), timeout)
+
+    left, right, _ = pair(place, place)
+    asked = [end.call(Place(number), 60.0) for number in range(10) for end in (left, right)]
+    for index, answer in enumerate(await asyncio.gather(*asked)):
+        assert isinstance(answer, Placed)
+        assert answer == Placed(bytes([index // 2]), 60.0)
+
+
+@virtual
+async def test_errors_cross_by_kind_and_text() -> None:
+    errors: list[Exception] = [LoadError("no such tensor"), ZeroDivisionError("oops"), TimeoutError("slow")]
+
+    async def fail(body: Body, timeout: float) -> Body:
+        raise errors.pop(0)
+
+    left, _, _ = pair(right=fail)
+    with pytest.raises(LoadError, match="no such tensor"):
+        await left.call(Resume(), 1.0)
+    with pytest.raises(WeightSyncError, match="ZeroDivisionError: oops"):
+        await left.call(Resume(), 1.0)
+    with pytest.raises(DeadlineExceeded, match="slow"):
+        await left.call(Resume(), 1.0)
+
+
+@virtual
+async def test_a_call_that_times_out_is_withdrawn() -> None:
+    ended: list[str] = []
+
+    async def hang(body: Body, timeout: float) -> Body:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+        return Done()
+
+    left, right, crossed = pair(right=hang)
+    with pytest.raises(DeadlineExceeded, match="within 5 s"):
+        await left.call(Resume(), 5.0)
+    asking = asyncio.ensure_future(left.call(Resume(), 50.0))
+    await asyncio.sleep(1)
+    asking.cancel()
+    await asyncio.wait([asking], timeout=1)
+    await asyncio.sleep(0)
+    assert asking.cancelled()
+    assert ended == ["cancelled", "cancelled"]
+    assert Cancel(2) in crossed
+    assert not any(isinstance(frame, Answer) for frame in crossed)
+    assert not right._handlers
+    assert not left._waiting
+
+
+@virtual
+async def test_a_handler_that_is_late_fails_the_call_by_itself() -> None:
+    async def hang(body: Body, timeout: float) -> Body:
+        await asyncio.sleep(1000)
+        return Done()
+
+    sent: list[Frame] = []
+
+    async def send(frame: Frame) -> None:
+        sent.append(frame)
+
+    calls = Calls(send, hang)
+    calls.feed(Call(7, 2.0, Resume()))
+    await asyncio.sleep(3)
+    assert sent == [Failure(7, "DeadlineExceeded", "Resume did not finish within 2 s")]
+
+
+@virtual
+async def test_closing_fails_everybody_at_once() -> None:
+    async def hang(body: Body, timeout: float) -> Body:
+        await asyncio.sleep(1000)
+        return Done()
+
+    left, right, _ = pair(hang, hang)
+    asked = [asyncio.ensure_future(end.call(Resume(), 600.0)) for end in (left, right, left)]
+    await asyncio.sleep(1)
+    left.close(PeerLost("the wire was cut"))
+    left.close()
+    right.close()
+    for error in await asyncio.gather(*asked, return_exceptions=True):
+        assert isinstance(error, PeerLost)
+    assert asyncio.get_running_loop().time() == pytest.approx(1.0)
+    with pytest.raises(PeerLost, match="cut"):
+        await left.call(Resume(), 1.0)
+    left.feed(Answer(1, Done()))
+    await asyncio.sleep(0.1)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@virtual
+async def test_a_wire_that_hangs_or_breaks() -> None:
+    async def never(frame: Frame) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(DeadlineExceeded):
+        await Calls(never, refuse).call(Resume(), 5.0)
+
+    async def broken(frame: Frame) -> None:
+        raise ConnectionResetError("reset by peer")
+
+    with pytest.raises(PeerLost, match="reset by peer"):
+        await Calls(broken, refuse).call(Resume(), 5.0)
+    await asyncio.sleep(100)
+
+
+@virtual
+async def test_what_does_not_belong_is_refused_or_ignored() -> None:
+    seen: list[int] = []
+
+    async def send(frame: Frame) -> None:
+        return
+
+    calls = Calls(send, refuse, seen.append)
+    calls.feed(Answer(99, Done()))
+    calls.feed(Failure(99, "PeerLost", "?"))
+    calls.feed(Cancel(99))
+    calls.feed(Progress(12))
+    assert seen == [12]
+    for frame in (Welcome("m", "r"), Progress(-1), Call(1, float("nan"), Resume()), Call(1, -1.0, Resume())):
+        with pytest.raises(ProtocolError):
+            calls.feed(frame)
+    calls.feed(Call(5, 1.0, Resume()))
+    with pytest.raises(ProtocolError, match="running already"):
+        calls.feed(Call(5, 1.0, Resume()))
+    with pytest.raises(ProtocolError, match="at once"):
+        for number in range(100):
+            calls.feed(Call(100 + number, 1.0, Resume()))
+    calls.close()
+    await asyncio.sleep(0.1)
+
+
+# Ranks behind a connection.
+
+
+def hello(**changes: object) -> Hello:
+    fields: dict[str, object] = {
+        "protocol": PROTOCOL,
+        "run": "test",
+        "role": "engine",
+        "name": "r",
+        "rank": 0,
+        "world_size": 1,
+        "session": "s",
+        "host": HOST,
+        "pid": 1,
+        "manifest": MANIFEST.tensors,
+        "layout": rows_layout(MANIFEST, 0, 1).to_columns(),
+        "transports": ("memory",),
+    }
+    return Hello(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_a_hello_becomes_a_rank() -> None:
+    rank = rank_of(hello(), "test")
+    assert rank.member == "r/0"
+    assert rank.manifest == MANIFEST
+    trainer = rank_of(hello(role="trainer", name="trainer", offers=(Offer("memory", "x", HOST),), published=3), "test")
+    assert (trainer.member, getattr(trainer, "published", None)) == ("trainer/0", 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"protocol": PROTOCOL + 1}, ProtocolError, "install the same weightsync"),
+        ({"run": "other"}, MembershipError, "'other'"),
+        ({"name": "a/b"}, ProtocolError, "printable"),
+        ({"name": ""}, ProtocolError, "printable"),
+        ({"session": "x\n"}, ProtocolError, "session"),
+        ({"name": "trainer"}, MembershipError, "role engine"),
+        ({"role": "trainer"}, MembershipError, "role trainer"),
+        ({"rank": 1}, ProtocolError, "rank 1 of 1"),
+        ({"rank": -1}, ProtocolError, "rank -1"),
+        ({"world_size": 1 << 40}, ProtocolError, "rank 0 of"),
+        ({"bucket_bytes": -1}, ProtocolError, "buckets"),
+        ({"transports": ("x",) * 1000}, ProtocolError, "transports"),
+        ({"role": "trainer", "name": "trainer"}, ConfigurationError, "how to reach"),
+        ({"manifest": MANIFEST.tensors * 2}, ConfigurationError, "twice"),
+        ({"manifest": MANIFEST.tensors[:1]}, LayoutError, "tensors that the manifest lacks"),
+    ],
+)
+def test_a_hello_that_is_wrong_says_why(changes: dict[str, object], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        rank_of(hello(**changes), "test")
+
+
+def plan_slice() -> PlanSlice:
+    pieces = PieceColumns(0, 2, b"", b"", b"", b"", b"", b"", b"")
+    return PlanSlice("digest", "direct", "", (), rows_layout(MANIFEST, 0, 1).to_columns(), pieces, 28)
+
+
+def agent(answer: Body) -> Handle:
+    async def handle(body: Body, timeout: float) -> Body:
+        if isinstance(body, Prepare) and not isinstance(answer, Prepared):
+            return Prepared(body.plan.digest, ())
+        return answer
+
+    return handle
+
+
+@virtual
+async def test_answers_of_the_wrong_kind_or_size_are_refused() -> None:
+    engine = rank_of(hello(), "test")
+    trainer = rank_of(hello(role="trainer", name="trainer", offers=(Offer("memory", "x", HOST),)), "test")
+    rows = len(rows_layout(MANIFEST, 0, 1))
+    version = Version("test", 1, "", "")
+    digests = np.arange(rows, dtype="<u8").tobytes()
+
+    def engine_that_says(answer: Body) -> RemoteEngine:
+        return RemoteEngine(engine, pair(right=agent(answer))[0], lambda _: None)  # type: ignore[arg-type]
+
+    def trainer_that_says(answer: Body) -> RemoteTrainer:
+        return RemoteTrainer(trainer, pair(right=agent(answer))[0], lambda _: None)  # type: ignore[arg-type]
+
+    assert (await trainer_that_says(Placed(digests, 0)).place(1, 1.0, 1)).tolist() == list(range(rows))
+    for wrong in (Done(), Placed(digests[:-1], 0), Placed(digests + b"12345678", 0)):
+        with pytest.raises(ProtocolError, match="trainer/0"):
+            await trainer_that_says(wrong).place(1, 1.0, 1)
+    node = engine_that_says(Done())
+    with pytest.raises(ProtocolError, match="no plan"):
+        await node.move(1, 1.0)
+    with pytest.raises(ProtocolError, match="no plan"):
+        await node.update(version, "abort", 1.0)
+    await node.prepare(plan_slice(), 1.0)
+    with pytest.raises(ProtocolError, match="answered Move with Done"):
+        await node.move(1, 1.0)
+    with pytest.raises(ProtocolError, match="answered Update with Done"):
+        await node.update(version, "abort", 1.0)
+    await node.pause("abort", 1.0)
+    await node.commit(version, 1.0)
+    await node.resume(1.0)
+    await node.quarantine("why", 1.0)
+    node = engine_that_says(Moved(28, digests[:8], 0, 0, 0, "installed"))
+    await node.prepare(plan_slice(), 1.0)
+    with pytest.raises(ProtocolError, match="8 bytes of digests"):
+        await node.move(1, 1.0)
+    short = engine_that_says(Updated(Moved(28, digests[:8], 0, 0, 0, "installed"), True, 0, 0))
+    await short.prepare(plan_slice(), 1.0)
+    with pytest.raises(ProtocolError, match="8 bytes of digests"):
+        await short.update(version, "abort", 1.0)
+    for asked in (node.pause("abort", 1.0), node.commit(version, 1.0), node.resume(1.0), node.quarantine("", 1.0)):
+        with pytest.raises(ProtocolError, match="with Moved"):
+            await asked
+    with pytest.raises(ProtocolError, match="transports for 0 sources"):
+        await engine_that_says(Prepared("digest", ("x",))).prepare(plan_slice(), 1.0)
+
+
+@virtual
+async def test_a_round_over_connections() -> None:
+    """The coordinator's side of two connections, with agents that drive the fakes at the other end."""
+    world = World()
+    world.add_trainers(1)  # stays in-process
+    engine = world.add_engine("r", 0, 1)
+    engine.disconnect()
+    fake = FakeEngine(engine)
+
+    async def handle(body: Body, timeout: float) -> Body:
+        match body:
+            case Prepare(plan=plan):
+                return await fake.prepare(plan, timeout)
+            case Pause(mode=mode):
+                await fake.pause(mode, timeout)
+            case Move(number=number):
+                return await fake.move(number, timeout)
+            case Commit(version=version):
+                await fake.commit(version, timeout)
+            case Update(version=version, mode=mode):
+                return await fake.update(version, mode, timeout)
+            case Resume():
+                await fake.resume(timeout)
+            case Quarantine(reason=reason):
+                await fake.quarantine(reason, timeout)
+        return Done()
+
+    near, _, _ = pair(right=handle)
+    node = RemoteEngine(fake.rank, near, lambda _: None)
+    world.coordinator.join_engine(node)
+    engine.connected = True
+    trainer = rank_of(hello(role="trainer", name="trainer", offers=(Offer("memory", "x", HOST),)), "test")
+    server = answer_agent(world.coordinator, trainer)
+    published = await server(Publish(1), 60.0)
+    assert isinstance(published, Published)
+    assert published.result.ok, published.result
+    with pytest.raises(VersionError):
+        await server(Publish(1), 60.0)
+    with pytest.raises(ProtocolError, match="may not ask"):
+        await server(Resume(), 60.0)
+    with pytest.raises(ProtocolError, match="may not ask"):
+        await answer_agent(world.coordinator, fake.rank)(Publish(2), 60.0)
+    world.check()
+    # the wire is cut in the middle of a move
+    world.delays["r/0", "move"] = 50.0
+    asking = asyncio.ensure_future(server(Publish(2), 60.0))
+    await asyncio.sleep(5.0)
+    near.close(PeerLost("cut"))
+    world.coordinator.leave(node)
+    published = await asking
+    assert isinstance(published, Published)
+    assert asyncio.get_running_loop().time() < 6.0
+    assert published.result.replicas[0].state == "lost"
+    await world.coordinator.aclose()

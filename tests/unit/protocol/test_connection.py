@@ -1,0 +1,150 @@
+"""When a rank that refused a call connects again: after what hangs, on the connection of that call, and without a goodbye."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from weightsync.config import Address, ClientSettings
+from weightsync.errors import DeadlineExceeded
+from weightsync.protocol.connection import Link
+from weightsync.protocol.endpoint import CLOSE_RESTART
+from weightsync.protocol.messages import Body, Done, Quarantine, Resume
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+SECONDS = 10.0
+
+
+class Socket:
+    """A connection that only notes how it is closed."""
+
+    def __init__(self) -> None:
+        self.codes: list[int] = []
+
+    async def close(self, code: int, reason: str) -> None:
+        self.codes.append(code)
+
+
+@dataclass
+class Received:
+    """A call that ends when ``goes_on`` is set, and that is refused when it did not get its turn soon."""
+
+    goes_on: threading.Event
+    begun: threading.Event = field(default_factory=threading.Event)
+    patience: float = 0.02
+
+    def run(self, timeout: float) -> Body:
+        self.begun.set()
+        assert self.goes_on.wait(SECONDS)
+        return Done()
+
+    def withdraw(self) -> str:
+        return "it hangs"
+
+
+class Rank:
+    """A link without a coordinator: the test gives it its connection and its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[Received] = []
+        settings = ClientSettings(coordinator=Address.parse("http://127.0.0.1:1"))
+        self.link: Any = Link(settings, hello=lambda: pytest.fail("nobody connects"), receive=lambda _: self.calls[-1])
+
+    def connect(self) -> Socket:
+        self.link._socket = Socket()
+        socket: Socket = self.link._socket
+        return socket
+
+    def call(self, goes_on: threading.Event, body: Body | None = None) -> asyncio.Task[Body]:
+        self.calls.append(Received(goes_on))
+        return asyncio.ensure_future(self.link._dispatch(body or Resume(), SECONDS))
+
+    async def hang(self) -> threading.Event:
+        """Hang in a call that nobody waits for any more, as after its deadline; returns what ends it."""
+        goes_on = threading.Event()
+        call = self.call(goes_on)
+        await asyncio.sleep(0)
+        await asyncio.to_thread(self.calls[-1].begun.wait, SECONDS)
+        call.cancel()
+        await asyncio.wait([call])
+        return goes_on
+
+    async def refuse(self) -> None:
+        with pytest.raises(DeadlineExceeded, match="did not get its turn"):
+            await self.call(threading.Event())
+
+    async def settle(self) -> None:
+        """Wait until it has decided whether to connect again."""
+        await asyncio.wait_for(self.link._returning, SECONDS)
+
+
+@pytest.fixture
+async def rank() -> AsyncIterator[Rank]:
+    rank = Rank()
+    yield rank
+    for call in rank.calls:
+        call.goes_on.set()
+    await asyncio.to_thread(rank.link.close)
+
+
+async def test_it_connects_again_when_what_hangs_has_ended(rank: Rank) -> None:
+    socket, hanging = rank.connect(), await rank.hang()
+    await rank.refuse()
+    assert socket.codes == []
+    hanging.set()
+    await rank.settle()
+    assert socket.codes == [CLOSE_RESTART]
+
+
+async def test_another_connection_is_left_alone(rank: Rank) -> None:
+    old, hanging = rank.connect(), await rank.hang()
+    await rank.refuse()
+    new = rank.connect()
+    hanging.set()
+    await rank.settle()
+    assert (old.codes, new.codes) == ([], [])
+
+
+async def test_another_connection_over_which_a_call_was_refused_too_is_made_anew(rank: Rank) -> None:
+    old, hanging = rank.connect(), await rank.hang()
+    await rank.refuse()
+    new = rank.connect()
+    await rank.refuse()
+    hanging.set()
+    await rank.settle()
+    assert (old.codes, new.codes) == ([], [CLOSE_RESTART])
+
+
+async def test_a_quarantine_is_answered_before_it_connects_again(rank: Rank) -> None:
+    socket, hanging = rank.connect(), await rank.hang()
+    await rank.refuse()
+    quarantined = threading.Event()
+    quarantine = rank.call(quarantined, Quarantine("a round failed"))
+    await asyncio.sleep(0)
+    hanging.set()
+    await asyncio.wait([rank.link._returning], timeout=0.1)
+    assert socket.codes == []
+    quarantined.set()
+    await rank.settle()
+    assert socket.codes == [CLOSE_RESTART]
+    assert await quarantine == Done()
+
+
+async def test_a_call_that_is_under_way_again_is_not_interrupted(rank: Rank) -> None:
+    socket, hanging = rank.connect(), await rank.hang()
+    await rank.refuse()
+    again = threading.Event()
+    call = rank.call(again)
+    rank.calls[-1].patience = SECONDS
+    await asyncio.sleep(0)
+    hanging.set()
+    await rank.settle()
+    again.set()
+    assert await call == Done()
+    assert socket.codes == []

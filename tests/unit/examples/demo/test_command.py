@@ -23,9 +23,9 @@ def test_a_wrong_coordinator_ends_it_before_it_says_anything() -> None:
 
 
 def test_bad_options_of_the_demo_are_one_line() -> None:
-    done = run("--engine", "none")
+    done = run("--engine-tp", "2")
     assert (done.exit_code, done.stderr.count("\n")) == (EXIT_CONFIGURATION, 1)
-    assert "none" in done.stderr
+    assert "vllm" in done.stderr
 
 
 def test_the_demo_says_at_once_which_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from weightsync.engine.agent import Engine
 from weightsync.errors import WeightSyncError
 from weightsync.server.server import serve
 from weightsync.trainer.agent import Trainer
-from weightsync.transports.host.region import Shelf
+from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.registry import register
 from weightsync.transports.tcp.transport import Tcp
 
@@ -118,7 +118,7 @@ def coordinator(sockets: Sockets, config: dict[str, Any]) -> None:
     serve(settings, lambda address, token, control: say(commands, {"ready": True}))
 
 
-def _corrupt(shelf: Shelf, kind: str, seed: int) -> None:
+def _corrupt(shelf: PublishedRegion, kind: str, seed: int) -> None:
     """Change bytes that were already digested: what memory, a wire or a wrong copy could do."""
     random = np.random.default_rng(seed)
     rows = shelf.payload.reshape(-1, _ROW)
@@ -159,7 +159,7 @@ def trainer(sockets: Sockets, config: dict[str, Any]) -> None:
 
         def obey(order: dict[str, Any]) -> None:
             shelf = made._role.shelf
-            if isinstance(shelf, Shelf):
+            if isinstance(shelf, PublishedRegion):
                 _corrupt(shelf, order["corrupt"], order["seed"])
 
         gated = Gate(gate, obey)

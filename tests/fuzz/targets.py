@@ -43,8 +43,8 @@ from weightsync.server.openapi import RoundRequest, decode_round
 from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.copy_table import tiles_of
 from weightsync.transports.cuda.region import Exported
-from weightsync.transports.host.region import Shelf
-from weightsync.transports.host.shared_memory import SharedMemory, SharedMemorySource
+from weightsync.transports.host.region import PublishedRegion
+from weightsync.transports.host.shared_memory import SharedMemory, SharedMemoryReader
 from weightsync.transports.net.channel import CONTROL, HEADER, Channel, FrameHeader
 from weightsync.transports.net.handshake import greet_owner, greet_reader
 from weightsync.transports.net.requests import REQUEST_BYTES, Room, Start, Want, next_control
@@ -265,8 +265,8 @@ def _owner_greeting(data: bytes) -> None:
 
 
 @cache
-def _shelf() -> Shelf:
-    return Shelf(4096, "layout")
+def _shelf() -> PublishedRegion:
+    return PublishedRegion(4096, "layout")
 
 
 def _wanted(data: bytes) -> None:
@@ -312,7 +312,7 @@ def _descriptors(data: bytes) -> None:
             socket.send_fds(theirs, [data[:600] or b"\0"], [fd])
         finally:
             os.close(fd)
-        SharedMemorySource(Channel(ours, "the fuzzer"), Deadline(_SECONDS)).close()
+        SharedMemoryReader(Channel(ours, "the fuzzer"), Deadline(_SECONDS)).close()
 
 
 def _device(data: bytes) -> None:

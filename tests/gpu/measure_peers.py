@@ -2,7 +2,7 @@
 # ruff: noqa: ANN001, ANN002, ANN201, ANN202, ANN204
 """Measures direct transfers between processes on several GPUs: ``python -m tests.gpu.measure_peers OUT SECONDS [CASE ...]``.
 
-A process a rank, all regions through DeviceShelf, CudaIpcOwner and CudaIpcSource; every rank's clock is the machine's monotonic
+A process a rank, all regions through CudaRegion, CudaIpcPublisher and CudaIpcReader; every rank's clock is the machine's monotonic
 one, so a round lasts from the common start to the last rank's end. Weights are random and new in every round; per-tensor digests of
 what was installed must add up to the published ones, or the case fails.
 """
@@ -85,8 +85,8 @@ class Trainer:
         import torch
 
         from weightsync.tensors.cuda.digest import LayoutDigest
-        from weightsync.transports.cuda.ipc import CudaIpcOwner
-        from weightsync.transports.cuda.region import DeviceShelf
+        from weightsync.transports.cuda.ipc import CudaIpcPublisher
+        from weightsync.transports.cuda.region import CudaRegion
 
         torch.cuda.set_device(device)
         self.rank = rank
@@ -95,9 +95,9 @@ class Trainer:
         self.memory = [torch.empty(-(-size // 8), dtype=torch.int64, device="cuda") for size in self.layout.regions]
         bases = [one.data_ptr() for one in self.memory]
         started = time.perf_counter()
-        self.shelf = DeviceShelf(self.layout.regions, self.layout.digest, lambda: bases, device)
+        self.shelf = CudaRegion(self.layout.regions, self.layout.digest, lambda: bases, device)
         self.export_seconds = time.perf_counter() - started
-        self.owner = CudaIpcOwner(self.shelf, _KEY, _HOST)
+        self.owner = CudaIpcPublisher(self.shelf, _KEY, _HOST)
         self.digest = LayoutDigest(self.manifest, self.layout, bases, torch.device("cuda", device))
 
     def hello(self):
@@ -152,7 +152,7 @@ class Engine:
         self.sources = []
         for member, groups in zip(pieces.sources, tiles, strict=True):
             number = int(member[1:])
-            source = CudaIpc(device).connect(Offer("cuda_ipc", addresses[number], _HOST), _KEY, Deadline(60))
+            source = CudaIpc(device).open(Offer("cuda_ipc", addresses[number], _HOST), _KEY, Deadline(60))
             source.prepare(groups, sources[number].digest, Deadline(60))
             self.sources.append(source)
         connect_seconds = time.perf_counter() - started

@@ -31,7 +31,7 @@ def main() -> None:
     device, address, version = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     torch.cuda.set_device(device)
     scheme = Nccl() if "nccl" in sys.argv else CudaIpc(device)
-    source = scheme.connect(Offer(scheme.name, address, HERE), KEY, Deadline(20))
+    source = scheme.open(Offer(scheme.name, address, HERE), KEY, Deadline(20))
     target = torch.zeros(sum(SIZES) + 64, dtype=torch.uint8, device="cuda")
     source.prepare([whole(target.data_ptr())], LAYOUT, Deadline(20))
     while True:

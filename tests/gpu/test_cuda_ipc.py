@@ -28,9 +28,9 @@ from weightsync.errors import (
     TransportUnavailable,
     VersionError,
 )
-from weightsync.transports.cuda.ipc import CombinedRead, CudaIpc, CudaIpcSource
-from weightsync.transports.cuda.region import DeviceShelf
-from weightsync.transports.host.region import EMPTY, Shelf
+from weightsync.transports.cuda.ipc import CombinedRead, CudaIpc, CudaIpcReader
+from weightsync.transports.cuda.region import CudaRegion
+from weightsync.transports.host.region import EMPTY, PublishedRegion
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default::DeprecationWarning")]
 pytest.importorskip("triton", reason="needs Triton")
@@ -42,7 +42,7 @@ class Reader:
     def __init__(self, owner: OwnerProcess) -> None:
         self.device = torch.cuda.device_count() - 1
         self.owner = owner
-        self.source: CudaIpcSource = CudaIpc(self.device).connect(owner.offer, KEY, Deadline(20))
+        self.source: CudaIpcReader = CudaIpc(self.device).open(owner.offer, KEY, Deadline(20))
         self.target = torch.zeros(sum(SIZES) + 64, dtype=torch.uint8, device=torch.device("cuda", self.device))
         self.source.prepare([whole(self.target.data_ptr())], LAYOUT, Deadline(20))
 
@@ -110,7 +110,7 @@ def test_owner_gone_before_connecting(owner: OwnerProcess) -> None:
     offer = owner.offer
     owner.end()
     with pytest.raises(PeerLost):
-        CudaIpc().connect(offer, KEY, Deadline(5))
+        CudaIpc().open(offer, KEY, Deadline(5))
 
 
 def test_versions_arrive_exactly_round_after_round(reader: Reader) -> None:
@@ -171,7 +171,7 @@ def test_memory_that_cannot_be_exported_is_refused(seed: int) -> None:
 
 def test_wrong_key_and_wrong_layout(reader: Reader) -> None:
     with pytest.raises(AuthenticationError):
-        CudaIpc().connect(reader.owner.offer, b"another key of the right size", Deadline(20))
+        CudaIpc().open(reader.owner.offer, b"another key of the right size", Deadline(20))
     with pytest.raises(StaleSource, match="layout"):
         reader.source.prepare([], "f" * 32, Deadline(20))
     beyond = whole(reader.target.data_ptr())
@@ -215,10 +215,10 @@ def test_two_owners_are_read_in_one_launch(reader: Reader) -> None:
 def test_owner_and_reader_in_one_process() -> None:
     memory = torch.randint(0, 256, (sum(SIZES),), dtype=torch.uint8, device="cuda:0")
     starts = np.cumsum([0, *SIZES[:-1]]).tolist()
-    shelf = DeviceShelf(SIZES, LAYOUT, lambda: [memory.data_ptr() + start for start in starts], 0)
-    owner = CudaIpc().serve(shelf, KEY, HERE)
+    shelf = CudaRegion(SIZES, LAYOUT, lambda: [memory.data_ptr() + start for start in starts], 0)
+    owner = CudaIpc().publish(shelf, KEY, HERE)
     device = torch.cuda.device_count() - 1
-    source = CudaIpc(device).connect(owner.offer, KEY, Deadline(20))
+    source = CudaIpc(device).open(owner.offer, KEY, Deadline(20))
     target = torch.zeros(sum(SIZES) + 64, dtype=torch.uint8, device=torch.device("cuda", device))
     source.prepare([whole(target.data_ptr())], LAYOUT, Deadline(20))
     with shelf.placing(1):
@@ -235,12 +235,12 @@ def test_owner_and_reader_in_one_process() -> None:
 
 
 def test_what_cannot_be_served_is_refused() -> None:
-    shelf = Shelf(16, LAYOUT)
+    shelf = PublishedRegion(16, LAYOUT)
     with pytest.raises(TransportUnavailable, match="host memory"):
-        CudaIpc().serve(shelf, KEY, HERE)
+        CudaIpc().publish(shelf, KEY, HERE)
     shelf.close()
     memory = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
     with pytest.raises(LayoutError, match="past its allocation"):
-        DeviceShelf([1 << 40], LAYOUT, lambda: [memory.data_ptr()], 0)
+        CudaRegion([1 << 40], LAYOUT, lambda: [memory.data_ptr()], 0)
     with pytest.raises(LayoutError, match="addresses"):
-        DeviceShelf([1, 2], LAYOUT, lambda: [memory.data_ptr()], 0)
+        CudaRegion([1, 2], LAYOUT, lambda: [memory.data_ptr()], 0)

@@ -44,7 +44,7 @@ class Reader:
         self.owner = owner
         number = torch.cuda.device_count() - 1 if device is None else device
         with torch.cuda.device(number):
-            self.source = Nccl().connect(Offer("nccl", owner.hello["address"], HERE), KEY, Deadline(30))
+            self.source = Nccl().open(Offer("nccl", owner.hello["address"], HERE), KEY, Deadline(30))
         self.target = torch.zeros(sum(SIZES) + 64, dtype=torch.uint8, device=torch.device("cuda", number))
 
     def prepare(self) -> Reader:

@@ -19,7 +19,7 @@ from tests.integration.test_service_limits import FLOOD
 
 import weightsync
 from weightsync.deadline import Deadline
-from weightsync.transports.host.region import Shelf
+from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
 from weightsync.transports.tcp.transport import Tcp
 
@@ -28,14 +28,14 @@ MIB = 1 << 20
 
 def key_cost(connections: int = 300) -> None:
     """A connection that proves itself, against a bare one."""
-    shelf, key, here = Shelf(4096, "layout"), secrets.token_bytes(32), this_host()
-    owner = Tcp().serve(shelf, key, here)
+    shelf, key, here = PublishedRegion(4096, "layout"), secrets.token_bytes(32), this_host()
+    owner = Tcp().publish(shelf, key, here)
     proved, bare = [], []
     try:
         where = owner.offer.address.partition("/")[0].rpartition(":")
         for _ in range(connections):
             started = time.perf_counter()
-            Tcp().connect(owner.offer, key, Deadline(10)).close()
+            Tcp().open(owner.offer, key, Deadline(10)).close()
             proved.append(time.perf_counter() - started)
             started = time.perf_counter()
             socket.create_connection((where[0], int(where[2])), timeout=10).close()

@@ -24,8 +24,8 @@ from weightsync.server.server import BackgroundServer
 from weightsync.testing.copy_cases import Wanted, big
 from weightsync.testing.owner_process import contents
 from weightsync.transports.broadcast.gloo import Collective
-from weightsync.transports.broadcast.receiver import CollectiveSource
-from weightsync.transports.host.region import Shelf
+from weightsync.transports.broadcast.receiver import CollectiveReader
+from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
 
 KEY, DIGEST = b"k" * 32, "d" * 32
@@ -75,11 +75,11 @@ def test_two_fsdp_ranks_stream_two_versions_to_two_replicas_bit_for_bit(tmp_path
 
 
 @contextmanager
-def owner(version: int, nbytes: int, **settings: Any) -> Iterator[tuple[Shelf, Any]]:
-    shelf = Shelf(nbytes, DIGEST)
+def owner(version: int, nbytes: int, **settings: Any) -> Iterator[tuple[PublishedRegion, Any]]:
+    shelf = PublishedRegion(nbytes, DIGEST)
     with shelf.placing(version):
         shelf.payload[:] = contents(nbytes, version)
-    made = Collective(buffer_bytes=2 << 20, **settings).serve(shelf, KEY, this_host())
+    made = Collective(buffer_bytes=2 << 20, **settings).publish(shelf, KEY, this_host())
     try:
         yield shelf, made
     finally:
@@ -87,15 +87,15 @@ def owner(version: int, nbytes: int, **settings: Any) -> Iterator[tuple[Shelf, A
         shelf.close()
 
 
-def reader(made: Any, wanted: Wanted) -> CollectiveSource:
-    source = Collective().connect(made.offer, KEY, Deadline(10))
-    assert isinstance(source, CollectiveSource)
+def reader(made: Any, wanted: Wanted) -> CollectiveReader:
+    source = Collective().open(made.offer, KEY, Deadline(10))
+    assert isinstance(source, CollectiveReader)
     source.prepare(wanted.groups, DIGEST, Deadline(10))
     return source
 
 
 def take(
-    source: CollectiveSource, wanted: Wanted, version: int, failures: list[WeightSyncError], stop_after: int = 1 << 30
+    source: CollectiveReader, wanted: Wanted, version: int, failures: list[WeightSyncError], stop_after: int = 1 << 30
 ) -> None:
     """A whole transfer, or ``stop_after`` groups of one."""
     try:

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from tests.simulation.installation import replaced
 from tests.simulation.mutants_of_calls import MUTANTS_OF_CALLS
 from tests.simulation.mutants_publication import PUBLICATION_MUTANTS
-from tests.simulation.transfer import SimulatedSource
+from tests.simulation.transfer import SimulatedReader
 
 from weightsync import failpoints
 from weightsync.coordinator import round as protocol
@@ -101,9 +101,9 @@ def _loaded_before_commit() -> AbstractContextManager[None]:
 
 
 def _ack_before_copy() -> AbstractContextManager[None]:
-    read = SimulatedSource.read
+    read = SimulatedReader.read
 
-    def broken(source: SimulatedSource, group: int, *rest: Any) -> Any:
+    def broken(source: SimulatedReader, group: int, *rest: Any) -> Any:
         tiles = source._groups[group]
         runs = [
             (int(tiles.target[i] + row * tiles.target_stride[i]), int(tiles.row_bytes[i]))
@@ -127,7 +127,7 @@ def _ack_before_copy() -> AbstractContextManager[None]:
             source.world.loop.call_later(0.03, copy)
         return answer
 
-    return replaced((SimulatedSource, "read", broken))
+    return replaced((SimulatedReader, "read", broken))
 
 
 def _dirty_resumed() -> AbstractContextManager[None]:

@@ -24,7 +24,7 @@ from weightsync.protocol.messages import Body, Delivery, Host, RoundResult, Welc
 from weightsync.tensors.shards import Shard
 from weightsync.trainer.agent import Trainer
 from weightsync.trainer.publisher import TrainerRole
-from weightsync.transports.host.region import EMPTY, Shelf
+from weightsync.transports.host.region import EMPTY, PublishedRegion
 
 if TYPE_CHECKING:
     from tests.simulation.network import Wire
@@ -286,7 +286,7 @@ class _InPlaceRole(TrainerRole):
 
     def disarm(self) -> None:
         super().disarm()
-        if isinstance(self.shelf, Shelf) and self.shelf.version != EMPTY:
+        if isinstance(self.shelf, PublishedRegion) and self.shelf.version != EMPTY:
             self.shelf.header.invalidate()
 
 
@@ -301,7 +301,7 @@ class TrainerProcess(Agent):
         prepared: Any = (MANIFEST, self.memory.shards)
         role = self.role = (_InPlaceRole if world.in_place else TrainerRole)(prepared, [world.scheme], world.key, self.host)
         role._placer = _Placer(self, role._placer)  # type: ignore[assignment]
-        if not isinstance(role.shelf, Shelf):
+        if not isinstance(role.shelf, PublishedRegion):
             raise RuntimeError("a simulated trainer rank publishes from host memory")
         self.shelf = role.shelf
         self.stale = np.zeros(max(self.shelf.nbytes, 1), np.uint8)

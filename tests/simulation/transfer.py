@@ -12,8 +12,8 @@ from tests.simulation.threads import Event, threads
 from weightsync.deadline import Deadline
 from weightsync.errors import PeerLost
 from weightsync.protocol.messages import Host, Offer
-from weightsync.transports.host.mapped import MappedSource
-from weightsync.transports.host.region import Shelf
+from weightsync.transports.host.mapped import MappedReader
+from weightsync.transports.host.region import PublishedRegion
 
 if TYPE_CHECKING:
     from tests.simulation.ranks import EngineProcess, TrainerProcess
@@ -48,29 +48,29 @@ def corrupted(payload: npt.NDArray[np.uint8], stale: npt.NDArray[np.uint8], kind
     return out
 
 
-class _Owner:
+class _Publisher:
     """Lets readers map one simulated trainer rank's shelf."""
 
-    def __init__(self, scheme: Simulated, shelf: Shelf, trainer: TrainerProcess, here: Host) -> None:
+    def __init__(self, scheme: Simulated, shelf: PublishedRegion, trainer: TrainerProcess, here: Host) -> None:
         self.shelf, self.trainer = shelf, trainer
         self.open = True
-        self.sources: list[SimulatedSource] = []
+        self.sources: list[SimulatedReader] = []
         self.offer = Offer(Simulated.name, f"shelf-{next(scheme.names)}", here)
         self._scheme = scheme
         scheme.owners[self.offer.address] = self
 
     def close(self) -> None:
-        """See :class:`weightsync.transports.base.Owner`."""
+        """See :class:`weightsync.transports.base.Publisher`."""
         self.open = False
         self._scheme.owners.pop(self.offer.address, None)
         for source in self.sources:
             source.wake.set()
 
 
-class SimulatedSource(MappedSource):
+class SimulatedReader(MappedReader):
     """The real mapped source, in simulated time."""
 
-    def __init__(self, world: World, owner: _Owner, engine: EngineProcess) -> None:
+    def __init__(self, world: World, owner: _Publisher, engine: EngineProcess) -> None:
         shelf = owner.shelf
         super().__init__(shelf.memory, shelf.nbytes, shelf.layout_digest, owner.trainer.member)
         self.world, self._owner_side, self.engine = world, owner, engine
@@ -104,17 +104,17 @@ class SimulatedSource(MappedSource):
         return kind
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """See :meth:`weightsync.transports.base.Source.prepare`."""
+        """See :meth:`weightsync.transports.base.Reader.prepare`."""
         super().prepare(*args, **kwargs)
         self.world.checked()
 
     def begin(self, version: int, deadline: Deadline) -> None:
-        """See :meth:`weightsync.transports.base.Source.begin`."""
+        """See :meth:`weightsync.transports.base.Reader.begin`."""
         self._pass("begin", deadline)
         super().begin(version, deadline)
 
     def read(self, group: int, *rest: Any) -> Any:
-        """See :meth:`weightsync.transports.base.Source.read`."""
+        """See :meth:`weightsync.transports.base.Reader.read`."""
         deadline = next(value for value in rest if isinstance(value, Deadline))
         kind = self._pass("read", deadline)
         clean: Any = self._addresses
@@ -133,41 +133,41 @@ class SimulatedSource(MappedSource):
             self.engine.written(kind)
 
     def abort(self) -> None:
-        """See :meth:`weightsync.transports.base.Source.abort`."""
+        """See :meth:`weightsync.transports.base.Reader.abort`."""
         super().abort()
         self.wake.set()
 
 
 class Simulated:
-    """The scheme ``simulated``."""
+    """The transport ``simulated``."""
 
     name = "simulated"
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.owners: dict[str, _Owner] = {}
+        self.owners: dict[str, _Publisher] = {}
         self.names = itertools.count()
 
     def unavailable(self) -> str | None:
-        """See :class:`weightsync.transports.base.Scheme`."""
+        """See :class:`weightsync.transports.base.Transport`."""
         return None
 
     def reaches(self, offer: Offer, here: Host) -> bool:
-        """See :class:`weightsync.transports.base.Scheme`."""
+        """See :class:`weightsync.transports.base.Transport`."""
         return True
 
-    def serve(self, shelf: Shelf, key: bytes, here: Host) -> _Owner:
-        """See :class:`weightsync.transports.base.Scheme`."""
-        return _Owner(self, shelf, self.world.starting_trainer(), here)
+    def publish(self, shelf: PublishedRegion, key: bytes, here: Host) -> _Publisher:
+        """See :class:`weightsync.transports.base.Transport`."""
+        return _Publisher(self, shelf, self.world.starting_trainer(), here)
 
-    def connect(self, offer: Offer, key: bytes, deadline: Deadline) -> SimulatedSource:
-        """See :class:`weightsync.transports.base.Scheme`."""
+    def open(self, offer: Offer, key: bytes, deadline: Deadline) -> SimulatedReader:
+        """See :class:`weightsync.transports.base.Transport`."""
         engine = self.world.current_engine()
         seconds, kind = self.world.at_point(engine, "connect", fast=0.002)
         threads().sleep(min(seconds, deadline.remaining("connecting")))
         owner = self.owners.get(offer.address)
         if owner is None or kind in ("fail", "lost"):
             raise PeerLost("the trainer rank is gone")
-        source = SimulatedSource(self.world, owner, engine)
+        source = SimulatedReader(self.world, owner, engine)
         owner.sources.append(source)
         return source

@@ -24,7 +24,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError
 from weightsync.transports.broadcast.process_groups import Group, Rendezvous
 from weightsync.transports.host.memory import map_read_only
-from weightsync.transports.host.region import EMPTY, Shelf
+from weightsync.transports.host.region import EMPTY, PublishedRegion
 from weightsync.transports.host.shared_memory import SharedMemory
 from weightsync.transports.hostinfo import this_host
 from weightsync.transports.tcp.transport import Tcp
@@ -111,7 +111,7 @@ def test_an_action_that_raises_does_not_keep_the_others_from_running(
 
 
 def test_a_child_can_neither_change_nor_keep_a_shelf() -> None:
-    with Shelf(8192, "layout") as shelf:
+    with PublishedRegion(8192, "layout") as shelf:
         with shelf.placing(7):
             shelf.payload[:] = 9
         assert shelf.fd is not None
@@ -141,9 +141,9 @@ def test_a_child_can_neither_change_nor_keep_a_shelf() -> None:
 
 @pytest.mark.parametrize("scheme", [Tcp(), Tcp(encrypt=True), SharedMemory()], ids=["tcp", "encrypted", "shared_memory"])
 def test_a_child_closes_nothing_of_a_transport_and_holds_nothing(scheme: Tcp | SharedMemory) -> None:
-    with Shelf(4096, "layout") as shelf:
-        owner = scheme.serve(shelf, KEY, this_host())
-        source = scheme.connect(owner.offer, KEY, Deadline(SECONDS))
+    with PublishedRegion(4096, "layout") as shelf:
+        owner = scheme.publish(shelf, KEY, this_host())
+        source = scheme.open(owner.offer, KEY, Deadline(SECONDS))
 
         def unwind() -> None:
             source.abort()
@@ -153,7 +153,7 @@ def test_a_child_closes_nothing_of_a_transport_and_holds_nothing(scheme: Tcp | S
 
         with child(unwind):
             source.prepare([], "layout", Deadline(SECONDS))
-            other = scheme.connect(owner.offer, KEY, Deadline(SECONDS))
+            other = scheme.open(owner.offer, KEY, Deadline(SECONDS))
             other.prepare([], "layout", Deadline(SECONDS))
             other.close()
             readers = list(owner._listener._channels)

@@ -24,9 +24,9 @@ from weightsync.protocol.messages import DEVICE_SCHEMES, Host, PlanSlice, Source
 from weightsync.tensors.copy_table import tiles_of
 from weightsync.tensors.device_memory import DeviceDigest
 from weightsync.tensors.staging import Staging, check_size
-from weightsync.transports.base import Source
-from weightsync.transports.cuda.ipc import CombinedRead, CudaIpcSource
-from weightsync.transports.host.mapped import MappedSource
+from weightsync.transports.base import Reader
+from weightsync.transports.cuda.ipc import CombinedRead, CudaIpcReader
+from weightsync.transports.host.mapped import MappedReader
 from weightsync.transports.registry import scheme
 from weightsync.transports.select import choose
 from weightsync.transports.tcp.transport import in_clear
@@ -68,7 +68,7 @@ def _connect(
     here: Host,
     deadline: Deadline,
     encrypted: bool = False,
-) -> tuple[str, Source]:
+) -> tuple[str, Reader]:
     """A source of this trainer rank's bytes that can write where they belong: on CUDA ``device``, or (``None``) in host memory.
 
     Where bytes leave the machine, none comes without encryption if they must be ``encrypted``.
@@ -87,9 +87,9 @@ def _connect(
                     "not encrypted, and this engine rank insists on it: set WEIGHTSYNC_DATA_ENCRYPTION alike on both sides"
                 )
             if device is None:
-                return offer.scheme, scheme(offer.scheme).connect(offer, address.key, deadline)
+                return offer.scheme, scheme(offer.scheme).open(offer, address.key, deadline)
             with torch.cuda.device(device):
-                return offer.scheme, scheme(offer.scheme).connect(offer, address.key, deadline)
+                return offer.scheme, scheme(offer.scheme).open(offer, address.key, deadline)
         except TransportUnavailable as error:
             failures.append(f"{offer.scheme}: {error}")
         except (TransportError, AuthenticationError, DeadlineExceeded) as error:
@@ -169,8 +169,8 @@ class Route:
         self.staging: Staging | None = None
         self.addresses = addresses
         self.settings = settings
-        self.sources: list[Source] = []
-        self.carried: list[Source] = []
+        self.sources: list[Reader] = []
+        self.carried: list[Reader] = []
         self._turn = turn
         self.schemes: list[str] = []
         self.group_bytes: list[int] = []
@@ -230,8 +230,8 @@ class Route:
 
     def _combine(self, manifest: Manifest, device: torch.device) -> None:
         """Build both tables of a route whose targets are on a CUDA device, so that the first round does not have to."""
-        mapped = [source for source in self.sources if isinstance(source, CudaIpcSource)]
-        carried = [source for source in self.sources if not isinstance(source, CudaIpcSource)]
+        mapped = [source for source in self.sources if isinstance(source, CudaIpcReader)]
+        carried = [source for source in self.sources if not isinstance(source, CudaIpcReader)]
         first = self._turn % len(carried) if carried and self.staging is None else 0
         self.carried = carried[first:] + carried[:first]
         if mapped and len(self.layout):
@@ -255,7 +255,7 @@ class Route:
         A source that carries bytes looks when it begins.
         """
         for source in self.sources:
-            if isinstance(source, MappedSource | CudaIpcSource):
+            if isinstance(source, MappedReader | CudaIpcReader):
                 source.require(number, deadline)
 
     def begin(self, number: int, deadline: Deadline) -> None:

@@ -26,19 +26,19 @@ import numpy.typing as npt
 from weightsync.deadline import Deadline
 from weightsync.protocol.messages import Offer
 from weightsync.testing.copy_cases import big
-from weightsync.transports.base import Scheme
-from weightsync.transports.host.region import Shelf
+from weightsync.transports.base import Transport
+from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
 
-__all__ = ["OwnerHere", "OwnerProcess", "Process", "contents", "end_nursery", "make_scheme", "run", "start_nursery"]
+__all__ = ["OwnerHere", "OwnerProcess", "Process", "contents", "end_nursery", "make_transport", "run", "start_nursery"]
 
 _ANSWER_SECONDS = 20.0
 
 
-def make_scheme(where: str, arguments: dict[str, Any]) -> Scheme:
+def make_transport(where: str, arguments: dict[str, Any]) -> Transport:
     """The scheme of class ``where`` (``"module:Class"``), made with ``arguments``."""
     module, _, name = where.partition(":")
-    scheme: Scheme = getattr(import_module(module), name)(**arguments)
+    scheme: Transport = getattr(import_module(module), name)(**arguments)
     return scheme
 
 
@@ -58,9 +58,9 @@ class OwnerHere:
     """A shelf and its owner in this process."""
 
     def __init__(self, where: str, arguments: dict[str, Any], key: bytes, nbytes: int, layout_digest: str) -> None:
-        self._shelf = Shelf(nbytes, layout_digest)
+        self._shelf = PublishedRegion(nbytes, layout_digest)
         try:
-            self._owner = make_scheme(where, arguments).serve(self._shelf, key, this_host())
+            self._owner = make_transport(where, arguments).publish(self._shelf, key, this_host())
         except BaseException:
             self._shelf.close()
             raise
@@ -185,7 +185,7 @@ def _census() -> dict[str, Any]:
 
 def _begin_reading(question: dict[str, Any]) -> object:
     """A reader in the middle of a transfer."""
-    source = make_scheme(question["where"], question["arguments"]).connect(
+    source = make_transport(question["where"], question["arguments"]).open(
         msgspec.convert(question["offer"], Offer), bytes.fromhex(question["key"]), Deadline(_ANSWER_SECONDS)
     )
     wanted = big(question["nbytes"], groups=12)
@@ -209,7 +209,7 @@ def _answer_all(sock: socket.socket) -> None:
                     answer = {"pid": os.getpid(), **_census()}
                 case "serve":
                     setting = question["setting"]
-                    make_scheme(setting["where"], setting["arguments"])  # its imports are no leak
+                    make_transport(setting["where"], setting["arguments"])  # its imports are no leak
                     owner = OwnerHere(**{**setting, "key": bytes.fromhex(setting["key"])})
                     answer = {"offer": msgspec.to_builtins(owner.offer)}
                 case "read":

@@ -50,11 +50,11 @@ from weightsync.testing.owner_process import (
     Process,
     contents,
     end_nursery,
-    make_scheme,
+    make_transport,
     run,
     start_nursery,
 )
-from weightsync.transports.base import Scheme, Source
+from weightsync.transports.base import Reader, Transport
 from weightsync.transports.hostinfo import this_host
 
 __all__ = ["TransportContract", "nothing_left"]
@@ -106,8 +106,8 @@ class TransportContract:
     # What the tests are made of.
 
     @property
-    def scheme(self) -> Scheme:
-        return make_scheme(self.where, self.arguments)
+    def scheme(self) -> Transport:
+        return make_transport(self.where, self.arguments)
 
     @contextmanager
     def owner(self, nbytes: int = SMALL, digest: str = DIGEST, key: bytes = KEY) -> Iterator[OwnerHere | OwnerProcess]:
@@ -137,8 +137,8 @@ class TransportContract:
             yield owner
 
     @contextmanager
-    def source(self, offer: Offer, key: bytes = KEY) -> Iterator[Source]:
-        source = self.scheme.connect(offer, key, Deadline(10))
+    def source(self, offer: Offer, key: bytes = KEY) -> Iterator[Reader]:
+        source = self.scheme.open(offer, key, Deadline(10))
         try:
             yield source
         finally:
@@ -146,12 +146,12 @@ class TransportContract:
             source.close()
 
     @contextmanager
-    def prepared(self, owner: OwnerHere | OwnerProcess, wanted: Wanted) -> Iterator[Source]:
+    def prepared(self, owner: OwnerHere | OwnerProcess, wanted: Wanted) -> Iterator[Reader]:
         with self.source(owner.offer) as source:
             source.prepare(wanted.groups, DIGEST, Deadline(10))
             yield source
 
-    def transfer(self, source: Source, wanted: Wanted, version: int, digests: npt.NDArray[np.uint64] | None = None) -> None:
+    def transfer(self, source: Reader, wanted: Wanted, version: int, digests: npt.NDArray[np.uint64] | None = None) -> None:
         """A whole transfer, which must be right to the byte and touch nothing else."""
         wanted.target[:] = 0xA5
         source.begin(version, Deadline(20))
@@ -316,7 +316,7 @@ class TransportContract:
             owner.place(1)
             with self.prepared(owner, wanted) as source:
                 with pytest.raises(AuthenticationError):
-                    self.scheme.connect(owner.offer, b"another key, of the same length.", Deadline(5))
+                    self.scheme.open(owner.offer, b"another key, of the same length.", Deadline(5))
                 self.transfer(source, wanted, 1)
 
     def test_calls_out_of_order_are_refused(self) -> None:
@@ -366,11 +366,11 @@ class TransportContract:
                 with pytest.raises(StaleSource):
                     self.rest(source, wanted)
 
-    def read_groups(self, source: Source, wanted: Wanted, deadline: Deadline) -> None:
+    def read_groups(self, source: Reader, wanted: Wanted, deadline: Deadline) -> None:
         for group in range(1, len(wanted.groups)):
             source.read(group, deadline)
 
-    def rest(self, source: Source, wanted: Wanted) -> None:
+    def rest(self, source: Reader, wanted: Wanted) -> None:
         for group in range(1, len(wanted.groups)):
             source.read(group, Deadline(10))
         source.end(Deadline(10))
@@ -392,7 +392,7 @@ class TransportContract:
                     source.begin(1, Deadline(10))
                 assert time.monotonic() - started < 1
             with pytest.raises(PeerLost):
-                self.scheme.connect(owner.offer, KEY, Deadline(5))
+                self.scheme.open(owner.offer, KEY, Deadline(5))
 
     def test_a_stopped_owner_costs_no_more_than_the_deadline(self) -> None:
         wanted = big(BIG, groups=12)
@@ -403,7 +403,7 @@ class TransportContract:
                 source.read(0, Deadline(10))
                 owner.signal(signal.SIGSTOP)
                 try:
-                    self.expect_deadline(lambda deadline: self.scheme.connect(owner.offer, KEY, deadline))
+                    self.expect_deadline(lambda deadline: self.scheme.open(owner.offer, KEY, deadline))
                     if self.carries:
                         self.expect_deadline(lambda deadline: self.read_groups(source, wanted, deadline))
                         self.expect_deadline(lambda deadline: source.begin(1, deadline))

@@ -51,7 +51,7 @@ from weightsync.protocol.round_log import log_result
 from weightsync.protocol.tokens import is_loopback
 from weightsync.server.server import BackgroundServer
 from weightsync.trainer.publisher import TrainerRole
-from weightsync.transports.base import Scheme
+from weightsync.transports.base import Transport
 from weightsync.transports.hostinfo import own_address, reachable_address, this_host
 from weightsync.transports.select import schemes_for
 from weightsync.transports.tcp.transport import Tcp
@@ -344,7 +344,7 @@ class Trainer:
         self.close()
 
 
-def _schemes(names: Sequence[str] | None, settings: ClientSettings) -> list[Scheme]:
+def _schemes(names: Sequence[str] | None, settings: ClientSettings) -> list[Transport]:
     """The transports to serve by; TCP where engine ranks of other hosts reach it, if the coordinator can be reached from there."""
     found = schemes_for(names)
     where = own_address(settings.data_host) if settings.data_host is not None else None

@@ -14,19 +14,19 @@ from weightsync.model import Layout, Manifest
 from weightsync.protocol.messages import DEVICE_SCHEMES
 from weightsync.tensors.device_memory import DeviceDigest, Form, device_of, forms_of, layout_by_shard
 from weightsync.tensors.shards import Shard, checkpoint_name, dtype_name
-from weightsync.transports.base import Scheme
-from weightsync.transports.cuda.region import PLACING_SECONDS, DeviceShelf
+from weightsync.transports.base import Transport
+from weightsync.transports.cuda.region import PLACING_SECONDS, CudaRegion
 from weightsync.transports.host.region import EMPTY
 
-__all__ = ["LivePlacer", "obstacle_to_live"]
+__all__ = ["InPlacePublisher", "obstacle_to_live"]
 
 State = Mapping[str, torch.Tensor] | torch.nn.Module
 
 
-def obstacle_to_live(manifest: Manifest, shards: Sequence[Shard], schemes: Sequence[Scheme]) -> str | None:
+def obstacle_to_live(manifest: Manifest, shards: Sequence[Shard], schemes: Sequence[Transport]) -> str | None:
     """Why these shards must be copied to a host shelf instead of being read in place, or ``None`` if they need not be.
 
-    Does not look at whether the memory can be exported; :class:`LivePlacer` raises if not.
+    Does not look at whether the memory can be exported; :class:`InPlacePublisher` raises if not.
     """
     if all(scheme.name not in DEVICE_SCHEMES for scheme in schemes):
         return "cuda_ipc and nccl are not among this trainer's transports"
@@ -40,7 +40,7 @@ def obstacle_to_live(manifest: Manifest, shards: Sequence[Shard], schemes: Seque
     return None
 
 
-class LivePlacer:
+class InPlacePublisher:
     """Publishes shards that lie on one CUDA device without moving them: "placing" is only taking their digests.
 
     At every placing ``state`` is looked at anew, so a parameter that was given other memory since (of the same shape, strides
@@ -61,7 +61,7 @@ class LivePlacer:
         self.layout: Layout = layout_by_shard(manifest, shards)
         self._digest = DeviceDigest(manifest, self.layout, device)
         self._digest.build(self._look())
-        self.shelf = DeviceShelf(self.layout.regions, self.layout.digest, self._look, device.index, exports)
+        self.shelf = CudaRegion(self.layout.regions, self.layout.digest, self._look, device.index, exports)
         self._held = []
 
     def _look(self) -> tuple[int, ...]:

@@ -24,11 +24,11 @@ from weightsync.tensors.device_memory import wait_for_devices
 from weightsync.tensors.memory import packed_layout
 from weightsync.tensors.shards import FollowedShards, Shard
 from weightsync.trainer.host_copy import Placer
-from weightsync.trainer.in_place import LivePlacer, obstacle_to_live
-from weightsync.transports.base import Owner, Scheme
+from weightsync.trainer.in_place import InPlacePublisher, obstacle_to_live
+from weightsync.transports.base import Publisher, Transport
 from weightsync.transports.cuda.ipc import CudaIpc
-from weightsync.transports.cuda.region import DeviceShelf
-from weightsync.transports.host.region import Shelf
+from weightsync.transports.cuda.region import CudaRegion
+from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.net.handshake import Key
 
 __all__ = ["TrainerRole"]
@@ -47,14 +47,14 @@ class TrainerRole:
     ``cuda_ipc`` (memory that it can share) and ``nccl`` that are among the schemes, and costs nothing more. Without them the shards
     are copied to a shelf, served by every other scheme and ``nccl``, which costs one copy of this rank's shards in host memory, in
     the published dtype, for as long as the role lives. Raises what :func:`~weightsync.tensors.shards.shards_of` and
-    :class:`~weightsync.transports.host.region.Shelf` raise, and :class:`~weightsync.errors.TransportUnavailable` if ``cuda_ipc`` is
-    the only scheme and cannot be used.
+    :class:`~weightsync.transports.host.region.PublishedRegion` raise, and
+    :class:`~weightsync.errors.TransportUnavailable` if ``cuda_ipc`` is the only scheme and cannot be used.
     """
 
     def __init__(
         self,
         state: Mapping[str, torch.Tensor] | torch.nn.Module,
-        schemes: Sequence[Scheme],
+        schemes: Sequence[Transport],
         key: bytes,
         here: Host,
         *,
@@ -80,27 +80,27 @@ class TrainerRole:
         self._live = _in_place(self.manifest, state, shards, schemes)
         # Memory that is read in place is looked for at every placing, and must not be kept here: a trainer may offload it.
         self._followed = None if self._live is not None else followed
-        self.shelf: Shelf | DeviceShelf
-        self._placer: Placer | LivePlacer
+        self.shelf: PublishedRegion | CudaRegion
+        self._placer: Placer | InPlacePublisher
         with ExitStack() as owned:
-            self._owners: list[Owner] = []
+            self._owners: list[Publisher] = []
             if self._live is not None:
                 self.layout: Layout = self._live.layout
                 self.shelf, self._placer = self._live.shelf, self._live
                 owned.callback(self.shelf.close)
                 for scheme in schemes:
                     if scheme.name in DEVICE_SCHEMES and (scheme.name != CudaIpc.name or self._live.shelf.exports):
-                        self._serve(scheme.serve(self._live.shelf, key, here), owned)
+                        self._serve(scheme.publish(self._live.shelf, key, here), owned)
             else:
                 self._shards = shards
                 self.layout = packed_layout(self.manifest, shards)
-                shelf = Shelf(self.layout.regions[0] if self.layout.regions else 0, self.layout.digest)
+                shelf = PublishedRegion(self.layout.regions[0] if self.layout.regions else 0, self.layout.digest)
                 owned.callback(shelf.close)
                 self._shelf_address = shelf.address
                 self.shelf, self._placer = shelf, Placer(self.manifest, shards, self.layout, shelf.address)
                 for scheme in schemes:
                     if scheme.name != CudaIpc.name:
-                        self._serve(scheme.serve(shelf, key, here), owned)
+                        self._serve(scheme.publish(shelf, key, here), owned)
             self._owned = owned.pop_all()
 
     @property
@@ -108,7 +108,7 @@ class TrainerRole:
         """What readers of this rank must know."""
         return self._key.reveal()
 
-    def _serve(self, owner: Owner, owned: ExitStack) -> None:
+    def _serve(self, owner: Publisher, owned: ExitStack) -> None:
         owned.callback(owner.close)
         self._owners.append(owner)
 
@@ -205,21 +205,21 @@ class TrainerRole:
 
 
 def _in_place(
-    manifest: Manifest, state: Mapping[str, torch.Tensor] | torch.nn.Module, shards: Sequence[Shard], schemes: Sequence[Scheme]
-) -> LivePlacer | None:
+    manifest: Manifest, state: Mapping[str, torch.Tensor] | torch.nn.Module, shards: Sequence[Shard], schemes: Sequence[Transport]
+) -> InPlacePublisher | None:
     """A placer for the shards where they are, or ``None``. Raises if ``schemes`` leave no other way."""
     reason = obstacle_to_live(manifest, shards, schemes)
     names = {scheme.name for scheme in schemes}
     if reason is None and CudaIpc.name in names:
         try:
-            return LivePlacer(manifest, state, shards)
+            return InPlacePublisher(manifest, state, shards)
         except TransportUnavailable as error:
             reason = str(error)
             if (names & DEVICE_SCHEMES) - {CudaIpc.name}:
                 _log.info("serving this trainer rank's GPU memory by NCCL alone: %s", reason)
-                return LivePlacer(manifest, state, shards, exports=False)
+                return InPlacePublisher(manifest, state, shards, exports=False)
     elif reason is None:
-        return LivePlacer(manifest, state, shards, exports=False)
+        return InPlacePublisher(manifest, state, shards, exports=False)
     if schemes and all(scheme.name == CudaIpc.name for scheme in schemes):
         raise TransportUnavailable(
             f"cuda_ipc, the only transport allowed, cannot be used: {reason}. Allow shared_memory or tcp too, which read a copy"

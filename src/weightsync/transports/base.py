@@ -1,11 +1,11 @@
 """How opaque bytes cross from a trainer rank's shelf to an engine rank's memory. Transports know no model.
 
-The trainer side of a transport is an :class:`Owner`: it lets authenticated readers reach one
-:class:`~weightsync.transports.host.region.Shelf`, or the memory of a GPU in place
-(:class:`~weightsync.transports.cuda.region.DeviceShelf`; ``cuda_ipc`` and ``nccl``, whose sources write to a GPU, all others to
+The trainer side of a transport is a :class:`Publisher`: it lets authenticated readers reach one
+:class:`~weightsync.transports.host.region.PublishedRegion`, or the memory of a GPU in place
+(:class:`~weightsync.transports.cuda.region.CudaRegion`; ``cuda_ipc`` and ``nccl``, whose sources write to a GPU, all others to
 host memory).
-The engine side is a :class:`Source`: one reader's connection to one owner. The reader dictates the geometry: which bytes of
-which region go where, as :class:`~weightsync.tensors.copy_table.Tiles`, given once by :meth:`Source.prepare` and used every round.
+The engine side is a :class:`Reader`: one reader's connection to one owner. The reader dictates the geometry: which bytes of
+which region go where, as :class:`~weightsync.tensors.copy_table.Tiles`, given once by :meth:`Reader.prepare` and used every round.
 
 A transport either **maps** the owner's memory (in-process, shared memory; CUDA IPC) and copies tiles by itself, or **carries**
 them (TCP): the owner packs the tiles that were asked for into buckets and sends them. Both look the same from here.
@@ -23,10 +23,10 @@ from weightsync.deadline import Deadline
 from weightsync.protocol.messages import Host, Offer
 from weightsync.tensors.copy_table import Tiles
 
-__all__ = ["Owner", "Scheme", "Source"]
+__all__ = ["Publisher", "Reader", "Transport"]
 
 
-class Owner(Protocol):
+class Publisher(Protocol):
     """Serves one shelf to readers until closed.
 
     Safe to close at any time and twice; closing ends every reader's transfer with an error on the reader's side and leaves no
@@ -43,7 +43,7 @@ class Owner(Protocol):
         ...
 
 
-class Source(Protocol):
+class Reader(Protocol):
     """One reader's way to one owner's shelf. Used by one thread at a time, but for :meth:`abort`.
 
     The order of calls is ``prepare`` once per plan, then per round ``begin``, ``read`` for each group in ascending order, ``end``.
@@ -96,7 +96,7 @@ class Source(Protocol):
         ...
 
 
-class Scheme(Protocol):
+class Transport(Protocol):
     """One kind of transport, found by name in :mod:`weightsync.transports.registry`."""
 
     name: str
@@ -109,11 +109,11 @@ class Scheme(Protocol):
         """Whether a reader on ``here`` could use this offer. Pure; nothing is tried."""
         ...
 
-    def serve(self, shelf: Any, key: bytes, here: Host) -> Owner:  # noqa: ANN401 - a shelf of the kind that it can read
+    def publish(self, shelf: Any, key: bytes, here: Host) -> Publisher:  # noqa: ANN401 - a shelf of the kind that it can read
         """Let readers that prove to know ``key`` (the run's secret) reach ``shelf``, of a kind that the scheme can serve."""
         ...
 
-    def connect(self, offer: Offer, key: bytes, deadline: Deadline) -> Source:
+    def open(self, offer: Offer, key: bytes, deadline: Deadline) -> Reader:
         """Reach the owner behind ``offer``.
 
         Raises :class:`~weightsync.errors.PeerLost` if nobody answers there, :class:`~weightsync.errors.AuthenticationError` if

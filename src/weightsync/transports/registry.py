@@ -1,7 +1,7 @@
 """Transports by the name of their scheme. Each is imported when it is first asked for; third parties add theirs.
 
 A package of a third party declares in its ``pyproject.toml``, with a class that has the methods of
-:class:`weightsync.transports.base.Scheme`::
+:class:`weightsync.transports.base.Transport`::
 
     [project.entry-points."weightsync.transports"]
     mine = "my_package.transport:Mine"
@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from weightsync.errors import ConfigurationError, TransportUnavailable
-from weightsync.transports.base import Scheme
+from weightsync.transports.base import Transport
 
 __all__ = ["BUILT_IN", "OPT_IN", "known", "register", "scheme"]
 
@@ -32,7 +32,7 @@ OPT_IN = frozenset({"collective", "nccl"})
 """Built-in schemes that are used only where they are named: one reader's fate there depends on the others'."""
 
 _GROUP = "weightsync.transports"
-_made: dict[str, Scheme] = {}
+_made: dict[str, Transport] = {}
 _lock = threading.Lock()
 
 
@@ -45,13 +45,13 @@ def known() -> tuple[str, ...]:
     return tuple(dict.fromkeys([*BUILT_IN, *_made, *sorted(_third_parties())]))
 
 
-def register(scheme: Scheme) -> None:
+def register(scheme: Transport) -> None:
     """Use ``scheme``, an object made with settings of your own (an address to bind, say), for its name in this process."""
     with _lock:
         _made[scheme.name] = scheme
 
 
-def scheme(name: str) -> Scheme:
+def scheme(name: str) -> Transport:
     """The scheme of this name, with default settings unless :func:`register` gave another.
 
     Raises :class:`~weightsync.errors.ConfigurationError` for an unknown name, and
@@ -65,7 +65,7 @@ def scheme(name: str) -> Scheme:
         raise ConfigurationError(f"there is no transport {name!r}; known are {', '.join(known())}")
     module, _, attribute = where.partition(":")
     try:
-        found: Scheme = getattr(import_module(module), attribute)()
+        found: Transport = getattr(import_module(module), attribute)()
     except (ImportError, AttributeError) as error:
         advice = f"; install it with: {hint}" if hint else ""
         raise TransportUnavailable(f"transport {name!r} cannot be used: {error}{advice}") from error

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from weightsync.errors import ConfigurationError, TransportUnavailable
 from weightsync.protocol.messages import Host, Offer
-from weightsync.transports.base import Scheme
+from weightsync.transports.base import Transport
 from weightsync.transports.registry import BUILT_IN, OPT_IN, scheme
 
 __all__ = ["choose", "schemes_for"]
 
 
-def schemes_for(names: Sequence[str] | None) -> list[Scheme]:
+def schemes_for(names: Sequence[str] | None) -> list[Transport]:
     """The transports to use, in order: those named, or all built-in ones that work here and need not be named.
 
     Raises :class:`~weightsync.errors.TransportUnavailable` if one that was named cannot work here, with what would help.

@@ -1,4 +1,4 @@
-"""Scheme ``nccl`` on a machine without a GPU: its own owner, source, frames and tables, in host memory, over sockets.
+"""Transport ``nccl`` on a machine without a GPU: its own owner, source, frames and tables, in host memory, over sockets.
 
 What stands in is below them: streams that do everything at once, a copy of tiles by ``memmove``, and sockets. Importing
 this changes modules of :mod:`weightsync.transports` in what nothing else can use without a GPU.

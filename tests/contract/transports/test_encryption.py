@@ -22,10 +22,10 @@ from weightsync.protocol.messages import Offer
 from weightsync.server.server import BackgroundServer
 from weightsync.testing.copy_cases import Wanted, big
 from weightsync.transports.broadcast.gloo import Collective
-from weightsync.transports.host.region import Shelf
+from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
 from weightsync.transports.net.tls import owner_context
-from weightsync.transports.tcp.transport import ListeningOwner, Tcp
+from weightsync.transports.tcp.transport import ListeningPublisher, Tcp
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -35,8 +35,8 @@ SECRET = b"the trainer's weights in the clear"
 
 
 @pytest.fixture
-def shelf() -> Iterator[Shelf]:
-    made = Shelf(NBYTES, "layout")
+def shelf() -> Iterator[PublishedRegion]:
+    made = PublishedRegion(NBYTES, "layout")
     with made.placing(1):
         made.payload[:] = np.resize(np.frombuffer(SECRET, np.uint8), NBYTES)
     yield made
@@ -44,8 +44,8 @@ def shelf() -> Iterator[Shelf]:
 
 
 @pytest.fixture(params=[True, False], ids=["encrypted", "plain"])
-def owner(request: pytest.FixtureRequest, shelf: Shelf) -> Iterator[ListeningOwner]:
-    owner = Tcp(encrypt=request.param).serve(shelf, KEY, this_host())
+def owner(request: pytest.FixtureRequest, shelf: PublishedRegion) -> Iterator[ListeningPublisher]:
+    owner = Tcp(encrypt=request.param).publish(shelf, KEY, this_host())
     yield owner
     owner.close()
 
@@ -70,7 +70,7 @@ def elsewhere(offer: Offer, *, port: int | None = None, fingerprint: str | None 
 
 def transfer(offer: Offer, key: bytes = KEY) -> Wanted:
     wanted = big(NBYTES, groups=2)
-    source = Tcp().connect(offer, key, Deadline(10))
+    source = Tcp().open(offer, key, Deadline(10))
     try:
         source.prepare(wanted.groups, "layout", Deadline(10))
         source.begin(1, Deadline(10))
@@ -129,7 +129,7 @@ class Neighbour:
             sock.close()
 
 
-def test_a_neighbour_reads_weights_only_where_nothing_is_encrypted(owner: ListeningOwner) -> None:
+def test_a_neighbour_reads_weights_only_where_nothing_is_encrypted(owner: ListeningPublisher) -> None:
     with contextlib.closing(Neighbour(parts(owner.offer)[0])) as neighbour:
         wanted = transfer(elsewhere(owner.offer, port=neighbour.port))
     assert bytes(wanted.target).count(SECRET) > 1000
@@ -139,7 +139,7 @@ def test_a_neighbour_reads_weights_only_where_nothing_is_encrypted(owner: Listen
 
 @encrypted
 @pytest.mark.parametrize("where", [200, 1000, 1 << 20])
-def test_a_bit_that_was_changed_on_the_way_ends_the_connection(owner: ListeningOwner, where: int) -> None:
+def test_a_bit_that_was_changed_on_the_way_ends_the_connection(owner: ListeningPublisher, where: int) -> None:
     """In the handshake, after it, and among the weights."""
     with contextlib.closing(Neighbour(parts(owner.offer)[0], flip=where)) as neighbour, pytest.raises(WeightSyncError) as raised:
         transfer(elsewhere(owner.offer, port=neighbour.port))
@@ -147,7 +147,7 @@ def test_a_bit_that_was_changed_on_the_way_ends_the_connection(owner: ListeningO
 
 
 @encrypted
-def test_another_certificate_is_not_believed_and_hears_nothing(owner: ListeningOwner) -> None:
+def test_another_certificate_is_not_believed_and_hears_nothing(owner: ListeningPublisher) -> None:
     """Of whoever answers in the owner's place, with TLS of their own."""
     context, _ = owner_context()
     heard: list[bytes] = []
@@ -168,13 +168,13 @@ def test_another_certificate_is_not_believed_and_hears_nothing(owner: ListeningO
 
 
 @encrypted
-def test_the_certificate_alone_opens_nothing(owner: ListeningOwner) -> None:
+def test_the_certificate_alone_opens_nothing(owner: ListeningPublisher) -> None:
     with pytest.raises((AuthenticationError, PeerLost)):
         transfer(owner.offer, b"another key than the one of the run")
 
 
 @encrypted
-def test_an_address_without_its_fingerprint_leads_to_a_clear_refusal(owner: ListeningOwner) -> None:
+def test_an_address_without_its_fingerprint_leads_to_a_clear_refusal(owner: ListeningPublisher) -> None:
     """A downgrade: somebody has cut it off, or gave an old address."""
     with pytest.raises(AuthenticationError, match="takes encrypted connections only"):
         transfer(elsewhere(owner.offer, fingerprint=""))
@@ -182,13 +182,13 @@ def test_an_address_without_its_fingerprint_leads_to_a_clear_refusal(owner: List
 
 
 @plain
-def test_an_owner_that_does_not_encrypt_though_its_address_says_so(owner: ListeningOwner) -> None:
+def test_an_owner_that_does_not_encrypt_though_its_address_says_so(owner: ListeningPublisher) -> None:
     with pytest.raises((AuthenticationError, PeerLost), match=r"does not encrypt|went away"):
         transfer(elsewhere(owner.offer, fingerprint="ab" * 32))
 
 
 @encrypted
-def test_old_tls_is_not_spoken(owner: ListeningOwner) -> None:
+def test_old_tls_is_not_spoken(owner: ListeningPublisher) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -197,7 +197,7 @@ def test_old_tls_is_not_spoken(owner: ListeningOwner) -> None:
 
 
 @encrypted
-def test_an_owner_that_dies_in_the_handshake(owner: ListeningOwner) -> None:
+def test_an_owner_that_dies_in_the_handshake(owner: ListeningPublisher) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def die() -> None:
@@ -210,7 +210,7 @@ def test_an_owner_that_dies_in_the_handshake(owner: ListeningOwner) -> None:
         dying.join(10)
 
 
-def test_beyond_loopback_it_encrypts_unless_told_otherwise(shelf: Shelf) -> None:
+def test_beyond_loopback_it_encrypts_unless_told_otherwise(shelf: PublishedRegion) -> None:
     """Where the address is loopback nobody else can listen; 127.0.0.2 by a name that does not say so stands for other addresses."""
     found = {}
     for name, scheme in {
@@ -220,7 +220,7 @@ def test_beyond_loopback_it_encrypts_unless_told_otherwise(shelf: Shelf) -> None
         "everywhere": Tcp("0.0.0.0", advertise="127.0.0.1"),
         "everywhere, off": Tcp("0.0.0.0", advertise="127.0.0.1").encrypting(False),
     }.items():
-        owner = scheme.serve(shelf, KEY, this_host())
+        owner = scheme.publish(shelf, KEY, this_host())
         found[name] = bool(parts(owner.offer)[2])
         owner.close()
     assert found == {"loopback": False, "loopback, on": True, "made so": False, "everywhere": True, "everywhere, off": False}

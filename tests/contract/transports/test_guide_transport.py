@@ -23,9 +23,10 @@ class TestGuide(TransportContract):
 def test_a_killed_owner_leaves_no_file(tmp_path: Path) -> None:
     """A socket with a name in the file system would outlive it."""
     serve = (
-        "import os; from tests.contract.transports.guide_unix import Unix; from weightsync.transports.host.region import Shelf; "
-        "from weightsync.transports.hostinfo import this_host; shelf = Shelf(4096, 'l' * 32); "
-        "owner = Unix().serve(shelf, b'k' * 32, this_host()); os.kill(os.getpid(), 9)"
+        "import os; from tests.contract.transports.guide_unix import Unix; "
+        "from weightsync.transports.host.region import PublishedRegion; "
+        "from weightsync.transports.hostinfo import this_host; shelf = PublishedRegion(4096, 'l' * 32); "
+        "owner = Unix().publish(shelf, b'k' * 32, this_host()); os.kill(os.getpid(), 9)"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", serve], cwd=ROOT, env=environment, timeout=50, check=False)

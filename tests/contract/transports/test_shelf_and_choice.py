@@ -16,7 +16,7 @@ from weightsync.protocol.messages import Host, Offer
 from weightsync.tensors.copy_table import Tiles
 from weightsync.testing.transport_contract import nothing_left
 from weightsync.transports.host import memory
-from weightsync.transports.host.region import EMPTY, Shelf
+from weightsync.transports.host.region import EMPTY, PublishedRegion
 from weightsync.transports.hostinfo import this_host
 from weightsync.transports.registry import known, scheme
 from weightsync.transports.select import choose
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def test_placing_hides_the_version_until_it_succeeded() -> None:
-    with Shelf(100, "d") as shelf:
+    with PublishedRegion(100, "d") as shelf:
         assert shelf.version == EMPTY
         with shelf.placing(3):
             assert shelf.version == EMPTY
@@ -47,7 +47,7 @@ def test_placing_hides_the_version_until_it_succeeded() -> None:
 
 
 def test_views_outlive_the_shelf() -> None:
-    shelf = Shelf(1 << 16, "d")
+    shelf = PublishedRegion(1 << 16, "d")
     view = shelf.payload
     view[:] = 7
     shelf.close()
@@ -58,7 +58,7 @@ def test_views_outlive_the_shelf() -> None:
 
 
 def test_nobody_can_write_or_shrink_a_shelf_through_its_descriptor() -> None:
-    with Shelf(1 << 16, "d") as shelf:
+    with PublishedRegion(1 << 16, "d") as shelf:
         assert shelf.fd is not None
         assert fcntl.fcntl(shelf.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         with pytest.raises(PermissionError):
@@ -67,23 +67,23 @@ def test_nobody_can_write_or_shrink_a_shelf_through_its_descriptor() -> None:
 
 def test_too_little_memory_is_an_error_that_says_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SharedMemoryTooSmall, match="1,125,899,906,84"):
-        Shelf(1 << 50, "d")
+        PublishedRegion(1 << 50, "d")
     monkeypatch.setattr(memory, "available_bytes", lambda: None)
     with pytest.raises(SharedMemoryTooSmall):
-        Shelf(1 << 60, "d")
+        PublishedRegion(1 << 60, "d")
 
 
 def test_garbage_and_silence_at_the_socket_harm_nobody() -> None:
     here = this_host()
-    with Shelf(64, "d") as shelf:
-        owner = Tcp().serve(shelf, KEY, here)
+    with PublishedRegion(64, "d") as shelf:
+        owner = Tcp().publish(shelf, KEY, here)
         port = int(owner.offer.address.rpartition("/")[0].rpartition(":")[2])
         strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(60)]
         try:
             strangers[0].sendall(b"GET / HTTP/1.1\r\nHost: x\r\nAccept: everything that there is\r\n\r\n")
             with shelf.placing(1):
                 pass
-            source = Tcp().connect(owner.offer, KEY, Deadline(5))
+            source = Tcp().open(owner.offer, KEY, Deadline(5))
             source.prepare([Tiles.empty()], "d", Deadline(5))
             source.begin(1, Deadline(5))
             source.end(Deadline(5))
@@ -97,11 +97,11 @@ def test_garbage_and_silence_at_the_socket_harm_nobody() -> None:
 
 
 def test_a_wildcard_bind_needs_an_address_to_tell() -> None:
-    with Shelf(64, "d") as shelf:
+    with PublishedRegion(64, "d") as shelf:
         with pytest.raises(ConfigurationError, match="advertise"):
-            Tcp(bind="0.0.0.0").serve(shelf, KEY, this_host())
+            Tcp(bind="0.0.0.0").publish(shelf, KEY, this_host())
         with pytest.raises(ConfigurationError, match="run key"):
-            Tcp().serve(shelf, b"short", this_host())
+            Tcp().publish(shelf, b"short", this_host())
 
 
 def test_unknown_schemes_are_named_with_the_known() -> None:

@@ -15,10 +15,10 @@ import pytest
 from weightsync.deadline import Deadline
 from weightsync.errors import PeerLost, ProtocolError, StaleSource
 from weightsync.tensors.copy_table import Tiles
-from weightsync.transports.host.region import Shelf
+from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
 from weightsync.transports.net.listener import Listener
-from weightsync.transports.tcp.transport import ListeningOwner, Tcp
+from weightsync.transports.tcp.transport import ListeningPublisher, Tcp
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -27,15 +27,15 @@ PLACES = 32
 
 
 @pytest.fixture
-def owner() -> Iterator[ListeningOwner]:
-    shelf = Shelf(4096, "layout")
-    owner = Tcp().serve(shelf, KEY, this_host())
+def owner() -> Iterator[ListeningPublisher]:
+    shelf = PublishedRegion(4096, "layout")
+    owner = Tcp().publish(shelf, KEY, this_host())
     yield owner
     owner.close()
     shelf.close()
 
 
-def connect(owner: ListeningOwner, host: str) -> socket.socket:
+def connect(owner: ListeningPublisher, host: str) -> socket.socket:
     port = int(owner.offer.address.partition("/")[0].rpartition(":")[2])
     return socket.create_connection(("127.0.0.1", port), timeout=5, source_address=(host, 0))
 
@@ -50,7 +50,7 @@ def is_open(sock: socket.socket) -> bool:
         return False
 
 
-def test_a_flood_pushes_out_itself(owner: ListeningOwner) -> None:
+def test_a_flood_pushes_out_itself(owner: ListeningPublisher) -> None:
     with contextlib.ExitStack() as held:
         lonely = held.enter_context(connect(owner, "127.0.0.2"))
         flood = [held.enter_context(connect(owner, "127.0.0.3")) for _ in range(2 * PLACES)]
@@ -62,7 +62,7 @@ def test_a_flood_pushes_out_itself(owner: ListeningOwner) -> None:
         assert is_open(flood[-1])
 
 
-def test_a_reader_gets_in_and_stays_while_strangers_knock(owner: ListeningOwner) -> None:
+def test_a_reader_gets_in_and_stays_while_strangers_knock(owner: ListeningPublisher) -> None:
     stop = threading.Event()
     made = [0]
 
@@ -72,12 +72,12 @@ def test_a_reader_gets_in_and_stays_while_strangers_knock(owner: ListeningOwner)
                 connect(owner, "127.0.0.3").close()
                 made[0] += 1
 
-    before = Tcp().connect(owner.offer, KEY, Deadline(10))
+    before = Tcp().open(owner.offer, KEY, Deadline(10))
     knocking = threading.Thread(target=knock)
     knocking.start()
     try:
         threading.Event().wait(0.3)
-        during = Tcp().connect(owner.offer, KEY, Deadline(40))  # behind a full backlog, and the kernel tries again after 1, 3, 7 s
+        during = Tcp().open(owner.offer, KEY, Deadline(40))  # behind a full backlog, and the kernel tries again after 1, 3, 7 s
         during.prepare([], "layout", Deadline(10))
         before.prepare([], "layout", Deadline(10))
         during.close()
@@ -119,12 +119,12 @@ def refuse_threads(monkeypatch: pytest.MonkeyPatch, name: str, times: int) -> No
 
 
 def test_a_thread_that_cannot_be_started_costs_one_connection_only(
-    owner: ListeningOwner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    owner: ListeningPublisher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     refuse_threads(monkeypatch, "weightsync-tcp-serve", 1)
     with pytest.raises(PeerLost):
-        Tcp().connect(owner.offer, KEY, Deadline(5))
-    Tcp().connect(owner.offer, KEY, Deadline(5)).close()
+        Tcp().open(owner.offer, KEY, Deadline(5))
+    Tcp().open(owner.offer, KEY, Deadline(5)).close()
     assert "can't start new thread" in caplog.text
 
 
@@ -154,8 +154,8 @@ class Clock:
 def test_strangers_are_taken_in_slowly_and_more_so_beside_a_transfer(
     encrypt: bool, quiet: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Shelf(4096, "layout") as shelf:
-        owner = Tcp(encrypt=encrypt).serve(shelf, KEY, this_host())
+    with PublishedRegion(4096, "layout") as shelf:
+        owner = Tcp(encrypt=encrypt).publish(shelf, KEY, this_host())
         try:
             clock = Clock(owner._listener)
             assert clock.taken_in(monkeypatch, 10) == pytest.approx(10 * quiet, abs=2)
@@ -167,8 +167,8 @@ def test_strangers_are_taken_in_slowly_and_more_so_beside_a_transfer(
             owner.close()
 
 
-def test_a_transfer_is_noticed_while_it_runs(owner: ListeningOwner) -> None:
-    source = Tcp().connect(owner.offer, KEY, Deadline(10))
+def test_a_transfer_is_noticed_while_it_runs(owner: ListeningPublisher) -> None:
+    source = Tcp().open(owner.offer, KEY, Deadline(10))
     try:
         with pytest.raises(StaleSource):
             source.begin(1, Deadline(10))
@@ -184,12 +184,12 @@ def tables(count: int) -> Tiles:
     return Tiles(np.zeros(count, np.int32), zeros, zeros, zeros + here.ctypes.data, zeros, ones, ones)
 
 
-def test_all_readers_together_have_room_for_so_many_tables(owner: ListeningOwner) -> None:
+def test_all_readers_together_have_room_for_so_many_tables(owner: ListeningPublisher) -> None:
     """One with the key could open a thousand connections, and have each remembered with a table of hundreds of megabytes."""
     room = owner._room  # type: ignore[attr-defined]
     room.nbytes = 3 << 20  # 256 MiB otherwise
     with contextlib.ExitStack() as held:
-        sources = [Tcp().connect(owner.offer, KEY, Deadline(10)) for _ in range(3)]
+        sources = [Tcp().open(owner.offer, KEY, Deadline(10)) for _ in range(3)]
         for source in sources:
             held.callback(source.close)
         for source in sources[:2]:

@@ -25,7 +25,7 @@ def test_a_silent_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket, "getaddrinfo", silent)
     with pytest.raises(DeadlineExceeded, match=r"trainer\.example"):
-        Tcp().connect(OFFER, b"k" * 32, Deadline(0.2))
+        Tcp().open(OFFER, b"k" * 32, Deadline(0.2))
     answered.set()
     for thread in set(threading.enumerate()) - before:
         thread.join(10)
@@ -38,4 +38,4 @@ def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch, error: Except
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(PeerLost, match="cannot be found"):
-        Tcp().connect(OFFER, b"k" * 32, Deadline(5))
+        Tcp().open(OFFER, b"k" * 32, Deadline(5))

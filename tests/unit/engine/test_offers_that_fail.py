@@ -15,9 +15,9 @@ from weightsync.deadline import Deadline
 from weightsync.engine.links import _connect
 from weightsync.errors import PeerLost, TransportUnavailable
 from weightsync.protocol.messages import Offer, SourceAddress
-from weightsync.transports.host.region import Shelf
+from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
-from weightsync.transports.tcp.receiver import CarriedSource
+from weightsync.transports.tcp.receiver import StreamReader
 from weightsync.transports.tcp.transport import Tcp
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -59,8 +59,8 @@ def message(address: str, seconds: float = 5.0) -> str:
 def test_all_ways_in_which_an_offer_fails_look_alike(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     with ExitStack() as owned:
-        shelf = owned.enter_context(Shelf(4096, "layout"))
-        owners = [Tcp(encrypt=encrypt).serve(shelf, OTHER_KEY, HERE) for encrypt in (False, True)]
+        shelf = owned.enter_context(PublishedRegion(4096, "layout"))
+        owners = [Tcp(encrypt=encrypt).publish(shelf, OTHER_KEY, HERE) for encrypt in (False, True)]
         for owner in owners:
             owned.callback(owner.close)
         web = owned.enter_context(listener(b"HTTP/1.1 200 OK\r\n\r\n" + b"secret banner " * 20))
@@ -84,16 +84,16 @@ def test_all_ways_in_which_an_offer_fails_look_alike(caplog: pytest.LogCaptureFi
 
 
 def test_a_connection_that_cannot_be_made_again_says_no_more() -> None:
-    with listener(b"HTTP/1.1 200 OK\r\n\r\n" + b"secret banner " * 20) as web, Shelf(4096, "layout") as shelf:
-        owner = Tcp().serve(shelf, KEY, HERE)
-        source = Tcp().connect(owner.offer, KEY, Deadline(5))
-        assert isinstance(source, CarriedSource)
+    with listener(b"HTTP/1.1 200 OK\r\n\r\n" + b"secret banner " * 20) as web, PublishedRegion(4096, "layout") as shelf:
+        owner = Tcp().publish(shelf, KEY, HERE)
+        source = Tcp().open(owner.offer, KEY, Deadline(5))
+        assert isinstance(source, StreamReader)
         owner.close()
         texts = set()
         for address in (owner.offer.address, f"127.0.0.1:{web}/{ID}"):  # a name may lead elsewhere the second time
 
             def dial(adopt: object, deadline: Deadline, address: str = address) -> object:
-                return Tcp().connect(Offer("tcp", address, HERE), KEY, deadline)
+                return Tcp().open(Offer("tcp", address, HERE), KEY, deadline)
 
             source._dial = dial  # type: ignore[assignment]
             with pytest.raises(PeerLost) as caught:

@@ -18,8 +18,8 @@ from weightsync.tensors.device_memory import wait_for_devices
 from weightsync.tensors.shards import Shard
 from weightsync.transports.cuda import ipc, region
 from weightsync.transports.cuda.driver import HANDLE_BYTES, Allocation
-from weightsync.transports.cuda.ipc import CudaIpc, CudaIpcOwner, CudaIpcSource
-from weightsync.transports.cuda.region import DeviceShelf
+from weightsync.transports.cuda.ipc import CudaIpc, CudaIpcPublisher, CudaIpcReader
+from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host import region as shelf
 from weightsync.transports.host.region import HEADER_BYTES, Header
 from weightsync.transports.hostinfo import this_host
@@ -107,7 +107,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return made
 
 
-def _transfer(shelf: DeviceShelf, source: CudaIpcSource, version: int) -> tuple[int, ...]:
+def _transfer(shelf: CudaRegion, source: CudaIpcReader, version: int) -> tuple[int, ...]:
     with shelf.placing(version):
         pass
     source.begin(version, Deadline(10))
@@ -118,9 +118,9 @@ def _transfer(shelf: DeviceShelf, source: CudaIpcSource, version: int) -> tuple[
 def test_a_handle_that_comes_again_for_another_allocation_is_mapped_anew(driver: Driver) -> None:
     both, zeros, size = np.array([0, 1], np.int32), np.zeros(2, np.int64), np.full(2, 64, np.int64)
     tiles = Tiles(both, zeros, size, np.array([1 << 60, 1 << 61]), size, np.ones(2, np.int64), size)
-    shelf = DeviceShelf((64, 64), "d", lambda: (_BASE, _OTHER + 128), 0)
-    owner = CudaIpcOwner(shelf, _KEY, this_host())
-    source = CudaIpc(device=0).connect(owner.offer, _KEY, Deadline(10))
+    shelf = CudaRegion((64, 64), "d", lambda: (_BASE, _OTHER + 128), 0)
+    owner = CudaIpcPublisher(shelf, _KEY, this_host())
+    source = CudaIpc(device=0).open(owner.offer, _KEY, Deadline(10))
     try:
         source.prepare([tiles], "d", Deadline(10))
         assert _transfer(shelf, source, 1) == (1 << 50, (2 << 50) + 128)

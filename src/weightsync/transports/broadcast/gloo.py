@@ -1,4 +1,4 @@
-"""Scheme ``collective``: what readers want alike is packed once and broadcast to all of them, through a process group of its own.
+"""Transport ``collective``: what readers want alike is packed once and broadcast to all of them, by a process group of its own.
 
 Everybody else here reads on his own. Where many engine ranks want the same bytes (streamed delivery: all of them, bucket by
 bucket), this sends them once from the trainer rank, along gloo's tree. Readers still ask, over the connection that ``tcp`` has
@@ -22,10 +22,10 @@ from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError
 from weightsync.protocol.messages import Host, Offer
 from weightsync.transports.broadcast.buffer_config import BufferSettings
-from weightsync.transports.broadcast.joining import JoiningSource
-from weightsync.transports.broadcast.receiver import CollectiveSource
-from weightsync.transports.broadcast.sender import CollectiveOwner, GatheringOwner
-from weightsync.transports.host.region import Shelf
+from weightsync.transports.broadcast.joining import JoiningReader
+from weightsync.transports.broadcast.receiver import CollectiveReader
+from weightsync.transports.broadcast.sender import CollectivePublisher, GatheringPublisher
+from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.handshake import greet_owner
 from weightsync.transports.tcp.transport import Tcp, open_channel, parse_address
@@ -38,7 +38,7 @@ _MOST_SECONDS = 3600.0
 
 
 class Collective(Tcp):
-    """The scheme ``collective``, from and to host memory, over gloo. Addresses as for ``tcp``, buffers as :class:`BufferSettings`.
+    """The transport ``collective``: host memory, over gloo. Addresses as for ``tcp``, buffers as :class:`BufferSettings`.
 
     The sender's buffers decide the size of a bucket; a reader takes as many of that size as its own ``num_buffers``.
     """
@@ -84,17 +84,17 @@ class Collective(Tcp):
         return self
 
     def unavailable(self) -> str | None:
-        """See :class:`weightsync.transports.base.Scheme`."""
+        """See :class:`weightsync.transports.base.Transport`."""
         return None if dist.is_available() and dist.is_gloo_available() else "this torch was built without gloo"
 
-    def serve(self, shelf: Shelf, key: bytes, here: Host) -> GatheringOwner:
-        """See :class:`weightsync.transports.base.Scheme`."""
-        return CollectiveOwner(shelf, key, here, (self._bind, self._port, self._advertise), self.buffers, self.gather_seconds)
+    def publish(self, shelf: PublishedRegion, key: bytes, here: Host) -> GatheringPublisher:
+        """See :class:`weightsync.transports.base.Transport`."""
+        return CollectivePublisher(shelf, key, here, (self._bind, self._port, self._advertise), self.buffers, self.gather_seconds)
 
-    def connect(self, offer: Offer, key: bytes, deadline: Deadline) -> JoiningSource:
-        """See :class:`weightsync.transports.base.Scheme`."""
+    def open(self, offer: Offer, key: bytes, deadline: Deadline) -> JoiningReader:
+        """See :class:`weightsync.transports.base.Transport`."""
         host, dial = dial_owner(offer, key)
-        return CollectiveSource(dial, deadline, host, self.buffers)
+        return CollectiveReader(dial, deadline, host, self.buffers)
 
 
 def dial_owner(offer: Offer, key: bytes) -> tuple[str, Dial]:

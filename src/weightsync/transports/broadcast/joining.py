@@ -15,15 +15,15 @@ from weightsync.transports.broadcast.buffer_config import LEAST_BUFFER, MOST_BUF
 from weightsync.transports.broadcast.process_groups import Group
 from weightsync.transports.net.channel import CONTROL, END, HEADER, Channel, FrameHeader
 from weightsync.transports.net.requests import ANSWER_BYTES, Fail, Join, Start, decode_control, next_control
-from weightsync.transports.tcp.receiver import CarriedSource
+from weightsync.transports.tcp.receiver import StreamReader
 
-__all__ = ["JoiningSource"]
+__all__ = ["JoiningReader"]
 
 _WHY_SECONDS = 1.0  # how long the owner has to say why a broadcast broke
 
 
-class JoiningSource(CarriedSource):
-    """A :class:`~weightsync.transports.base.Source` that is sent to through a process group.
+class JoiningReader(StreamReader):
+    """A :class:`~weightsync.transports.base.Reader` that is sent to through a process group.
 
     Asks, and learns of failures, over its connection to the owner, who is at ``host``; the connection goes when a transfer is given
     up, by which the owner and with it the other readers notice.
@@ -56,7 +56,7 @@ class JoiningSource(CarriedSource):
             group.close()
 
     def begin(self, version: int, deadline: Deadline) -> None:
-        """See :meth:`weightsync.transports.base.Source.begin`. Returns when the group of readers is complete."""
+        """See :meth:`weightsync.transports.base.Reader.begin`. Returns when the group of readers is complete."""
         self._idle()
         channel = self._connected(deadline)
         answer = self._asked(channel, Start(version, deadline.remaining("beginning a transfer")), deadline)

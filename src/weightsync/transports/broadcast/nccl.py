@@ -1,4 +1,4 @@
-"""Scheme ``nccl``: what ``collective`` is for host memory, between GPUs: one packs, the others unpack to where it belongs.
+"""Transport ``nccl``: what ``collective`` is for host memory, between GPUs: one packs, the others unpack to where it belongs.
 
 For memory that a reader cannot map (another host's, expandable segments, shards offloaded to host memory), and for readers that
 want the same. Asking, gathering and epochs are those of :mod:`weightsync.transports.broadcast.gloo`; the bytes go as
@@ -15,16 +15,16 @@ from weightsync.deadline import Deadline
 from weightsync.errors import TransportUnavailable
 from weightsync.protocol.messages import Host, Offer
 from weightsync.transports.broadcast.gloo import Collective, dial_owner
-from weightsync.transports.broadcast.nccl_receiver import NcclSource
-from weightsync.transports.broadcast.nccl_sender import NcclOwner
-from weightsync.transports.cuda.region import DeviceShelf
-from weightsync.transports.host.region import Shelf
+from weightsync.transports.broadcast.nccl_receiver import NcclReader
+from weightsync.transports.broadcast.nccl_sender import NcclPublisher
+from weightsync.transports.cuda.region import CudaRegion
+from weightsync.transports.host.region import PublishedRegion
 
 __all__ = ["Nccl"]
 
 
 class Nccl(Collective):
-    """The scheme ``nccl``; settings as for ``collective``, with buffers in GPU memory (256 MiB each by default).
+    """The transport ``nccl``; settings as for ``collective``, with buffers in GPU memory (256 MiB each by default).
 
     Readers and owners use the current CUDA device of the thread that makes them.
     """
@@ -32,19 +32,19 @@ class Nccl(Collective):
     name = "nccl"
 
     def unavailable(self) -> str | None:
-        """See :class:`weightsync.transports.base.Scheme`."""
+        """See :class:`weightsync.transports.base.Transport`."""
         if not torch.cuda.is_available():
             return "NCCL needs a CUDA device and a build of torch for it"
         return None if dist.is_available() and dist.is_nccl_available() else "this torch was built without NCCL"
 
-    def serve(self, shelf: Shelf | DeviceShelf, key: bytes, here: Host) -> NcclOwner:
-        """See :class:`weightsync.transports.base.Scheme`. A shelf in host memory is read by the current GPU."""
-        return NcclOwner(shelf, key, here, (self._bind, self._port, self._advertise), self.buffers, self.gather_seconds)
+    def publish(self, shelf: PublishedRegion | CudaRegion, key: bytes, here: Host) -> NcclPublisher:
+        """See :class:`weightsync.transports.base.Transport`. A shelf in host memory is read by the current GPU."""
+        return NcclPublisher(shelf, key, here, (self._bind, self._port, self._advertise), self.buffers, self.gather_seconds)
 
-    def connect(self, offer: Offer, key: bytes, deadline: Deadline) -> NcclSource:
-        """See :class:`weightsync.transports.base.Scheme`."""
+    def open(self, offer: Offer, key: bytes, deadline: Deadline) -> NcclReader:
+        """See :class:`weightsync.transports.base.Transport`."""
         reason = self.unavailable()
         if reason is not None:
             raise TransportUnavailable(reason)
         host, dial = dial_owner(offer, key)
-        return NcclSource(dial, deadline, host, self.buffers, torch.device("cuda", torch.cuda.current_device()))
+        return NcclReader(dial, deadline, host, self.buffers, torch.device("cuda", torch.cuda.current_device()))

@@ -14,7 +14,7 @@ from weightsync.errors import DeadlineExceeded, ProtocolError, TransportUnavaila
 from weightsync.tensors.copy_table import Tiles
 from weightsync.tensors.cuda.waiting import wait_until_idle
 from weightsync.transports.broadcast.buffer_config import BufferSettings
-from weightsync.transports.broadcast.joining import JoiningSource
+from weightsync.transports.broadcast.joining import JoiningReader
 from weightsync.transports.broadcast.nccl_sender import name_of_gpu
 from weightsync.transports.broadcast.packed_broadcast import PackedBroadcast, frames_of_groups, packed_frames
 from weightsync.transports.broadcast.process_groups import Group, init_custom_process_group
@@ -22,7 +22,7 @@ from weightsync.transports.host.region import EMPTY
 from weightsync.transports.net.channel import END, Channel
 from weightsync.transports.net.requests import ANSWER_BYTES, Fail, Join, Meet, Ready, ask, next_control
 
-__all__ = ["NcclSource"]
+__all__ = ["NcclReader"]
 
 _CLOSE_SECONDS = 5.0
 
@@ -52,8 +52,8 @@ class _Watch:
         return not self._thread.is_alive()
 
 
-class NcclSource(JoiningSource):
-    """A :class:`~weightsync.transports.base.Source` whose targets are in the memory of ``device``.
+class NcclReader(JoiningReader):
+    """A :class:`~weightsync.transports.base.Reader` whose targets are in the memory of ``device``.
 
     Holds ``num_buffers`` of the owner's buckets there, and a table of tiles. Receives while it is read, not ahead: so one GPU never
     waits for two senders at once, each of which may wait for another reader.
@@ -89,7 +89,7 @@ class NcclSource(JoiningSource):
         super()._idle()
 
     def prepare(self, groups: Sequence[Tiles], layout_digest: str, deadline: Deadline) -> None:
-        """See :meth:`weightsync.transports.base.Source.prepare`."""
+        """See :meth:`weightsync.transports.base.Reader.prepare`."""
         self._end = None
         super().prepare(groups, layout_digest, deadline)
         channel = self._channel
@@ -144,7 +144,7 @@ class NcclSource(JoiningSource):
         self._watch = _Watch(channel, group, deadline)
 
     def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
-        """See :meth:`weightsync.transports.base.Source.read`. Without ``digests``: a GPU takes them in a launch of its own."""
+        """See :meth:`weightsync.transports.base.Reader.read`. Without ``digests``: a GPU takes them in a launch of its own."""
         channel, joined, end = self._under_way()
         if digests is not None:
             raise ProtocolError("nccl takes no digests while it reads: use weightsync.tensors.cuda.digest.LayoutDigest")
@@ -167,7 +167,7 @@ class NcclSource(JoiningSource):
         return channel, group, end
 
     def end(self, deadline: Deadline) -> None:
-        """See :meth:`weightsync.transports.base.Source.end`."""
+        """See :meth:`weightsync.transports.base.Reader.end`."""
         channel, _, _ = self._under_way()
         try:
             count = self._frames_of[-1][1] if self._frames_of else 0
@@ -181,7 +181,7 @@ class NcclSource(JoiningSource):
             raise
 
     def close(self) -> None:
-        """See :meth:`weightsync.transports.base.Source.close`."""
+        """See :meth:`weightsync.transports.base.Reader.close`."""
         super().close()
         self._end = None
 

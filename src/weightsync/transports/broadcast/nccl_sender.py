@@ -14,13 +14,13 @@ from weightsync.tensors.copy_table import Tiles
 from weightsync.transports.broadcast.group import Epoch
 from weightsync.transports.broadcast.packed_broadcast import DEFAULT_BUFFER, PackedBroadcast, packed_frames
 from weightsync.transports.broadcast.process_groups import Group, Rendezvous, init_custom_process_group
-from weightsync.transports.broadcast.sender import GatheringOwner
-from weightsync.transports.cuda.region import DeviceShelf
+from weightsync.transports.broadcast.sender import GatheringPublisher
+from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.pinning import Pinned
-from weightsync.transports.host.region import Shelf
+from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.net.requests import Ready
 
-__all__ = ["NcclOwner", "name_of_gpu"]
+__all__ = ["NcclPublisher", "name_of_gpu"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -30,15 +30,15 @@ def name_of_gpu(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-class NcclOwner(GatheringOwner):
+class NcclPublisher(GatheringPublisher):
     """Holds ``num_buffers`` buffers of GPU memory, and a table of tiles, for each group of readers."""
 
     scheme = "nccl"
 
     _pinned: Pinned | None = None
 
-    def _hold(self, shelf: Shelf | DeviceShelf) -> object:
-        if isinstance(shelf, DeviceShelf):
+    def _hold(self, shelf: PublishedRegion | CudaRegion) -> object:
+        if isinstance(shelf, CudaRegion):
             self._device = torch.device("cuda", shelf.device)
             return None
         self._device = torch.device("cuda", torch.cuda.current_device())
@@ -52,7 +52,7 @@ class NcclOwner(GatheringOwner):
 
     @property
     def _regions(self) -> Sequence[int]:
-        if isinstance(self._shelf, DeviceShelf):
+        if isinstance(self._shelf, CudaRegion):
             return self._shelf.addresses
         return () if self._pinned is None else (self._pinned.address,)
 

@@ -13,14 +13,14 @@ from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded, ProtocolError, WeightSyncError
 from weightsync.tensors.copies import check_keys, scatter_and_digest, scatter_tiles
 from weightsync.transports.broadcast.buffer_config import BufferSettings
-from weightsync.transports.broadcast.joining import JoiningSource
+from weightsync.transports.broadcast.joining import JoiningReader
 from weightsync.transports.broadcast.process_groups import Group, init_custom_process_group
 from weightsync.transports.host.memory import available_bytes
 from weightsync.transports.net.channel import DATA, HEADER, Channel, FrameHeader
 from weightsync.transports.net.requests import Join
 from weightsync.transports.tcp.sender import frames_of
 
-__all__ = ["CollectiveSource", "host_frames"]
+__all__ = ["CollectiveReader", "host_frames"]
 
 _CLOSE_SECONDS = 5.0
 
@@ -107,8 +107,8 @@ class _Incoming:
         return not self._thread.is_alive()
 
 
-class CollectiveSource(JoiningSource):
-    """A :class:`~weightsync.transports.base.Source` of scheme ``collective``. Holds ``num_buffers`` of the owner's buckets."""
+class CollectiveReader(JoiningReader):
+    """A :class:`~weightsync.transports.base.Reader` of scheme ``collective``. Holds ``num_buffers`` of the owner's buckets."""
 
     def __init__(
         self, dial: Callable[[Callable[[Channel], None], Deadline], Channel], deadline: Deadline, host: str, buffers: BufferSettings
@@ -157,7 +157,7 @@ class CollectiveSource(JoiningSource):
         return channel, self._incoming
 
     def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
-        """See :meth:`weightsync.transports.base.Source.read`."""
+        """See :meth:`weightsync.transports.base.Reader.read`."""
         channel, incoming = self._under_way()
         if not 0 <= group < len(self._groups):
             raise ProtocolError(f"group {group} was not prepared: there are {len(self._groups)}")
@@ -185,7 +185,7 @@ class CollectiveSource(JoiningSource):
             raise
 
     def end(self, deadline: Deadline) -> None:
-        """See :meth:`weightsync.transports.base.Source.end`."""
+        """See :meth:`weightsync.transports.base.Reader.end`."""
         channel, incoming = self._under_way()
         try:
             if incoming.done != len(incoming.frames):
@@ -199,13 +199,13 @@ class CollectiveSource(JoiningSource):
         self._incoming = None
 
     def abort(self) -> None:
-        """See :meth:`weightsync.transports.base.Source.abort`."""
+        """See :meth:`weightsync.transports.base.Reader.abort`."""
         super().abort()
         incoming = self._incoming
         if incoming is not None:
             incoming.end(Aborted("the transfer was aborted"))
 
     def close(self) -> None:
-        """See :meth:`weightsync.transports.base.Source.close`."""
+        """See :meth:`weightsync.transports.base.Reader.close`."""
         super().close()
         self._buffers = []

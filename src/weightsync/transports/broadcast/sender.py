@@ -20,15 +20,15 @@ from weightsync.tensors.copy_table import TILE_BYTES, Tiles
 from weightsync.transports.broadcast.buffer_config import BufferSettings
 from weightsync.transports.broadcast.group import Epoch, HostEpoch
 from weightsync.transports.broadcast.receiver import host_frames
-from weightsync.transports.cuda.region import DeviceShelf
+from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.memory import available_bytes
-from weightsync.transports.host.region import EMPTY, Header, Shelf
+from weightsync.transports.host.region import EMPTY, Header, PublishedRegion
 from weightsync.transports.net.channel import END, Channel, FrameHeader
 from weightsync.transports.net.requests import Fail, Join, Meet, Ready, Room, Start, Want, ask, next_request
 from weightsync.transports.tcp.sender import wanted_tiles
-from weightsync.transports.tcp.transport import ListeningOwner, tune
+from weightsync.transports.tcp.transport import ListeningPublisher, tune
 
-__all__ = ["DEFAULT_BUFFER", "CollectiveOwner", "GatheringOwner"]
+__all__ = ["DEFAULT_BUFFER", "CollectivePublisher", "GatheringPublisher"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -76,7 +76,7 @@ class _Transfer:
             self.epoch.close()
 
 
-class GatheringOwner(ListeningOwner):
+class GatheringPublisher(ListeningPublisher):
     """Serves one shelf: a thread for each reader's connection, and one for each broadcast that runs.
 
     Holds ``num_buffers`` buffers for each group of readers. What is memory here, and which group broadcasts it, a subclass says.
@@ -84,7 +84,7 @@ class GatheringOwner(ListeningOwner):
 
     def __init__(
         self,
-        shelf: Shelf | DeviceShelf,
+        shelf: PublishedRegion | CudaRegion,
         key: bytes,
         here: Host,
         where: tuple[str, int, str | None],
@@ -107,7 +107,7 @@ class GatheringOwner(ListeningOwner):
             raise
 
     @abstractmethod
-    def _hold(self, shelf: Shelf | DeviceShelf) -> object:
+    def _hold(self, shelf: PublishedRegion | CudaRegion) -> object:
         """Take the memory of ``shelf``; what keeps it. Raises TransportUnavailable for a kind that this owner cannot send from."""
 
     def _release(self) -> None:
@@ -316,7 +316,7 @@ class GatheringOwner(ListeningOwner):
         return epoch
 
     def close(self) -> None:
-        """See :class:`weightsync.transports.base.Owner`."""
+        """See :class:`weightsync.transports.base.Publisher`."""
         super().close()
         with self._lock:
             running, epochs = list(self._running), [epoch for epoch, _ in self._epochs.values()]
@@ -345,13 +345,13 @@ def _within(member: _Member, seconds: float) -> Deadline:
     return Deadline(min(max(seconds, 1e-3), _LONGEST_SECONDS))
 
 
-class CollectiveOwner(GatheringOwner):
+class CollectivePublisher(GatheringPublisher):
     """The sender of scheme ``collective``: a shelf in host memory, over gloo."""
 
     scheme = "collective"
 
-    def _hold(self, shelf: Shelf | DeviceShelf) -> object:
-        if isinstance(shelf, DeviceShelf):
+    def _hold(self, shelf: PublishedRegion | CudaRegion) -> object:
+        if isinstance(shelf, CudaRegion):
             raise TransportUnavailable("'collective' sends from host memory, and this shelf lies on a GPU: use 'nccl'")
         self._address = shelf.address
         return shelf.payload

@@ -1,4 +1,4 @@
-"""Scheme ``cuda_ipc``: the reader's GPU maps the owner's device memory and reads it itself, in one launch.
+"""Transport ``cuda_ipc``: the reader's GPU maps the owner's device memory and reads it itself, in one launch.
 
 The connection is that of shared memory: an abstract socket, both ends proved. Over it the owner sends the descriptor of its
 header page (version and sequence) and, on request, what it exports (:class:`~weightsync.transports.cuda.region.Exported`).
@@ -32,14 +32,14 @@ from weightsync.tensors.copy_table import Tiles
 from weightsync.tensors.cuda.copies import TileCopy
 from weightsync.tensors.cuda.waiting import wait_for_event, wait_until_idle
 from weightsync.transports.cuda.driver import close_handle, driver_problem, open_handle, reach_device
-from weightsync.transports.cuda.region import DeviceShelf, Exported, export_count, this_process
+from weightsync.transports.cuda.region import CudaRegion, Exported, export_count, this_process
 from weightsync.transports.host.memory import map_read_only, reopen_read_only
-from weightsync.transports.host.region import HEADER_BYTES, Header, Shelf
+from weightsync.transports.host.region import HEADER_BYTES, Header, PublishedRegion
 from weightsync.transports.host.unix_socket import connect_local, listen_local
 from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.handshake import HELLO_SECONDS
 
-__all__ = ["CombinedRead", "CudaIpc", "CudaIpcOwner", "CudaIpcSource"]
+__all__ = ["CombinedRead", "CudaIpc", "CudaIpcPublisher", "CudaIpcReader"]
 
 _PREFIX = "weightsync-gpu-"
 _ASK = b"?"
@@ -56,10 +56,10 @@ def _next_request(channel: Channel) -> bytes:
         return b""
 
 
-class CudaIpcOwner:
-    """Tells authenticated readers of the same user where to find a :class:`~weightsync.transports.cuda.region.DeviceShelf`."""
+class CudaIpcPublisher:
+    """Tells authenticated readers of the same user where to find a :class:`~weightsync.transports.cuda.region.CudaRegion`."""
 
-    def __init__(self, shelf: DeviceShelf, key: bytes, here: Host) -> None:
+    def __init__(self, shelf: CudaRegion, key: bytes, here: Host) -> None:
         if shelf.fd is None:
             raise TransportUnavailable("CUDA IPC needs Linux: this machine's memory cannot be handed to another process")
         self._shelf = shelf
@@ -68,7 +68,7 @@ class CudaIpcOwner:
 
     @property
     def offer(self) -> Offer:
-        """See :class:`weightsync.transports.base.Owner`."""
+        """See :class:`weightsync.transports.base.Publisher`."""
         return self._offer
 
     def _serve(self, channel: Channel) -> None:
@@ -85,12 +85,12 @@ class CudaIpcOwner:
             channel.send([_LENGTH.pack(len(facts)), facts], Deadline(HELLO_SECONDS))
 
     def close(self) -> None:
-        """See :class:`weightsync.transports.base.Owner`."""
+        """See :class:`weightsync.transports.base.Publisher`."""
         self._listener.close()
 
 
-class CudaIpcSource:
-    """One reader's mapping of one owner's device memory: a :class:`~weightsync.transports.base.Source`.
+class CudaIpcReader:
+    """One reader's mapping of one owner's device memory: a :class:`~weightsync.transports.base.Reader`.
 
     Targets are addresses in the memory of ``device`` (or in memory that it can reach). To fill one GPU from several owners in
     one launch, give their sources to :class:`CombinedRead`.
@@ -178,7 +178,7 @@ class CudaIpcSource:
         deadline.remaining(f"{what} from {self._channel.peer}")
 
     def prepare(self, groups: Sequence[Tiles], layout_digest: str, deadline: Deadline) -> None:
-        """See :meth:`weightsync.transports.base.Source.prepare`."""
+        """See :meth:`weightsync.transports.base.Reader.prepare`."""
         self._aborted, self._stamp, self.groups = False, None, ()
         self._check(deadline, "preparing")
         self.finish(deadline)  # a read that failed may still run, on memory that is unmapped below
@@ -190,13 +190,13 @@ class CudaIpcSource:
         self._open(deadline)
 
     def require(self, version: int, deadline: Deadline) -> None:
-        """See :meth:`weightsync.transports.host.mapped.MappedSource.require`."""
+        """See :meth:`weightsync.transports.host.mapped.MappedReader.require`."""
         self._aborted = False
         self._check(deadline, f"looking for version {version}")
         self._header.require(version)
 
     def begin(self, version: int, deadline: Deadline) -> None:
-        """See :meth:`weightsync.transports.base.Source.begin`. Waits for work that this process has on the device."""
+        """See :meth:`weightsync.transports.base.Reader.begin`. Waits for work that this process has on the device."""
         self._aborted, self._stamp = False, None
         self._check(deadline, f"beginning version {version}")
         stamp = self._header.require(version)
@@ -211,7 +211,7 @@ class CudaIpcSource:
         self._stamp = stamp
 
     def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
-        """See :meth:`weightsync.transports.base.Source.read`. Without ``digests``: a GPU takes them in a launch of its own."""
+        """See :meth:`weightsync.transports.base.Reader.read`. Without ``digests``: a GPU takes them in a launch of its own."""
         if digests is not None:
             raise ProtocolError("cuda_ipc takes no digests while it reads: use weightsync.tensors.cuda.digest.LayoutDigest")
         if not 0 <= group < len(self.groups):
@@ -238,17 +238,17 @@ class CudaIpcSource:
         self._header.require_unchanged(self._stamp)
 
     def end(self, deadline: Deadline) -> None:
-        """See :meth:`weightsync.transports.base.Source.end`."""
+        """See :meth:`weightsync.transports.base.Reader.end`."""
         self.finish(deadline)
         self.require_unchanged(deadline)
         self._stamp = None
 
     def abort(self) -> None:
-        """See :meth:`weightsync.transports.base.Source.abort`. A launch that runs is waited for, but then reported as aborted."""
+        """See :meth:`weightsync.transports.base.Reader.abort`. A launch that runs is waited for, but then reported as aborted."""
         self._aborted = True
 
     def close(self) -> None:
-        """See :meth:`weightsync.transports.base.Source.close`. Memory that a launch still reads stays mapped with the process."""
+        """See :meth:`weightsync.transports.base.Reader.close`. Memory that a launch still reads stays mapped with the process."""
         if self._closed:
             return
         self._closed = True
@@ -267,7 +267,7 @@ class CombinedRead:
     them. The table is built at the first read, and anew when an owner has exported its memory again.
     """
 
-    def __init__(self, sources: Sequence[CudaIpcSource]) -> None:
+    def __init__(self, sources: Sequence[CudaIpcReader]) -> None:
         self._sources = tuple(sources)
         self._made_of: tuple[object, ...] = ()
         self._copy: TileCopy | None = None
@@ -310,7 +310,7 @@ class CombinedRead:
         wait_for_event(event, deadline, what)
 
     def read(self, group: int, deadline: Deadline) -> None:
-        """Return when every byte of this group is in place. Raises as :meth:`weightsync.transports.base.Source.read` does."""
+        """Return when every byte of this group is in place. Raises as :meth:`weightsync.transports.base.Reader.read` does."""
         self.launch(group, deadline)
         for source in self._sources:
             source.finish(deadline)
@@ -318,7 +318,7 @@ class CombinedRead:
 
 
 class CudaIpc:
-    """The scheme ``cuda_ipc``. ``device`` is the reader's own CUDA device; by default the current one when it connects."""
+    """The transport ``cuda_ipc``. ``device`` is the reader's own CUDA device; by default the current one when it connects."""
 
     name = "cuda_ipc"
 
@@ -326,7 +326,7 @@ class CudaIpc:
         self._device = device
 
     def unavailable(self) -> str | None:
-        """See :class:`weightsync.transports.base.Scheme`."""
+        """See :class:`weightsync.transports.base.Transport`."""
         if sys.platform != "linux":
             return "CUDA IPC needs Linux"
         if not torch.cuda.is_available():
@@ -334,20 +334,20 @@ class CudaIpc:
         return driver_problem()
 
     def reaches(self, offer: Offer, here: Host) -> bool:
-        """See :class:`weightsync.transports.base.Scheme`."""
+        """See :class:`weightsync.transports.base.Transport`."""
         return offer.host.memory == here.memory and offer.address.startswith(_PREFIX) and self.unavailable() is None
 
-    def serve(self, shelf: Shelf | DeviceShelf, key: bytes, here: Host) -> CudaIpcOwner:
-        """See :class:`weightsync.transports.base.Scheme`. Only memory of a GPU can be served: a DeviceShelf."""
-        if not isinstance(shelf, DeviceShelf):
+    def publish(self, shelf: PublishedRegion | CudaRegion, key: bytes, here: Host) -> CudaIpcPublisher:
+        """See :class:`weightsync.transports.base.Transport`. Only memory of a GPU can be served: a CudaRegion."""
+        if not isinstance(shelf, CudaRegion):
             raise TransportUnavailable("CUDA IPC shares memory of a GPU in place, and this shelf lies in host memory")
-        return CudaIpcOwner(shelf, key, here)
+        return CudaIpcPublisher(shelf, key, here)
 
-    def connect(self, offer: Offer, key: bytes, deadline: Deadline) -> CudaIpcSource:
-        """See :class:`weightsync.transports.base.Scheme`."""
+    def open(self, offer: Offer, key: bytes, deadline: Deadline) -> CudaIpcReader:
+        """See :class:`weightsync.transports.base.Transport`."""
         channel = connect_local(_PREFIX, offer.address, key, "the trainer rank on this host", deadline)
         try:
-            return CudaIpcSource(channel, torch.cuda.current_device() if self._device is None else self._device, deadline)
+            return CudaIpcReader(channel, torch.cuda.current_device() if self._device is None else self._device, deadline)
         except BaseException:
             channel.close()
             raise

@@ -1,7 +1,7 @@
 """Live memory of a trainer rank's GPU offered in place: the device's twin of a shelf. Nothing is copied.
 
 Where a shelf's bytes are the publication, here they are the parameters themselves: they hold a version from the end of
-:meth:`DeviceShelf.placing` until :meth:`DeviceShelf.withdraw` (or the next placing), and only then may the trainer change them.
+:meth:`CudaRegion.placing` until :meth:`CudaRegion.withdraw` (or the next placing), and only then may the trainer change them.
 Version and sequence lie in a page of host memory that readers map, so a reader that was too slow finds out by itself.
 """
 
@@ -20,9 +20,9 @@ from weightsync.deadline import Deadline
 from weightsync.errors import LayoutError, ProtocolError, TransportUnavailable
 from weightsync.tensors.cuda.waiting import wait_until_idle
 from weightsync.transports.cuda.driver import HANDLE_BYTES, Allocation, allocation_of, export_handle, still_allocated
-from weightsync.transports.host.region import HEADER_BYTES, Header, Shelf
+from weightsync.transports.host.region import HEADER_BYTES, Header, PublishedRegion
 
-__all__ = ["PLACING_SECONDS", "DeviceShelf", "Exported", "export_count", "this_process"]
+__all__ = ["PLACING_SECONDS", "CudaRegion", "Exported", "export_count", "this_process"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -77,7 +77,7 @@ class Exported(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return columns
 
 
-class DeviceShelf:
+class CudaRegion:
     """Regions of one GPU's memory, readable by other processes while they hold a version.
 
     ``addresses()`` tells where the regions (of ``sizes`` bytes, those of the layout with digest ``layout_digest``) lie *now*; it
@@ -106,7 +106,7 @@ class DeviceShelf:
         self.layout_digest = layout_digest
         self.device = device
         self._addresses = addresses
-        self._cell = Shelf(0, layout_digest)
+        self._cell = PublishedRegion(0, layout_digest)
         self._found: tuple[tuple[Allocation, ...], tuple[int, ...]] = ((), ())
         self.exports = exports
         self._exported: Exported | None = None

@@ -1,4 +1,4 @@
-"""Scheme ``inproc``: owner and reader are in one process, and the reader copies from the shelf itself."""
+"""Transport ``inproc``: owner and reader are in one process, and the reader copies from the shelf itself."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import weakref
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, PeerLost
 from weightsync.protocol.messages import Host, Offer
-from weightsync.transports.host.mapped import MappedSource
-from weightsync.transports.host.region import Shelf
+from weightsync.transports.host.mapped import MappedReader
+from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.net.handshake import check_key
 
-__all__ = ["InProcess", "InProcessOwner", "InProcessSource"]
+__all__ = ["InProcess", "InProcessPublisher", "InProcessReader"]
 
 _process = secrets.token_hex(16)
-_owners: dict[str, InProcessOwner] = {}
+_owners: dict[str, InProcessPublisher] = {}
 _lock = threading.Lock()
 
 
@@ -27,28 +27,28 @@ def _prefix() -> str:
     return f"{_process}-{os.getpid()}-"  # the number tells a forked child, which inherits the secret
 
 
-class InProcessOwner:
+class InProcessPublisher:
     """Lets readers of the same process reach ``shelf``, under a name that only the offer tells."""
 
-    def __init__(self, shelf: Shelf, key: bytes, here: Host) -> None:
+    def __init__(self, shelf: PublishedRegion, key: bytes, here: Host) -> None:
         check_key(key)
         self.shelf = shelf
         self._key = hashlib.sha256(key).digest()
-        self._sources: weakref.WeakSet[InProcessSource] = weakref.WeakSet()
+        self._sources: weakref.WeakSet[InProcessReader] = weakref.WeakSet()
         self._offer = Offer(scheme=InProcess.name, address=_prefix() + secrets.token_hex(16), host=here)
         with _lock:
             _owners[self._offer.address] = self
 
     @property
     def offer(self) -> Offer:
-        """See :class:`weightsync.transports.base.Owner`."""
+        """See :class:`weightsync.transports.base.Publisher`."""
         return self._offer
 
-    def admit(self, key: bytes) -> InProcessSource:
+    def admit(self, key: bytes) -> InProcessReader:
         """A source of this owner's shelf. Raises :class:`~weightsync.errors.AuthenticationError` for another key."""
         if not hmac.compare_digest(hashlib.sha256(key).digest(), self._key):
             raise AuthenticationError("the trainer rank in this process has another run key")
-        source = InProcessSource(self)
+        source = InProcessReader(self)
         with _lock:
             if _owners.get(self._offer.address) is not self:
                 raise PeerLost("the trainer rank in this process stopped serving")
@@ -56,7 +56,7 @@ class InProcessOwner:
         return source
 
     def close(self) -> None:
-        """See :class:`weightsync.transports.base.Owner`."""
+        """See :class:`weightsync.transports.base.Publisher`."""
         with _lock:
             _owners.pop(self._offer.address, None)
             sources = list(self._sources)
@@ -64,10 +64,10 @@ class InProcessOwner:
             source.lose_owner()
 
 
-class InProcessSource(MappedSource):
+class InProcessReader(MappedReader):
     """Reads another object's memory in the same process."""
 
-    def __init__(self, owner: InProcessOwner) -> None:
+    def __init__(self, owner: InProcessPublisher) -> None:
         shelf = owner.shelf
         super().__init__(shelf.memory, shelf.nbytes, shelf.layout_digest, "the trainer rank in this process")
         self._lives = True
@@ -85,24 +85,24 @@ class InProcessSource(MappedSource):
 
 
 class InProcess:
-    """The scheme ``inproc``."""
+    """The transport ``inproc``."""
 
     name = "inproc"
 
     def unavailable(self) -> str | None:
-        """See :class:`weightsync.transports.base.Scheme`."""
+        """See :class:`weightsync.transports.base.Transport`."""
         return None
 
     def reaches(self, offer: Offer, here: Host) -> bool:
-        """See :class:`weightsync.transports.base.Scheme`."""
+        """See :class:`weightsync.transports.base.Transport`."""
         return offer.address.startswith(_prefix())
 
-    def serve(self, shelf: Shelf, key: bytes, here: Host) -> InProcessOwner:
-        """See :class:`weightsync.transports.base.Scheme`."""
-        return InProcessOwner(shelf, key, here)
+    def publish(self, shelf: PublishedRegion, key: bytes, here: Host) -> InProcessPublisher:
+        """See :class:`weightsync.transports.base.Transport`."""
+        return InProcessPublisher(shelf, key, here)
 
-    def connect(self, offer: Offer, key: bytes, deadline: Deadline) -> InProcessSource:
-        """See :class:`weightsync.transports.base.Scheme`."""
+    def open(self, offer: Offer, key: bytes, deadline: Deadline) -> InProcessReader:
+        """See :class:`weightsync.transports.base.Transport`."""
         with _lock:
             owner = _owners.get(offer.address)
         if owner is None:

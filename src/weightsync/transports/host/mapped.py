@@ -14,11 +14,11 @@ from weightsync.tensors.copies import check_tiles, copy_and_digest, copy_tiles
 from weightsync.tensors.copy_table import Tiles
 from weightsync.transports.host.region import HEADER_BYTES, Header
 
-__all__ = ["MappedSource"]
+__all__ = ["MappedReader"]
 
 
-class MappedSource(ABC):
-    """A :class:`~weightsync.transports.base.Source` over ``memory``, ``uint8[header + nbytes]``: an owner's whole shelf.
+class MappedReader(ABC):
+    """A :class:`~weightsync.transports.base.Reader` over ``memory``, ``uint8[header + nbytes]``: an owner's whole shelf.
 
     The mapping outlives the owner, so its death is looked for: ``begin``, ``read`` and ``end`` raise
     :class:`~weightsync.errors.PeerLost` once the owner is gone, although its last version could still be read. A version whose
@@ -62,7 +62,7 @@ class MappedSource(ABC):
         return self._stamp
 
     def prepare(self, groups: Sequence[Tiles], layout_digest: str, deadline: Deadline) -> None:
-        """See :meth:`weightsync.transports.base.Source.prepare`."""
+        """See :meth:`weightsync.transports.base.Reader.prepare`."""
         self._clear()
         self._check(deadline, "preparing")
         self._groups = ()
@@ -79,13 +79,13 @@ class MappedSource(ABC):
         self._header.require(version)
 
     def begin(self, version: int, deadline: Deadline) -> None:
-        """See :meth:`weightsync.transports.base.Source.begin`."""
+        """See :meth:`weightsync.transports.base.Reader.begin`."""
         self._clear()
         self._check(deadline, f"beginning version {version}")
         self._stamp = self._header.require(version)
 
     def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
-        """See :meth:`weightsync.transports.base.Source.read`."""
+        """See :meth:`weightsync.transports.base.Reader.read`."""
         stamp = self._started()
         self._check(deadline, f"reading group {group}")
         if not 0 <= group < len(self._groups):
@@ -100,7 +100,7 @@ class MappedSource(ABC):
         self._header.require_unchanged(stamp)
 
     def end(self, deadline: Deadline) -> None:
-        """See :meth:`weightsync.transports.base.Source.end`."""
+        """See :meth:`weightsync.transports.base.Reader.end`."""
         stamp, self._stamp = self._started(), None
         self._check(deadline, "ending the transfer")
         self._header.require_unchanged(stamp)
@@ -111,12 +111,12 @@ class MappedSource(ABC):
         self._stop[0] = 0
 
     def abort(self) -> None:
-        """See :meth:`weightsync.transports.base.Source.abort`."""
+        """See :meth:`weightsync.transports.base.Reader.abort`."""
         self._aborted = True
         self._stop[0] = 1
 
     def close(self) -> None:
-        """See :meth:`weightsync.transports.base.Source.close`."""
+        """See :meth:`weightsync.transports.base.Reader.close`."""
         if self._memory is None:
             return
         self._memory = None

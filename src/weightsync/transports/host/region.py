@@ -14,7 +14,7 @@ from weightsync.errors import ConfigurationError, ProtocolError, StaleSource, Ve
 from weightsync.forks import Origin
 from weightsync.transports.host.memory import allocate
 
-__all__ = ["EMPTY", "HEADER_BYTES", "Header", "Shelf"]
+__all__ = ["EMPTY", "HEADER_BYTES", "Header", "PublishedRegion"]
 
 HEADER_BYTES = 4096
 """Bytes before the payload: one page, so that the payload is aligned for every copy kernel."""
@@ -98,7 +98,7 @@ class Header:
             self._words[_SEQUENCE_WORD] += 1
 
 
-class Shelf:
+class PublishedRegion:
     """``nbytes`` bytes that hold one version at a time, readable by other processes where the machine allows it.
 
     Region 0 of the rank's layout (digest ``layout_digest``) is the shelf's payload: ``nbytes`` bytes at :attr:`address`. The
@@ -186,7 +186,7 @@ class Shelf:
         del self.header
         self._memory.close()
 
-    def __enter__(self) -> Shelf:
+    def __enter__(self) -> PublishedRegion:
         return self
 
     def __exit__(self, *_: object) -> None:

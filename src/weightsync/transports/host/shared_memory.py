@@ -1,4 +1,4 @@
-"""Scheme ``shared_memory``: the reader maps the owner's shelf, read-only, and copies from it itself.
+"""Transport ``shared_memory``: the reader maps the owner's shelf, read-only, and copies from it itself.
 
 The owner listens on a Linux abstract socket of an unguessable name: there is no file, so nothing to leave behind and no
 directory whose permissions matter. A reader of the same user that proves to know the run's key gets the shelf's descriptor over
@@ -17,14 +17,14 @@ import msgspec
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, DeadlineExceeded, PeerLost, ProtocolError, TransportUnavailable
 from weightsync.protocol.messages import UNREADABLE, Host, Offer
-from weightsync.transports.host.mapped import MappedSource
+from weightsync.transports.host.mapped import MappedReader
 from weightsync.transports.host.memory import map_read_only, reopen_read_only
-from weightsync.transports.host.region import HEADER_BYTES, Shelf
+from weightsync.transports.host.region import HEADER_BYTES, PublishedRegion
 from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.handshake import HELLO_SECONDS, ID_BYTES, check_key, greet_owner
 from weightsync.transports.net.listener import Listener, same_user
 
-__all__ = ["SharedMemory", "SharedMemoryOwner", "SharedMemorySource"]
+__all__ = ["SharedMemory", "SharedMemoryPublisher", "SharedMemoryReader"]
 
 _PREFIX = "weightsync-"
 _FACTS_BYTES = 512
@@ -37,10 +37,10 @@ class _Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout_digest: str
 
 
-class SharedMemoryOwner:
+class SharedMemoryPublisher:
     """Hands the shelf's descriptor to authenticated readers of the same user."""
 
-    def __init__(self, shelf: Shelf, key: bytes, here: Host) -> None:
+    def __init__(self, shelf: PublishedRegion, key: bytes, here: Host) -> None:
         if shelf.fd is None:
             raise TransportUnavailable("shared memory needs Linux: this machine's memory cannot be handed to another process")
         self._shelf = shelf
@@ -57,7 +57,7 @@ class SharedMemoryOwner:
 
     @property
     def offer(self) -> Offer:
-        """See :class:`weightsync.transports.base.Owner`."""
+        """See :class:`weightsync.transports.base.Publisher`."""
         return self._offer
 
     def _serve(self, channel: Channel) -> None:
@@ -73,11 +73,11 @@ class SharedMemoryOwner:
         channel.wait_for_end()
 
     def close(self) -> None:
-        """See :class:`weightsync.transports.base.Owner`."""
+        """See :class:`weightsync.transports.base.Publisher`."""
         self._listener.close()
 
 
-class SharedMemorySource(MappedSource):
+class SharedMemoryReader(MappedReader):
     """A read-only mapping of another process's shelf, and the connection that tells whether that process lives."""
 
     def __init__(self, channel: Channel, deadline: Deadline) -> None:
@@ -102,26 +102,26 @@ class SharedMemorySource(MappedSource):
 
 
 class SharedMemory:
-    """The scheme ``shared_memory``."""
+    """The transport ``shared_memory``."""
 
     name = "shared_memory"
 
     def unavailable(self) -> str | None:
-        """See :class:`weightsync.transports.base.Scheme`."""
+        """See :class:`weightsync.transports.base.Transport`."""
         if sys.platform == "linux" and hasattr(os, "memfd_create"):
             return None
         return "shared memory needs Linux (memfd and abstract sockets); use inproc or tcp on this machine"
 
     def reaches(self, offer: Offer, here: Host) -> bool:
-        """See :class:`weightsync.transports.base.Scheme`."""
+        """See :class:`weightsync.transports.base.Transport`."""
         return self.unavailable() is None and offer.host.memory == here.memory and offer.address.startswith(_PREFIX)
 
-    def serve(self, shelf: Shelf, key: bytes, here: Host) -> SharedMemoryOwner:
-        """See :class:`weightsync.transports.base.Scheme`."""
-        return SharedMemoryOwner(shelf, key, here)
+    def publish(self, shelf: PublishedRegion, key: bytes, here: Host) -> SharedMemoryPublisher:
+        """See :class:`weightsync.transports.base.Transport`."""
+        return SharedMemoryPublisher(shelf, key, here)
 
-    def connect(self, offer: Offer, key: bytes, deadline: Deadline) -> SharedMemorySource:
-        """See :class:`weightsync.transports.base.Scheme`."""
+    def open(self, offer: Offer, key: bytes, deadline: Deadline) -> SharedMemoryReader:
+        """See :class:`weightsync.transports.base.Transport`."""
         owner_id = bytes.fromhex(_hex(offer.address))
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -138,7 +138,7 @@ class SharedMemory:
             if not same_user(sock):
                 raise AuthenticationError(f"{channel.peer} belongs to another user")
             greet_owner(channel, key, owner_id, deadline)
-            return SharedMemorySource(channel, deadline)
+            return SharedMemoryReader(channel, deadline)
         except BaseException:
             channel.close()
             raise

@@ -46,7 +46,7 @@ def connect_local(prefix: str, address: str, key: bytes, peer: str, deadline: De
     """An authenticated channel to the owner at ``address``, which ``peer`` names in messages.
 
     Raises :class:`~weightsync.errors.ProtocolError` for an address of another kind, and what
-    :meth:`weightsync.transports.base.Scheme.connect` raises.
+    :meth:`weightsync.transports.base.Transport.open` raises.
     """
     digits = address.removeprefix(prefix)
     if not address.startswith(prefix) or len(digits) != 2 * ID_BYTES or not set(digits) <= set("0123456789abcdef"):

@@ -30,7 +30,7 @@ from weightsync.transports.net.requests import (
 from weightsync.transports.net.tile_limits import FRAME_BYTES, MAX_FRAME_BYTES, MAX_TILES, cut_tiles
 from weightsync.transports.tcp.tile_stream import TileStream
 
-__all__ = ["CarriedSource"]
+__all__ = ["StreamReader"]
 
 _LARGEST = 1 << 62
 _log = logging.getLogger(__name__)
@@ -46,8 +46,8 @@ class _Stream:
         self.sequence = 0
 
 
-class CarriedSource:
-    """A :class:`~weightsync.transports.base.Source` to which the owner sends. Holds a bucket of 256 KiB.
+class StreamReader:
+    """A :class:`~weightsync.transports.base.Reader` to which the owner sends. Holds a bucket of 256 KiB.
 
     ``dial`` opens an authenticated channel and gives it to its argument as soon as it has a socket, so that a connection that is
     being made can be aborted, too. A transfer that ended early leaves unread bytes on its connection, so the connection is closed
@@ -139,7 +139,7 @@ class CarriedSource:
     # The contract.
 
     def prepare(self, groups: Sequence[Tiles], layout_digest: str, deadline: Deadline) -> None:
-        """See :meth:`weightsync.transports.base.Source.prepare`."""
+        """See :meth:`weightsync.transports.base.Reader.prepare`."""
         self._idle()
         self._want, self._groups = None, []
         for tiles in groups:
@@ -159,7 +159,7 @@ class CarriedSource:
         self._ends = [np.cumsum(tiles.rows * tiles.row_bytes) for tiles in cut]
 
     def begin(self, version: int, deadline: Deadline) -> None:
-        """See :meth:`weightsync.transports.base.Source.begin`."""
+        """See :meth:`weightsync.transports.base.Reader.begin`."""
         self._idle()
         channel = self._connected(deadline)
         try:
@@ -190,7 +190,7 @@ class CarriedSource:
         return self._channel, self._stream
 
     def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
-        """See :meth:`weightsync.transports.base.Source.read`."""
+        """See :meth:`weightsync.transports.base.Reader.read`."""
         channel, stream = self._running()
         if not 0 <= group < len(self._groups):
             raise ProtocolError(f"group {group} was not prepared: there are {len(self._groups)}")
@@ -230,7 +230,7 @@ class CarriedSource:
         stream.sequence += 1
 
     def end(self, deadline: Deadline) -> None:
-        """See :meth:`weightsync.transports.base.Source.end`."""
+        """See :meth:`weightsync.transports.base.Reader.end`."""
         channel, stream = self._running()
         try:
             deadline.remaining("ending the transfer")
@@ -246,14 +246,14 @@ class CarriedSource:
         self._stream = None
 
     def abort(self) -> None:
-        """See :meth:`weightsync.transports.base.Source.abort`."""
+        """See :meth:`weightsync.transports.base.Reader.abort`."""
         self._aborted = True
         with self._lock:
             if self._channel is not None:
                 self._channel.abort()
 
     def close(self) -> None:
-        """See :meth:`weightsync.transports.base.Source.close`."""
+        """See :meth:`weightsync.transports.base.Reader.close`."""
         self._closed = True
         self._drop()
         self._groups, self._want = [], None

@@ -13,7 +13,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import ProtocolError, StaleSource, to_wire
 from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.copy_table import Tiles
-from weightsync.transports.host.region import Shelf
+from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.net.channel import DATA, END, Channel, FrameHeader
 from weightsync.transports.net.requests import MAX_GROUPS, Fail, Ready, Room, Start, Want, ask, next_request
 from weightsync.transports.net.tile_limits import FRAME_BYTES, MAX_TILES
@@ -32,7 +32,9 @@ class Sender:
     ``room`` is what all readers of the shelf share; ``busy`` gives a context in which each transfer runs.
     """
 
-    def __init__(self, shelf: Shelf, channel: Channel, room: Room, busy: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, shelf: PublishedRegion, channel: Channel, room: Room, busy: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._channel, self._room, self._busy = channel, room, busy
         self._layout_digest = shelf.layout_digest
         self._header = shelf.header  # with the payload, keeps the memory mapped whatever happens to the shelf

@@ -1,4 +1,4 @@
-"""Scheme ``tcp``: the owner sends what the reader asked for over one connection. IPv4 and IPv6.
+"""Transport ``tcp``: the owner sends what the reader asked for over one connection. IPv4 and IPv6.
 
 Both ends prove themselves (:mod:`weightsync.transports.net.handshake`). Beyond loopback the connection is encrypted
 (:mod:`weightsync.transports.net.tls`), unless whoever serves says that the network is trusted.
@@ -20,17 +20,17 @@ from typing import NamedTuple
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, PeerLost, ProtocolError
 from weightsync.protocol.messages import Host, Offer
-from weightsync.transports.host.region import Shelf
+from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.handshake import ID_BYTES, check_key, greet_owner
 from weightsync.transports.net.listener import Listener
 from weightsync.transports.net.requests import Room
 from weightsync.transports.net.tls import FINGERPRINT_BYTES, EncryptedChannel, owner_context, reader_context
 from weightsync.transports.registry import scheme
-from weightsync.transports.tcp.receiver import CarriedSource
+from weightsync.transports.tcp.receiver import StreamReader
 from weightsync.transports.tcp.sender import Sender
 
-__all__ = ["ListeningOwner", "Tcp", "TcpOwner", "in_clear", "open_channel", "parse_address", "tune"]
+__all__ = ["ListeningPublisher", "Tcp", "TcpPublisher", "in_clear", "open_channel", "parse_address", "tune"]
 
 _Address = tuple[int, tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]]  # a family, and what connect() takes
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a host that vanished is noticed within a minute
@@ -86,7 +86,7 @@ def in_clear(offer: Offer) -> bool:
     return isinstance(scheme(offer.scheme), Tcp) and not _Where.parse(offer.address).fingerprint
 
 
-class ListeningOwner(ABC):
+class ListeningPublisher(ABC):
     """Listens on one address and serves each authenticated reader in a thread. ``scheme`` is what its offer says."""
 
     scheme = ""
@@ -136,7 +136,7 @@ class ListeningOwner(ABC):
 
     @property
     def offer(self) -> Offer:
-        """See :class:`weightsync.transports.base.Owner`."""
+        """See :class:`weightsync.transports.base.Publisher`."""
         return self._offer
 
     def busy(self) -> AbstractContextManager[None]:
@@ -148,18 +148,18 @@ class ListeningOwner(ABC):
         """Answer one reader, until it goes away."""
 
     def close(self) -> None:
-        """See :class:`weightsync.transports.base.Owner`."""
+        """See :class:`weightsync.transports.base.Publisher`."""
         self._listener.close()
 
 
-class TcpOwner(ListeningOwner):
+class TcpPublisher(ListeningPublisher):
     """Sends each reader what it asks for."""
 
     scheme = "tcp"
 
     def __init__(
         self,
-        shelf: Shelf,
+        shelf: PublishedRegion,
         key: bytes,
         here: Host,
         bind: str,
@@ -176,7 +176,7 @@ class TcpOwner(ListeningOwner):
 
 
 class Tcp:
-    """The scheme ``tcp``. ``bind`` is the address to listen on, ``port`` 0 for any, ``advertise`` what readers are told instead.
+    """The transport ``tcp``. ``bind`` is the address to listen on, ``port`` 0 for any, ``advertise`` what readers are told instead.
 
     Without ``bind`` it is loopback, unless whoever serves knows better (:meth:`bound_to`). Without ``encrypt`` (:meth:`encrypting`)
     it encrypts beyond loopback. Readers do as the owner's address says.
@@ -199,23 +199,23 @@ class Tcp:
         return Tcp(self._bind if self._chosen else None, self._port, self._advertise, encrypt)
 
     def unavailable(self) -> str | None:
-        """See :class:`weightsync.transports.base.Scheme`."""
+        """See :class:`weightsync.transports.base.Transport`."""
         return None
 
     def reaches(self, offer: Offer, here: Host) -> bool:
-        """See :class:`weightsync.transports.base.Scheme`; a loopback address only reaches its own host."""
+        """See :class:`weightsync.transports.base.Transport`; a loopback address only reaches its own host."""
         try:
             host = _Where.parse(offer.address).host
         except ProtocolError:
             return False
         return offer.host.name == here.name or not _is_loopback(host)
 
-    def serve(self, shelf: Shelf, key: bytes, here: Host) -> ListeningOwner:
-        """See :class:`weightsync.transports.base.Scheme`."""
-        return TcpOwner(shelf, key, here, self._bind, self._port, self._advertise, self._encrypt)
+    def publish(self, shelf: PublishedRegion, key: bytes, here: Host) -> ListeningPublisher:
+        """See :class:`weightsync.transports.base.Transport`."""
+        return TcpPublisher(shelf, key, here, self._bind, self._port, self._advertise, self._encrypt)
 
-    def connect(self, offer: Offer, key: bytes, deadline: Deadline) -> CarriedSource:
-        """See :class:`weightsync.transports.base.Scheme`."""
+    def open(self, offer: Offer, key: bytes, deadline: Deadline) -> StreamReader:
+        """See :class:`weightsync.transports.base.Transport`."""
         host, port, owner_id, fingerprint = _Where.parse(offer.address)
         make: Callable[[socket.socket, str], Channel] = Channel
         if fingerprint:
@@ -227,7 +227,7 @@ class Tcp:
             greet_owner(channel, key, owner_id, deadline)
             return channel
 
-        return CarriedSource(dial, deadline)
+        return StreamReader(dial, deadline)
 
 
 def _look_up(host: str, port: int, deadline: Deadline) -> list[_Address]:

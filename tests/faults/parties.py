@@ -29,8 +29,8 @@ from weightsync.engine.agent import Engine
 from weightsync.errors import WeightSyncError
 from weightsync.server.server import serve
 from weightsync.trainer.agent import Trainer
+from weightsync.transports.base import Transport
 from weightsync.transports.host.region import PublishedRegion
-from weightsync.transports.registry import register
 from weightsync.transports.tcp.transport import Tcp
 
 __all__ = ["Gate", "Sockets", "coordinator", "engine", "lines", "run", "say", "trainer"]
@@ -149,13 +149,12 @@ def trainer(sockets: Sockets, config: dict[str, Any]) -> None:
     mesh = init_device_mesh("cpu", (world,))
     rows = SHAPE[0] // world
     local = [torch.zeros(rows, SHAPE[1], dtype=torch.int32) for _ in NAMES]
+    transport: Transport | str = config["transport"]
     if "tcp" in config:  # known to others by the address of a relay, and encrypted: the way between hosts
-        register(Tcp(**config["tcp"], encrypt=True))
+        transport = Tcp(**config["tcp"], encrypt=True)
     placements = [ShardPlacement(0)]
     state = {name: DTensor.from_local(part, mesh, placements, run_check=False) for name, part in zip(NAMES, local, strict=True)}
-    with Trainer(
-        state, config["coordinator"], token=config["token"], rank=rank, world_size=world, transports=[config["transport"]]
-    ) as made:
+    with Trainer(state, config["coordinator"], token=config["token"], rank=rank, world_size=world, transports=[transport]) as made:
 
         def obey(order: dict[str, Any]) -> None:
             shelf = made._role.shelf

@@ -49,7 +49,7 @@ from weightsync.transports.net.channel import CONTROL, HEADER, Channel, FrameHea
 from weightsync.transports.net.handshake import greet_owner, greet_reader
 from weightsync.transports.net.requests import REQUEST_BYTES, Room, Start, Want, next_control
 from weightsync.transports.tcp.sender import Sender
-from weightsync.transports.tcp.transport import Tcp, in_clear
+from weightsync.transports.tcp.transport import Tcp
 
 __all__ = ["TARGETS", "Target"]
 
@@ -330,8 +330,7 @@ def _device(data: bytes) -> None:
 def _offers(data: bytes) -> None:
     """Addresses by which a trainer rank says that it can be reached."""
     offer = Offer("tcp", data.decode("utf-8", "replace"), _HERE)
-    if Tcp().reaches(offer, _HERE):
-        in_clear(offer)
+    Tcp().reaches(offer, _HERE)
     SharedMemory().reaches(offer, _HERE)
 
 

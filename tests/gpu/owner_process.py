@@ -16,7 +16,7 @@ import torch
 from weightsync.errors import WeightSyncError
 from weightsync.protocol.messages import Host
 from weightsync.transports.broadcast.nccl import Nccl
-from weightsync.transports.cuda.ipc import CudaIpcPublisher
+from weightsync.transports.cuda.ipc import CudaIpc
 from weightsync.transports.cuda.region import CudaRegion
 
 KEY = b"a run key of the gpu tests"
@@ -41,11 +41,11 @@ def main() -> None:
     remembered: list[int] = []
     held = [torch.zeros(size, dtype=torch.uint8, device="cuda") for size in SIZES]
     try:
-        shelf = CudaRegion(SIZES, LAYOUT, lambda: [one.data_ptr() for one in held] if held else remembered, device, exports)
+        shelf = CudaRegion(SIZES, LAYOUT, lambda: [one.data_ptr() for one in held] if held else remembered, device)
+        owner = (CudaIpc() if exports else Nccl(buffer_bytes=2 << 20)).publish(shelf, KEY, HERE)
     except WeightSyncError as error:
         say(error=type(error).__name__, message=str(error))
         return
-    owner = CudaIpcPublisher(shelf, KEY, HERE) if exports else Nccl(buffer_bytes=2 << 20).publish(shelf, KEY, HERE)
     say(address=owner.offer.address)
     for line in sys.stdin:
         command, _, argument = line.strip().partition(" ")

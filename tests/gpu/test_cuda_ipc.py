@@ -28,7 +28,7 @@ from weightsync.errors import (
     TransportUnavailable,
     VersionError,
 )
-from weightsync.transports.cuda.ipc import CombinedRead, CudaIpc, CudaIpcReader
+from weightsync.transports.cuda.ipc import CombinedReader, CudaIpc, CudaIpcReader
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import EMPTY, PublishedRegion
 
@@ -193,7 +193,7 @@ def test_abort_and_again(reader: Reader) -> None:
 def test_two_owners_are_read_in_one_launch(reader: Reader) -> None:
     other = OwnerProcess(reader.owner.seed + 1, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     second = Reader(other)
-    together = CombinedRead([reader.source, second.source])
+    together = CombinedReader([reader.source, second.source])
     for version in (1, 2):
         for one in (reader, second):
             one.owner.tell("move")

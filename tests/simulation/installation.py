@@ -26,7 +26,6 @@ import weightsync.protocol.worker
 import weightsync.trainer.publisher
 from weightsync import failpoints
 from weightsync.coordinator.replicas import Replica, State
-from weightsync.transports import registry
 
 __all__ = ["installed", "replaced"]
 
@@ -65,35 +64,31 @@ def installed(world: World) -> Iterator[None]:
         make(replica, *rest)
         world.seen["replica registered"] += 1
 
-    try:
-        with replaced(
-            (Replica, "become", becoming),
-            (Replica, "__init__", making),
-            *REMEMBERED,
-            (failpoints, "_gate", world.reached),
-            (weightsync.deadline, "time", clock),
-            (weightsync.coordinator.replicas, "time", clock),
-            (weightsync.engine.adapter_calls, "time", clock),
-            (weightsync.engine.adapter_calls, "threading", locks),
-            (weightsync.engine.session, "time", clock),
-            (weightsync.engine.session, "threading", locks),
-            (weightsync.engine.filling, "time", clock),
-            (weightsync.engine.filling, "ThreadPoolExecutor", simulated.Executor),
-            (weightsync.trainer.publisher, "time", clock),
-            (weightsync.trainer.publisher, "threading", locks),
-            (weightsync.trainer.publisher, "FollowedShards", followed),
-            (
-                weightsync.engine.links,
-                "row_groups",
-                functools.partial(weightsync.engine.links.row_groups, group_bytes=_GROUP_BYTES),
-            ),
-            (weightsync.protocol.worker, "threading", locks),
-            (weightsync.protocol.worker, "queue", SimpleNamespace(SimpleQueue=simulated.SimpleQueue)),
-            (weightsync.protocol.connection, "time", clock),
-            (weightsync.protocol.connection, "random", world.random),
-            (weightsync.protocol.dial, "connect", connector(world, world.current)),
-        ):
-            registry.register(world.scheme)
-            yield
-    finally:
-        registry._made.pop(world.scheme.name, None)
+    with replaced(
+        (Replica, "become", becoming),
+        (Replica, "__init__", making),
+        *REMEMBERED,
+        (failpoints, "_gate", world.reached),
+        (weightsync.deadline, "time", clock),
+        (weightsync.coordinator.replicas, "time", clock),
+        (weightsync.engine.adapter_calls, "time", clock),
+        (weightsync.engine.adapter_calls, "threading", locks),
+        (weightsync.engine.session, "time", clock),
+        (weightsync.engine.session, "threading", locks),
+        (weightsync.engine.filling, "time", clock),
+        (weightsync.engine.filling, "ThreadPoolExecutor", simulated.Executor),
+        (weightsync.trainer.publisher, "time", clock),
+        (weightsync.trainer.publisher, "threading", locks),
+        (weightsync.trainer.publisher, "FollowedShards", followed),
+        (
+            weightsync.engine.links,
+            "row_groups",
+            functools.partial(weightsync.engine.links.row_groups, group_bytes=_GROUP_BYTES),
+        ),
+        (weightsync.protocol.worker, "threading", locks),
+        (weightsync.protocol.worker, "queue", SimpleNamespace(SimpleQueue=simulated.SimpleQueue)),
+        (weightsync.protocol.connection, "time", clock),
+        (weightsync.protocol.connection, "random", world.random),
+        (weightsync.protocol.dial, "connect", connector(world, world.current)),
+    ):
+        yield

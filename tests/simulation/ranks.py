@@ -207,7 +207,7 @@ class EngineProcess(Agent):
         self._stale = False
         self.engine = Engine.__new__(Engine)
         direct = kind not in ("opaque", "misfit")
-        role = EngineRole(_Adapter(self, direct), ["simulated"], self.host, progress=self._progress, member=self.member)
+        role = EngineRole(_Adapter(self, direct), [self.world.scheme], self.host, progress=self._progress, member=self.member)
         delivery: Delivery = "direct" if kind == "direct" else "streamed"
         self.role = role
         fields = {

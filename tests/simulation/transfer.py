@@ -11,7 +11,8 @@ from tests.simulation.threads import Event, threads
 
 from weightsync.deadline import Deadline
 from weightsync.errors import PeerLost
-from weightsync.protocol.messages import Host, Offer
+from weightsync.protocol.messages import Host, Offer, Traits
+from weightsync.transports.base import LOOPBACK, Network, Transport
 from weightsync.transports.host.mapped import MappedReader
 from weightsync.transports.host.region import PublishedRegion
 
@@ -55,7 +56,7 @@ class _Publisher:
         self.shelf, self.trainer = shelf, trainer
         self.open = True
         self.sources: list[SimulatedReader] = []
-        self.offer = Offer(Simulated.name, f"shelf-{next(scheme.names)}", here)
+        self.offer = Offer(Simulated.name, f"shelf-{next(scheme.names)}", here, Simulated.traits)
         self._scheme = scheme
         scheme.owners[self.offer.address] = self
 
@@ -138,25 +139,22 @@ class SimulatedReader(MappedReader):
         self.wake.set()
 
 
-class Simulated:
+class Simulated(Transport):
     """The transport ``simulated``."""
 
     name = "simulated"
+    traits = Traits(live_source=True)
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.owners: dict[str, _Publisher] = {}
         self.names = itertools.count()
 
-    def unavailable(self) -> str | None:
-        """See :class:`weightsync.transports.base.Transport`."""
-        return None
-
     def reaches(self, offer: Offer, here: Host) -> bool:
         """See :class:`weightsync.transports.base.Transport`."""
         return True
 
-    def publish(self, shelf: PublishedRegion, key: bytes, here: Host) -> _Publisher:
+    def publish(self, shelf: PublishedRegion, key: bytes, here: Host, network: Network = LOOPBACK) -> _Publisher:
         """See :class:`weightsync.transports.base.Transport`."""
         return _Publisher(self, shelf, self.world.starting_trainer(), here)
 

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from weightsync.coordinator.status import Gauges
 from weightsync.errors import DeadlineExceeded
 from weightsync.model import Version
 from weightsync.server import app, metrics
-from weightsync.transports import registry
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 KEY = b"k" * 32
@@ -154,20 +152,17 @@ def test_adapter_guide_engine_takes_part_in_real_rounds(adapter_guide: dict[str,
 
 
 @pytest.fixture(scope="module")
-def transport_guide() -> Iterator[dict[str, Any]]:
-    before = dict(registry._made)
-    yield _run("guides/write-a-transport.md")
-    registry._made.clear()
-    registry._made.update(before)
+def transport_guide() -> dict[str, Any]:
+    return _run("guides/write-a-transport.md")
 
 
 def test_transport_guide_carries_real_rounds(transport_guide: dict[str, Any], no_leaks: None) -> None:
     source, target = torch.nn.Linear(64, 32), torch.nn.Linear(64, 32)
     adapter = weightsync.ModuleAdapter(target)
-    with weightsync.Trainer(source, transports=["unix"]) as trainer:
+    with weightsync.Trainer(source, transports=[transport_guide["Unix"]()]) as trainer:
         environment = trainer.environment
         where, token = environment["WEIGHTSYNC_COORDINATOR"], environment["WEIGHTSYNC_TOKEN"]
-        with weightsync.Engine(adapter, replica="module-0", coordinator=where, token=token, transports=["unix"]):
+        with weightsync.Engine(adapter, replica="module-0", coordinator=where, token=token, transports=[transport_guide["Unix"]()]):
             for number in (1, 2):
                 with torch.no_grad():
                     source.weight.add_(1)

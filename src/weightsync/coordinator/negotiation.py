@@ -15,7 +15,7 @@ from weightsync.planning.buckets import staging_layout
 from weightsync.planning.coverage import Cover, cover
 from weightsync.planning.limits import Stop
 from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
-from weightsync.protocol.messages import DEVICE_SCHEMES, PlanSlice, SourceAddress
+from weightsync.protocol.messages import PlanSlice, SourceAddress
 
 __all__ = ["Agreement", "Claim", "agree_on", "choose_delivery", "cover_trainers", "key_of"]
 
@@ -124,9 +124,9 @@ def choose_delivery(
 
 def _writes_on_device(source: TrainerRank, engine: EngineRank) -> bool:
     return any(
-        offer.scheme in DEVICE_SCHEMES
+        "cuda" in offer.traits.writes
         and offer.scheme in engine.transports
-        and (offer.scheme == "nccl" or offer.host.name == engine.host.name)
+        and (offer.traits.reach == "network" or offer.host.name == engine.host.name)
         for offer in source.offers
     )
 

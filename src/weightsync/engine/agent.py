@@ -19,8 +19,8 @@ from weightsync.model import Version
 from weightsync.protocol.connection import Link
 from weightsync.protocol.messages import PROTOCOL, Delivery, Hello
 from weightsync.protocol.round_log import LoggedCalls
+from weightsync.transports.base import Transport
 from weightsync.transports.hostinfo import this_host
-from weightsync.transports.select import schemes_for
 
 __all__ = ["Engine"]
 
@@ -62,7 +62,7 @@ class Engine:
         delivery: Delivery = "auto",
         bucket_bytes: int | None = None,
         buffers: int = 2,
-        transports: Sequence[str] | None = None,
+        transports: Sequence[Transport | str] | None = None,
     ) -> None:
         if not isinstance(adapter, EngineAdapter):
             raise ConfigurationError(
@@ -83,10 +83,9 @@ class Engine:
         self._run, self._session, self._delivery = run, uuid.uuid4().hex, delivery
         self._here = this_host()
         settings = ClientSettings.load(coordinator=coordinator, token=Secret(token) if token else None)
-        names = [found.name for found in schemes_for(transports)]
         with ExitStack() as owned:
             self._role = EngineRole(
-                adapter, names, self._here, progress=self._progress, bucket_bytes=bucket_bytes, buffers=buffers,
+                adapter, transports, self._here, progress=self._progress, bucket_bytes=bucket_bytes, buffers=buffers,
                 encrypted=settings.data_encryption == "on", rank=rank, member=f"{replica}/{rank}",
             )  # fmt: skip
             if delivery == "direct" and self._role.layout is None:
@@ -114,7 +113,8 @@ class Engine:
             session=self._session, host=self._here, pid=os.getpid(), manifest=role.manifest.tensors,
             layout=role.layout.to_columns() if direct and role.layout is not None else None,
             no_layout="" if direct else str(role.adapter.no_shards)[:_LONGEST], device_memory=direct and role.device_memory,
-            transports=role.transports, delivery=self._delivery, bucket_bytes=role.bucket_bytes, adapter=role.adapter.name,
+            transports=tuple(one.name for one in role.transports),
+            delivery=self._delivery, bucket_bytes=role.bucket_bytes, adapter=role.adapter.name,
             serving=role.attests,
         )  # fmt: skip
 

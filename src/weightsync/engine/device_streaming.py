@@ -9,9 +9,10 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, WeightSyncError
+from weightsync.tensors.cuda.waiting import wait_for_event
 from weightsync.tensors.device_memory import DeviceDigest
 from weightsync.tensors.staging import Staging
-from weightsync.transports.cuda.ipc import CombinedRead
+from weightsync.transports.base import Completion, Reader
 
 __all__ = ["DeviceStream", "bucket_bytes_for"]
 
@@ -38,8 +39,8 @@ class DeviceStream:
     bucket in another launch after it was filled; without, that is somebody else's business. Used by one thread.
     """
 
-    def __init__(self, combined: CombinedRead, staging: Staging, groups: list[tuple[int, int]], device: torch.device) -> None:
-        self._combined, self._staging, self._groups, self._device = combined, staging, groups, device
+    def __init__(self, reader: Reader, staging: Staging, groups: list[tuple[int, int]], device: torch.device) -> None:
+        self._reader, self._staging, self._groups, self._device = reader, staging, groups, device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # for the plan's life: new ones strand memory
         staging.used_by(self._stream)
         for bucket in range(staging.buckets):
@@ -59,7 +60,7 @@ class DeviceStream:
         device. After an error nothing that this began runs any more, or :class:`~weightsync.errors.DeadlineExceeded` says so.
         """
         count, ahead = len(self._groups), self._staging.buffers - 1
-        filled: list[torch.cuda.Event] = []
+        filled: list[tuple[Completion, torch.cuda.Event]] = []
         loaded: list[torch.cuda.Event] = []
         waited = worked = 0.0
 
@@ -69,12 +70,12 @@ class DeviceStream:
             with torch.cuda.stream(self._stream):
                 if bucket > ahead:
                     self._stream.wait_event(loaded[bucket - ahead - 1])
-                event = self._combined.launch(bucket, deadline)
+                read = self._reader.submit(bucket, deadline)
                 if digest is not None:
                     digest.launch(*self._groups[bucket])
-                    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                    event.record(self._stream)
-                filled.append(event)
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record(self._stream)
+                filled.append((read, event))
 
         with torch.cuda.device(self._device):
             own = torch.cuda.current_stream(self._device)
@@ -83,19 +84,19 @@ class DeviceStream:
                 for bucket in range(count):
                     while len(filled) < min(bucket + 1 + ahead, count):
                         fill()
-                    own.wait_event(filled[bucket])
+                    own.wait_event(filled[bucket][1])
                     started = time.perf_counter()
                     load(bucket)
                     loaded.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
                     loaded[-1].record(own)
                     worked += time.perf_counter() - started
                     started = time.perf_counter()
-                    self._combined.settle(filled[bucket], deadline)  # the next is under way: the device has work meanwhile
+                    filled[bucket][0].wait(deadline)  # the next is under way: the device has work meanwhile
                     waited += time.perf_counter() - started
                     progress(bucket)
                 if loaded:
                     started = time.perf_counter()
-                    self._combined.wait(loaded[-1], deadline, "the engine's loader")
+                    wait_for_event(loaded[-1], deadline, "the engine's loader")
                     waited += time.perf_counter() - started
             except BaseException:
                 self._drain()
@@ -107,7 +108,7 @@ class DeviceStream:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         try:
-            self._combined.wait(event, Deadline(_GRACE), "ending the stream")
+            wait_for_event(event, Deadline(_GRACE), "ending the stream")
         except DeadlineExceeded:
             raise
         except WeightSyncError:

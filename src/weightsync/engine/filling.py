@@ -102,7 +102,7 @@ class Filling:
         started = time.perf_counter()
         self._check_abort()
         with torch.cuda.device(route.device):
-            event = None if route.combined is None else route.combined.launch(0, deadline)
+            read = None if route.combined is None else route.combined.submit(0, deadline)
             for source in route.carried:
                 self._check_abort()
                 source.begin(number, deadline)
@@ -114,8 +114,8 @@ class Filling:
                 route.digest_of.build(route.addresses)
                 route.digest_of.launch(0, len(route.layout))
             self._check_memory()
-            if route.combined is not None and event is not None:
-                route.combined.settle(event, deadline)
+            if read is not None:
+                read.wait(deadline)
             received = time.perf_counter()
             if route.digest_of is not None:
                 digests = route.digest_of.taken()

@@ -20,16 +20,12 @@ from weightsync.errors import Aborted, AuthenticationError, DeadlineExceeded, Pl
 from weightsync.model import Layout, Manifest
 from weightsync.planning.coverage import Cover, cover
 from weightsync.planning.pieces import Pieces
-from weightsync.protocol.messages import DEVICE_SCHEMES, Host, PlanSlice, SourceAddress
+from weightsync.protocol.messages import Host, Offer, PlanSlice, SourceAddress
 from weightsync.tensors.copy_table import tiles_of
 from weightsync.tensors.device_memory import DeviceDigest
 from weightsync.tensors.staging import Staging, check_size
-from weightsync.transports.base import Reader
-from weightsync.transports.cuda.ipc import CombinedRead, CudaIpcReader
-from weightsync.transports.host.mapped import MappedReader
-from weightsync.transports.registry import scheme
+from weightsync.transports.base import Reader, Transport
 from weightsync.transports.select import choose
-from weightsync.transports.tcp.transport import in_clear
 
 __all__ = ["Route", "StagingSettings", "row_groups"]
 
@@ -63,33 +59,32 @@ def row_groups(manifest: Manifest, layout: Layout, group_bytes: int = _GROUP_BYT
 
 def _connect(
     address: SourceAddress,
-    allowed: Sequence[str],
+    allowed: Sequence[Transport],
     device: torch.device | None,
     here: Host,
     deadline: Deadline,
     encrypted: bool = False,
-) -> tuple[str, Reader]:
+) -> tuple[Transport, Reader]:
     """A source of this trainer rank's bytes that can write where they belong: on CUDA ``device``, or (``None``) in host memory.
 
     Where bytes leave the machine, none comes without encryption if they must be ``encrypted``.
     """
     failures: list[str] = []
-    fitting = [name for name in allowed if (name in DEVICE_SCHEMES) == (device is not None)]
     try:
-        offers = choose(address.offers, fitting, here)
+        choices = choose(address.offers, writing(device, allowed), here)
     except TransportUnavailable as error:
-        advice = _advice([offer.scheme for offer in address.offers], allowed, device)
+        advice = _advice(address.offers, allowed, device)
         raise TransportUnavailable(f"{error}{advice}") from None
-    for offer in offers:
+    for transport, offer in choices:
         try:
-            if encrypted and in_clear(offer):
+            if encrypted and transport.traits.reach == "network" and not (transport.traits.encrypted and offer.traits.encrypted):
                 raise TransportUnavailable(
                     "not encrypted, and this engine rank insists on it: set WEIGHTSYNC_DATA_ENCRYPTION alike on both sides"
                 )
             if device is None:
-                return offer.scheme, scheme(offer.scheme).open(offer, address.key, deadline)
+                return transport, transport.open(offer, address.key, deadline)
             with torch.cuda.device(device):
-                return offer.scheme, scheme(offer.scheme).open(offer, address.key, deadline)
+                return transport, transport.open(offer, address.key, deadline)
         except TransportUnavailable as error:
             failures.append(f"{offer.scheme}: {error}")
         except (TransportError, AuthenticationError, DeadlineExceeded) as error:
@@ -99,15 +94,22 @@ def _connect(
     raise TransportUnavailable(f"no way to trainer rank {address.member} works: {'; '.join(failures)}")
 
 
-def _advice(offered: Sequence[str], allowed: Sequence[str], device: torch.device | None) -> str:
+def writing(device: torch.device | None, transports: Sequence[Transport]) -> list[Transport]:
+    """Those that write to the memory of CUDA ``device``, or (``None``, or the CPU) to that of the host."""
+    memory = "host" if device is None else {"cpu": "host"}.get(device.type, device.type)
+    return [one for one in transports if memory in one.traits.writes]
+
+
+def _advice(offers: Sequence[Offer], allowed: Sequence[Transport], device: torch.device | None) -> str:
     """What to change where one side is in GPU memory and the other is not."""
-    if device is not None and not DEVICE_SCHEMES & set(offered) & set(allowed):
+    offered = {offer.scheme for offer in offers}
+    if device is not None and not any(one.name in offered for one in writing(device, allowed)):
         return (
             f".\nThis engine rank's parameters are on {device}, where only cuda_ipc (this host) and nccl write. Give the trainer "
             "transports with cuda_ipc, all its shards on one CUDA device and no dtype to convert to; or give both sides nccl; "
             "or this engine delivery='streamed'"
         )
-    if device is None and DEVICE_SCHEMES & set(offered) and set(allowed) - DEVICE_SCHEMES:
+    if device is None and not any("host" in offer.traits.writes for offer in offers) and writing(None, allowed):
         return (
             ".\nThe trainer's GPU memory is read in place, by engine ranks on a CUDA device of the same host; this one receives in "
             "host memory. Give the trainer transports=['shared_memory', 'tcp'], or let the adapter's device() name a CUDA device"
@@ -115,9 +117,9 @@ def _advice(offered: Sequence[str], allowed: Sequence[str], device: torch.device
     return ""
 
 
-def _reaches_devices(plan: PlanSlice, allowed: Sequence[str]) -> bool:
-    """Whether all the bytes of this plan can come straight to a GPU."""
-    usable = DEVICE_SCHEMES & set(allowed)
+def _reaches(device: torch.device | None, plan: PlanSlice, allowed: Sequence[Transport]) -> bool:
+    """Whether all the bytes of this plan can come straight to ``device``."""
+    usable = {one.name for one in writing(device, allowed)}
     return all(any(one.scheme in usable for one in source.offers) for source in plan.sources)
 
 
@@ -162,7 +164,7 @@ class Route:
         self._manifest = manifest
         self.plan = plan
         self.device = device
-        self.combined: CombinedRead | None = None
+        self.combined: Reader | None = None
         self.digest_of: DeviceDigest | None = None
         self.stream: DeviceStream | None = None
         self.layout = Layout.from_columns(manifest, plan.layout)
@@ -173,6 +175,7 @@ class Route:
         self.carried: list[Reader] = []
         self._turn = turn
         self.schemes: list[str] = []
+        self._transport: Transport | None = None
         self.group_bytes: list[int] = []
         self.nbytes = 0
         self.times: dict[str, float] = {}
@@ -194,12 +197,12 @@ class Route:
         if self.digest != plan.digest:
             raise PlanMismatch(f"the plan arrived with digest {self.digest}, not {plan.digest} as the coordinator computed it")
 
-    def open(self, allowed: Sequence[str], here: Host, deadline: Deadline, encrypted: bool = False) -> None:
+    def open(self, allowed: Sequence[Transport], here: Host, deadline: Deadline, encrypted: bool = False) -> None:
         """Allocate the staging, connect to every source and build the tables. To be closed whether or not this raises."""
         plan, manifest = self.plan, self._manifest
         clock = _Split(self.times)
         if plan.delivery == "streamed":
-            if not _reaches_devices(plan, allowed):
+            if not _reaches(self.device, plan, allowed):
                 self.device = None
             self.staging = Staging(manifest, self.layout, device=self.device, buffers=self.settings.buffers)
             self._owned.callback(self.staging.close)
@@ -211,10 +214,11 @@ class Route:
         self.nbytes = sum(self.group_bytes)
         for address, groups in zip(plan.sources, tiles, strict=True):
             self._check()
-            name, source = _connect(address, allowed, self.device, here, deadline, encrypted)
+            transport, source = _connect(address, allowed, self.device, here, deadline, encrypted)
             self._owned.callback(source.close)
             self.sources.append(source)
-            self.schemes.append(name)
+            self.schemes.append(transport.name)
+            self._transport = transport if source.stream_ordered else self._transport
             self._check()  # whoever aborted before this one was in the list could not abort it
             clock.lap("connect")
             source.prepare(groups, address.layout_digest, deadline)
@@ -230,15 +234,14 @@ class Route:
 
     def _combine(self, manifest: Manifest, device: torch.device) -> None:
         """Build both tables of a route whose targets are on a CUDA device, so that the first round does not have to."""
-        mapped = [source for source in self.sources if isinstance(source, CudaIpcReader)]
-        carried = [source for source in self.sources if not isinstance(source, CudaIpcReader)]
+        mapped = [source for source in self.sources if source.stream_ordered]
+        carried = [source for source in self.sources if not source.stream_ordered]
         first = self._turn % len(carried) if carried and self.staging is None else 0
         self.carried = carried[first:] + carried[:first]
         if mapped and len(self.layout):
             with torch.cuda.device(device):
-                self.combined = CombinedRead(mapped)
-                self.combined.build()
-                if self.staging is not None and not carried:
+                self.combined = self._transport.combine(mapped) if self._transport is not None else None
+                if self.combined is not None and self.staging is not None and not carried:
                     self.stream = DeviceStream(self.combined, self.staging, self.groups, device)
         self.digest_of = DeviceDigest(manifest, self.layout, device)
         if self.staging is None or not self.settings.reads_back:
@@ -255,8 +258,7 @@ class Route:
         A source that carries bytes looks when it begins.
         """
         for source in self.sources:
-            if isinstance(source, MappedReader | CudaIpcReader):
-                source.require(number, deadline)
+            source.require(number, deadline)
 
     def begin(self, number: int, deadline: Deadline) -> None:
         """Begin to read version ``number`` from every source, but those that are read in turn."""

@@ -19,14 +19,13 @@ from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.adapter_calls import AdapterCalls
 from weightsync.engine.device_streaming import bucket_bytes_for
 from weightsync.engine.filling import Clock, Filling
-from weightsync.engine.links import Route, StagingSettings
+from weightsync.engine.links import Route, StagingSettings, writing
 from weightsync.engine.read_back import ReadBack
 from weightsync.errors import Aborted, DeadlineExceeded, LoadError, PlanMismatch, ProtocolError
 from weightsync.gc_pause import no_collection
 from weightsync.model import Layout, Manifest, Version, fold
 from weightsync.planning.coverage import Cover
 from weightsync.protocol.messages import (
-    DEVICE_SCHEMES,
     Body,
     CheckSources,
     Commit,
@@ -46,6 +45,8 @@ from weightsync.protocol.messages import (
 from weightsync.tensors.device_memory import device_of
 from weightsync.tensors.memory import layout_in_place
 from weightsync.tensors.shards import Views
+from weightsync.transports.base import Transport
+from weightsync.transports.select import transports_for
 
 __all__ = ["EngineRole", "ReceivedCall"]
 
@@ -103,7 +104,7 @@ class EngineRole:
     def __init__(
         self,
         adapter: EngineAdapter,
-        transports: Sequence[str],
+        transports: Sequence[Transport | str] | None,
         here: Host,
         progress: Callable[[int], None] = lambda nbytes: None,
         *,
@@ -118,7 +119,7 @@ class EngineRole:
         self._member = member
         self._sleeps = type(adapter).wake_weights is not EngineAdapter.wake_weights
         self._rank, self._encrypted = rank, encrypted
-        self.transports = tuple(transports)
+        self.transports = transports_for(transports)
         self.here = here
         self.manifest: Manifest = adapter.manifest()
         self._views: Views | None = None
@@ -144,11 +145,11 @@ class EngineRole:
     def _look(self) -> tuple[Layout | None, tuple[int, ...]]:
         """The engine's parameters as they lie in memory now; ``None`` if it can only be streamed to.
 
-        That is so too for parameters on several devices, or on a CUDA device with neither ``cuda_ipc`` nor ``nccl`` allowed.
+        That is so too for parameters on several devices, or on a CUDA device that no allowed transport writes to.
         """
         shards = self._calls.shards()
         device = None if shards is None else device_of(shards)
-        if shards is None or device is None or (device.type != "cpu" and not DEVICE_SCHEMES & set(self.transports)):
+        if shards is None or device is None or (device.type != "cpu" and not writing(device, self.transports)):
             return None, ()
         self._device = device if device.type == "cuda" else None
         self._views = Views([one.tensor for one in shards])
@@ -159,12 +160,10 @@ class EngineRole:
 
     def _staging_device(self) -> torch.device | None:
         """The CUDA device where buckets for the engine's loader belong, if bytes can come straight to it."""
-        if not DEVICE_SCHEMES & set(self.transports):
-            return None
         device = self.adapter.device()
         if device is None:
             device = device_of(self.adapter.shards() or ())
-        if device is None or device.type != "cuda":
+        if device is None or device.type != "cuda" or not writing(device, self.transports):
             return None
         return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 

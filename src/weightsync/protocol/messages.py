@@ -36,6 +36,7 @@ __all__ = [
     "Frame",
     "Hello",
     "Host",
+    "Memory",
     "Move",
     "Moved",
     "Notice",
@@ -51,12 +52,14 @@ __all__ = [
     "Publish",
     "Published",
     "Quarantine",
+    "Reach",
     "Refused",
     "ReplicaList",
     "ReplicaResult",
     "Resume",
     "RoundResult",
     "SourceAddress",
+    "Traits",
     "Update",
     "Updated",
     "WaitForReplicas",
@@ -65,7 +68,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of this file. An agent and a coordinator that differ refuse each other with a message that names both."""
 
 UNREADABLE: tuple[type[Exception], ...] = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -95,16 +98,40 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: _Name
 
 
-DEVICE_SCHEMES = frozenset({"cuda_ipc", "nccl"})
-"""Schemes by which bytes reach the memory of a GPU; all others reach host memory."""
+Memory = Literal["host", "cuda"]
+Reach = Literal["process", "host", "network"]
+
+
+class Traits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a transport can do. It travels in every offer, so that nobody decides by a transport's name.
+
+    Attributes:
+        reads: The memories of a publisher that readers can get bytes from.
+        writes: The memories that a reader can put bytes into.
+        reach: How far apart a publisher and its readers may be: in one process, on one host, or anywhere.
+        encrypted: Bytes on the network are encrypted. A transport that leaves it to its settings says that it can, its offer
+            whether it does.
+        digests: A reader computes digests while it writes ("inline"), or the caller does it in a later pass ("after").
+        live_source: Readers read the publisher's memory themselves, so it must live, and must not change meanwhile.
+        shared_fate: A reader that stops holds up the others. Such a transport is used only where it is named.
+    """
+
+    reads: Annotated[tuple[Memory, ...], _Few] = ("host",)
+    writes: Annotated[tuple[Memory, ...], _Few] = ("host",)
+    reach: Reach = "network"
+    encrypted: bool = False
+    digests: Literal["inline", "after"] = "inline"
+    live_source: bool = False
+    shared_fate: bool = False
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One way to reach a trainer rank's shards: a transport's scheme and its address, which only that transport understands."""
+    """One way to reach a trainer rank's shards: a transport's name and its address, which only that transport understands."""
 
     scheme: _Name
     address: _Text
     host: Host
+    traits: Traits = Traits()
 
 
 class SourceAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -51,10 +51,9 @@ from weightsync.protocol.round_log import log_result
 from weightsync.protocol.tokens import is_loopback
 from weightsync.server.server import BackgroundServer
 from weightsync.trainer.publisher import TrainerRole
-from weightsync.transports.base import Transport
+from weightsync.transports.base import LOOPBACK, Network, Transport
 from weightsync.transports.hostinfo import own_address, reachable_address, this_host
-from weightsync.transports.select import schemes_for
-from weightsync.transports.tcp.transport import Tcp
+from weightsync.transports.select import transports_for
 
 __all__ = ["Trainer"]
 
@@ -107,7 +106,7 @@ class Trainer:
         run: str = "",
         dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
         buffers: bool = False,
-        transports: Sequence[str] | None = None,
+        transports: Sequence[Transport | str] | None = None,
         offload: Callable[[], object] | None = None,
         restore: Callable[[], object] | None = None,
         new_epoch: bool = False,
@@ -131,7 +130,13 @@ class Trainer:
             settings = self._settings = self._find_coordinator(coordinator, token, owned)
             self.coordinator = settings.coordinator.url
             self._role = TrainerRole(
-                state, _schemes(transports, settings), secrets.token_bytes(32), self._here, dtype=dtype, buffers=buffers
+                state,
+                transports_for(transports),
+                secrets.token_bytes(32),
+                self._here,
+                network=_network(settings),
+                dtype=dtype,
+                buffers=buffers,
             )
             owned.callback(self._role.close)
             self._background = ThreadPoolExecutor(1, thread_name_prefix="weightsync-publish")
@@ -344,18 +349,12 @@ class Trainer:
         self.close()
 
 
-def _schemes(names: Sequence[str] | None, settings: ClientSettings) -> list[Transport]:
-    """The transports to serve by; TCP where engine ranks of other hosts reach it, if the coordinator can be reached from there."""
-    found = schemes_for(names)
+def _network(settings: ClientSettings) -> Network:
+    """Where engine ranks of other hosts reach this one, if the coordinator can be reached from there."""
     where = own_address(settings.data_host) if settings.data_host is not None else None
     if where is None and not is_loopback(settings.coordinator.host):
         where = reachable_address(settings.coordinator.host, settings.coordinator.port)
-    if where is not None:
-        found = [one.bound_to(where) if isinstance(one, Tcp) else one for one in found]
-    if settings.data_encryption is not None:
-        encrypt = settings.data_encryption == "on"
-        found = [one.encrypting(encrypt) if isinstance(one, Tcp) else one for one in found]
-    return found
+    return Network(where or LOOPBACK.address, None if settings.data_encryption is None else settings.data_encryption == "on")
 
 
 def _version_number(number: int) -> int:

@@ -11,7 +11,6 @@ import torch
 from weightsync.deadline import Deadline
 from weightsync.errors import LayoutError, TransportUnavailable
 from weightsync.model import Layout, Manifest
-from weightsync.protocol.messages import DEVICE_SCHEMES
 from weightsync.tensors.device_memory import DeviceDigest, Form, device_of, forms_of, layout_by_shard
 from weightsync.tensors.shards import Shard, checkpoint_name, dtype_name
 from weightsync.transports.base import Transport
@@ -23,13 +22,13 @@ __all__ = ["InPlacePublisher", "obstacle_to_live"]
 State = Mapping[str, torch.Tensor] | torch.nn.Module
 
 
-def obstacle_to_live(manifest: Manifest, shards: Sequence[Shard], schemes: Sequence[Transport]) -> str | None:
+def obstacle_to_live(manifest: Manifest, shards: Sequence[Shard], transports: Sequence[Transport]) -> str | None:
     """Why these shards must be copied to a host shelf instead of being read in place, or ``None`` if they need not be.
 
-    Does not look at whether the memory can be exported; :class:`InPlacePublisher` raises if not.
+    Does not look at whether a transport can share this memory; its ``publish`` raises if not.
     """
-    if all(scheme.name not in DEVICE_SCHEMES for scheme in schemes):
-        return "cuda_ipc and nccl are not among this trainer's transports"
+    if not any("cuda" in one.traits.reads for one in transports):
+        return "no transport that reads GPU memory is among this trainer's transports"
     device = device_of(shards)
     if device is None or device.type != "cuda":
         return "the shards of this trainer rank are not all on one CUDA device"
@@ -44,11 +43,10 @@ class InPlacePublisher:
     """Publishes shards that lie on one CUDA device without moving them: "placing" is only taking their digests.
 
     At every placing ``state`` is looked at anew, so a parameter that was given other memory since (of the same shape, strides
-    and dtype) is exported anew. With ``exports`` it is for CUDA IPC: then raises
-    :class:`~weightsync.errors.TransportUnavailable` for memory that cannot be shared so.
+    and dtype) is published where it is now.
     """
 
-    def __init__(self, manifest: Manifest, state: State, shards: Sequence[Shard], exports: bool = True) -> None:
+    def __init__(self, manifest: Manifest, state: State, shards: Sequence[Shard]) -> None:
         device = device_of(shards)
         if device is None or device.type != "cuda":
             raise TransportUnavailable("shards that are not all on one CUDA device cannot be read in place")
@@ -61,7 +59,7 @@ class InPlacePublisher:
         self.layout: Layout = layout_by_shard(manifest, shards)
         self._digest = DeviceDigest(manifest, self.layout, device)
         self._digest.build(self._look())
-        self.shelf = CudaRegion(self.layout.regions, self.layout.digest, self._look, device.index, exports)
+        self.shelf = CudaRegion(self.layout.regions, self.layout.digest, self._look, device.index)
         self._held = []
 
     def _look(self) -> tuple[int, ...]:

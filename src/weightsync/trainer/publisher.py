@@ -19,14 +19,13 @@ from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, TransportUnavailable
 from weightsync.model import Layout, Manifest
-from weightsync.protocol.messages import DEVICE_SCHEMES, Body, Done, Host, Offer, Place, Placed
+from weightsync.protocol.messages import Body, Done, Host, Memory, Offer, Place, Placed
 from weightsync.tensors.device_memory import wait_for_devices
 from weightsync.tensors.memory import packed_layout
 from weightsync.tensors.shards import FollowedShards, Shard
 from weightsync.trainer.host_copy import Placer
 from weightsync.trainer.in_place import InPlacePublisher, obstacle_to_live
-from weightsync.transports.base import Publisher, Transport
-from weightsync.transports.cuda.ipc import CudaIpc
+from weightsync.transports.base import LOOPBACK, Network, Publisher, Transport
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.net.handshake import Key
@@ -39,25 +38,26 @@ _log = logging.getLogger(__name__)
 
 
 class TrainerRole:
-    """Holds the shelf of one trainer rank and serves it by every scheme given.
+    """Holds the region of one trainer rank and publishes it by every transport given that reads its memory.
 
     ``state`` is a module or a state dict whose tensors are plain (held whole) or DTensors.
 
-    Where all shards are on one CUDA device and nothing is converted, that memory itself is served (:attr:`live`) by those of
-    ``cuda_ipc`` (memory that it can share) and ``nccl`` that are among the schemes, and costs nothing more. Without them the shards
-    are copied to a shelf, served by every other scheme and ``nccl``, which costs one copy of this rank's shards in host memory, in
-    the published dtype, for as long as the role lives. Raises what :func:`~weightsync.tensors.shards.shards_of` and
-    :class:`~weightsync.transports.host.region.PublishedRegion` raise, and
-    :class:`~weightsync.errors.TransportUnavailable` if ``cuda_ipc`` is the only scheme and cannot be used.
+    Where all shards are on one CUDA device and nothing is converted, that memory itself is published (:attr:`live`) by those
+    transports that read CUDA memory and can reach it, and costs nothing more. Without them the shards are copied to a region of
+    host memory, published by those that read host memory, which costs one copy of this rank's shards, in the published dtype, for
+    as long as the role lives. Raises what :func:`~weightsync.tensors.shards.shards_of` and
+    :class:`~weightsync.transports.host.region.PublishedRegion` raise, :class:`~weightsync.errors.TransportUnavailable` if no
+    transport can publish the shards, and :class:`~weightsync.errors.ConfigurationError` if one cannot encrypt where it must.
     """
 
     def __init__(
         self,
         state: Mapping[str, torch.Tensor] | torch.nn.Module,
-        schemes: Sequence[Transport],
+        transports: Sequence[Transport],
         key: bytes,
         here: Host,
         *,
+        network: Network = LOOPBACK,
         dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
         buffers: bool = False,
     ) -> None:
@@ -77,40 +77,75 @@ class TrainerRole:
         self._last: Placed | None = None
         self._placed = threading.Event()
         self._shards: list[Shard] = []
-        self._live = _in_place(self.manifest, state, shards, schemes)
-        # Memory that is read in place is looked for at every placing, and must not be kept here: a trainer may offload it.
-        self._followed = None if self._live is not None else followed
+        self._publishers: list[Publisher] = []
         self.shelf: PublishedRegion | CudaRegion
         self._placer: Placer | InPlacePublisher
         with ExitStack() as owned:
-            self._owners: list[Publisher] = []
+            reason = obstacle_to_live(self.manifest, shards, transports)
+            self._live = None if reason else InPlacePublisher(self.manifest, state, shards)
+            if self._live is not None:
+                owned.callback(self._live.shelf.close)
+                reason = self._publish(self._live.shelf, "cuda", transports, here, network, owned)
+                if not self._publishers:
+                    owned.close()
+                    self._live = None
+                elif reason:
+                    _log.info("this trainer rank's GPU memory is not published by every transport: %s", reason)
+            # Memory that is read in place is looked for at every placing, and must not be kept here: a trainer may offload it.
+            self._followed = None if self._live is not None else followed
             if self._live is not None:
                 self.layout: Layout = self._live.layout
                 self.shelf, self._placer = self._live.shelf, self._live
-                owned.callback(self.shelf.close)
-                for scheme in schemes:
-                    if scheme.name in DEVICE_SCHEMES and (scheme.name != CudaIpc.name or self._live.shelf.exports):
-                        self._serve(scheme.publish(self._live.shelf, key, here), owned)
             else:
+                if transports and not any("host" in one.traits.reads for one in transports):
+                    raise TransportUnavailable(
+                        f"{', '.join(one.name for one in transports)} cannot be used: {reason}. Allow shared_memory or tcp too, "
+                        "which read a copy"
+                    )
                 self._shards = shards
                 self.layout = packed_layout(self.manifest, shards)
                 shelf = PublishedRegion(self.layout.regions[0] if self.layout.regions else 0, self.layout.digest)
                 owned.callback(shelf.close)
                 self._shelf_address = shelf.address
                 self.shelf, self._placer = shelf, Placer(self.manifest, shards, self.layout, shelf.address)
-                for scheme in schemes:
-                    if scheme.name != CudaIpc.name:
-                        self._serve(scheme.publish(shelf, key, here), owned)
+                self._publish(shelf, "host", transports, here, network, owned)
             self._owned = owned.pop_all()
+
+    def _publish(
+        self,
+        region: PublishedRegion | CudaRegion,
+        memory: Memory,
+        transports: Sequence[Transport],
+        here: Host,
+        network: Network,
+        owned: ExitStack,
+    ) -> str:
+        """Publish ``region`` by those that read its ``memory``. Returns why some cannot; raises it for memory of the host."""
+        reasons = []
+        for one in transports:
+            if memory not in one.traits.reads:
+                continue
+            try:
+                publisher = one.publish(region, self.key, here, network)
+            except TransportUnavailable as error:
+                if memory == "host":
+                    raise
+                reasons.append(f"{one.name}: {error}")
+                continue
+            owned.callback(publisher.close)
+            self._publishers.append(publisher)
+            traits = publisher.offer.traits
+            if network.encrypt and traits.reach == "network" and not traits.encrypted:
+                raise ConfigurationError(
+                    f"transport {one.name!r} does not encrypt: leave it out, or say that the network is trusted "
+                    "(WEIGHTSYNC_DATA_ENCRYPTION=off)"
+                )
+        return "; ".join(reasons)
 
     @property
     def key(self) -> bytes:
         """What readers of this rank must know."""
         return self._key.reveal()
-
-    def _serve(self, owner: Publisher, owned: ExitStack) -> None:
-        owned.callback(owner.close)
-        self._owners.append(owner)
 
     @property
     def live(self) -> bool:
@@ -119,8 +154,8 @@ class TrainerRole:
 
     @property
     def offers(self) -> tuple[Offer, ...]:
-        """How engine ranks reach the shelf, in the order of the schemes given."""
-        return tuple(owner.offer for owner in self._owners)
+        """How engine ranks reach the shards, in the order of the transports given."""
+        return tuple(publisher.offer for publisher in self._publishers)
 
     def arm(self, number: int | None) -> threading.Event:
         """Allow version ``number`` to be placed (``None``: the one that the coordinator chooses).
@@ -202,26 +237,3 @@ class TrainerRole:
         """Stop serving and free the shelf. Safe twice."""
         self.disarm()
         self._owned.close()
-
-
-def _in_place(
-    manifest: Manifest, state: Mapping[str, torch.Tensor] | torch.nn.Module, shards: Sequence[Shard], schemes: Sequence[Transport]
-) -> InPlacePublisher | None:
-    """A placer for the shards where they are, or ``None``. Raises if ``schemes`` leave no other way."""
-    reason = obstacle_to_live(manifest, shards, schemes)
-    names = {scheme.name for scheme in schemes}
-    if reason is None and CudaIpc.name in names:
-        try:
-            return InPlacePublisher(manifest, state, shards)
-        except TransportUnavailable as error:
-            reason = str(error)
-            if (names & DEVICE_SCHEMES) - {CudaIpc.name}:
-                _log.info("serving this trainer rank's GPU memory by NCCL alone: %s", reason)
-                return InPlacePublisher(manifest, state, shards, exports=False)
-    elif reason is None:
-        return InPlacePublisher(manifest, state, shards, exports=False)
-    if schemes and all(scheme.name == CudaIpc.name for scheme in schemes):
-        raise TransportUnavailable(
-            f"cuda_ipc, the only transport allowed, cannot be used: {reason}. Allow shared_memory or tcp too, which read a copy"
-        )
-    return None

@@ -1,6 +1,6 @@
-"""Transports by the name of their scheme. Each is imported when it is first asked for; third parties add theirs.
+"""Transports by name. Each is imported when it is first asked for; third parties add theirs.
 
-A package of a third party declares in its ``pyproject.toml``, with a class that has the methods of
+A package of a third party declares in its ``pyproject.toml``, with a class that derives from
 :class:`weightsync.transports.base.Transport`::
 
     [project.entry-points."weightsync.transports"]
@@ -9,31 +9,25 @@ A package of a third party declares in its ``pyproject.toml``, with a class that
 
 from __future__ import annotations
 
-import threading
 from importlib import import_module
 from importlib.metadata import entry_points
 
 from weightsync.errors import ConfigurationError, TransportUnavailable
 from weightsync.transports.base import Transport
 
-__all__ = ["BUILT_IN", "OPT_IN", "known", "register", "scheme"]
+__all__ = ["BUILT_IN", "known", "transport"]
 
-BUILT_IN: dict[str, tuple[str, str]] = {
-    "inproc": ("weightsync.transports.host.inproc:InProcess", ""),
-    "cuda_ipc": ("weightsync.transports.cuda.ipc:CudaIpc", ""),
-    "nccl": ("weightsync.transports.broadcast.nccl:Nccl", ""),
-    "shared_memory": ("weightsync.transports.host.shared_memory:SharedMemory", ""),
-    "tcp": ("weightsync.transports.tcp.transport:Tcp", ""),
-    "collective": ("weightsync.transports.broadcast.gloo:Collective", ""),
+BUILT_IN: dict[str, str] = {
+    "inproc": "weightsync.transports.host.inproc:InProcess",
+    "cuda_ipc": "weightsync.transports.cuda.ipc:CudaIpc",
+    "nccl": "weightsync.transports.broadcast.nccl:Nccl",
+    "shared_memory": "weightsync.transports.host.shared_memory:SharedMemory",
+    "tcp": "weightsync.transports.tcp.transport:Tcp",
+    "collective": "weightsync.transports.broadcast.gloo:Collective",
 }
-"""Name to where its class is, and what to install if that cannot be imported; fastest first."""
-
-OPT_IN = frozenset({"collective", "nccl"})
-"""Built-in schemes that are used only where they are named: one reader's fate there depends on the others'."""
+"""Name to where its class is; fastest first."""
 
 _GROUP = "weightsync.transports"
-_made: dict[str, Transport] = {}
-_lock = threading.Lock()
 
 
 def _third_parties() -> dict[str, str]:
@@ -41,33 +35,22 @@ def _third_parties() -> dict[str, str]:
 
 
 def known() -> tuple[str, ...]:
-    """Names of all schemes that can be asked for: the built-in ones fastest first, then those of third parties by name."""
-    return tuple(dict.fromkeys([*BUILT_IN, *_made, *sorted(_third_parties())]))
+    """Names of all transports that can be asked for: the built-in ones fastest first, then those of third parties by name."""
+    return tuple(dict.fromkeys([*BUILT_IN, *sorted(_third_parties())]))
 
 
-def register(scheme: Transport) -> None:
-    """Use ``scheme``, an object made with settings of your own (an address to bind, say), for its name in this process."""
-    with _lock:
-        _made[scheme.name] = scheme
-
-
-def scheme(name: str) -> Transport:
-    """The scheme of this name, with default settings unless :func:`register` gave another.
+def transport(name: str) -> Transport:
+    """Make the transport of this name, with default settings.
 
     Raises :class:`~weightsync.errors.ConfigurationError` for an unknown name, and
-    :class:`~weightsync.errors.TransportUnavailable` with what to install if its code cannot be imported.
+    :class:`~weightsync.errors.TransportUnavailable` if its code cannot be imported.
     """
-    with _lock:
-        if name in _made:
-            return _made[name]
-    where, hint = BUILT_IN.get(name) or (_third_parties().get(name), "")
+    where = BUILT_IN.get(name) or _third_parties().get(name)
     if where is None:
         raise ConfigurationError(f"there is no transport {name!r}; known are {', '.join(known())}")
     module, _, attribute = where.partition(":")
     try:
-        found: Transport = getattr(import_module(module), attribute)()
+        made: Transport = getattr(import_module(module), attribute)()
     except (ImportError, AttributeError) as error:
-        advice = f"; install it with: {hint}" if hint else ""
-        raise TransportUnavailable(f"transport {name!r} cannot be used: {error}{advice}") from error
-    with _lock:
-        return _made.setdefault(name, found)
+        raise TransportUnavailable(f"transport {name!r} cannot be used: {error}") from error
+    return made

@@ -9,5 +9,4 @@ __all__: list[str] = []
 
 _PAGE = Path(__file__).resolve().parents[3] / "docs" / "guides" / "write-a-transport.md"
 _BLOCKS = re.findall(r"^```python\n(.*?)^```$", _PAGE.read_text(), re.MULTILINE | re.DOTALL)
-# All but the registration, which would change the registry for the whole process.
-exec(compile("\n".join(block for block in _BLOCKS if "register(" not in block), _PAGE.name, "exec", dont_inherit=True))
+exec(compile("\n".join(_BLOCKS), _PAGE.name, "exec", dont_inherit=True))

@@ -10,6 +10,7 @@ import ssl
 import threading
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,6 +22,8 @@ from weightsync.errors import AuthenticationError, ConfigurationError, PeerLost,
 from weightsync.protocol.messages import Offer
 from weightsync.server.server import BackgroundServer
 from weightsync.testing.copy_cases import Wanted, big
+from weightsync.trainer.publisher import TrainerRole
+from weightsync.transports.base import Network
 from weightsync.transports.broadcast.gloo import Collective
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
@@ -213,22 +216,32 @@ def test_an_owner_that_dies_in_the_handshake(owner: ListeningPublisher) -> None:
 def test_beyond_loopback_it_encrypts_unless_told_otherwise(shelf: PublishedRegion) -> None:
     """Where the address is loopback nobody else can listen; 127.0.0.2 by a name that does not say so stands for other addresses."""
     found = {}
-    for name, scheme in {
-        "loopback": Tcp(),
-        "loopback, on": Tcp().encrypting(True),
-        "made so": Tcp(encrypt=False).encrypting(True),
-        "everywhere": Tcp("0.0.0.0", advertise="127.0.0.1"),
-        "everywhere, off": Tcp("0.0.0.0", advertise="127.0.0.1").encrypting(False),
+    for name, (tcp, encrypt) in {
+        "loopback": (Tcp(), None),
+        "loopback, on": (Tcp(), True),
+        "made so": (Tcp(encrypt=False), True),
+        "everywhere": (Tcp("0.0.0.0", advertise="127.0.0.1"), None),
+        "everywhere, off": (Tcp("0.0.0.0", advertise="127.0.0.1"), False),
     }.items():
-        owner = scheme.publish(shelf, KEY, this_host())
+        owner = tcp.publish(shelf, KEY, this_host(), Network(encrypt=encrypt))
         found[name] = bool(parts(owner.offer)[2])
+        assert owner.offer.traits.encrypted == found[name]
         owner.close()
     assert found == {"loopback": False, "loopback, on": True, "made so": False, "everywhere": True, "everywhere, off": False}
 
 
 def test_what_cannot_encrypt_says_so() -> None:
-    with pytest.raises(ConfigurationError, match="cannot encrypt"):
-        Collective().encrypting(True)
+    with pytest.raises(ConfigurationError, match="'collective' does not encrypt"):
+        TrainerRole(STATE, [Collective()], KEY, this_host(), network=Network(encrypt=True))
+
+
+def test_an_offer_that_claims_to_be_encrypted_and_names_no_certificate_is_refused(shelf: PublishedRegion) -> None:
+    owner = Tcp().publish(shelf, KEY, this_host())
+    forged = msgspec.structs.replace(owner.offer, traits=Tcp.traits)
+    assert not owner.offer.traits.encrypted
+    with pytest.raises(ProtocolError, match="no certificate"):
+        Tcp().open(forged, KEY, Deadline(5))
+    owner.close()
 
 
 class Model(torch.nn.Module):

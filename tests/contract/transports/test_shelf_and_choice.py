@@ -17,9 +17,10 @@ from weightsync.tensors.copy_table import Tiles
 from weightsync.testing.transport_contract import nothing_left
 from weightsync.transports.host import memory
 from weightsync.transports.host.region import EMPTY, PublishedRegion
+from weightsync.transports.host.shared_memory import SharedMemory
 from weightsync.transports.hostinfo import this_host
-from weightsync.transports.registry import known, scheme
-from weightsync.transports.select import choose
+from weightsync.transports.registry import known, transport
+from weightsync.transports.select import choose, transports_for
 from weightsync.transports.tcp.transport import Tcp
 
 __all__ = ["nothing_left"]
@@ -107,7 +108,7 @@ def test_a_wildcard_bind_needs_an_address_to_tell() -> None:
 def test_unknown_schemes_are_named_with_the_known() -> None:
     assert known()[:5] == ("inproc", "cuda_ipc", "nccl", "shared_memory", "tcp")
     with pytest.raises(ConfigurationError, match="inproc, cuda_ipc, nccl, shared_memory, tcp"):
-        scheme("pigeon")
+        transport("pigeon")
 
 
 def test_the_fastest_way_that_reaches_is_chosen() -> None:
@@ -116,8 +117,20 @@ def test_the_fastest_way_that_reaches_is_chosen() -> None:
     shared = Offer("shared_memory", "weightsync-" + "0" * 32, here)
     near_tcp = Offer("tcp", "127.0.0.1:80/" + "0" * 32, here)
     far_tcp = Offer("tcp", "10.0.0.1:80/" + "0" * 32, far)
-    assert choose([near_tcp, shared], None, here) == [shared, near_tcp]
-    assert choose([near_tcp, shared], ["tcp"], here) == [near_tcp]
-    assert choose([far_tcp, Offer("shared_memory", shared.address, far)], None, here) == [far_tcp]
+    both = [SharedMemory(), Tcp()]
+    assert [offer for _, offer in choose([near_tcp, shared], both, here)] == [shared, near_tcp]
+    assert choose([near_tcp, shared], both[1:], here) == [(both[1], near_tcp)]
+    assert choose([far_tcp, Offer("shared_memory", shared.address, far)], both, here) == [(both[1], far_tcp)]
     with pytest.raises(TransportUnavailable, match="pigeon"):
-        choose([Offer("pigeon", "", far), Offer("tcp", "127.0.0.1:80/" + "0" * 32, far)], None, here)
+        choose([Offer("pigeon", "", far), Offer("tcp", "127.0.0.1:80/" + "0" * 32, far)], both, here)
+
+
+def test_transports_are_given_by_name_or_made_with_settings() -> None:
+    mine = Tcp(encrypt=True)
+    assert [one.name for one in transports_for(["shared_memory", mine])] == ["shared_memory", "tcp"]
+    assert transports_for([mine]) == (mine,)
+    with pytest.raises(ConfigurationError, match="given twice"):
+        transports_for(["tcp", mine])
+    with pytest.raises(ConfigurationError, match="is a list"):
+        transports_for("tcp")
+    assert not any(one.traits.shared_fate for one in transports_for(None))

@@ -9,6 +9,7 @@ from weightsync.coordinator.negotiation import choose_delivery, key_of
 from weightsync.coordinator.ranks import EngineRank, TrainerRank
 from weightsync.errors import ConfigurationError
 from weightsync.protocol.messages import Delivery, Host, Offer
+from weightsync.transports.registry import transport
 
 HERE, THERE = Host("here", "memory"), Host("there", "memory")
 
@@ -16,7 +17,8 @@ HERE, THERE = Host("here", "memory"), Host("there", "memory")
 def trainer(rank: int, *schemes: str, host: Host = HERE) -> TrainerRank:
     return TrainerRank(
         member=f"trainer/{rank}", rank=rank, world_size=2, session="s", host=host, manifest=MANIFEST,
-        layout=rows_layout(MANIFEST, rank, 2), offers=tuple(Offer(scheme, "somewhere", host) for scheme in schemes), key=b"",
+        layout=rows_layout(MANIFEST, rank, 2), key=b"",
+        offers=tuple(Offer(scheme, "somewhere", host, transport(scheme).traits) for scheme in schemes),
     )  # fmt: skip
 
 

@@ -13,9 +13,11 @@ from weightsync.tensors.device_memory import device_of, forms_of, layout_by_shar
 from weightsync.tensors.shards import Shard, shards_of
 from weightsync.trainer.in_place import _local, obstacle_to_live
 from weightsync.trainer.publisher import TrainerRole
+from weightsync.transports.base import Transport
 from weightsync.transports.cuda.ipc import CudaIpc
 from weightsync.transports.host.shared_memory import SharedMemory
 from weightsync.transports.hostinfo import this_host
+from weightsync.transports.tcp.transport import Tcp
 
 _KEY = b"a key of thirty-two bytes, or so"
 
@@ -59,7 +61,7 @@ def test_the_device_of_shards() -> None:
 
 def test_host_memory_is_copied_and_says_why() -> None:
     manifest, shards = shards_of(_state())
-    assert "are not among" in (obstacle_to_live(manifest, shards, [SharedMemory()]) or "")
+    assert "is among" in (obstacle_to_live(manifest, shards, [SharedMemory()]) or "")
     assert "not all on one CUDA device" in (obstacle_to_live(manifest, shards, [CudaIpc(), SharedMemory()]) or "")
     with pytest.raises(TransportUnavailable, match=r"not all on one CUDA device.*shared_memory or tcp"):
         TrainerRole(_state(), [CudaIpc()], _KEY, this_host())
@@ -72,11 +74,11 @@ def test_host_memory_is_copied_and_says_why() -> None:
 @pytest.mark.parametrize(
     ("offered", "device", "advice"),
     [
-        ("cuda_ipc", None, r"transports=\['shared_memory', 'tcp'\]"),
-        ("shared_memory", torch.device("cuda", 0), "delivery='streamed'"),
+        (CudaIpc(), None, r"transports=\['shared_memory', 'tcp'\]"),
+        (SharedMemory(), torch.device("cuda", 0), "delivery='streamed'"),
     ],
 )
-def test_who_cannot_reach_the_other_is_told_what_to_change(offered: str, device: torch.device | None, advice: str) -> None:
-    address = SourceAddress("trainer/0", "d" * 32, (Offer(offered, "weightsync-gpu-x", this_host()),), _KEY)
+def test_who_cannot_reach_the_other_is_told_what_to_change(offered: Transport, device: torch.device | None, advice: str) -> None:
+    address = SourceAddress("trainer/0", "d" * 32, (Offer(offered.name, "weightsync-gpu-x", this_host(), offered.traits),), _KEY)
     with pytest.raises(TransportUnavailable, match=advice):
-        _connect(address, ["cuda_ipc", "shared_memory", "tcp"], device, this_host(), Deadline(5))
+        _connect(address, [CudaIpc(), SharedMemory(), Tcp()], device, this_host(), Deadline(5))

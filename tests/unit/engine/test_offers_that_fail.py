@@ -52,7 +52,7 @@ def listener(answer: bytes | None) -> Iterator[int]:
 def message(address: str, seconds: float = 5.0) -> str:
     source = SourceAddress("trainer/0", "layout", (Offer("tcp", address, HERE),), KEY)
     with pytest.raises(TransportUnavailable) as caught:
-        _connect(source, ["tcp"], None, HERE, Deadline(seconds))
+        _connect(source, [Tcp()], None, HERE, Deadline(seconds))
     return str(caught.value)
 
 

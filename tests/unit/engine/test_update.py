@@ -20,7 +20,7 @@ from weightsync.protocol.messages import Move, Pause, Place, Placed, PlanSlice, 
 from weightsync.tensors.shards import Shard, shard
 from weightsync.trainer.publisher import TrainerRole
 from weightsync.transports.hostinfo import this_host
-from weightsync.transports.registry import scheme
+from weightsync.transports.registry import transport
 
 SECONDS = 20.0
 
@@ -71,7 +71,7 @@ class Stage:
         here = this_host()
         self.source = torch.nn.Linear(6, 4, bias=False)
         self.adapter = adapter
-        self.trainer = TrainerRole(self.source, [scheme("inproc")], b"k" * 32, here)
+        self.trainer = TrainerRole(self.source, [transport("inproc")], b"k" * 32, here)
         owned.callback(self.trainer.close)
         self.engine = EngineRole(adapter, ["inproc"], here)
         owned.callback(self.engine.close)

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError
-from weightsync.protocol.messages import Host, Offer
+from weightsync.protocol.messages import Host, Offer, Traits
+from weightsync.transports.base import LOOPBACK, Network
 from weightsync.transports.broadcast.buffer_config import BufferSettings
 from weightsync.transports.broadcast.joining import JoiningReader
 from weightsync.transports.broadcast.receiver import CollectiveReader
@@ -44,6 +45,7 @@ class Collective(Tcp):
     """
 
     name = "collective"
+    traits = Traits(shared_fate=True)
 
     def __init__(
         self,
@@ -64,32 +66,16 @@ class Collective(Tcp):
         self.gather_seconds = float(gather_seconds)
         self.buffers = BufferSettings(buffer_bytes, buffer_memory_ratio, num_buffers)
 
-    def bound_to(self, host: str) -> Collective:
-        """See :meth:`weightsync.transports.tcp.transport.Tcp.bound_to`."""
-        if self._chosen:
-            return self
-        of = self.buffers
-        return type(self)(
-            host, self._port, self._advertise, buffer_bytes=of.buffer_bytes, buffer_memory_ratio=of.buffer_memory_ratio,
-            num_buffers=of.num_buffers, gather_seconds=self.gather_seconds,
-        )  # fmt: skip
-
-    def encrypting(self, encrypt: bool) -> Collective:
-        """Itself. Raises :class:`~weightsync.errors.ConfigurationError` if it is to encrypt, which process groups cannot."""
-        if encrypt:
-            raise ConfigurationError(
-                f"transport {self.name!r} cannot encrypt: leave it out, or say that the network is trusted "
-                "(WEIGHTSYNC_DATA_ENCRYPTION=off)"
-            )
-        return self
-
     def unavailable(self) -> str | None:
         """See :class:`weightsync.transports.base.Transport`."""
         return None if dist.is_available() and dist.is_gloo_available() else "this torch was built without gloo"
 
-    def publish(self, shelf: PublishedRegion, key: bytes, here: Host) -> GatheringPublisher:
+    def publish(self, shelf: PublishedRegion, key: bytes, here: Host, network: Network = LOOPBACK) -> GatheringPublisher:
         """See :class:`weightsync.transports.base.Transport`."""
-        return CollectivePublisher(shelf, key, here, (self._bind, self._port, self._advertise), self.buffers, self.gather_seconds)
+        return CollectivePublisher(shelf, key, here, self.traits, self._where(network), self.buffers, self.gather_seconds)
+
+    def _where(self, network: Network) -> tuple[str, int, str | None]:
+        return self._bind or network.address, self._port, self._advertise
 
     def open(self, offer: Offer, key: bytes, deadline: Deadline) -> JoiningReader:
         """See :class:`weightsync.transports.base.Transport`."""

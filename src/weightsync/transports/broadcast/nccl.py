@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from weightsync.deadline import Deadline
 from weightsync.errors import TransportUnavailable
-from weightsync.protocol.messages import Host, Offer
+from weightsync.protocol.messages import Host, Offer, Traits
+from weightsync.transports.base import LOOPBACK, Network
 from weightsync.transports.broadcast.gloo import Collective, dial_owner
 from weightsync.transports.broadcast.nccl_receiver import NcclReader
 from weightsync.transports.broadcast.nccl_sender import NcclPublisher
@@ -30,6 +31,7 @@ class Nccl(Collective):
     """
 
     name = "nccl"
+    traits = Traits(reads=("host", "cuda"), writes=("cuda",), digests="after", shared_fate=True)
 
     def unavailable(self) -> str | None:
         """See :class:`weightsync.transports.base.Transport`."""
@@ -37,9 +39,9 @@ class Nccl(Collective):
             return "NCCL needs a CUDA device and a build of torch for it"
         return None if dist.is_available() and dist.is_nccl_available() else "this torch was built without NCCL"
 
-    def publish(self, shelf: PublishedRegion | CudaRegion, key: bytes, here: Host) -> NcclPublisher:
+    def publish(self, shelf: PublishedRegion | CudaRegion, key: bytes, here: Host, network: Network = LOOPBACK) -> NcclPublisher:
         """See :class:`weightsync.transports.base.Transport`. A shelf in host memory is read by the current GPU."""
-        return NcclPublisher(shelf, key, here, (self._bind, self._port, self._advertise), self.buffers, self.gather_seconds)
+        return NcclPublisher(shelf, key, here, self.traits, self._where(network), self.buffers, self.gather_seconds)
 
     def open(self, offer: Offer, key: bytes, deadline: Deadline) -> NcclReader:
         """See :class:`weightsync.transports.base.Transport`."""

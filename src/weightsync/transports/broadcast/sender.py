@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from weightsync.deadline import Deadline
 from weightsync.errors import PeerLost, ProtocolError, StaleSource, TransportUnavailable, WeightSyncError, to_wire
-from weightsync.protocol.messages import Host
+from weightsync.protocol.messages import Host, Traits
 from weightsync.tensors.copy_table import TILE_BYTES, Tiles
 from weightsync.transports.broadcast.buffer_config import BufferSettings
 from weightsync.transports.broadcast.group import Epoch, HostEpoch
@@ -87,6 +87,7 @@ class GatheringPublisher(ListeningPublisher):
         shelf: PublishedRegion | CudaRegion,
         key: bytes,
         here: Host,
+        traits: Traits,
         where: tuple[str, int, str | None],
         buffers: BufferSettings,
         gather_seconds: float,
@@ -101,7 +102,7 @@ class GatheringPublisher(ListeningPublisher):
         self._epochs: dict[bytes, tuple[Epoch, tuple[_Member, ...]]] = {}
         self._held = self._hold(shelf)  # keeps the memory mapped, whatever happens to the shelf, until this owner is closed
         try:
-            super().__init__(key, here, *where)
+            super().__init__(key, here, traits, *where)
         except BaseException:
             self._release()
             raise

@@ -26,11 +26,12 @@ from weightsync.errors import (
     StaleSource,
     TransportUnavailable,
 )
-from weightsync.protocol.messages import UNREADABLE, Host, Offer
+from weightsync.protocol.messages import UNREADABLE, Host, Offer, Traits
 from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.copy_table import Tiles
 from weightsync.tensors.cuda.copies import TileCopy
 from weightsync.tensors.cuda.waiting import wait_for_event, wait_until_idle
+from weightsync.transports.base import LOOPBACK, Completion, Network, Reader, Transport
 from weightsync.transports.cuda.driver import close_handle, driver_problem, open_handle, reach_device
 from weightsync.transports.cuda.region import CudaRegion, Exported, export_count, this_process
 from weightsync.transports.host.memory import map_read_only, reopen_read_only
@@ -39,7 +40,7 @@ from weightsync.transports.host.unix_socket import connect_local, listen_local
 from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.handshake import HELLO_SECONDS
 
-__all__ = ["CombinedRead", "CudaIpc", "CudaIpcPublisher", "CudaIpcReader"]
+__all__ = ["CombinedReader", "CudaIpc", "CudaIpcPublisher", "CudaIpcReader"]
 
 _PREFIX = "weightsync-gpu-"
 _ASK = b"?"
@@ -62,9 +63,10 @@ class CudaIpcPublisher:
     def __init__(self, shelf: CudaRegion, key: bytes, here: Host) -> None:
         if shelf.fd is None:
             raise TransportUnavailable("CUDA IPC needs Linux: this machine's memory cannot be handed to another process")
+        shelf.export()
         self._shelf = shelf
         self._listener, address = listen_local(_PREFIX, "cuda-ipc", key, self._serve)
-        self._offer = Offer(scheme=CudaIpc.name, address=address, host=here)
+        self._offer = Offer(scheme=CudaIpc.name, address=address, host=here, traits=CudaIpc.traits)
 
     @property
     def offer(self) -> Offer:
@@ -89,12 +91,14 @@ class CudaIpcPublisher:
         self._listener.close()
 
 
-class CudaIpcReader:
+class CudaIpcReader(Reader):
     """One reader's mapping of one owner's device memory: a :class:`~weightsync.transports.base.Reader`.
 
-    Targets are addresses in the memory of ``device`` (or in memory that it can reach). To fill one GPU from several owners in
-    one launch, give their sources to :class:`CombinedRead`.
+    Targets are addresses in the memory of ``device`` (or in memory that it can reach). To fill one GPU from several publishers in
+    one launch, give their readers to :class:`CombinedReader`.
     """
+
+    stream_ordered = True
 
     def __init__(self, channel: Channel, device: int, deadline: Deadline) -> None:
         self._channel = channel
@@ -110,7 +114,7 @@ class CudaIpcReader:
         self._aborted = False
         self._stamp: tuple[int, int] | None = None
         self.groups: tuple[Tiles, ...] = ()
-        self._alone: CombinedRead | None = None
+        self._alone: CombinedReader | None = None
         self._running: torch.cuda.Event | None = None
         self._opened: dict[tuple[bytes, int], int] = {}  # by handle and allocation: a handle's bytes may come again for another
         self._facts: Exported
@@ -210,15 +214,11 @@ class CudaIpcReader:
         wait_until_idle(self.device, deadline, f"what this engine rank has queued on its device before version {version}")
         self._stamp = stamp
 
-    def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
-        """See :meth:`weightsync.transports.base.Reader.read`. Without ``digests``: a GPU takes them in a launch of its own."""
-        if digests is not None:
-            raise ProtocolError("cuda_ipc takes no digests while it reads: use weightsync.tensors.cuda.digest.LayoutDigest")
-        if not 0 <= group < len(self.groups):
-            raise ProtocolError(f"group {group} was not prepared: there are {len(self.groups)}")
+    def submit(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> Completion:
+        """See :meth:`weightsync.transports.base.Reader.submit`."""
         if self._alone is None:
-            self._alone = CombinedRead([self])
-        self._alone.read(group, deadline)
+            self._alone = CombinedReader([self])
+        return self._alone.submit(group, deadline, digests)
 
     def launched(self, event: torch.cuda.Event) -> None:
         """Remember what marks the end of work on the mapping: only after it may anything be unmapped."""
@@ -260,67 +260,98 @@ class CudaIpcReader:
                 close_handle(address, self.device)
 
 
-class CombinedRead:
-    """Several owners' sources read as one: all of a group's tiles in a single launch, straight to where they belong.
+class _Launched:
+    """A launch whose end ``event`` marks: it reads the memory of ``readers``."""
 
-    The sources were prepared with the same number of groups, for the same device; each transfer is begun and ended on each of
-    them. The table is built at the first read, and anew when an owner has exported its memory again.
+    def __init__(self, event: torch.cuda.Event, readers: tuple[CudaIpcReader, ...]) -> None:
+        self._event, self._readers = event, readers
+
+    def wait(self, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.base.Completion.wait`: raises unless every publisher lives and holds its version."""
+        wait_for_event(self._event, deadline, "reading device memory")
+        for reader in self._readers:
+            reader.require_unchanged(deadline)
+
+
+class CombinedReader(Reader):
+    """Several publishers' readers as one: all of a group's tiles in a single launch, straight to where they belong.
+
+    The table is built here, and anew when a publisher has exported its memory again. Raises
+    :class:`~weightsync.errors.ProtocolError` for readers that were prepared with other numbers of groups, or for other devices.
     """
 
-    def __init__(self, sources: Sequence[CudaIpcReader]) -> None:
-        self._sources = tuple(sources)
-        self._made_of: tuple[object, ...] = ()
-        self._copy: TileCopy | None = None
+    stream_ordered = True
 
-    def build(self) -> TileCopy:
-        """The copy of all groups as they are mapped now. Called by :meth:`read`; earlier, to have it ready before a round."""
-        made_of = tuple((source.groups, source.addresses) for source in self._sources)
-        if self._copy is None or made_of != self._made_of:
-            counts = {len(source.groups) for source in self._sources}
-            devices = {source.device for source in self._sources}
+    def __init__(self, readers: Sequence[CudaIpcReader]) -> None:
+        self._readers = tuple(readers)
+        self._made_of: tuple[object, ...] = ()
+        self._copy = self._build()
+
+    def _build(self) -> TileCopy:
+        """The copy of all groups as they are mapped now."""
+        made_of = tuple((reader.groups, reader.addresses) for reader in self._readers)
+        if made_of != self._made_of:
+            counts = {len(reader.groups) for reader in self._readers}
+            devices = {reader.device for reader in self._readers}
             if len(counts) != 1 or len(devices) != 1:
-                raise ProtocolError("sources that are read together need the same groups and the same device")
-            groups = [[(source.groups[index], source.addresses) for source in self._sources] for index in range(counts.pop())]
-            self._copy, self._made_of = TileCopy(groups, torch.device("cuda", devices.pop())), made_of
+                raise ProtocolError("readers that are combined need the same groups and the same device")
+            groups = [[(reader.groups[index], reader.addresses) for reader in self._readers] for index in range(counts.pop())]
+            device = torch.device("cuda", devices.pop())
+            with torch.cuda.device(device):
+                self._copy, self._made_of = TileCopy(groups, device), made_of
         return self._copy
 
-    def launch(self, group: int, deadline: Deadline) -> torch.cuda.Event:
-        """Begin to read this group in the device's current stream; the event marks its end. Raises as :meth:`read` does.
+    def prepare(self, groups: Sequence[Tiles], layout_digest: str, deadline: Deadline) -> None:
+        """Raise: each reader is prepared by itself, with what it has to read."""
+        raise ProtocolError("prepare each reader before they are combined")
 
-        Whether the owners held their version until then is only known when :meth:`settle` was called after it.
-        """
-        for source in self._sources:
-            source.require_unchanged(deadline)
-        copy = self.build()
+    def require(self, version: int, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.base.Reader.require`."""
+        for reader in self._readers:
+            reader.require(version, deadline)
+
+    def begin(self, version: int, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.base.Reader.begin`."""
+        for reader in self._readers:
+            reader.begin(version, deadline)
+
+    def submit(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> Completion:
+        """See :meth:`weightsync.transports.base.Reader.submit`. Launches on the device's current stream."""
+        if digests is not None:
+            raise ProtocolError("cuda_ipc takes no digests while it reads: use weightsync.tensors.cuda.digest.LayoutDigest")
+        for reader in self._readers:
+            reader.require_unchanged(deadline)
+            if not 0 <= group < len(reader.groups):
+                raise ProtocolError(f"group {group} was not prepared: there are {len(reader.groups)}")
+        copy = self._build()
         copy.launch(group, group + 1)
         launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
         launched.record(torch.cuda.current_stream(copy.device))
-        for source in self._sources:
-            source.launched(launched)
-        return launched
+        for reader in self._readers:
+            reader.launched(launched)
+        return _Launched(launched, self._readers)
 
-    def settle(self, event: torch.cuda.Event, deadline: Deadline) -> None:
-        """Wait for ``event``, and raise unless every owner lives and holds its version still."""
-        self.wait(event, deadline, "reading device memory")
-        for source in self._sources:
-            source.require_unchanged(deadline)
+    def end(self, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.base.Reader.end`."""
+        for reader in self._readers:
+            reader.end(deadline)
 
-    def wait(self, event: torch.cuda.Event, deadline: Deadline, what: str) -> None:
-        """Wait for ``event``. Raises DeadlineExceeded, or what the device reports as a TransportError."""
-        wait_for_event(event, deadline, what)
+    def abort(self) -> None:
+        """See :meth:`weightsync.transports.base.Reader.abort`."""
+        for reader in self._readers:
+            reader.abort()
 
-    def read(self, group: int, deadline: Deadline) -> None:
-        """Return when every byte of this group is in place. Raises as :meth:`weightsync.transports.base.Reader.read` does."""
-        self.launch(group, deadline)
-        for source in self._sources:
-            source.finish(deadline)
-            source.require_unchanged(deadline)
+    def close(self) -> None:
+        """See :meth:`weightsync.transports.base.Reader.close`."""
+        for reader in self._readers:
+            reader.close()
 
 
-class CudaIpc:
+class CudaIpc(Transport):
     """The transport ``cuda_ipc``. ``device`` is the reader's own CUDA device; by default the current one when it connects."""
 
     name = "cuda_ipc"
+    traits = Traits(reads=("cuda",), writes=("cuda",), reach="host", digests="after", live_source=True)
 
     def __init__(self, device: int | None = None) -> None:
         self._device = device
@@ -337,7 +368,7 @@ class CudaIpc:
         """See :class:`weightsync.transports.base.Transport`."""
         return offer.host.memory == here.memory and offer.address.startswith(_PREFIX) and self.unavailable() is None
 
-    def publish(self, shelf: PublishedRegion | CudaRegion, key: bytes, here: Host) -> CudaIpcPublisher:
+    def publish(self, shelf: PublishedRegion | CudaRegion, key: bytes, here: Host, network: Network = LOOPBACK) -> CudaIpcPublisher:
         """See :class:`weightsync.transports.base.Transport`. Only memory of a GPU can be served: a CudaRegion."""
         if not isinstance(shelf, CudaRegion):
             raise TransportUnavailable("CUDA IPC shares memory of a GPU in place, and this shelf lies in host memory")
@@ -351,3 +382,7 @@ class CudaIpc:
         except BaseException:
             channel.close()
             raise
+
+    def combine(self, readers: Sequence[Reader]) -> Reader | None:
+        """See :class:`weightsync.transports.base.Transport`: one launch for all."""
+        return CombinedReader([reader for reader in readers if isinstance(reader, CudaIpcReader)])

@@ -82,7 +82,7 @@ class CudaRegion:
 
     ``addresses()`` tells where the regions (of ``sizes`` bytes, those of the layout with digest ``layout_digest``) lie *now*; it
     is asked at every placing, so that memory that was freed, moved or put on another allocation since is exported anew and
-    never read stale. With ``exports``, processes of this machine may map them: then it raises
+    never read stale. After :meth:`export`, processes of this machine may map them: from then on a placing raises
     :class:`~weightsync.errors.TransportUnavailable` for memory that CUDA IPC cannot share, and
     :class:`~weightsync.errors.StaleSource` for memory that is not allocated.
 
@@ -100,7 +100,6 @@ class CudaRegion:
         layout_digest: str,
         addresses: Callable[[], Sequence[int]],
         device: int,
-        exports: bool = True,
     ) -> None:
         self.sizes = tuple(sizes)
         self.layout_digest = layout_digest
@@ -108,7 +107,7 @@ class CudaRegion:
         self._addresses = addresses
         self._cell = PublishedRegion(0, layout_digest)
         self._found: tuple[tuple[Allocation, ...], tuple[int, ...]] = ((), ())
-        self.exports = exports
+        self._exports = False
         self._exported: Exported | None = None
         self.addresses: tuple[int, ...] = ()
         """Where the regions lay at the last placing."""
@@ -150,11 +149,20 @@ class CudaRegion:
         addresses = tuple(self._addresses())
         if len(addresses) != len(self.sizes):
             raise LayoutError(f"{len(addresses)} addresses for {len(self.sizes)} regions of device memory")
-        if self.exports:
-            self._exported = self._export(addresses)
+        if self._exports:
+            self._exported = self._exported_at(addresses)
         self.addresses = addresses
 
-    def _export(self, addresses: tuple[int, ...]) -> Exported:
+    def export(self) -> None:
+        """Let processes of this machine map the regions, from now on. Raises as a placing does then."""
+        self._exports = True
+        try:
+            self._look()
+        except BaseException:
+            self._exports = False
+            raise
+
+    def _exported_at(self, addresses: tuple[int, ...]) -> Exported:
         """The same as before, or new handles if the regions are anywhere else."""
         allocations, where = self._found
         if self._exported is not None and addresses == where and still_allocated(allocations, self.device):

@@ -11,7 +11,8 @@ import weakref
 
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, PeerLost
-from weightsync.protocol.messages import Host, Offer
+from weightsync.protocol.messages import Host, Offer, Traits
+from weightsync.transports.base import LOOPBACK, Network, Transport
 from weightsync.transports.host.mapped import MappedReader
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.net.handshake import check_key
@@ -35,7 +36,7 @@ class InProcessPublisher:
         self.shelf = shelf
         self._key = hashlib.sha256(key).digest()
         self._sources: weakref.WeakSet[InProcessReader] = weakref.WeakSet()
-        self._offer = Offer(scheme=InProcess.name, address=_prefix() + secrets.token_hex(16), host=here)
+        self._offer = Offer(scheme=InProcess.name, address=_prefix() + secrets.token_hex(16), host=here, traits=InProcess.traits)
         with _lock:
             _owners[self._offer.address] = self
 
@@ -84,20 +85,17 @@ class InProcessReader(MappedReader):
         self._stop[0] = 1
 
 
-class InProcess:
+class InProcess(Transport):
     """The transport ``inproc``."""
 
     name = "inproc"
-
-    def unavailable(self) -> str | None:
-        """See :class:`weightsync.transports.base.Transport`."""
-        return None
+    traits = Traits(reach="process", live_source=True)
 
     def reaches(self, offer: Offer, here: Host) -> bool:
         """See :class:`weightsync.transports.base.Transport`."""
         return offer.address.startswith(_prefix())
 
-    def publish(self, shelf: PublishedRegion, key: bytes, here: Host) -> InProcessPublisher:
+    def publish(self, shelf: PublishedRegion, key: bytes, here: Host, network: Network = LOOPBACK) -> InProcessPublisher:
         """See :class:`weightsync.transports.base.Transport`."""
         return InProcessPublisher(shelf, key, here)
 

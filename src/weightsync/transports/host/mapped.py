@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,12 +12,13 @@ from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, PeerLost, ProtocolError, StaleSource
 from weightsync.tensors.copies import check_tiles, copy_and_digest, copy_tiles
 from weightsync.tensors.copy_table import Tiles
+from weightsync.transports.base import BlockingReader
 from weightsync.transports.host.region import HEADER_BYTES, Header
 
 __all__ = ["MappedReader"]
 
 
-class MappedReader(ABC):
+class MappedReader(BlockingReader):
     """A :class:`~weightsync.transports.base.Reader` over ``memory``, ``uint8[header + nbytes]``: an owner's whole shelf.
 
     The mapping outlives the owner, so its death is looked for: ``begin``, ``read`` and ``end`` raise
@@ -73,7 +74,7 @@ class MappedReader(ABC):
         self._groups = tuple(groups)
 
     def require(self, version: int, deadline: Deadline) -> None:
-        """Raise :class:`~weightsync.errors.StaleSource` unless the owner holds this version now. Begins nothing."""
+        """See :meth:`weightsync.transports.base.Reader.require`."""
         self._aborted = False
         self._check(deadline, f"looking for version {version}")
         self._header.require(version)

@@ -16,7 +16,8 @@ import msgspec
 
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, DeadlineExceeded, PeerLost, ProtocolError, TransportUnavailable
-from weightsync.protocol.messages import UNREADABLE, Host, Offer
+from weightsync.protocol.messages import UNREADABLE, Host, Offer, Traits
+from weightsync.transports.base import LOOPBACK, Network, Transport
 from weightsync.transports.host.mapped import MappedReader
 from weightsync.transports.host.memory import map_read_only, reopen_read_only
 from weightsync.transports.host.region import HEADER_BYTES, PublishedRegion
@@ -46,7 +47,7 @@ class SharedMemoryPublisher:
         self._shelf = shelf
         owner_id = secrets.token_bytes(ID_BYTES)
         name = _PREFIX + owner_id.hex()
-        self._offer = Offer(scheme=SharedMemory.name, address=name, host=here)
+        self._offer = Offer(scheme=SharedMemory.name, address=name, host=here, traits=SharedMemory.traits)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.bind("\0" + name)
@@ -101,10 +102,11 @@ class SharedMemoryReader(MappedReader):
         self._channel.close()
 
 
-class SharedMemory:
+class SharedMemory(Transport):
     """The transport ``shared_memory``."""
 
     name = "shared_memory"
+    traits = Traits(reach="host", live_source=True)
 
     def unavailable(self) -> str | None:
         """See :class:`weightsync.transports.base.Transport`."""
@@ -116,7 +118,7 @@ class SharedMemory:
         """See :class:`weightsync.transports.base.Transport`."""
         return self.unavailable() is None and offer.host.memory == here.memory and offer.address.startswith(_PREFIX)
 
-    def publish(self, shelf: PublishedRegion, key: bytes, here: Host) -> SharedMemoryPublisher:
+    def publish(self, shelf: PublishedRegion, key: bytes, here: Host, network: Network = LOOPBACK) -> SharedMemoryPublisher:
         """See :class:`weightsync.transports.base.Transport`."""
         return SharedMemoryPublisher(shelf, key, here)
 

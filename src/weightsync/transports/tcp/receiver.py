@@ -14,6 +14,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, AuthenticationError, PeerLost, ProtocolError, TransportError, WeightSyncError, from_wire
 from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.copy_table import Tiles
+from weightsync.transports.base import BlockingReader
 from weightsync.transports.net.channel import CONTROL, DATA, END, HEADER, Channel, FrameHeader
 from weightsync.transports.net.requests import (
     ANSWER_BYTES,
@@ -46,7 +47,7 @@ class _Stream:
         self.sequence = 0
 
 
-class StreamReader:
+class StreamReader(BlockingReader):
     """A :class:`~weightsync.transports.base.Reader` to which the owner sends. Holds a bucket of 256 KiB.
 
     ``dial`` opens an authenticated channel and gives it to its argument as soon as it has a socket, so that a connection that is

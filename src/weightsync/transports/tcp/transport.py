@@ -17,20 +17,22 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
+import msgspec
+
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, PeerLost, ProtocolError
-from weightsync.protocol.messages import Host, Offer
+from weightsync.protocol.messages import Host, Offer, Traits
+from weightsync.transports.base import LOOPBACK, Network, Transport
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.handshake import ID_BYTES, check_key, greet_owner
 from weightsync.transports.net.listener import Listener
 from weightsync.transports.net.requests import Room
 from weightsync.transports.net.tls import FINGERPRINT_BYTES, EncryptedChannel, owner_context, reader_context
-from weightsync.transports.registry import scheme
 from weightsync.transports.tcp.receiver import StreamReader
 from weightsync.transports.tcp.sender import Sender
 
-__all__ = ["ListeningPublisher", "Tcp", "TcpPublisher", "in_clear", "open_channel", "parse_address", "tune"]
+__all__ = ["ListeningPublisher", "Tcp", "TcpPublisher", "open_channel", "parse_address", "tune"]
 
 _Address = tuple[int, tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]]  # a family, and what connect() takes
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a host that vanished is noticed within a minute
@@ -81,11 +83,6 @@ class _Where(NamedTuple):
         return found
 
 
-def in_clear(offer: Offer) -> bool:
-    """Whether the bytes behind this offer, of :class:`Tcp` or made of it, would cross a network that others could read."""
-    return isinstance(scheme(offer.scheme), Tcp) and not _Where.parse(offer.address).fingerprint
-
-
 class ListeningPublisher(ABC):
     """Listens on one address and serves each authenticated reader in a thread. ``scheme`` is what its offer says."""
 
@@ -95,6 +92,7 @@ class ListeningPublisher(ABC):
         self,
         key: bytes,
         here: Host,
+        traits: Traits,
         bind: str,
         port: int,
         advertise: str | None,
@@ -124,11 +122,13 @@ class ListeningPublisher(ABC):
             host = f"[{shown}]" if ":" in shown else shown
             address = f"{host}:{actual}/{owner_id.hex()}"
             make: Callable[[socket.socket, str], Channel] = Channel
-            if encrypt or (encrypt is None and not _is_loopback(bound)):
+            encrypted = encrypt or (encrypt is None and not _is_loopback(bound))
+            if encrypted:
                 context, fingerprint = owner_context()
                 address += f"/{fingerprint.hex()}"
                 make = functools.partial(EncryptedChannel, context=context)
-            self._offer = Offer(scheme=self.scheme, address=address, host=here)
+            traits = msgspec.structs.replace(traits, encrypted=encrypted)
+            self._offer = Offer(scheme=self.scheme, address=address, host=here, traits=traits)
             self._listener = Listener(sock, self.scheme, check_key(key), owner_id, self._serve, channel=make)
         except BaseException:
             sock.close()
@@ -162,45 +162,32 @@ class TcpPublisher(ListeningPublisher):
         shelf: PublishedRegion,
         key: bytes,
         here: Host,
+        traits: Traits,
         bind: str,
         port: int,
         advertise: str | None,
         encrypt: bool | None = False,
     ) -> None:
         self._shelf, self._room = shelf, Room(shelf.nbytes)
-        super().__init__(key, here, bind, port, advertise, encrypt)
+        super().__init__(key, here, traits, bind, port, advertise, encrypt)
 
     def _serve(self, channel: Channel) -> None:
         tune(channel.socket)
         Sender(self._shelf, channel, self._room, self.busy).run()
 
 
-class Tcp:
+class Tcp(Transport):
     """The transport ``tcp``. ``bind`` is the address to listen on, ``port`` 0 for any, ``advertise`` what readers are told instead.
 
-    Without ``bind`` it is loopback, unless whoever serves knows better (:meth:`bound_to`). Without ``encrypt`` (:meth:`encrypting`)
-    it encrypts beyond loopback. Readers do as the owner's address says.
+    Without ``bind`` it listens where the trainer's :class:`~weightsync.transports.base.Network` says, or on loopback. Without
+    ``encrypt`` it does as the network says, or encrypts beyond loopback. Readers do as the publisher's address says.
     """
 
     name = "tcp"
+    traits = Traits(encrypted=True)
 
     def __init__(self, bind: str | None = None, port: int = 0, advertise: str | None = None, encrypt: bool | None = None) -> None:
-        self._chosen, self._encrypt = bind is not None, encrypt
-        self._bind, self._port, self._advertise = bind or "127.0.0.1", port, advertise
-
-    def bound_to(self, host: str) -> Tcp:
-        """The same, listening on ``host``; itself if it was made with an address to listen on."""
-        return self if self._chosen else Tcp(host, self._port, self._advertise, self._encrypt)
-
-    def encrypting(self, encrypt: bool) -> Tcp:
-        """The same, encrypting or not; itself if it was made to do one of them."""
-        if self._encrypt is not None:
-            return self
-        return Tcp(self._bind if self._chosen else None, self._port, self._advertise, encrypt)
-
-    def unavailable(self) -> str | None:
-        """See :class:`weightsync.transports.base.Transport`."""
-        return None
+        self._bind, self._port, self._advertise, self._encrypt = bind, port, advertise, encrypt
 
     def reaches(self, offer: Offer, here: Host) -> bool:
         """See :class:`weightsync.transports.base.Transport`; a loopback address only reaches its own host."""
@@ -210,13 +197,17 @@ class Tcp:
             return False
         return offer.host.name == here.name or not _is_loopback(host)
 
-    def publish(self, shelf: PublishedRegion, key: bytes, here: Host) -> ListeningPublisher:
+    def publish(self, shelf: PublishedRegion, key: bytes, here: Host, network: Network = LOOPBACK) -> ListeningPublisher:
         """See :class:`weightsync.transports.base.Transport`."""
-        return TcpPublisher(shelf, key, here, self._bind, self._port, self._advertise, self._encrypt)
+        encrypt = network.encrypt if self._encrypt is None else self._encrypt
+        bind = self._bind or network.address
+        return TcpPublisher(shelf, key, here, self.traits, bind, self._port, self._advertise, encrypt)
 
     def open(self, offer: Offer, key: bytes, deadline: Deadline) -> StreamReader:
         """See :class:`weightsync.transports.base.Transport`."""
         host, port, owner_id, fingerprint = _Where.parse(offer.address)
+        if offer.traits.encrypted and not fingerprint:
+            raise ProtocolError(f"{offer.address!r} names no certificate, and the offer says that it is encrypted")
         make: Callable[[socket.socket, str], Channel] = Channel
         if fingerprint:
             make = functools.partial(EncryptedChannel, context=reader_context(), fingerprint=fingerprint)

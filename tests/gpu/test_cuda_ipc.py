@@ -241,6 +241,6 @@ def test_what_cannot_be_served_is_refused() -> None:
     shelf.close()
     memory = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
     with pytest.raises(LayoutError, match="past its allocation"):
-        CudaRegion([1 << 40], LAYOUT, lambda: [memory.data_ptr()], 0)
+        CudaIpc().publish(CudaRegion([1 << 40], LAYOUT, lambda: [memory.data_ptr()], 0), KEY, HERE)
     with pytest.raises(LayoutError, match="addresses"):
         CudaRegion([1, 2], LAYOUT, lambda: [memory.data_ptr()], 0)

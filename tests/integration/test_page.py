@@ -98,7 +98,7 @@ def test_the_link_logs_in_and_the_page_follows_what_happens(tab: Tab, tmp_path: 
         tab.open(server.url)
         assert "weightsync token" in tab.text_with("This coordinator needs its token.")
         tab.open(login_url(server.address, Secret(server.token)))  # in the same tab: only the fragment changes
-        assert "nothing can be seeded" in tab.text_with("run run")
+        assert "no replica can be seeded" in tab.text_with("run run")
         assert "needs its token" not in tab.run("document.body.innerText")
         assert server.token not in tab.run("location.href + JSON.stringify(history.state)")
         settings = ClientSettings(coordinator=server.address)

@@ -128,7 +128,7 @@ def test_a_rank_that_cannot_publish_tells_the_others(run: Run, step: str) -> Non
     first, second = together(trainers, 1, 1)
     assert time.monotonic() - started < SECONDS / 2
     assert isinstance(first, Aborted)
-    assert "trainer/1 failed before it could place it" in str(first)
+    assert "trainer/1 failed before it placed its shards" in str(first)
     assert ("other tensors or shards" if step == "shards" else "no room in host memory") in str(first)
     assert isinstance(second, ConfigurationError if step == "shards" else RuntimeError)
     assert called == ["offload", "restore"]
@@ -221,7 +221,7 @@ def test_an_engine_that_does_not_fit_learns_of_it_and_counts(caplog: pytest.LogC
         assert trainer.wait_for_replicas(1, timeout=SECONDS) == ("even",)
         with pytest.raises(RoundFailed, match=r"1 of 2 replicas.*odd: ManifestMismatch[\s\S]*dtype=torch.bfloat16"):
             trainer.publish(1, timeout=SECONDS)
-        _until(lambda: "odd/0: rounds leave this engine out" in caplog.text)
+        _until(lambda: "odd/0: rounds skip this engine" in caplog.text)
         logged = {record.name for record in caplog.records if "odd" in record.getMessage() and record.levelno == logging.WARNING}
         assert logged == {"weightsync.coordinator.coordinator", "weightsync.protocol.connection", "weightsync.trainer.agent"}
         with pytest.raises(ManifestMismatch, match=r"dtype=torch\.bfloat16"):

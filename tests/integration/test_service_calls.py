@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
 
 
 def test_errors_cross_with_their_kind(settings: ClientSettings) -> None:
-    with joined(settings, engine_hello("a")) as agent, pytest.raises(ProtocolError, match="may not ask"):
+    with joined(settings, engine_hello("a")) as agent, pytest.raises(ProtocolError, match="may not send"):
         agent.link.call(Publish(1), 5)
 
 

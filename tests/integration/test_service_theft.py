@@ -109,14 +109,14 @@ def test_a_stolen_worker_cannot_take_the_place_of_the_live_trainer_or_a_live_rep
         for real, name in ((trainer._hello(), "trainer/0"), (engine._hello(), "honest/0")):
             for session in ("guessed", real.session):  # even if it leaked
                 said = attack(server, msgspec.structs.replace(real, session=session))
-                assert said.startswith(f"MembershipError: {name} is connected already, by process ")
+                assert said.startswith(f"MembershipError: {name} is already connected from process ")
         with torch.no_grad():
             weights["w"].fill_(2.0)
         assert trainer.publish(2, timeout=20).ok
         assert model.get_parameter("w").tolist() == [2.0] * 8
         with Client(fast(server.address, Secret(TOKEN))) as client:
             assert [(one.name, one.state, one.version) for one in client.status().replicas] == [("honest", "loaded", 2)]
-    assert "refused an agent: trainer/0 is connected already" in caplog.text
+    assert "refused an agent: trainer/0 is already connected" in caplog.text
 
 
 def test_a_rank_reconnects_before_the_coordinator_saw_its_old_connection_end(
@@ -221,7 +221,7 @@ def test_a_rank_speaks_for_itself_alone(server: BackgroundServer, settings: Clie
         thief.say(Call(1, 5.0, Publish(99)))
         refused = thief.frame()
         assert isinstance(refused, Failure)
-        assert "thief/0 may not ask the coordinator for Publish" in refused.message
+        assert "thief/0 may not send Publish to the coordinator" in refused.message
         trainer.say(Call(1, 20.0, Publish(1)))
         place = trainer.frame()
         assert isinstance(place, Call)

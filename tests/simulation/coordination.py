@@ -183,6 +183,6 @@ class CoordinatorProcess(Process):
             return
         if any(one.troubled_until + _MARGIN > started for one in (*ranks, *world.trainers.values(), self)):
             return
-        if any(reason in error for reason in ("is not complete", "went away", "it is not connected")):
+        if any(reason in error for reason in ("is not complete", "disconnected", "went away", "not connected")):
             return
         world.violated("infected", f"{'the round' if name is None else f'replica {name}'} had no trouble, and failed: {error}")

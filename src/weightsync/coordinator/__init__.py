@@ -1,6 +1,6 @@
-"""The protocol: who is here, what a round does, what is done when something fails. No tensor, no network.
+"""Coordination protocol: membership, rounds, and recovery from failures. Uses no tensor and no network.
 
-:class:`Coordinator` is the way in; :func:`~weightsync.coordinator.round.run_round` is the protocol itself.
+:class:`Coordinator` is the entry point. :func:`~weightsync.coordinator.round.run_round` is the protocol of one round.
 """
 
 from weightsync.coordinator.coordinator import Coordinator

@@ -1,4 +1,4 @@
-"""Which replicas rounds can take in, and waiting until there are enough of them."""
+"""Replicas that are ready for a round, and a wait until enough of them are."""
 
 from __future__ import annotations
 
@@ -15,25 +15,34 @@ __all__ = ["Attendance"]
 
 
 class Attendance:
-    """Counts the replicas that are complete and fit the trainer. Told of changes; never asks."""
+    """Counts the replicas that are complete and match the trainer's manifest. The caller reports changes; nothing is polled."""
 
     def __init__(self, members: Membership) -> None:
         self._members = members
         self._news = asyncio.Event()
 
     def changed(self) -> None:
-        """Somebody joined or left."""
+        """Record that a rank joined or left, and wake all waiters."""
         self._news.set()
         self._news = asyncio.Event()
 
     def ready(self) -> tuple[str, ...]:
-        """Names of the replicas that a round can take in now."""
+        """Names of the replicas that a round can update now, sorted."""
         return tuple(sorted(replica.name for replica in self._members.taking_part() if replica.complete))
 
     async def wait(self, count: int, limit: Limit, notify: Callable[[str], None]) -> tuple[str, ...]:
-        """The replicas that are ready, as soon as they are ``count``; ``notify`` is told for whom this waits.
+        """Wait until at least ``count`` replicas are ready.
 
-        Raises :class:`~weightsync.errors.DeadlineExceeded` saying who is there and what the others lack.
+        Args:
+            count: Number of replicas to wait for.
+            limit: Deadline of the wait.
+            notify: Receives a text now and then that says which replicas are still missing.
+
+        Returns:
+            The names of all replicas that are ready.
+
+        Raises:
+            DeadlineExceeded: ``limit`` passed. The message lists the ready replicas and what the others lack.
         """
         with reminding(lambda: notify(f"waiting for {self._wanted(count)}")):
             while len(self.ready()) < count:
@@ -59,4 +68,4 @@ def _lack(replica: Replica) -> str:
         return f"{replica.name} is lost: {replica.error}"
     if replica.refusal is not None:
         return f"{replica.name} is refused: {replica.refusal}"
-    return f"{replica.name} lacks rank {', '.join(map(str, replica.missing))} of {replica.world_size}"
+    return f"{replica.name} is missing rank {', '.join(map(str, replica.missing))} of {replica.world_size}"

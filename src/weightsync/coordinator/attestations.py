@@ -1,4 +1,4 @@
-"""What replicas say that they serve, against what was published under that number."""
+"""Versions that replicas report, checked against the versions that were published."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["attested", "weigh"]
 
 
 def attested(replica: Replica, run: str) -> Version | None:
-    """The version of ``run`` that all ranks of a replica report, none of which a round has touched since."""
+    """Version of ``run`` that all ranks of ``replica`` report; ``None`` if they differ, or if a round has touched a rank since."""
     reported = {link.serving for link in replica.links.values()}
     version = reported.pop() if len(reported) == 1 else None
     if version is None or not replica.complete or replica.state not in ("registered", "loaded"):
@@ -20,21 +20,30 @@ def attested(replica: Replica, run: str) -> Version | None:
 
 
 def weigh(replicas: Iterable[Replica], run: str, order: tuple[int, int], published: Version | None) -> list[tuple[Replica, str]]:
-    """Load the replicas that report what was ``published``, the version of this epoch and number; return the others, and why.
+    """Mark replicas that report the ``published`` version as loaded, and return those that report another digest.
 
-    One replica that claims another digest must not take the others out of service. While nobody knows what was published, replicas
-    that differ are neither believed nor paused; the trainer's ranks decide when they are back, or publish the next version.
+    A replica that claims another digest must not take the others out of service. While the published digest is unknown, replicas
+    that differ are neither trusted nor paused: the trainer settles the question when it reconnects, or publishes the next version.
+
+    Args:
+        replicas: All known replicas.
+        run: Name of the run.
+        order: Epoch and number of the version in question.
+        published: The version published under ``order``; ``None`` if it is unknown.
+
+    Returns:
+        Each replica that reports a wrong digest, with the reason.
     """
     found = [(replica, version) for replica in replicas if (version := attested(replica, run))]
     reports = [(replica, version) for replica, version in found if version.order == order]
     if published is None and len({version for _, version in reports}) > 1:
         for replica, version in reports:
-            replica.doubt(f"replicas report version {version} with different digests, and no trainer has said which is right")
+            replica.doubt(f"replicas report version {version} with different digests, and the trainer has not confirmed any")
         return []
     wrong = []
     for replica, version in reports:
         if published is not None and version != published:
-            wrong.append((replica, f"version {version} was published with another digest than {version.digest}"))
+            wrong.append((replica, f"version {version} was published with a digest other than {version.digest}"))
         elif replica.state == "registered":
             replica.become("loaded", version)
     return wrong

@@ -1,18 +1,18 @@
-"""Who is here, which version there is, and what is done about it: joins, publications, re-seeding.
+"""Control side of one run: joins, publications and re-seeding.
 
-One coordinator serves one run, on one event loop, and touches no tensor. It may die at any time: a new one rebuilds the picture
-from the ranks that connect again. What it then believes:
+One coordinator serves one run, on one event loop, and touches no tensor. It may die at any time: its successor rebuilds its state
+from the ranks that reconnect, by these rules:
 
-* A replica whose ranks all report the same version (run, number, manifest, digest) is loaded with it: an engine rank takes a
-  label only in a commit, after verification, and reports it only while it generates with it (paused, it reports none). Whoever
-  reports another digest than the one that was published under that number is quarantined until it is seeded again. After a
-  restart the trainer's ranks say what was published; until then replicas that differ are registered, neither believed nor paused.
-* A replica whose ranks report different things is dirty, and is quarantined at once.
-* What the shelves hold cannot be trusted for seeding, since their digests died with the old coordinator: the next publication
-  brings everybody up to date. Its number must be above everything that any rank reports.
+* A replica whose ranks all report the same version (run, number, manifest, digest) is loaded with it. An engine rank takes a
+  version label only in a commit, after verification, and reports it only while it serves that version. A replica that reports
+  a digest other than the published one is quarantined until it is seeded again. The trainer's ranks report what was published;
+  until they do, replicas that differ stay registered: they are neither trusted nor paused.
+* A replica whose ranks report different versions becomes dirty and is quarantined at once.
+* The contents of the trainer's regions cannot seed replicas, because their digests were lost with the old coordinator. The next
+  publication brings all replicas up to date. Its number must be above every number that a rank reports.
 
-Rounds run one at a time. A publication does not wait for a re-seeding: it cancels it (the replica in the middle is quarantined,
-within the grace) and takes its replicas along to the newer version.
+Rounds run one at a time. A publication does not wait for a re-seeding. It cancels it, which quarantines the replica in the middle
+of an update within the grace period, and updates the same replicas to the newer version.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from weightsync.protocol.messages import ReplicaResult, RoundResult
 __all__ = ["Coordinator"]
 
 _log = logging.getLogger(__name__)
-_ANSWER_SECONDS = 1.0  # between the end of a round and that of its publication, for the answers
-_LARGE_ROUND = 64  # replicas: while a thousand replicas' tasks are made, collecting garbage is half of the work
+_ANSWER_SECONDS = 1.0  # from the end of a round to the end of its publication, for the answers
+_LARGE_ROUND = 64  # replicas: garbage collection is half of the work of starting the tasks of a thousand replicas
 _FAN_OUT_SECONDS = 1.0
 _REMEMBERED_RESULTS = 1 << 14
 
 
 class Coordinator:
-    """The control side of one run. All methods are called on one event loop; close it with :meth:`aclose`."""
+    """Control side of one run. Call all methods on one event loop; close it with :meth:`aclose`."""
 
     def __init__(self, settings: RoundSettings) -> None:
         self.settings = settings
@@ -66,13 +66,13 @@ class Coordinator:
         self._rendezvous = Rendezvous(self._members, self._shelves, self._start_publication, self._updating)
         self._attendance = Attendance(self._members)
         self._turn = asyncio.Lock()
-        self._publications = 0  # running or waiting for their turn
+        self._publications = 0  # running, or waiting for the running round
         self._seeding: asyncio.Task[RoundResult] | None = None
         self._seeder: asyncio.Task[None] | None = None
         self._wanted: set[str] = set()  # replicas to seed in the background
         self._tasks: set[asyncio.Task[Any]] = set()
         self._rounds = 0
-        self._without: dict[str, str] = {}  # replicas that the last publication did not reach, and their states
+        self._without: dict[str, str] = {}  # states of the replicas that the last publication did not update
         self._history: deque[RoundResult] = deque(maxlen=settings.history)
         self._planner = Planner(settings.plan_bytes)
         self._closed = False
@@ -80,11 +80,15 @@ class Coordinator:
     # Membership.
 
     def join_trainer(self, node: TrainerNode) -> int:
-        """A trainer rank has connected. Returns the last version number of its epoch, or -1.
+        """Add a trainer rank that has connected.
 
-        Raises :class:`~weightsync.errors.MembershipError` (rank in use by another live process, second trainer, other world
-        size), :class:`~weightsync.errors.AuthenticationError` (revoked) or :class:`~weightsync.errors.ManifestMismatch` (other
-        tensors than the trainer's other ranks).
+        Returns:
+            The last version number of its epoch, or -1.
+
+        Raises:
+            MembershipError: The rank is in use by another live process, or its world size differs from other ranks'.
+            AuthenticationError: The rank's credential was revoked.
+            ManifestMismatch: The rank holds other tensors than the trainer's other ranks.
         """
         self._check_open()
         refused = {replica.name: replica.refusal for replica in self._members.replicas.values()}
@@ -99,21 +103,24 @@ class Coordinator:
             if replica.links and replica.refusal not in (None, refused[replica.name]):
                 self._warn_of_refusal(replica)
                 for link in replica.links.values():
-                    link.node.notify(f"rounds leave this engine out: {replica.refusal}")
+                    link.node.notify(f"rounds skip this engine: {replica.refusal}")
         self._attendance.changed()
         self._seed_wanted()
         for replica in self._members.replicas.values():
-            self._stop_preparing(replica)  # for the trainer as it was
+            self._stop_preparing(replica)  # it prepares for the trainer's earlier ranks
             self._prepare_ahead(replica)
         return self._rendezvous.epochs.last(node.rank)
 
     def join_engine(self, node: EngineNode) -> str:
-        """An engine rank has connected. When its replica is complete and a version is on the shelves, it is seeded.
+        """Add an engine rank that has connected. A complete replica is seeded if a version can be read from the trainer.
 
-        Returns why rounds leave its replica out (it holds other tensors than the trainer), or nothing. Raises
-        :class:`~weightsync.errors.MembershipError` (name or rank in use by another live process, other world size),
-        :class:`~weightsync.errors.AuthenticationError` (revoked) or :class:`~weightsync.errors.ManifestMismatch` (other tensors
-        than the replica's other ranks).
+        Returns:
+            Why rounds leave the replica out (it holds other tensors than the trainer), or an empty string.
+
+        Raises:
+            MembershipError: The name or rank is in use by another live process, or the world size differs from other ranks'.
+            AuthenticationError: The rank's credential was revoked.
+            ManifestMismatch: The rank holds other tensors than the replica's other ranks.
         """
         self._check_open()
         replica, _ = self._members.add_engine(node)
@@ -127,46 +134,54 @@ class Coordinator:
         return replica.refusal or ""
 
     def leave(self, node: TrainerNode | EngineNode, reason: str = "its connection closed", clean: bool = False) -> None:
-        """This connection is gone: its pending calls fail, its replica is lost. Harmless for one that was replaced meanwhile.
+        """Remove a connection that has closed: its pending calls fail and its replica is lost. Idempotent.
 
-        ``clean`` says that the agent was closed on purpose.
+        Args:
+            node: The connection. One that has been replaced is ignored.
+            reason: Why it closed.
+            clean: Whether the agent closed it on purpose.
         """
         if self._members.remove(node, reason, clean):
             self._feed.emit(Left(node.rank.member, reason))
             self._rendezvous.left(node.rank.member, reason, clean)
             self._attendance.changed()
-            if isinstance(node.rank, TrainerRank):  # one that hung must not hold up the next
+            if isinstance(node.rank, TrainerRank):  # a hanging rank must not delay the next preparation
                 for replica in self._members.replicas.values():
                     self._stop_preparing(replica)
 
     def _warn_of_refusal(self, replica: Replica) -> None:
-        _log.warning("replica %s is refused, rounds leave it out: %s", replica.name, replica.refusal)
+        _log.warning("replica %s is refused and rounds skip it: %s", replica.name, replica.refusal)
 
     def link_of(self, member: str) -> Link[Any]:
-        """The connection of a rank. Raises :class:`~weightsync.errors.MembershipError` if it has none."""
+        """Return the handle of a connected rank.
+
+        Raises:
+            MembershipError: The rank is not connected.
+        """
         return self._members.find(member)
 
     def revoke(self, member: str) -> RankStatus:
-        """Close this rank's connection, and refuse its credential from now on; the process is told why.
+        """Close the connection of ``member``, refuse its credential from now on, and tell its process why.
 
-        Raises :class:`~weightsync.errors.MembershipError` if no such rank is connected.
+        Raises:
+            MembershipError: The rank is not connected.
         """
         link = self.link_of(member)
         self._members.revoke(link)
         reason = "its credential was revoked"
-        self.leave(link.node, reason, clean=True)  # on purpose: rounds do not miss it
+        self.leave(link.node, reason, clean=True)  # a clean end: rounds do not miss the rank
         link.node.dismiss(reason)
         return rank_status(link)
 
     def progress(self, node: EngineNode, nbytes: int) -> None:
-        """An engine rank has ``nbytes`` of the running move in place."""
+        """Record that an engine rank has ``nbytes`` of the running move in place."""
         replica = self._members.replicas.get(node.rank.replica)
         if replica is not None and replica.state == "updating" and replica.expected:
             replica.received[node.rank.member] = nbytes
             self._feed.emit(ReplicaBytes(replica.name, min(sum(replica.received.values()), replica.expected), replica.expected))
 
     def _settle(self, replica: Replica) -> None:
-        """All ranks of a replica are here: what does it serve, and should it be seeded?"""
+        """Determine what a replica serves, now that all of its ranks are connected, and whether to seed it."""
         reported = {link.serving for link in replica.links.values()}
         version = attested(replica, self.settings.run)
         if len(reported) > 1:
@@ -180,12 +195,12 @@ class Coordinator:
             self._seed_wanted()
 
     def _weigh(self, order: tuple[int, int]) -> None:
-        """Believe or distrust all replicas that report the version of this epoch and number."""
+        """Trust or quarantine all replicas that report the version of this epoch and number."""
         for replica, why in weigh(self._members.replicas.values(), self.settings.run, order, self._shelves.published.get(order)):
             self._distrust(replica, why)
 
     def _distrust(self, replica: Replica, why: str) -> None:
-        """Dirty, and told so: it may be generating."""
+        """Mark the replica dirty and quarantine it, because it may be generating."""
         replica.become("dirty", error=why)
         for link in replica.links.values():
             link.serving = link.prepared = None
@@ -194,38 +209,51 @@ class Coordinator:
     # Publishing.
 
     async def publish(self, member: str, number: int | None, timeout: float, call: int = 0) -> RoundResult:
-        """A trainer rank publishes ``number`` (``None``: the next). When all have asked, one round runs, and all get its result.
+        """Publish a version. One round runs when all trainer ranks have asked, and every rank gets its result.
 
-        A rank whose connection broke while it waited asks again with the same ``call``, and gets the same result.
-        The round gets what is left of the shortest ``timeout``, less the grace, so that its result still arrives in time.
-        Raises :class:`~weightsync.errors.VersionError` (not above the last one, or ranks that differ),
-        :class:`~weightsync.errors.MembershipError` (not a trainer rank), :class:`~weightsync.errors.DeadlineExceeded` naming the
-        ranks that did not come, or what made placing fail. A round in which replicas failed is a result, not an error.
+        The round gets what is left of the shortest ``timeout``, less the grace period, so that its result arrives in time. A round
+        in which replicas failed is a result, not an error.
+
+        Args:
+            member: The trainer rank that asks.
+            number: Version number; ``None`` takes the next one.
+            timeout: Seconds for the whole publication.
+            call: Identifies the call. A rank whose connection broke asks again with the same ``call`` and gets the same result.
+
+        Raises:
+            VersionError: ``number`` is not above the last one, or ranks ask for different numbers.
+            MembershipError: ``member`` is not a trainer rank.
+            DeadlineExceeded: ``timeout`` passed. The message names the ranks that did not ask.
+            WeightSyncError: Placing failed.
         """
         self._check_open()
         return await self._rendezvous.publish(member, number, Limit(min(timeout, self.settings.timeout)), call)
 
     def cannot_publish(self, member: str, number: int | None, reason: str) -> None:
-        """A trainer rank failed before it could ask to publish ``number``: the others are told, instead of waiting for it."""
+        """Fail the publication of ``number`` for all trainer ranks, because ``member`` failed before it could ask."""
         self._check_open()
         _log.warning("%s cannot publish: %s", member, reason)
         self._rendezvous.cannot_publish(member, number, reason)
 
     async def wait_for_replicas(self, member: str, count: int, timeout: float) -> tuple[str, ...]:
-        """The replicas that rounds can take in, as soon as there are ``count``; the trainer rank is told for whom it waits.
+        """Wait until rounds can update at least ``count`` replicas. The trainer rank is notified which ones are missing.
 
-        Raises :class:`~weightsync.errors.DeadlineExceeded` naming what the others lack, or
-        :class:`~weightsync.errors.MembershipError` (not a trainer rank).
+        Returns:
+            The names of all replicas that are ready.
+
+        Raises:
+            DeadlineExceeded: ``timeout`` passed. The message says what the other replicas lack.
+            MembershipError: ``member`` is not a trainer rank.
         """
         self._check_open()
         link = self._members.trainers.get(member)
         if link is None:
-            raise MembershipError(f"{member} is not a rank of the trainer, and cannot wait for replicas")
+            raise MembershipError(f"{member} is not a trainer rank and cannot wait for replicas")
         return await self._attendance.wait(count, Limit(timeout), link.node.notify)
 
     def _start_publication(self, epoch: int, number: int, limit: Limit) -> asyncio.Task[RoundResult]:
         left = limit.at - asyncio.get_running_loop().time()
-        grace = min(self.settings.grace, left / 5)  # a short publication must not end later for the sake of a long quarantine
+        grace = min(self.settings.grace, left / 5)  # a long quarantine must not delay the end of a short publication
         margin = grace + min(_ANSWER_SECONDS, left / 20)
         return self._spawn(self._publish(number, Limit(left - margin), grace, epoch))
 
@@ -253,7 +281,7 @@ class Coordinator:
             self._seed_wanted()
 
     def _warn_of_failures(self, result: RoundResult) -> None:
-        """Log which replicas the publication did not reach, where it is not the same as after the one before."""
+        """Log which replicas the publication did not update, unless they are the same as after the last one."""
         without = {one.name: one.state for one in result.replicas if one.error is not None}
         if without and without != self._without:
             listed = "; ".join(f"{one.name} ({one.state}): {one.error}" for one in result.replicas if one.error is not None)
@@ -261,7 +289,7 @@ class Coordinator:
         self._without = without
 
     def _updating(self) -> str:
-        """Replicas in the middle of the running round, for messages."""
+        """Replicas that the running round is updating, for messages."""
         names = [replica.name for replica in self._members.replicas.values() if replica.state == "updating"]
         return f": {', '.join(names)}" if names else ""
 
@@ -304,7 +332,7 @@ class Coordinator:
         return result
 
     def _remember(self, result: RoundResult) -> None:
-        """For :meth:`status`: as many rounds as the settings say, and fewer where each has very many replicas."""
+        """Keep the result for :meth:`status`. Old results go earlier if they list very many replicas."""
         self._history.append(result)
         while len(self._history) > 1 and sum(len(one.replicas) for one in self._history) > _REMEMBERED_RESULTS:
             self._history.popleft()
@@ -326,11 +354,16 @@ class Coordinator:
     # Re-seeding.
 
     async def seed(self, replicas: Iterable[str] | None = None, timeout: float | None = None) -> RoundResult:
-        """Bring ``replicas`` (by default all that are dirty, new or late) to the version that is on the shelves, without placing.
+        """Deliver the version that the trainer holds again, without placing a new one.
 
-        Raises :class:`~weightsync.errors.MembershipError` (unknown, incomplete or refused replica, or none that needs it),
-        :class:`~weightsync.errors.StaleSource` (nothing on the shelves), :class:`~weightsync.errors.Aborted` (a publication took
-        precedence; it takes these replicas along).
+        Args:
+            replicas: Names of the replicas; by default all that are dirty, new or behind.
+            timeout: Seconds for the round; at most, and by default, the settings' value.
+
+        Raises:
+            MembershipError: A replica is unknown, incomplete or refused, or none needs seeding.
+            StaleSource: No version can be read from the trainer.
+            Aborted: A publication took precedence. It updates these replicas.
         """
         self._check_open()
         limit = Limit(min(timeout or self.settings.timeout, self.settings.timeout))
@@ -338,13 +371,13 @@ class Coordinator:
         for name in names:
             replica = self._members.replicas.get(name)
             if replica is None:
-                raise MembershipError(f"no replica is called {name!r}; there are: {', '.join(self._members.replicas) or 'none'}")
+                raise MembershipError(f"no replica is called {name!r}; replicas are: {', '.join(self._members.replicas) or 'none'}")
             if not replica.complete:
                 raise MembershipError(f"replica {name} cannot be seeded: rank {replica.missing_in_words} is not connected")
             if replica.refusal is not None:
                 raise MembershipError(f"replica {name} cannot be seeded: {replica.refusal}")
         if not names:
-            raise MembershipError("no replica is dirty, new or late: there is nothing to seed")
+            raise MembershipError("no replica is dirty, new or behind: there is nothing to seed")
         return await self._seed(names, limit)
 
     async def _seed(self, names: Sequence[str], limit: Limit) -> RoundResult:
@@ -367,7 +400,7 @@ class Coordinator:
                 self._seeding = None
 
     def _late(self) -> list[str]:
-        """Replicas that could be seeded and do not serve what the shelves hold."""
+        """Replicas that could be seeded and do not serve the version that the trainer holds."""
         current = self._shelves.current(self._members.trainers)
         return [
             replica.name
@@ -376,7 +409,7 @@ class Coordinator:
         ]
 
     def _seed_wanted(self) -> None:
-        """Start the background seeding if there is something to do and it is possible. Each wish gets one attempt."""
+        """Start background seeding if a replica needs it and a version can be read. Each request gets one attempt."""
         ready = self._wanted and self._shelves.current(self._members.trainers) and not self._closed
         if ready and self._seeder is None:
             self._seeder = self._spawn(self._seed_in_background())
@@ -391,14 +424,14 @@ class Coordinator:
                 try:
                     await self._seed(names, Limit(self.settings.timeout))
                 except WeightSyncError as error:
-                    _log.warning("seeding %s: %s", ", ".join(names), readable(str(error)))
+                    _log.warning("could not seed %s: %s", ", ".join(names), readable(str(error)))
         finally:
             self._seeder = None
 
-    # Looking, and the end.
+    # Status, and closing.
 
     def status(self) -> Status:
-        """A snapshot."""
+        """Snapshot of the coordinator."""
         current = self._shelves.current(self._members.trainers)
         return Status(
             run=self.settings.run,
@@ -414,7 +447,7 @@ class Coordinator:
         )
 
     def gauges(self) -> Gauges:
-        """What there is to measure."""
+        """Values for metrics."""
         return Gauges(
             run=self.settings.run,
             last=self._shelves.last,
@@ -426,7 +459,7 @@ class Coordinator:
         )
 
     def _prepare_ahead(self, replica: Replica) -> None:
-        """Let a replica get ready for its next round now: not where it is seeded, which prepares it too, nor beside a round."""
+        """Prepare a replica for its next round now, unless a round runs or the replica will be seeded, which prepares it too."""
         trainers = dict(self._members.trainers)
         whole = bool(trainers) and not self._members.missing_trainers(set(trainers))
         possible = replica.complete and replica.refusal is None and replica.preparing is None and not self._turn.locked()
@@ -437,9 +470,9 @@ class Coordinator:
         try:
             await prepare(self._planner, trainers, replica, replica.members(), Limit(self.settings.timeout))
         except WeightSyncError as error:
-            _log.info("preparing %s ahead of its next round: %s", replica.name, readable(str(error)))
-        except Exception:  # noqa: BLE001 - nobody waits for this: a bug met here is logged, and met again by the round
-            _log.exception("preparing %s ahead of its next round failed by an unexpected error", replica.name)
+            _log.info("could not prepare %s ahead of its next round: %s", replica.name, readable(str(error)))
+        except Exception:  # noqa: BLE001 - no caller waits for this: log it; the round will meet it again
+            _log.exception("could not prepare %s ahead of its next round: unexpected error", replica.name)
         finally:
             if replica.preparing is asyncio.current_task():
                 replica.preparing = None
@@ -450,11 +483,11 @@ class Coordinator:
             task.cancel()
 
     def subscribe(self) -> AsyncIterator[Event]:
-        """Events from now on; see :class:`~weightsync.coordinator.events.Feed`."""
+        """Iterate over events from now on, see :class:`~weightsync.coordinator.events.Feed`."""
         return self._feed.subscribe()
 
     async def aclose(self) -> None:
-        """Cancel what runs (replicas in the middle of an update are quarantined) and end all subscriptions. Safe twice."""
+        """Cancel running work, which quarantines replicas in the middle of an update, and end all subscriptions. Idempotent."""
         self._closed = True
         self._rendezvous.close()
         tasks = list(self._tasks)
@@ -469,7 +502,7 @@ class Coordinator:
             raise Aborted("the coordinator is closed")
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """A task that this coordinator owns: kept until it ends, cancelled by :meth:`aclose`."""
+        """Start a task that this coordinator keeps until it ends and that :meth:`aclose` cancels."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,4 +1,4 @@
-"""In which epoch a trainer publishes, so that one that starts again from an earlier checkpoint may use its numbers again."""
+"""Epochs of version numbers, so that a trainer restarted from an earlier checkpoint can use its numbers again."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from weightsync.model import FIRST_EPOCH
 __all__ = ["REMEDY", "Epochs"]
 
 REMEDY = (
-    "publish() without a number takes the next; a trainer that goes on from an earlier checkpoint uses numbers again with "
+    "publish() without a number takes the next one; a trainer that resumes from an earlier checkpoint can reuse numbers with "
     "Trainer(..., new_epoch=True) on every rank"
 )
-"""What to do about a number that is too small."""
+"""What to do about a version number that is too small. Error messages end with it."""
 
 
 class Epochs:
-    """Grants a new epoch once to each set of trainer processes that asks for one.
+    """Grants one new epoch to each set of trainer processes that asks for one.
 
-    What was granted is remembered here by process, and by the trainer ranks themselves (``Hello.epoch``), so it survives a
-    restart of either side.
+    Grants survive a restart of either side: this object remembers them by process, and trainer ranks report theirs
+    (``Hello.epoch``).
     """
 
     def __init__(self, shelves: Shelves) -> None:
@@ -30,19 +30,20 @@ class Epochs:
         self._granted: dict[str, int] = {}
 
     def last(self, rank: TrainerRank) -> int:
-        """The highest number that is known in the epoch of ``rank``; -1 if there is none."""
+        """Highest known version number in the epoch of ``rank``; -1 if there is none."""
         epoch = self.of(rank)
         return -1 if epoch is None else self._shelves.last_in(epoch)
 
     def of(self, rank: TrainerRank) -> int | None:
-        """The epoch in which ``rank`` publishes; ``None`` if that is a new one, which nobody has been granted yet."""
+        """Epoch in which ``rank`` publishes; ``None`` if the rank asked for a new epoch that has not been granted."""
         epoch = self._granted_to(rank)
         return self._shelves.epoch if epoch is None and not rank.new_epoch else epoch
 
     def decide(self, ranks: Sequence[TrainerRank]) -> int:
-        """The epoch in which all ``ranks`` of a trainer publish together.
+        """Return the epoch in which all ``ranks`` of a trainer publish, granting a new one if they ask for it.
 
-        Raises :class:`~weightsync.errors.VersionError` if they do not agree on it, or if a later epoch has begun.
+        Raises:
+            VersionError: The ranks disagree about the epoch, or a later epoch has begun.
         """
         asking = [rank.member for rank in ranks if rank.new_epoch]
         if asking and len(asking) < len(ranks):
@@ -53,14 +54,14 @@ class Epochs:
         held = {rank.member: epoch for rank in ranks if (epoch := self._granted_to(rank)) is not None}
         if len(set(held.values())) > 1:
             listed = ", ".join(f"{member} in epoch {epoch}" for member, epoch in held.items())
-            raise VersionError(f"trainer ranks publish in different epochs: {listed}; start all ranks of the trainer again")
+            raise VersionError(f"trainer ranks publish in different epochs: {listed}; restart all ranks of the trainer")
         current = self._shelves.epoch
         if held:
             epoch = next(iter(held.values()))
             if epoch < current:
                 raise VersionError(
-                    f"this trainer publishes in epoch {epoch}, and epoch {current} has begun: another trainer took its place. Stop "
-                    "this one, or start it again with Trainer(..., new_epoch=True)"
+                    f"this trainer publishes in epoch {epoch}, but epoch {current} has begun: another trainer replaced it. Stop "
+                    "this one, or restart it with Trainer(..., new_epoch=True)"
                 )
         else:
             epoch = current if not asking else current + 1 if self._shelves.known else FIRST_EPOCH

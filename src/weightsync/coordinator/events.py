@@ -1,4 +1,4 @@
-"""What happens in a coordinator, as typed events for whoever watches: a progress line, a dashboard, a test."""
+"""Typed events of a coordinator, for progress lines, dashboards and tests."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class _Event(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Joined(_Event, frozen=True):
-    """A rank is connected."""
+    """A rank connected."""
 
     member: str
 
 
 class Left(_Event, frozen=True):
-    """A rank's connection is gone."""
+    """A rank's connection closed."""
 
     member: str
     reason: str
 
 
 class RoundStarted(_Event, frozen=True):
-    """A round began. ``number`` is the version that it publishes, or from which it re-seeds (``seeding``)."""
+    """A round started. ``number`` is the version that it publishes or, if ``seeding``, the published version that it redelivers."""
 
     round: int
     number: int
@@ -53,7 +53,7 @@ class RoundStarted(_Event, frozen=True):
 
 
 class ReplicaPhase(_Event, frozen=True):
-    """A replica entered a phase: agree, pause, move, verify, commit, quarantine."""
+    """A replica entered a phase: agree, wait, pause, move, verify, commit, quarantine."""
 
     round: int
     replica: str
@@ -61,7 +61,7 @@ class ReplicaPhase(_Event, frozen=True):
 
 
 class ReplicaBytes(_Event, frozen=True):
-    """So many of the ``total`` bytes of the running move are in place, over the replica's ranks."""
+    """``nbytes`` of ``total`` bytes of the running move are in place, summed over the replica's ranks."""
 
     replica: str
     nbytes: int
@@ -69,14 +69,14 @@ class ReplicaBytes(_Event, frozen=True):
 
 
 class ReplicaEnded(_Event, frozen=True):
-    """The round is over for one replica; others may still be at work."""
+    """The round ended for one replica. Other replicas may still be updating."""
 
     round: int
     result: ReplicaResult
 
 
 class RoundEnded(_Event, frozen=True):
-    """A round is over. ``result`` is ``None`` if no version came of it (``error`` says why)."""
+    """A round ended. ``result`` is ``None`` if the round produced no version; ``error`` then says why."""
 
     round: int
     result: RoundResult | None
@@ -90,7 +90,7 @@ _BACKLOG = 1024
 
 
 class Feed:
-    """Hands every event to every subscriber. A subscriber that falls behind loses the oldest events; nobody waits for it."""
+    """Delivers every event to every subscriber. A slow subscriber loses its oldest events; the publisher never blocks."""
 
     def __init__(self, backlog: int = _BACKLOG) -> None:
         self._backlog = backlog
@@ -98,13 +98,16 @@ class Feed:
         self._closed = False
 
     def emit(self, event: Event) -> None:
-        """Never blocks."""
+        """Queue ``event`` for every subscriber. Never blocks."""
         for wake, queue in self._subscribers.items():
             queue.append(event)
             wake.set()
 
     def subscribe(self) -> AsyncIterator[Event]:
-        """Events from this call on, until the feed is closed. Close the iterator (``aclosing``) when done with it earlier."""
+        """Iterate over events from this call on, until the feed is closed.
+
+        To end the subscription earlier, close the iterator (``contextlib.aclosing``).
+        """
         wake, queue = asyncio.Event(), deque[Event](maxlen=self._backlog)
         self._subscribers[wake] = queue
         return self._events(wake, queue)
@@ -117,12 +120,12 @@ class Feed:
                 if self._closed:
                     return
                 wake.clear()
-                await wake.wait()  # ends with the subscription: whoever iterates bounds it, or close() does
+                await wake.wait()  # bounded by the subscriber, or by close()
         finally:
             self._subscribers.pop(wake, None)
 
     def close(self) -> None:
-        """End every subscription, after the events that it has not read yet."""
+        """End every subscription once it has delivered its queued events."""
         self._closed = True
         for wake in self._subscribers:
             wake.set()

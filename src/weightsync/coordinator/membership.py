@@ -1,4 +1,4 @@
-"""Who is here: trainer ranks and replicas, checked as they join. Pure bookkeeping; nothing is awaited."""
+"""Trainer ranks and replicas that are connected, checked when they join. Bookkeeping only; nothing is awaited."""
 
 from __future__ import annotations
 
@@ -28,37 +28,39 @@ class Membership:
         self.replicas: dict[str, Replica] = {}
         self._lost: dict[str, Replica] = {}
         self._revoked: dict[bytes, None] = {}
-        """Hashes of credentials and sessions, the oldest first."""
+        """SHA-256 hashes of revoked credentials and sessions, oldest first."""
 
     @property
     def manifest(self) -> Manifest | None:
-        """The trainer's, once a rank of it is known."""
+        """Manifest of the trainer; ``None`` while no trainer rank is connected."""
         return next((link.node.rank.manifest for link in self.trainers.values()), None)
 
     @property
     def world_size(self) -> int:
-        """The trainer's, or zero while no rank of it is here."""
+        """Number of trainer ranks; 0 while no trainer rank is connected."""
         return next((link.node.rank.world_size for link in self.trainers.values()), 0)
 
     def taking_part(self) -> list[Replica]:
-        """Replicas that a round takes in: those that fit the trainer, of which no rank was lost."""
+        """Replicas that a round updates: they match the trainer's manifest and have lost no rank."""
         return [replica for replica in self.replicas.values() if replica.state != "lost" and replica.refusal is None]
 
     def left_out(self) -> list[Replica]:
-        """Replicas that a round misses: lost, or refused. One that was closed on purpose is not missed."""
+        """Replicas that a round misses because they are lost or refused. Replicas that were closed on purpose are not missed."""
         taken = set(self.taking_part())
         return [replica for replica in self.replicas.values() if replica not in taken and not replica.departed]
 
     def missing_trainers(self, present: set[str]) -> list[int]:
-        """Trainer ranks that are not among ``present`` members, the first sixteen."""
+        """First sixteen trainer ranks that are not among the ``present`` members."""
         ranks = {self.trainers[member].node.rank.rank for member in present if member in self.trainers}
         return list(islice((rank for rank in range(self.world_size) if rank not in ranks), _SHOWN_MISSING))
 
     def add_trainer(self, node: TrainerNode) -> Link[TrainerNode]:
-        """A trainer rank joins; a connection of the same process that nobody saw close is replaced.
+        """Add a trainer rank. A stale connection of the same process is replaced.
 
-        Raises :class:`~weightsync.errors.MembershipError`, :class:`~weightsync.errors.ManifestMismatch`, or
-        :class:`~weightsync.errors.AuthenticationError` for a credential that was revoked.
+        Raises:
+            MembershipError: The rank is in use by another live process, or the world size differs from other ranks'.
+            ManifestMismatch: The rank holds other tensors than the other trainer ranks.
+            AuthenticationError: The rank's credential was revoked.
         """
         rank = node.rank
         _check_rank(rank.member, rank.rank, rank.world_size)
@@ -69,8 +71,8 @@ class Membership:
             theirs = other.node.rank
             if theirs.world_size != rank.world_size:
                 raise MembershipError(
-                    f"{rank.member} says that the trainer has {rank.world_size} ranks, {theirs.member} says {theirs.world_size}: "
-                    "is this a second trainer?"
+                    f"{rank.member} reports {rank.world_size} trainer ranks, but {theirs.member} reports {theirs.world_size}: "
+                    "is a second trainer running?"
                 )
             if theirs.rank == rank.rank:
                 raise MembershipError(f"{rank.member} and {theirs.member} are both rank {rank.rank} of the trainer")
@@ -85,11 +87,14 @@ class Membership:
         return link
 
     def add_engine(self, node: EngineNode) -> tuple[Replica, Link[EngineNode]]:
-        """An engine rank joins its replica, which comes into being with its first rank.
+        """Add an engine rank to its replica. The first rank creates the replica.
 
-        A replica that does not hold the trainer's tensors is known, and refused: see :attr:`Replica.refusal`. Raises
-        :class:`~weightsync.errors.MembershipError`, :class:`~weightsync.errors.AuthenticationError` for a credential that was
-        revoked, or :class:`~weightsync.errors.ManifestMismatch` if the ranks of the replica differ.
+        A replica that does not hold the trainer's tensors is kept but refused, see :attr:`Replica.refusal`.
+
+        Raises:
+            MembershipError: The rank is in use by another live process, or the world size differs from other ranks'.
+            ManifestMismatch: The rank holds other tensors than the replica's other ranks.
+            AuthenticationError: The rank's credential was revoked.
         """
         rank = node.rank
         _check_rank(rank.member, rank.rank, rank.world_size)
@@ -101,7 +106,7 @@ class Membership:
                 replica.detach(held, _replaced(node))
                 held.node.dismiss(_replaced(node))
             if not replica.links and (replica.world_size != rank.world_size or replica.manifest != rank.manifest):
-                replica = None  # the same name, but another engine
+                replica = None  # same name, different engine
         if replica is None:
             replica = Replica(rank.replica, rank.world_size, rank.manifest)
         link: Link[EngineNode] = Link(node, credential)
@@ -112,7 +117,11 @@ class Membership:
         return replica, link
 
     def find(self, member: str) -> Link[Any]:
-        """The connection of this rank. Raises :class:`~weightsync.errors.MembershipError` if it has none."""
+        """Return the handle of the connected rank ``member``.
+
+        Raises:
+            MembershipError: The rank is not connected.
+        """
         links: dict[str, Link[Any]] = dict(self.trainers)
         for replica in self.replicas.values():
             links |= replica.members()
@@ -121,29 +130,41 @@ class Membership:
         return links[member]
 
     def revoke(self, link: Link[Any]) -> None:
-        """Refuse this link's credential from now on, and its session: the Welcome with the credential may have been lost."""
+        """Refuse the credential and the session of ``link`` from now on.
+
+        The session is refused as well because the Welcome with the credential may have been lost.
+        """
         self._revoked |= {_hash(link.credential): None, _hash(link.node.rank.session): None}
         while len(self._revoked) > _REMEMBERED_REVOKED:
             del self._revoked[next(iter(self._revoked))]
 
     def _admit(self, node: TrainerNode | EngineNode, held: Link[Any] | None) -> str:
-        """The credential of a rank that joins. ``held`` is the connection that has its place now."""
+        """Return the credential for a rank that joins. ``held`` is the connection that now occupies its place, if any."""
         rank = node.rank
         if not self._revoked.keys().isdisjoint({_hash(rank.credential), _hash(rank.session)}):
-            raise AuthenticationError(f"the credential of {rank.member} was revoked: restart its process, and it may join anew")
+            raise AuthenticationError(f"the credential of {rank.member} was revoked: restart its process to join again")
         if held is None:
             return secrets.token_urlsafe(32)
         if not held.gives_way_to(node):
             theirs = held.node.rank
             raise MembershipError(
-                f"{rank.member} is connected already, by process {theirs.pid} on {theirs.host.name}, which is still "
-                "alive, and only that one may reconnect: a run has one trainer, a replica's name belongs to one engine, and each "
-                f"rank joins once. End that process, or free the place with `weightsync revoke {rank.member}`"
+                f"{rank.member} is already connected from process {theirs.pid} on {theirs.host.name}, which is still alive; only "
+                "that process may reconnect. A run has one trainer, a replica name belongs to one engine, and each rank joins "
+                f"once. End that process, or release the rank with `weightsync revoke {rank.member}`"
             )
         return held.credential
 
     def remove(self, node: TrainerNode | EngineNode, reason: str, clean: bool = False) -> bool:
-        """This very connection is gone, ``clean`` if its agent said goodbye. Returns whether it was still the one in use."""
+        """Remove this connection.
+
+        Args:
+            node: The connection. One that has been replaced is ignored.
+            reason: Why the connection closed.
+            clean: Whether the agent closed it on purpose.
+
+        Returns:
+            Whether the connection was still in use.
+        """
         member = node.rank.member
         trainer = self.trainers.get(member)
         if trainer is not None and trainer.node is node:
@@ -160,7 +181,7 @@ class Membership:
         return True
 
     def _judge(self, replica: Replica) -> None:
-        """Whether rounds may take this replica in."""
+        """Set :attr:`Replica.refusal` by comparing the replica's manifest with the trainer's."""
         refusal = None
         if self.manifest is not None:
             try:
@@ -172,7 +193,7 @@ class Membership:
         replica.refusal = refusal
 
     def _forget(self, lost: Replica) -> None:
-        """Nothing of this replica is here any more: status still shows it for a while, if it ever was complete."""
+        """Drop a replica that has no connections. One that was complete stays in the status for a while."""
         if not lost.was_complete:
             del self.replicas[lost.name]
             return
@@ -196,4 +217,4 @@ def _replaced(node: TrainerNode | EngineNode) -> str:
 
 def _check_rank(member: str, rank: int, world_size: int) -> None:
     if not 0 <= rank < world_size:
-        raise MembershipError(f"{member} says that it is rank {rank} of {world_size}: ranks count from 0")
+        raise MembershipError(f"{member} reports rank {rank} of {world_size}; ranks count from 0")

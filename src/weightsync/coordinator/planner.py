@@ -1,4 +1,4 @@
-"""Where agreements are made and kept: in threads, few at a time, in bounded memory; a plan that nobody waits for is stopped."""
+"""Cache of transfer plans. Planning runs in a few threads and in bounded memory, and stops when no caller waits for the plan."""
 
 from __future__ import annotations
 
@@ -23,35 +23,39 @@ T = TypeVar("T")
 
 _CONTAINER = Path("/sys/fs/cgroup/memory.max")
 _AT_ONCE = 2
-"""Plans are made by one interpreter: more threads would not make them faster, and asyncio's are needed for Hellos, too."""
+"""Threads that plan at the same time. More would not be faster under the GIL, and Hellos need asyncio's threads as well."""
 
 
 class Room:
-    """Memory for plans, shared by all that are made and kept. Thread-safe."""
+    """Memory budget that all plans share, both those in the making and those that are kept. Thread-safe."""
 
     def __init__(self, nbytes: int | None = None) -> None:
         self.nbytes = nbytes or _memory() // 2
         self.taken = 0
-        self._lock = threading.RLock()  # a collection inside may drop a plan, which gives its memory back
+        self._lock = threading.RLock()  # reentrant: a garbage collection inside may drop a plan, which calls give()
 
     def take(self, nbytes: int) -> None:
-        """Add to what is taken. Raises :class:`~weightsync.errors.ConfigurationError` if it would be too much."""
+        """Reserve ``nbytes``.
+
+        Raises:
+            ConfigurationError: The budget does not allow it.
+        """
         with self._lock:
             if self.taken + nbytes > self.nbytes:
                 raise ConfigurationError(
-                    f"there is no room for this plan: plans take {self.taken:,} of {self.nbytes:,} bytes of the coordinator's "
-                    "memory already; let replicas that are not needed leave, or raise WEIGHTSYNC_PLAN_BYTES at the coordinator"
+                    f"the coordinator has no memory left for this plan: other plans take {self.taken:,} of {self.nbytes:,} bytes; "
+                    "stop replicas that are not needed, or raise WEIGHTSYNC_PLAN_BYTES at the coordinator"
                 )
             self.taken += nbytes
 
     def give(self, nbytes: int) -> None:
-        """Take it from what is taken."""
+        """Release ``nbytes``."""
         with self._lock:
             self.taken -= nbytes
 
 
 def _memory() -> int:
-    """The machine's, or the container's where that has less."""
+    """Bytes of memory of the machine, or of the container if its limit is lower."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         limit = _CONTAINER.read_text().strip()
@@ -61,24 +65,28 @@ def _memory() -> int:
 
 
 class Planner:
-    """Agreements by replica, and the trainer's cover. Used on one event loop."""
+    """Agreements by replica, and the trainer's coverage. Not thread-safe: used on one event loop."""
 
     def __init__(self, nbytes: int | None = None) -> None:
         self.agreed: dict[str, Agreement] = {}
-        """Of earlier rounds: reused where nothing that they depend on has changed."""
+        """Agreements of earlier rounds, reused while nothing that they depend on has changed."""
         self.room = Room(nbytes)
         self._covered: dict[str, Cover] = {}
         self._places = asyncio.Semaphore(_AT_ONCE)
 
     def forget_all_but(self, replicas: Container[str]) -> None:
-        """Drop the agreements of other replicas than these."""
+        """Drop the agreements of all replicas except ``replicas``."""
         for name in [name for name in self.agreed if name not in replicas]:
             self.agreed.pop(name).claim.keep(0)
 
     async def agree(
         self, replica: str, trainers: Mapping[str, TrainerRank], engines: Mapping[str, EngineRank], limit: Limit
     ) -> Agreement:
-        """See :func:`~weightsync.coordinator.negotiation.agree_on`. Raises :class:`~weightsync.errors.DeadlineExceeded`, too."""
+        """Return the agreement for one replica, as :func:`~weightsync.coordinator.negotiation.agree_on` does, in a thread.
+
+        Raises:
+            DeadlineExceeded: ``limit`` passed.
+        """
         earlier = self.agreed.get(replica)
         if earlier is not None and earlier.holds_for(trainers, engines):
             return earlier
@@ -88,20 +96,20 @@ class Planner:
             try:
                 return agree_on(replica, trainers, engines, earlier, claim, stop)
             except BaseException:
-                claim.keep(0)  # now: the traceback may hold it for long
+                claim.keep(0)  # release it now: the traceback may keep the claim alive
                 raise
 
         try:
             agreed = await self._run("planning", limit, work, lambda unwanted: unwanted.claim.keep(0))
         except BaseException:
             if earlier is not None and not earlier.claim.nbytes:
-                self.agreed.pop(replica, None)  # its memory was given to the plan that failed
+                self.agreed.pop(replica, None)  # its memory went to the plan that failed
             raise
         self.agreed[replica] = agreed
         return agreed
 
     async def cover(self, manifest: Manifest, trainers: Mapping[str, TrainerRank], limit: Limit) -> Cover:
-        """See :func:`~weightsync.coordinator.negotiation.cover_trainers`."""
+        """Return the trainer's coverage, see :func:`~weightsync.coordinator.negotiation.cover_trainers`."""
         key = key_of(trainers, {})
         if key not in self._covered:
             found = await self._run("checking the trainer's layouts", limit, lambda stop: cover_trainers(manifest, trainers, stop))
@@ -111,7 +119,7 @@ class Planner:
     async def _run(
         self, what: str, limit: Limit, work: Callable[[Stop], T], drop: Callable[[T], None] = lambda unwanted: None
     ) -> T:
-        """``work`` in a thread, whose place is free when it has really ended; ``drop`` takes what comes when nobody waits now."""
+        """Run ``work`` in a thread. Its slot is free once it has really ended; a result that comes too late goes to ``drop``."""
         if self._places.locked():
             await bounded(f"{what}, after other plans", limit, self._places.acquire())
         else:
@@ -134,12 +142,12 @@ class Planner:
     def _ended(self, ending: asyncio.Future[T]) -> None:
         self._places.release()
         if not ending.cancelled():
-            ending.exception()  # looked at: there may be nobody left to raise it for
+            ending.exception()  # mark as retrieved: perhaps no call is left to raise it
 
 
 def _whole(work: Callable[[Stop], T], stop: Stop) -> T:
-    """``work(stop)``, whose every end a future can hold: asyncio waits for ever for one that raised StopIteration."""
+    """Run ``work(stop)``, with StopIteration as RuntimeError, because asyncio would wait forever for a future that holds it."""
     try:
         return work(stop)
     except StopIteration as error:
-        raise RuntimeError("an iterator ended inside a plan, which is a bug") from error
+        raise RuntimeError("an iterator ended inside a plan; this is a bug in weightsync") from error

@@ -1,4 +1,4 @@
-"""Which version the trainer's shelves hold, and what every copy of it must add up to."""
+"""The version that the trainer's published regions hold, and the digests that every copy must match."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _REMEMBERED = 4096
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """A version as it was placed: digests by tensor (``uint64[tensors]``), and the process behind each trainer rank."""
+    """A placed version: its digest for each tensor (``uint64[tensors]``), and the process behind each trainer rank."""
 
     version: Version
     digests: npt.NDArray[np.uint64]
     sessions: dict[str, str]
     live: bool = False
-    """Whether any of it is a trainer rank's own memory, which is readable only until the publication is over."""
+    """Whether part of it is a trainer rank's own memory, which is readable only during the publication."""
 
 
 class Shelves:
-    """The shelves of all trainer ranks together. They hold one version, or, while one is being placed, none."""
+    """Published regions of all trainer ranks together. They hold one version, or none while one is being placed."""
 
     def __init__(self) -> None:
         self.epoch = FIRST_EPOCH
-        """The latest epoch in which anybody is known to have published."""
+        """Latest epoch in which a version is known to have been published."""
         self.last = -1
-        """The highest version number of that epoch that is known; the next one must be higher."""
+        """Highest known version number of that epoch; the next one must be higher."""
         self.published: dict[tuple[int, int], Version] = {}
-        """What was published, as far as this coordinator or the trainer knows, by epoch and number; the oldest are forgotten."""
+        """Published versions by epoch and number, as far as the coordinator or the trainer knows them. The oldest are forgotten."""
         self._placement: Placement | None = None
 
     @property
@@ -47,29 +47,29 @@ class Shelves:
         return self.last >= 0
 
     def observe(self, epoch: int, number: int) -> None:
-        """Somebody knows of a version with this number; -1 is none."""
+        """Record that a version with this number exists. -1 stands for none."""
         if number >= 0:
             self.epoch, self.last = max((self.epoch, self.last), (epoch, number))
 
     def recall(self, version: Version) -> None:
-        """A trainer rank says that it published ``version``, perhaps through an earlier coordinator."""
+        """Record a ``version`` that a trainer rank reports as published, perhaps through an earlier coordinator."""
         self.observe(*version.order)
         self.published.setdefault(version.order, version)
 
     def last_in(self, epoch: int) -> int:
-        """The highest number that is known in ``epoch``, if that is the latest; else -1."""
+        """Highest known number in ``epoch`` if that is the latest epoch; else -1."""
         return self.last if epoch == self.epoch else -1
 
     def behind(self, version: Version) -> int:
-        """How many publications are newer than ``version``."""
+        """Number of publications that are newer than ``version``."""
         return sum(order > version.order for order in self.published)
 
     def clear(self) -> None:
-        """Placing begins: what was there is being overwritten."""
+        """Forget the placement, because its regions are about to be overwritten."""
         self._placement = None
 
     def hold(self, placement: Placement) -> None:
-        """Every rank has placed: the version exists."""
+        """Record a placement that every rank has completed."""
         self._placement = placement
         self.observe(*placement.version.order)
         self.published[placement.version.order] = placement.version
@@ -77,28 +77,32 @@ class Shelves:
             del self.published[next(iter(self.published))]
 
     def publication_ended(self) -> None:
-        """What was read in place cannot be read any more: the trainer goes on with its memory."""
+        """Forget a placement that is read in place, because the trainer now changes its memory."""
         if self._placement is not None and self._placement.live:
             self._placement = None
 
     def current(self, trainers: Mapping[str, Link[TrainerNode]]) -> Placement | None:
-        """What can be read now from ``trainers``.
+        """Placement that can be read now from ``trainers``, or ``None``.
 
-        Nothing if a process that placed is gone, even if another took its rank, or if the publication of memory that is read in
-        place is over.
+        There is none if a process that placed it is gone, even if another took its rank. There is none if it was read in place and
+        its publication is over.
         """
         here = {member: link.node.rank.session for member, link in trainers.items()}
         held = self._placement
         return held if held is not None and held.sessions == here else None
 
     def require(self, trainers: Mapping[str, Link[TrainerNode]]) -> Placement:
-        """The same. Raises :class:`~weightsync.errors.StaleSource` if nothing can be read."""
+        """Return :meth:`current`.
+
+        Raises:
+            StaleSource: Nothing can be read.
+        """
         found = self.current(trainers)
         if not trainers:
-            raise StaleSource("no trainer is connected, so no replica can be seeded; a trainer's next publication seeds them")
+            raise StaleSource("no trainer is connected, so no replica can be seeded; the next publication updates them")
         if found is None:
             raise StaleSource(
-                "no version can be read from the trainer now, so nothing can be seeded; the next publication brings one "
+                "no version can be read from the trainer now, so no replica can be seeded; the next publication updates them "
                 "(GPU memory that is published in place can be read only until publish returns)"
             )
         return found

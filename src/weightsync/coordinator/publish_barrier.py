@@ -1,4 +1,4 @@
-"""Where the trainer's ranks meet before a publication: all of them, with the same number, or nobody."""
+"""Barrier of the trainer's ranks before a publication: all ranks publish the same number, or none does."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from weightsync.protocol.wait_notices import reminding
 __all__ = ["RETURN_SECONDS", "Rendezvous"]
 
 RETURN_SECONDS = 10.0
-"""For so long a rank keeps its place among those that asked while its connection is gone."""
+"""Seconds that a rank keeps its place in the barrier while its connection is broken."""
 
 _LAST_NUMBER = (1 << 63) - 1
 
 
 @dataclass
 class _Place:
-    """A rank that asked."""
+    """A rank that has asked to publish."""
 
     link: Link[TrainerNode]
     limit: Limit
     call: int = 0
-    """Tells a call that is repeated from the next one of the same process."""
+    """Identifies the call, so that a repeated call differs from the next call of the same process."""
     away: asyncio.TimerHandle | None = None
-    """Runs while its connection is gone; at its end the others stop waiting."""
+    """Timer that runs while the rank's connection is broken. When it fires, the other ranks stop waiting."""
 
     @property
     def session(self) -> str:
@@ -40,34 +40,34 @@ class _Place:
 
 
 class _Gathering:
-    """Ranks that want to publish one number, and what comes of it."""
+    """Ranks that want to publish one number, and the outcome."""
 
     def __init__(self, number: int | None) -> None:
         self.number = number
-        """``None`` as long as every rank leaves it to the coordinator."""
+        """``None`` while every rank leaves the number to the coordinator."""
         self.epoch = 0
-        """Known when all have asked."""
+        """Set once all ranks have asked."""
         self.places: dict[str, _Place] = {}
         self.owed: dict[str, str] = {}
-        """Ranks, with their sessions, that had not asked when it failed: told as soon as they do, lest they wait in vain."""
+        """Ranks, with their sessions, that had not asked when the publication failed. They get the error when they ask."""
         self.result: asyncio.Future[RoundResult] = asyncio.get_running_loop().create_future()
 
     @property
     def what(self) -> str:
-        """For messages."""
+        """Description of the publication for messages."""
         return "the next version" if self.number is None else f"version {self.number}"
 
     def same(self, number: int | None) -> bool:
-        """Whether a rank that asks for ``number`` may mean this publication."""
+        """Whether a rank that asks for ``number`` may join this publication."""
         return number is None or self.number is None or number == self.number
 
     def fail(self, error: BaseException) -> None:
         if not self.result.done():
             self.result.set_exception(error)
-            self.result.exception()  # looked at: there may be nobody left to raise it for
+            self.result.exception()  # mark as retrieved: perhaps no call is left to raise it
 
     def follow(self, round_: asyncio.Task[RoundResult]) -> None:
-        """The round has started: its outcome is the result."""
+        """Copy the outcome of the round that has started to the result."""
 
         def ended(done: asyncio.Task[RoundResult]) -> None:
             if done.cancelled():
@@ -81,9 +81,9 @@ class _Gathering:
 
 
 class Rendezvous:
-    """Gathers the trainer's ranks and calls ``start(epoch, number, limit)`` when all have asked for the same number.
+    """Barrier that calls ``start(epoch, number, limit)`` once all trainer ranks have asked to publish the same number.
 
-    A rank whose connection breaks keeps its place for :data:`RETURN_SECONDS`. It asks again when it is back.
+    A rank whose connection breaks keeps its place for :data:`RETURN_SECONDS`. It asks again when it has reconnected.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Rendezvous:
         """See :meth:`weightsync.coordinator.coordinator.Coordinator.publish`."""
         link = self._members.trainers.get(member)
         if link is None:
-            raise MembershipError(f"{member} is not a rank of the trainer, and cannot publish")
+            raise MembershipError(f"{member} is not a trainer rank and cannot publish")
         gathering = self._asked_before(link, call)
         if gathering is None:
             self._tell_failure(member, number)
@@ -122,19 +122,22 @@ class Rendezvous:
             if gathering is self._gathering and not gathering.result.done():
                 self._stop_waiting(gathering, member, link, cancelled)
         if not gathering.result.done():
-            raise DeadlineExceeded(f"the round of {gathering.what} still runs after {limit.seconds:g} s")
+            raise DeadlineExceeded(f"the round of {gathering.what} is still running after {limit.seconds:g} s")
         return gathering.result.result()
 
     def cannot_publish(self, member: str, number: int | None, reason: str) -> None:
-        """A rank failed before it could ask: the others learn it at once."""
+        """Fail the publication for all ranks because ``member`` failed before it could ask."""
         gathering = self._gathering
         if gathering is None or not gathering.same(number):
             gathering = _Gathering(number)
-        self._fail(gathering, Aborted(f"{gathering.what} was not published: {member} failed before it could place it: {reason}"))
+        self._fail(gathering, Aborted(f"{gathering.what} was not published: {member} failed before it placed its shards: {reason}"))
         gathering.owed.pop(member, None)
 
     def left(self, member: str, reason: str, clean: bool = False) -> None:
-        """A rank's connection is gone. If it had asked, the others wait for it a while, unless it said goodbye (``clean``)."""
+        """Handle the end of a rank's connection.
+
+        If the rank had asked, the others wait for it to return, unless it closed on purpose (``clean``).
+        """
         gathering = self._gathering
         place = None if gathering is None else gathering.places.get(member)
         if gathering is None or place is None or self._members.trainers.get(member) is place.link:
@@ -145,14 +148,14 @@ class Rendezvous:
             self._keep_place(gathering, member, reason)
 
     def close(self) -> None:
-        """Nobody publishes any more."""
+        """Fail the pending publication."""
         if self._gathering is not None:
             self._fail(self._gathering, Aborted("the coordinator is closing"))
 
     # Entering.
 
     def _asked_before(self, link: Link[TrainerNode], call: int) -> _Gathering | None:
-        """The publication that this very call asked for before its connection broke, whether or not an answer was sent."""
+        """Publication that this same call asked for before its connection broke, whether or not an answer was sent."""
         for gathering in (self._running, self._failed):
             place = None if gathering is None else gathering.places.get(link.member)
             if call and place is not None and (place.session, place.call) == (link.node.rank.session, call):
@@ -179,11 +182,11 @@ class Rendezvous:
             raise error
         held = gathering.places.get(member)
         if held is not None and held.link is place.link:
-            raise VersionError(f"{member} is publishing {gathering.what} already")
+            raise VersionError(f"{member} is already publishing {gathering.what}")
         if held is not None and held.away is not None:
             held.away.cancel()
         if self._failed is not None:
-            self._failed.owed.pop(member, None)  # it meets the others here
+            self._failed.owed.pop(member, None)  # it joins the others in this publication
         gathering.number = number if gathering.number is None else gathering.number
         gathering.places[member] = place
         return gathering
@@ -199,7 +202,7 @@ class Rendezvous:
             )
 
     def _begin(self, gathering: _Gathering) -> None:
-        """All ranks have asked: settle epoch and number, and start the round."""
+        """Start the round, now that all ranks have asked: decide its epoch and number."""
         self._gathering = None
         ranks = [place.link.node.rank for place in gathering.places.values()]
         try:
@@ -219,7 +222,7 @@ class Rendezvous:
     # Waiting, and giving up.
 
     def _absent(self, gathering: _Gathering) -> str:
-        """Ranks of the trainer that have not asked, or whose connection is gone, for messages; empty if all are here."""
+        """Trainer ranks that have not asked or are disconnected, for messages; empty if none is missing."""
         present = {member for member, place in gathering.places.items() if self._members.trainers.get(member) is place.link}
         connected = {link.node.rank.rank for link in self._members.trainers.values()}
         missing = self._members.missing_trainers(present)
@@ -232,16 +235,16 @@ class Rendezvous:
             link.node.notify(f"waiting for the round of {gathering.what}{self._waiting_for()}")
 
     def _stop_waiting(self, gathering: _Gathering, member: str, link: Link[TrainerNode], cancelled: bool) -> None:
-        """One rank's call ends, by its deadline, by being withdrawn, or with its connection."""
+        """Handle the end of one rank's call: its deadline passed, it was cancelled, or its connection broke."""
         place = gathering.places.get(member)
         if place is None or place.link is not link:
-            return  # it is back, and asked again
+            return  # it has reconnected and asked again
         if cancelled and self._members.trainers.get(member) is not link:
             self._keep_place(gathering, member, "its connection broke")
             return
         absent = self._absent(gathering)
         why = (
-            f"{member} stopped waiting before trainer rank {absent} came"
+            f"{member} stopped waiting before trainer rank {absent} called publish()"
             if cancelled
             else f"trainer rank {absent} did not call publish(); every rank must call it"
         )
@@ -251,11 +254,11 @@ class Rendezvous:
         place = gathering.places[member]
         if place.away is None:
             why = f"{member} is gone ({reason}) while {gathering.what} was being published"
-            error = PeerLost(f"{why}, and did not come back within {RETURN_SECONDS:g} s")
+            error = PeerLost(f"{why}, and did not reconnect within {RETURN_SECONDS:g} s")
             place.away = asyncio.get_running_loop().call_later(RETURN_SECONDS, self._fail, gathering, error)
 
     def _fail(self, gathering: _Gathering, error: WeightSyncError) -> None:
-        """Everybody who asked gets ``error``, and whoever is connected and has not asked yet gets it when it does."""
+        """Raise ``error`` in every rank that has asked, and in every other connected rank when it asks."""
         if gathering is self._gathering:
             self._gathering = None
         for place in gathering.places.values():

@@ -1,4 +1,4 @@
-"""Bounded calls on ranks: each ends with an answer, the deadline, or the rank's loss, however the rank behaves."""
+"""Bounded calls on ranks. Each call ends with an answer, at its deadline, or with the loss of the rank."""
 
 from __future__ import annotations
 
@@ -16,60 +16,67 @@ __all__ = ["Limit", "Link", "bounded", "in_thread", "on_all"]
 T = TypeVar("T")
 N = TypeVar("N", TrainerNode, EngineNode)
 
-_ANSWER_SECONDS = 0.25  # sooner than the round gives up, a rank says by itself what took it so long
+_ANSWER_SECONDS = 0.25  # a rank's own deadline ends this much earlier, so that it can report what took so long
 
 _abandoned: set[asyncio.Future[Any]] = set()
 
 
 class Limit:
-    """A deadline on the event loop's clock, which tests may drive. ``seconds`` from now, or the absolute ``at``."""
+    """A deadline on the event loop's clock, which tests may drive: ``seconds`` from now, or at the absolute time ``at``."""
 
     def __init__(self, seconds: float, at: float | None = None) -> None:
         self.seconds = seconds
         self.at = asyncio.get_running_loop().time() + seconds if at is None else at
 
     def remaining(self, what: str) -> float:
-        """Seconds left, above zero. Raises :class:`~weightsync.errors.DeadlineExceeded` saying that ``what`` took too long."""
+        """Return the seconds left, which are above zero.
+
+        Args:
+            what: The work that needs the time, for the error message.
+
+        Raises:
+            DeadlineExceeded: The deadline has passed.
+        """
         left = self.at - asyncio.get_running_loop().time()
         if left <= 0:
-            raise DeadlineExceeded(f"no time is left for {what}: the {self.seconds:.3g} s of the round are over")
+            raise DeadlineExceeded(f"no time is left for {what}: the {self.seconds:.3g} s of the round have passed")
         return left
 
 
 class Link(Generic[N]):
-    """A rank that has joined, until it leaves. A rank that comes back is a new link."""
+    """Handle of a connected rank. A rank that reconnects gets a new handle."""
 
     def __init__(self, node: N, credential: str = "") -> None:
         self.node: N = node
         self.credential = credential
-        """What another connection must show to take this one's place. The rank has it from its Welcome."""
+        """Secret that another connection must present to replace this one. The rank received it in its Welcome."""
         self.confirmed = False
-        """Whether the rank is known to have its Welcome."""
+        """Whether the rank is known to have received its Welcome."""
         self.gone: PeerLost | None = None
         self.serving: Version | None = getattr(node.rank, "serving", None)
-        """What an engine rank holds whole and labelled, as far as anybody knows; ``None`` from the start of an update on."""
+        """Version that an engine rank is known to serve; ``None`` from the start of an update until its commit."""
         self.prepared: str | None = None
-        """Key of the plan that an engine rank is ready for."""
+        """Key of the plan for which an engine rank is ready."""
         self.transports: tuple[str, ...] = ()
         self._outcomes: set[asyncio.Future[Any]] = set()
 
     @property
     def member(self) -> str:
-        """The rank's name among all ranks of the run."""
+        """Name of the rank, unique among all ranks of the run."""
         member: str = self.node.rank.member
         return member
 
     def gives_way_to(self, node: N) -> bool:
-        """Whether ``node`` is the same process, which connected again: it shows the credential.
+        """Whether ``node`` is a new connection of the same process, that is, whether it presents the credential.
 
-        If the Welcome with the credential may have been lost, its session, which nobody else knows, is enough.
+        The session, a secret of that process, suffices as long as the Welcome with the credential may have been lost.
         """
         theirs, mine = node.rank, self.node.rank
         shown = hmac.compare_digest(theirs.credential.encode(), self.credential.encode()) and bool(self.credential)
         return shown or (not self.confirmed and hmac.compare_digest(theirs.session.encode(), mine.session.encode()))
 
     def start(self, call: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
-        """Run ``call`` on this rank; the future fails at once when the link is severed. Cancel the future to withdraw it."""
+        """Run ``call`` on this rank. The future fails at once when the handle is severed; cancel it to withdraw the call."""
         outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         outcome.add_done_callback(self._outcomes.discard)
         if self.gone is not None:
@@ -90,7 +97,7 @@ class Link(Generic[N]):
             else:
                 outcome.set_result(done.result())
 
-        # The task may outlive its outcome (a rank that does not react to cancellation): kept, and its end is looked at.
+        # The task may outlive its outcome if the rank ignores cancellation: keep a reference, and retrieve its exception.
         _abandoned.add(task)
         task.add_done_callback(_abandoned.discard)
         task.add_done_callback(ended)
@@ -98,7 +105,7 @@ class Link(Generic[N]):
         return outcome
 
     def sever(self, reason: str) -> None:
-        """The connection is gone: every running and later call raises :class:`~weightsync.errors.PeerLost`."""
+        """Fail all running and later calls with :class:`~weightsync.errors.PeerLost`, because the connection is gone."""
         if self.gone is None:
             self.gone = PeerLost(f"{self.member} is gone: {reason}")
         for outcome in list(self._outcomes):
@@ -107,7 +114,7 @@ class Link(Generic[N]):
 
 
 def _named(member: str, error: BaseException) -> WeightSyncError:
-    """The same kind of error, with the rank's name in front."""
+    """Copy ``error`` with the rank's name in front of the message."""
     kind, message = to_wire(error)
     return from_wire(kind, message if member in message else f"{member}: {message}")
 
@@ -115,11 +122,14 @@ def _named(member: str, error: BaseException) -> WeightSyncError:
 async def on_all(
     what: str, limit: Limit, links: Mapping[str, Link[N]], call: Callable[[Link[N], float], Coroutine[Any, Any, T]]
 ) -> dict[str, T]:
-    """The answers of ``call(link, seconds)`` on all links at once, by member.
+    """Run ``call(link, seconds)`` on all links concurrently and return the answers by member.
 
-    The first failure withdraws the others' calls and is raised with the rank's name in front. Raises
-    :class:`~weightsync.errors.DeadlineExceeded` naming the ranks that did not answer in time. A rank that ignores being
-    cancelled is not waited for.
+    The first failure withdraws the other calls and is raised with the rank's name in front. A rank that ignores cancellation is not
+    waited for.
+
+    Raises:
+        DeadlineExceeded: ``limit`` passed. The message names the ranks that did not answer.
+        PeerLost: A rank's connection is gone.
     """
     left = limit.remaining(what)
     told = left - min(_ANSWER_SECONDS, left / 10)
@@ -129,7 +139,7 @@ async def on_all(
             await asyncio.wait(outcomes.values(), timeout=left, return_when=asyncio.FIRST_EXCEPTION)
         for member, outcome in outcomes.items():
             if outcome.done() and outcome.cancelled():
-                raise PeerLost(f"{member} withdrew from {what}")
+                raise PeerLost(f"{member} cancelled its call: {what}")
             if outcome.done() and (error := outcome.exception()) is not None:
                 raise _named(member, error) from error
         late = [member for member, outcome in outcomes.items() if not outcome.done()]
@@ -139,17 +149,25 @@ async def on_all(
     finally:
         for outcome in outcomes.values():
             if not outcome.cancel() and not outcome.cancelled():
-                outcome.exception()  # looked at, so that asyncio does not report a second failure as forgotten
+                outcome.exception()  # mark as retrieved, so that asyncio does not report a second failure
 
 
 async def in_thread(what: str, limit: Limit, work: Callable[[], T]) -> T:
-    """``work()`` in a thread, so that a plan of minutes does not stop the connections. Raises ``DeadlineExceeded``."""
+    """Run ``work`` in a thread, so that minutes of planning do not block the connections.
+
+    Raises:
+        DeadlineExceeded: ``limit`` passed. The thread itself runs on.
+    """
     limit.remaining(what)
     return await bounded(what, limit, asyncio.get_running_loop().run_in_executor(None, work))
 
 
 async def bounded(what: str, limit: Limit, awaitable: Awaitable[T]) -> T:
-    """What ``awaitable`` gives before the limit; it is cancelled there. Raises :class:`~weightsync.errors.DeadlineExceeded`."""
+    """Wait for ``awaitable`` until ``limit``, then cancel it.
+
+    Raises:
+        DeadlineExceeded: ``limit`` passed.
+    """
     scope = asyncio.timeout_at(limit.at)
     started = asyncio.get_running_loop().time()
     try:

@@ -1,6 +1,6 @@
-"""What the control layer asks of a rank. The service implements it over a WebSocket, tests in-process.
+"""Interface of a rank that the coordinator controls. The server implements it over a WebSocket, tests implement it in-process.
 
-Each method ends within ``timeout`` seconds, with an error at the latest; the caller bounds it a second time all the same.
+Each method returns or raises within ``timeout`` seconds. The caller enforces its own deadline as well.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["EngineNode", "EngineRank", "TrainerNode", "TrainerRank"]
 
 @dataclass(frozen=True)
 class TrainerRank:
-    """What a trainer rank said of itself when it joined."""
+    """Self-description of a trainer rank, sent when it joined."""
 
     member: str
     rank: int
@@ -30,22 +30,22 @@ class TrainerRank:
     layout: Layout
     offers: tuple[Offer, ...]
     key: bytes = field(default=b"", repr=False)
-    """The secret that readers of this rank's shelf must know; passed on in each plan's ``SourceAddress``."""
+    """Secret that readers of this rank's region must know. Each plan's ``SourceAddress`` carries it."""
     published: int = -1
     live: bool = False
-    """Its own memory is read in place, and only until a publication is over."""
+    """Whether readers read the rank's own memory in place, which is possible only during a publication."""
     epoch: int = 0
-    """The epoch in which it publishes, if it has been told one."""
+    """Epoch in which the rank publishes; 0 if it has not been told one."""
     new_epoch: bool = False
     version: Version | None = None
-    """The last one that it published."""
+    """Last version that the rank published."""
     pid: int = 0
     credential: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
 class EngineRank:
-    """What an engine rank said of itself when it joined."""
+    """Self-description of an engine rank, sent when it joined."""
 
     member: str
     replica: str
@@ -71,19 +71,19 @@ class TrainerNode(Protocol):
 
     @property
     def rank(self) -> TrainerRank:
-        """What it is."""
+        """Self-description of the rank."""
         ...
 
     def dismiss(self, reason: str) -> None:
-        """End this connection, and tell its process why. Returns at once."""
+        """Close this connection and tell its process why. Returns at once."""
         ...
 
     async def place(self, number: int, timeout: float, epoch: int) -> npt.NDArray[np.uint64]:
-        """Make version ``number`` of ``epoch`` readable and return the digest of each row of its layout."""
+        """Make version ``number`` of ``epoch`` readable. Returns the digest of each row of the rank's layout, ``uint64[rows]``."""
         ...
 
     def notify(self, text: str) -> None:
-        """Show ``text`` in this rank's log. Returns at once; nobody waits for it to arrive."""
+        """Show ``text`` in the rank's log. Returns at once, before delivery."""
         ...
 
 
@@ -92,45 +92,49 @@ class EngineNode(Protocol):
 
     @property
     def rank(self) -> EngineRank:
-        """What it is."""
+        """Self-description of the rank."""
         ...
 
     def dismiss(self, reason: str) -> None:
-        """End this connection, and tell its process why. Returns at once."""
+        """Close this connection and tell its process why. Returns at once."""
         ...
 
     async def prepare(self, plan: PlanSlice, timeout: float) -> Prepared:
-        """Get ready for a plan while still serving."""
+        """Prepare for a plan while still serving."""
         ...
 
     async def check_sources(self, number: int, timeout: float) -> None:
-        """Raise :class:`~weightsync.errors.StaleSource` if version ``number`` cannot be read; the rank serves on."""
+        """Check that version ``number`` can be read, while still serving.
+
+        Raises:
+            StaleSource: It cannot.
+        """
         ...
 
     async def pause(self, mode: PauseMode, timeout: float) -> None:
-        """Stop generating."""
+        """Stop generation."""
         ...
 
     async def move(self, number: int, timeout: float) -> Moved:
-        """Bring version ``number`` into place; the answer holds the digests of what was installed."""
+        """Move version ``number`` into place. The answer holds the digests of what was installed."""
         ...
 
     async def commit(self, version: Version, timeout: float) -> None:
-        """Finish, flush, label."""
+        """Finish loading, flush caches and set the version label."""
         ...
 
     async def resume(self, timeout: float) -> None:
-        """Generate again."""
+        """Resume generation."""
         ...
 
     async def update(self, version: Version, mode: PauseMode, timeout: float) -> Updated:
-        """All of these in one exchange, of a rank that is a whole replica: it compares digests itself before it commits."""
+        """Pause, move, commit and resume in one exchange, for a rank that is a whole replica. It compares digests before commit."""
         ...
 
     async def quarantine(self, reason: str, timeout: float) -> None:
-        """Abort what is running and stay paused."""
+        """Abort the running update and stay paused."""
         ...
 
     def notify(self, text: str) -> None:
-        """Show ``text`` in this rank's log. Returns at once; nobody waits for it to arrive."""
+        """Show ``text`` in the rank's log. Returns at once, before delivery."""
         ...

@@ -1,4 +1,4 @@
-"""Ranks behind a connection: what they said of themselves, checked, and the calls on them. Nothing they answer is believed."""
+"""Ranks behind a connection: their validated self-descriptions, and calls on them. No answer is trusted without a check."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from weightsync.protocol.messages import (
 __all__ = ["TRAINER", "RemoteEngine", "RemoteTrainer", "answer_agent", "rank_of"]
 
 TRAINER = "trainer"
-"""The name under which trainer ranks say hello; no replica may have it."""
+"""Name under which trainer ranks connect. No replica may use it."""
 
 _MOST_RANKS = {"trainer": 1 << 16, "engine": 1 << 12}
 _MOST_OFFERS = 64
@@ -53,18 +53,20 @@ _HEX = re.compile(r"[0-9a-f]{0,128}")
 
 
 def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
-    """The rank that says ``hello`` to the coordinator of ``run``; its member name is ``name/rank``.
+    """Return the rank described by ``hello``, for the coordinator of ``run``. Its member name is ``name/rank``.
 
-    Raises :class:`~weightsync.errors.ProtocolError` (another protocol, impossible numbers),
-    :class:`~weightsync.errors.MembershipError` (another run, a reserved name), :class:`~weightsync.errors.ConfigurationError`
-    (an impossible manifest, a trainer that nobody can reach) or :class:`~weightsync.errors.LayoutError`.
+    Raises:
+        ProtocolError: The protocol version differs, or a number or text is out of range.
+        MembershipError: The rank belongs to another run, or uses a reserved name.
+        ConfigurationError: The manifest is impossible, or a trainer gives no layout or no address.
+        LayoutError: The layout is invalid.
     """
     if hello.protocol != PROTOCOL:
         raise ProtocolError(
             f"the agent speaks protocol {hello.protocol}, the coordinator {PROTOCOL}: install the same weightsync on both"
         )
     if hello.run != run:
-        raise MembershipError(f"the agent belongs to run {hello.run!r}, this coordinator serves run {run!r}")
+        raise MembershipError(f"the agent belongs to run {hello.run!r}, but this coordinator serves run {run!r}")
     for what, text in (("name", hello.name), ("session", hello.session)):
         if not text or len(text) > _LONGEST or not text.isprintable() or "/" in text:
             raise ProtocolError(f"an agent's {what} must be 1 to {_LONGEST} printable characters without '/', not {text[:40]!r}")
@@ -72,9 +74,9 @@ def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
         raise MembershipError(f"{hello.name!r} cannot be the name of an agent of role {hello.role}")
     if not (0 <= hello.rank < hello.world_size <= _MOST_RANKS[hello.role]):
         most = _MOST_RANKS[hello.role]
-        raise ProtocolError(f"{hello.name} says that it is rank {hello.rank} of {hello.world_size}; {most:,} ranks are the most")
+        raise ProtocolError(f"{hello.name} reports rank {hello.rank} of {hello.world_size}; at most {most:,} ranks are allowed")
     if not 0 <= hello.bucket_bytes <= _MOST_BUCKET:
-        raise ProtocolError(f"{hello.name} asks for buckets of {hello.bucket_bytes} bytes")
+        raise ProtocolError(f"{hello.name} asks for buckets of {hello.bucket_bytes} bytes; at most {_MOST_BUCKET} are allowed")
     if len(hello.offers) > _MOST_OFFERS or len(hello.transports) > _MOST_OFFERS:
         raise ProtocolError(f"{hello.name} lists more than {_MOST_OFFERS} transports")
     _check_texts(hello)
@@ -83,7 +85,7 @@ def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
     layout = None if hello.layout is None else Layout.from_columns(manifest, hello.layout)
     if hello.role == "trainer":
         if layout is None or not hello.offers:
-            raise ConfigurationError(f"{member} must say where its shards lie and how to reach them")
+            raise ConfigurationError(f"{member} must send the layout of its shards and at least one transport offer")
         return TrainerRank(
             member=member,
             rank=hello.rank,
@@ -124,23 +126,27 @@ def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
 
 
 def _check_texts(hello: Hello) -> None:
-    """What an agent says is shown in status and logs. Raises :class:`~weightsync.errors.ProtocolError` for what should not be."""
+    """Reject texts that must not appear in status and logs.
+
+    Raises:
+        ProtocolError: A text is not printable, or a version is malformed.
+    """
     hosts = [hello.host, *(offer.host for offer in hello.offers)]
     texts = [hello.adapter, *hello.transports, *(text for host in hosts for text in (host.name, host.memory))]
     texts += [text for offer in hello.offers for text in (offer.scheme, offer.address)]
     for text in texts:
         if not text.isprintable():
-            raise ProtocolError(f"{hello.name} describes itself by {text[:40]!r}, which is not printable")
+            raise ProtocolError(f"{hello.name} sent a text that is not printable: {text[:40]!r}")
     for version in (hello.serving, hello.version):
         if version is None:
             continue
         hexadecimal = _HEX.fullmatch(version.manifest) and _HEX.fullmatch(version.digest)
         if not (hexadecimal and version.run.isprintable() and len(version.run) <= _LONGEST):
-            raise ProtocolError(f"{hello.name} reports what cannot be a version: digests are hexadecimal digits")
+            raise ProtocolError(f"{hello.name} reports a malformed version: digests are hexadecimal digits")
 
 
 def answer_agent(coordinator: Coordinator, rank: TrainerRank | EngineRank) -> Callable[[Body, float], Awaitable[Body]]:
-    """What the coordinator does when this rank's agent calls: the ``handle`` of its :class:`~weightsync.protocol.calls.Calls`."""
+    """Return the handler for calls of this rank's agent: the ``handle`` of its :class:`~weightsync.protocol.calls.Calls`."""
 
     async def handle(body: Body, timeout: float) -> Body:
         if isinstance(body, Publish) and isinstance(rank, TrainerRank):
@@ -150,13 +156,13 @@ def answer_agent(coordinator: Coordinator, rank: TrainerRank | EngineRank) -> Ca
             return Done()
         if isinstance(body, WaitForReplicas) and isinstance(rank, TrainerRank):
             return ReplicaList(await coordinator.wait_for_replicas(rank.member, body.count, timeout))
-        raise ProtocolError(f"{rank.member} may not ask the coordinator for {type(body).__name__}")
+        raise ProtocolError(f"{rank.member} may not send {type(body).__name__} to the coordinator")
 
     return handle
 
 
 class RemoteTrainer:
-    """A trainer rank at the other end of ``calls``; ``dismiss`` ends its connection, with a reason."""
+    """A trainer rank at the other end of ``calls``. ``dismiss`` closes its connection with a reason."""
 
     def __init__(self, rank: TrainerRank, calls: Calls, dismiss: Callable[[str], None]) -> None:
         self._rank = rank
@@ -165,26 +171,28 @@ class RemoteTrainer:
 
     @property
     def rank(self) -> TrainerRank:
-        """What it is."""
+        """Self-description of the rank."""
         return self._rank
 
     def notify(self, text: str) -> None:
-        """Send a notice."""
+        """Send ``text`` as a notice."""
         self._calls.notify(text)
 
     async def place(self, number: int, timeout: float, epoch: int) -> npt.NDArray[np.uint64]:
-        """Let it place ``number``; the digest of each row of its layout."""
+        """Let the rank place version ``number``. Returns the digest of each row of its layout, ``uint64[rows]``."""
         answer = await self._calls.call(Place(number, epoch), timeout)
         if not isinstance(answer, Placed):
             raise _unexpected(self._rank.member, "Place", answer)
         rows = len(self._rank.layout)
         if len(answer.digests) != 8 * rows:
-            raise ProtocolError(f"{self._rank.member} sent {len(answer.digests)} bytes of digests, not 8 for each of {rows} rows")
+            raise ProtocolError(
+                f"{self._rank.member} sent {len(answer.digests)} bytes of digests, expected 8 for each of {rows} rows"
+            )
         return np.frombuffer(answer.digests, "<u8").astype(np.uint64, copy=False)
 
 
 class RemoteEngine:
-    """An engine rank at the other end of ``calls``; ``dismiss`` ends its connection, with a reason."""
+    """An engine rank at the other end of ``calls``. ``dismiss`` closes its connection with a reason."""
 
     def __init__(self, rank: EngineRank, calls: Calls, dismiss: Callable[[str], None]) -> None:
         self._rank = rank
@@ -194,50 +202,50 @@ class RemoteEngine:
 
     @property
     def rank(self) -> EngineRank:
-        """What it is."""
+        """Self-description of the rank."""
         return self._rank
 
     def notify(self, text: str) -> None:
-        """Send a notice."""
+        """Send ``text`` as a notice."""
         self._calls.notify(text)
 
     async def prepare(self, plan: PlanSlice, timeout: float) -> Prepared:
-        """Send the plan."""
+        """Send the plan and wait until the rank is ready for it."""
         answer = await self._calls.call(Prepare(plan), timeout)
         if not isinstance(answer, Prepared):
             raise _unexpected(self._rank.member, "Prepare", answer)
         if len(answer.transports) > len(plan.sources):
             raise ProtocolError(f"{self._rank.member} names {len(answer.transports)} transports for {len(plan.sources)} sources")
         if not all(map(str.isprintable, (answer.digest, *answer.transports))):
-            raise ProtocolError(f"{self._rank.member} names a plan or a transport in characters that are not printable")
+            raise ProtocolError(f"{self._rank.member} sent a plan digest or transport name that is not printable")
         self._plan = plan
         return answer
 
     async def check_sources(self, number: int, timeout: float) -> None:
-        """Look whether a version can be read."""
+        """Check that version ``number`` can be read."""
         await self._do(CheckSources(number), timeout)
 
     async def pause(self, mode: PauseMode, timeout: float) -> None:
-        """Stop generating."""
+        """Stop generation."""
         await self._do(Pause(mode), timeout)
 
     async def move(self, number: int, timeout: float) -> Moved:
-        """Bring version ``number`` into place."""
+        """Move version ``number`` into place."""
         answer = await self._planned(Move(number), timeout)
         if not isinstance(answer, Moved):
             raise _unexpected(self._rank.member, "Move", answer)
         return self._checked(answer)
 
     async def commit(self, version: Version, timeout: float) -> None:
-        """Finish, flush, label."""
+        """Finish loading, flush caches and set the version label."""
         await self._do(Commit(version), timeout)
 
     async def resume(self, timeout: float) -> None:
-        """Generate again."""
+        """Resume generation."""
         await self._do(Resume(), timeout)
 
     async def update(self, version: Version, mode: PauseMode, timeout: float) -> Updated:
-        """All of these in one exchange."""
+        """Pause, move, commit and resume in one exchange."""
         answer = await self._planned(Update(version, mode), timeout)
         if not isinstance(answer, Updated):
             raise _unexpected(self._rank.member, "Update", answer)
@@ -245,7 +253,7 @@ class RemoteEngine:
         return answer
 
     async def quarantine(self, reason: str, timeout: float) -> None:
-        """Abort what is running and stay paused."""
+        """Abort the running update and stay paused."""
         await self._do(Quarantine(reason), timeout)
 
     async def _planned(self, body: Move | Update, timeout: float) -> Body:
@@ -256,7 +264,9 @@ class RemoteEngine:
     def _checked(self, moved: Moved) -> Moved:
         rows = 0 if self._plan is None else self._plan.layout.rows
         if len(moved.digests) != 8 * rows:
-            raise ProtocolError(f"{self._rank.member} sent {len(moved.digests)} bytes of digests, not 8 for each of {rows} rows")
+            raise ProtocolError(
+                f"{self._rank.member} sent {len(moved.digests)} bytes of digests, expected 8 for each of {rows} rows"
+            )
         return moved
 
     async def _do(self, body: CheckSources | Pause | Commit | Resume | Quarantine, timeout: float) -> None:

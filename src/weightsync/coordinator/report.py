@@ -1,4 +1,4 @@
-"""What became of a replica in a round, and of the round: written down while it happens."""
+"""Result of a round and of each replica in it, recorded while the round runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PHASES = ("agree", "wait", "pause", "move", "verify", "commit")
 
 
 class Report:
-    """One replica in one round: seconds by phase, bytes, error."""
+    """Record of one replica in one round: seconds by phase, bytes, error."""
 
     def __init__(self, replica: Replica, number: int, emit: Watcher) -> None:
         self.replica = replica
@@ -40,7 +40,7 @@ class Report:
         self._paused_seconds = 0.0
 
     def enter(self, phase: str) -> None:
-        """Tell watchers."""
+        """Start a phase and notify watchers."""
         self._current = phase
         if phase == "move" and self.agreement is not None:
             self.replica.received, self.replica.expected = {}, self.agreement.nbytes
@@ -48,7 +48,7 @@ class Report:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time ``name``, also when it fails."""
+        """Measure the phase ``name``, whether it succeeds or fails."""
         self.enter(name)
         started = asyncio.get_running_loop().time()
         try:
@@ -57,31 +57,31 @@ class Report:
             self._phases[name] = asyncio.get_running_loop().time() - started
 
     def paused(self) -> None:
-        """The replica is told to pause."""
+        """Record that the replica is told to pause."""
         self._paused_at = asyncio.get_running_loop().time()
 
     def moved_with(self, others: Mapping[str, float]) -> None:
-        """The call that moved spent so long in other phases; as much of each as the call took, whatever the rank says."""
+        """Attribute part of the duration of the move call to other phases, limited to the duration that was measured here."""
         for name, seconds in others.items():
             seconds = min(max(0.0, seconds), self._phases["move"])
             self._phases[name] = seconds
             self._phases["move"] -= seconds
 
     def resumed(self) -> None:
-        """The replica generates again."""
+        """Record that the replica generates again."""
         if self._paused_at is not None:
             self._paused_seconds = asyncio.get_running_loop().time() - self._paused_at
             self._paused_at = None
 
     def failed(self, error: BaseException) -> None:
-        """The attempt ended with this."""
+        """Record the error that ended the update."""
         kind, message = to_wire(error)
         phase = list(self._phases)[-1] if self._phases else self._current
         self._error = f"{phase}: {kind}: {message}"
         self.replica.error = self._error
 
     def result(self) -> ReplicaResult:
-        """The outcome; ends the report. The pause of a replica that was not resumed is counted up to now."""
+        """End the report and return its result. The pause of a replica that was not resumed counts up to now."""
         self.resumed()
         replica, agreement = self.replica, self.agreement
         phases = {name: self._phases[name] for name in _PHASES if name in self._phases}
@@ -114,10 +114,10 @@ class Report:
 
 
 def left_out(replica: Replica) -> ReplicaResult:
-    """The result of a replica that a round could not take in."""
+    """Result of a replica that the round could not take in."""
     error = replica.refusal
     if replica.state == "lost" or error is None:
-        error = f"PeerLost: it is not connected ({replica.error})"
+        error = f"PeerLost: not connected ({replica.error})"
     return ReplicaResult(
         name=replica.name, state=replica.shown_state, version=None, digest=None, nbytes=0, delivery="", transports=(),
         verified="", phases={}, paused_seconds=0.0, error=error,
@@ -125,27 +125,28 @@ def left_out(replica: Replica) -> ReplicaResult:
 
 
 def shortfall(require: Require, results: Sequence[ReplicaResult]) -> str | None:
-    """Why these results are not enough, or ``None``. "All" and "any" of no replicas are not enough.
+    """Explain why the results do not satisfy ``require``; ``None`` if they do.
 
-    Every replica that is known counts, also one that could not take part; but not one that was closed on purpose.
+    Every known replica counts, including those that could not take part, but not those that were closed on purpose. No replica at
+    all satisfies neither "all" nor "any".
     """
     good = sum(result.error is None for result in results)
     wanted = max(1, len(results)) if require == "all" else 1 if require == "any" else require
     if good >= wanted:
         return None
     if not results:
-        return f"no replica took part, and {wanted} must (has an engine joined? trainer.wait_for_replicas(1) waits for one)"
+        return f"no replica took part, but {wanted} must (has an engine joined? trainer.wait_for_replicas(1) waits for one)"
     failed = "; ".join(f"{result.name}: {result.error}" for result in results if result.error is not None)
-    return f"{good} of {len(results)} replicas got the version, and {wanted} must: {failed}"
+    return f"{good} of {len(results)} replicas got the version, but {wanted} must: {failed}"
 
 
 def round_result(
     number: int, version: Version, require: Require, replicas: Sequence[ReplicaResult], place_seconds: float, seconds: float
 ) -> RoundResult:
-    """The round's result from its replicas'."""
+    """Combine the results of all replicas into the result of the round."""
     error = shortfall(require, replicas)
     failed = sum(result.error is not None for result in replicas)
-    if failed * _ERROR_BYTES > _ERRORS_BYTES:  # what all say together is kept, and sent to every rank of the trainer
+    if failed * _ERROR_BYTES > _ERRORS_BYTES:  # bounded, because the result is kept and sent to every trainer rank
         most = max(_ERRORS_BYTES // failed, _LEAST)
         replicas = [structs.replace(one, error=one.error and readable(one.error, most)) for one in replicas]
     return RoundResult(

@@ -1,4 +1,4 @@
-"""One attempt to bring replicas to a version: the protocol, as one function over ranks.
+"""Run one round: the protocol that brings replicas to a version.
 
 ::
 
@@ -6,9 +6,10 @@
             ├── a version exists ────┼─ replica 1: pause ─ move ✗ quarantine
     place ──┘                        └─ replica 2: ...
 
-Trainer ranks place their shards while engines still serve and prepare. Then each replica goes its own way: whatever happens to
-one, the others neither wait for it nor fail with it. A replica whose ranks do not agree was not paused, and goes on serving
-what it has. A replica that fails later is quarantined: paused, without a label, until a later round succeeds.
+Trainer ranks place their shards in their published regions while engines prepare and still serve. Each replica then proceeds
+independently: it neither waits for another replica nor fails with it. A replica whose ranks fail to agree was not paused and
+keeps serving its version. A replica that fails later is quarantined: it stays paused, without a version label, until a later
+round succeeds.
 """
 
 from __future__ import annotations
@@ -42,45 +43,51 @@ Trainers = Mapping[str, Link[TrainerNode]]
 Engines = Mapping[str, Link[EngineNode]]
 
 _log = logging.getLogger(__name__)
-_ROWS_AT_ONCE = 1 << 17  # so many digests are compared (1 ms at most) sooner than a thread is asked to
+_ROWS_AT_ONCE = 1 << 17  # comparing up to this many digests (1 ms at most) is faster than handing them to a thread
 
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """What a round is to do, and with whom. The coordinator fills it in."""
+    """Inputs of one round, filled in by the coordinator."""
 
     round: int
     number: int
-    """The version to publish; for seeding, the one on the shelves."""
+    """Version number to publish; for seeding, the number of the published version."""
     epoch: int
-    """What the number belongs to."""
+    """Epoch of ``number``."""
     seeding: bool
-    """Re-seed from what the shelves hold, without placing."""
+    """Whether to deliver the version that is already published instead of placing a new one."""
     trainers: Trainers
     replicas: Sequence[Replica]
     shelves: Shelves
     settings: RoundSettings
     limit: Limit
     grace: float
-    """Seconds that a quarantine may take, even after ``limit``; at most the settings' own."""
+    """Seconds that a quarantine may take, even after ``limit``. At most the settings' value."""
     emit: Watcher
     left_out: Sequence[ReplicaResult] = ()
-    """Replicas that cannot take part, and that the result lists and counts all the same."""
+    """Results of replicas that cannot take part. The round's result lists and counts them."""
     planner: Planner = field(default_factory=Planner)
     serving: asyncio.Semaphore = field(init=False)
-    """One place for each replica that may be out of service at a time."""
+    """One permit for each replica that may be out of service at a time."""
 
     def __post_init__(self) -> None:
-        """As many places as the settings allow; without a limit, as many as there are replicas."""
+        """Create as many permits as the settings allow; without a limit, one for each replica."""
         places = self.settings.max_unavailable or max(len(self.replicas), 1)
         object.__setattr__(self, "serving", asyncio.Semaphore(places))
 
 
 async def run_round(order: Order) -> RoundResult:
-    """Bring every replica of ``order`` to the version, each independently; a result for each.
+    """Bring every replica of ``order`` to the version, each independently.
 
-    Ends at most ``order.grace`` after ``order.limit``. Raises the trainer's error if no version came into being: then no
-    replica was paused. When cancelled, replicas in the middle are quarantined before this ends.
+    The round ends at most ``order.grace`` seconds after ``order.limit``. If it is cancelled, it first quarantines the replicas that
+    are in the middle of an update.
+
+    Returns:
+        The result of the round, with one result for each replica. Failed replicas are results, not errors.
+
+    Raises:
+        WeightSyncError: Placing failed, so no version exists and no replica was paused.
     """
     started = asyncio.get_running_loop().time()
     failpoints.reached("round.start")
@@ -94,7 +101,7 @@ async def run_round(order: Order) -> RoundResult:
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from failed.exceptions[0].__cause__
     finally:
-        del reports  # what failed refers to this frame: plans must not wait for a collection
+        del reports  # the exception refers to this frame, and plans must be freed without a garbage collection
     placement, place_seconds = placing.result()
     failpoints.reached("round.end")
     seconds = asyncio.get_running_loop().time() - started
@@ -103,7 +110,7 @@ async def run_round(order: Order) -> RoundResult:
 
 
 async def _bring(order: Order, report: Report, placing: asyncio.Task[tuple[Placement, float]]) -> ReplicaResult:
-    """One replica through the whole round. Never raises, but for cancellation: what goes wrong is this replica's result."""
+    """Take one replica through the whole round. Never raises except for cancellation: errors become the replica's result."""
     replica, limit = report.replica, order.limit
     engines = replica.members()
     try:
@@ -112,7 +119,7 @@ async def _bring(order: Order, report: Report, placing: asyncio.Task[tuple[Place
         failpoints.reached("round.agreed")
         placement, _ = placing.result() if placing.done() else await bounded("placing", limit, asyncio.shield(placing))
         failpoints.reached("round.placed")
-        if order.seeding:  # a replica that serves is not paused for a version that is not there any more
+        if order.seeding:  # do not pause a serving replica for a version that is gone
             number = placement.version.number
             await on_all("check", limit, engines, lambda link, left: link.node.check_sources(number, left))
         bring = _at_once if len(engines) == 1 else _step_by_step
@@ -121,15 +128,15 @@ async def _bring(order: Order, report: Report, placing: asyncio.Task[tuple[Place
             serves(placement.version)
     except WeightSyncError as error:
         report.failed(error)
-    except Exception as error:  # noqa: BLE001 - reported as this replica's result: a bug met here must not fail the others
-        _log.exception("round %d failed in replica %s by an unexpected error", order.round, replica.name)
+    except Exception as error:  # noqa: BLE001 - becomes this replica's result: a bug here must not fail other replicas
+        _log.exception("round %d failed in replica %s: unexpected error", order.round, replica.name)
         report.failed(error)
     return report.result()
 
 
 @asynccontextmanager
 async def _turn(order: Order, report: Report) -> AsyncIterator[None]:
-    """Wait until fewer than ``max_unavailable`` replicas are out of service. A replica that serves nothing now does not wait."""
+    """Wait until fewer than ``max_unavailable`` replicas are out of service. A replica that is not serving does not wait."""
     if report.replica.state != "loaded":
         yield
         return
@@ -145,9 +152,18 @@ async def _turn(order: Order, report: Report) -> AsyncIterator[None]:
 
 
 async def place(order: Order) -> tuple[Placement, float]:
-    """Let the trainer ranks place a new version on their shelves, or take the one that is there (seeding); and the seconds.
+    """Let the trainer ranks place a new version in their regions; for seeding, take the version that is there.
 
-    The version exists from here on: its digest is the sum of what every rank saw in its own memory while it copied.
+    The version exists once every rank has placed: its digest is the sum of the digests that the ranks computed while they copied.
+
+    Returns:
+        The placement, and the seconds that it took.
+
+    Raises:
+        PeerLost: No trainer rank is connected.
+        ConfigurationError: The trainer's tensors hold no bytes.
+        ProtocolError: A rank sent digests of the wrong shape or dtype.
+        StaleSource: For seeding, no version can be read from the trainer.
     """
     if order.seeding:
         return order.shelves.require(order.trainers), 0.0
@@ -176,7 +192,14 @@ async def place(order: Order) -> tuple[Placement, float]:
 
 
 async def agree(order: Order, replica: Replica, engines: Engines) -> Agreement:
-    """Same manifest, complete covers, one plan; and every rank has understood its part of it and is ready. Nothing is paused."""
+    """Negotiate a plan for one replica and prepare its ranks for it, while the replica still serves.
+
+    Afterwards trainer and replica hold the same manifest, their layouts cover it, and every engine rank is ready for its slice of
+    the plan.
+
+    Raises:
+        WeightSyncError: The replica is incomplete, or its ranks cannot agree with the trainer's.
+    """
     if replica.missing:
         absent = replica.missing_in_words
         raise WeightSyncError(f"replica {replica.name} is not complete: rank {absent} of {replica.world_size} is missing")
@@ -187,31 +210,35 @@ async def agree(order: Order, replica: Replica, engines: Engines) -> Agreement:
 
 
 async def prepare(planner: Planner, trainers: Trainers, replica: Replica, engines: Engines, limit: Limit) -> Agreement:
-    """Plan for ``engines``, and let those that are not ready for that plan connect, map memory and build tables."""
+    """Plan the transfer to ``engines``; ranks that are not ready for that plan connect, map memory and build copy tables.
+
+    Raises:
+        PlanMismatch: A rank acknowledged another plan than the one it was sent.
+    """
     sources = {member: link.node.rank for member, link in trainers.items()}
     ranks = {member: link.node.rank for member, link in engines.items()}
     agreed = await planner.agree(replica.name, sources, ranks, limit)
     slices, key = agreed.slices, agreed.key
     unprepared = {member: link for member, link in engines.items() if link.prepared != key}
     for link in unprepared.values():
-        link.prepared = None  # whatever becomes of this: a rank drops the plan that it has to prepare another
+        link.prepared = None  # even if this fails: a rank drops its plan before it prepares another
     answers = await on_all("prepare", limit, unprepared, lambda link, left: link.node.prepare(slices[link.member], left))
     for member, answer in answers.items():
         if answer.digest != slices[member].digest:
             wanted = slices[member].digest
-            raise PlanMismatch(f"{member} understood plan {answer.digest}, not {wanted}: do both run the same weightsync?")
+            raise PlanMismatch(f"{member} acknowledged plan {answer.digest} instead of {wanted}: do both run the same weightsync?")
         engines[member].prepared, engines[member].transports = key, answer.transports
     return agreed
 
 
 async def _settled(order: Order, replica: Replica) -> None:
-    """Let a quarantine outside of any round end: it aborts whatever runs in the ranks, also what was ordered after it."""
+    """Wait for a quarantine that runs outside any round: it would abort calls of this round in the ranks."""
     if replica.quarantining is not None:
         await asyncio.wait([replica.quarantining], timeout=order.limit.remaining("an earlier quarantine"))
 
 
 class _Permit:
-    """What :func:`_out_of_service` lends: called with the version that every rank has committed and generates with."""
+    """Yielded by :func:`_out_of_service`. Call it with the version that every rank has committed and serves."""
 
     def __init__(self) -> None:
         self.version: Version | None = None
@@ -222,9 +249,11 @@ class _Permit:
 
 @asynccontextmanager
 async def _out_of_service(order: Order, report: Report, engines: Engines) -> AsyncIterator[_Permit]:
-    """The replica gets no requests inside. Two ways out: every rank serves a new version, or quarantine of every rank.
+    """Take the replica out of service for the duration of the block.
 
-    Whoever leaves without having called the permit, by an error, by cancellation or by mistake, leaves a dirty replica.
+    The block ends in one of two ways: every rank serves a new version and the caller has called the permit, or every rank is
+    quarantined. Leaving the block without a call of the permit, be it by an error, by cancellation or by mistake, makes the replica
+    dirty.
     """
     replica, links = report.replica, dict(engines)
     await _settled(order, replica)
@@ -234,7 +263,7 @@ async def _out_of_service(order: Order, report: Report, engines: Engines) -> Asy
     try:
         yield permit
         if permit.version is None:
-            raise WeightSyncError("a replica was taken out of service, and not updated")
+            raise WeightSyncError(f"replica {replica.name} was taken out of service but not updated")
         replica.succeed(links, permit.version)
         report.resumed()
     except BaseException as error:
@@ -246,7 +275,10 @@ async def _out_of_service(order: Order, report: Report, engines: Engines) -> Asy
 
 
 async def _step_by_step(order: Order, report: Report, engines: Engines, agreed: Agreement, placement: Placement) -> None:
-    """Each step in all ranks before the next in any: nobody moves while another generates, nor resumes before all committed."""
+    """Run each step in all ranks before the next step in any rank.
+
+    So no rank moves weights while another generates, and none resumes before all have committed.
+    """
     version, limit = placement.version, order.limit
     with report.phase("pause"):
         await pause(engines, order)
@@ -265,12 +297,13 @@ async def _step_by_step(order: Order, report: Report, engines: Engines, agreed: 
 
 
 async def _at_once(order: Order, report: Report, engines: Engines, agreed: Agreement, placement: Placement) -> None:
-    """The same steps of a rank that is a whole replica, in one exchange: it compares with the version's digest by itself.
+    """Run all steps in one exchange, for a replica of a single rank. The rank compares the digests with the version's itself.
 
-    What it reports is compared here once more, tensor by tensor: to name those that differ, and so as not to believe it.
+    The coordinator checks the reported digests again, tensor by tensor, so that it can name tensors that differ and need not trust
+    the rank.
     """
     version, mode = placement.version, order.settings.pause_mode
-    report.enter("pause")  # whoever sends requests to it shall know before it stands
+    report.enter("pause")  # routers must know before the engine pauses
     failpoints.reached("round.paused")
     with report.phase("move"):
         updated = await on_all("update", order.limit, engines, lambda link, left: link.node.update(version, mode, left))
@@ -281,18 +314,23 @@ async def _at_once(order: Order, report: Report, engines: Engines, agreed: Agree
         await verify(agreed, report.moved, placement, order.limit)
     failpoints.reached("round.verified")
     if not answer.committed:
-        raise VerificationError(f"{member} did not commit what it says that it installed")
+        raise VerificationError(f"{member} reported that it installed the weights but did not commit them")
     report.enter("commit")
     report.moved_with({"pause": answer.pause_seconds, "commit": answer.commit_seconds})
 
 
 async def pause(engines: Engines, order: Order) -> None:
-    """Every rank stops generating."""
+    """Stop generation in every rank."""
     await on_all("pause", order.limit, engines, lambda link, left: link.node.pause(order.settings.pause_mode, left))
 
 
 async def move(engines: Engines, number: int, agreed: Agreement, limit: Limit) -> dict[str, Moved]:
-    """Every rank fetches its bytes and reads back what it installed. A part, or nothing, is an error."""
+    """Let every rank fetch its bytes and read back what it installed.
+
+    Raises:
+        VerificationError: A rank moved fewer or more bytes than planned.
+        ProtocolError: A rank sent digests of the wrong size.
+    """
     return _whole(agreed, await on_all("move", limit, engines, lambda link, left: link.node.move(number, left)))
 
 
@@ -300,15 +338,19 @@ def _whole(agreed: Agreement, moved: dict[str, Moved]) -> dict[str, Moved]:
     for member, answer in moved.items():
         wanted: PlanSlice = agreed.slices[member]
         if answer.nbytes != wanted.nbytes:
-            raise VerificationError(f"{member} moved {answer.nbytes:,} bytes, not the plan's {wanted.nbytes:,}")
+            raise VerificationError(f"{member} moved {answer.nbytes:,} bytes instead of the planned {wanted.nbytes:,}")
         if len(answer.digests) != 8 * wanted.layout.rows:
             rows = wanted.layout.rows
-            raise ProtocolError(f"{member} sent {len(answer.digests)} bytes of digests, not 8 for each of {rows} rows")
+            raise ProtocolError(f"{member} sent {len(answer.digests)} bytes of digests, expected 8 for each of {rows} rows")
     return moved
 
 
 async def verify(agreed: Agreement, moved: Mapping[str, Moved], placement: Placement, limit: Limit) -> None:
-    """What is installed adds up to what was placed. Raises :class:`~weightsync.errors.VerificationError` naming tensors."""
+    """Check that the installed digests add up to the published ones.
+
+    Raises:
+        VerificationError: They do not. The message names the tensors.
+    """
     digests: dict[str, npt.NDArray[np.uint64]] = {
         member: np.frombuffer(answer.digests, "<u8").astype(np.uint64, copy=False) for member, answer in moved.items()
     }
@@ -324,19 +366,19 @@ async def verify(agreed: Agreement, moved: Mapping[str, Moved], placement: Place
 
 
 async def commit(engines: Engines, version: Version, limit: Limit) -> None:
-    """Every rank finishes, flushes its caches and takes the label."""
+    """Let every rank finish loading, flush its caches and take the version label."""
     await on_all("commit", limit, engines, lambda link, left: link.node.commit(version, left))
 
 
 async def resume(engines: Engines, limit: Limit) -> None:
-    """Every rank generates again."""
+    """Resume generation in every rank."""
     await on_all("resume", limit, engines, lambda link, left: link.node.resume(left))
 
 
 async def quarantine(engines: Engines, reason: str, grace: float) -> None:
-    """Every rank that can still be reached stays paused, whatever it was doing. Not cancellable; ends within ``grace`` seconds.
+    """Pause every rank that can still be reached, whatever it is doing. Not cancellable; ends within ``grace`` seconds.
 
-    A rank that does not answer cannot be helped: it was not resumed either, and its replica gets no requests.
+    A rank that does not answer is only logged: it was not resumed either, and its replica receives no requests.
     """
 
     async def one(link: Link[EngineNode]) -> None:

@@ -1,4 +1,4 @@
-"""One look tells: a snapshot of a coordinator, for people and programs."""
+"""Snapshot of a coordinator for people and programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RankStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: int
     host: str
     pid: int
-    """Of its process on that host."""
+    """Process id on ``host``."""
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -25,26 +25,26 @@ class ReplicaStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     state: str
-    """``refused`` if it is connected and holds other tensors than the trainer; else see ``weightsync.coordinator.replicas``."""
+    """``refused`` for a connected replica whose tensors differ from the trainer's; else see ``weightsync.coordinator.replicas``."""
     routable: bool
-    """Whether requests may be sent to it."""
+    """Whether requests may be sent to the replica."""
     version: int | None
     digest: str | None
     staleness: int | None
-    """Publications that are newer than what it serves; ``None`` if it serves none."""
+    """Number of publications that are newer than the served version; ``None`` if no version is served."""
     since: float
-    """When it entered this state, seconds since the epoch."""
+    """Time of the last state change, in seconds since the Unix epoch."""
     world_size: int
     missing: tuple[int, ...]
-    """Ranks that are not connected: the first sixteen of them. ``world_size`` and ``ranks`` say how many there are."""
+    """First sixteen ranks that are not connected. ``world_size`` and ``ranks`` give their total number."""
     ranks: tuple[RankStatus, ...]
     adapter: str
     error: str | None
-    """Why the last attempt on it failed."""
+    """Why the last update failed."""
     phases: dict[str, float]
-    """Seconds by phase of the last round that it took part in."""
+    """Seconds by phase of the last round in which the replica took part."""
     epoch: int | None = None
-    """The epoch of ``version``."""
+    """Epoch of ``version``."""
 
 
 class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,24 +52,24 @@ class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     run: str
     last: int
-    """The highest published version number of the latest epoch that is known, or -1."""
+    """Highest published version number of the latest known epoch, or -1."""
     version: Version | None
-    """What the trainer's shelves hold now, from which replicas can be seeded."""
+    """Version that the trainer's regions hold now, from which replicas can be seeded."""
     busy: bool
     """Whether a round is running."""
     trainer_world_size: int
     trainer: tuple[RankStatus, ...]
     replicas: tuple[ReplicaStatus, ...]
     rounds: tuple[RoundResult, ...]
-    """Rounds that ended, the newest last."""
+    """Results of past rounds, newest last."""
     epoch: int = FIRST_EPOCH
-    """The latest epoch in which a version is known to have been published."""
+    """Latest epoch in which a version is known to have been published."""
     now: float = 0.0
-    """When this was taken, seconds since the epoch, by the coordinator's clock."""
+    """Time of the snapshot by the coordinator's clock, in seconds since the Unix epoch."""
 
 
 class ReplicaGauges(msgspec.Struct, frozen=True):
-    """What metrics say of a replica: see :class:`ReplicaStatus`."""
+    """Metrics of a replica, see :class:`ReplicaStatus`."""
 
     name: str
     state: str
@@ -80,7 +80,7 @@ class ReplicaGauges(msgspec.Struct, frozen=True):
 
 
 class Gauges(msgspec.Struct, frozen=True):
-    """What metrics say of a coordinator: see :class:`Status`, of which this is the part that costs little."""
+    """Metrics of a coordinator: the part of :class:`Status` that is cheap to compute."""
 
     run: str
     last: int
@@ -88,5 +88,5 @@ class Gauges(msgspec.Struct, frozen=True):
     trainer: tuple[str, ...]
     epoch: int
     missed: int
-    """Replicas that did not get the version of the last round."""
+    """Number of replicas that did not get the version of the last round."""
     replicas: tuple[ReplicaGauges, ...]

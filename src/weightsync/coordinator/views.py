@@ -1,4 +1,4 @@
-"""Ranks and replicas as :mod:`weightsync.coordinator.status` shows them."""
+"""Conversion of ranks and replicas to :mod:`weightsync.coordinator.status`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["rank_status", "replica_gauges", "replica_status"]
 
 
 def rank_status(link: Link[Any]) -> RankStatus:
-    """For status."""
+    """Status of a rank."""
     rank = link.node.rank
     return RankStatus(rank.member, rank.rank, rank.host.name, rank.pid)
 
 
 def replica_gauges(replica: Replica, shelves: Shelves) -> ReplicaGauges:
-    """For metrics."""
+    """Metrics of a replica."""
     return ReplicaGauges(replica.name, replica.shown_state, *_version(replica, shelves), replica.phases, replica.since)
 
 
 def replica_status(replica: Replica, shelves: Shelves) -> ReplicaStatus:
-    """For status."""
+    """Status of a replica."""
     version = replica.version
     number, staleness = _version(replica, shelves)
     return ReplicaStatus(
@@ -46,6 +46,6 @@ def replica_status(replica: Replica, shelves: Shelves) -> ReplicaStatus:
 
 
 def _version(replica: Replica, shelves: Shelves) -> tuple[int | None, int | None]:
-    """Its number, and how many publications it is behind."""
+    """Number of the served version, and by how many publications it is behind."""
     version = replica.version
     return (None, None) if version is None else (version.number, shelves.behind(version))

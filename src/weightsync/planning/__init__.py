@@ -1,4 +1,4 @@
-"""Who reads what from whom, and does it add up: pure arithmetic over layouts, in NumPy. No tensors, no I/O."""
+"""Transfer planning and coverage checks: pure arithmetic over layouts, in NumPy. Uses no tensors and no I/O."""
 
 from weightsync.planning.buckets import ring_bytes, staging_layout
 from weightsync.planning.coverage import Cover, cover

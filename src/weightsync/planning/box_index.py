@@ -1,8 +1,8 @@
-"""Which boxes meet which: a prefix tree over dimensions, searched for all queries at once.
+"""Intersection search over boxes: a prefix tree over dimensions, searched for all queries at once.
 
-Boxes are sorted by group and then dimension by dimension; boxes with equal intervals in the first dimensions share a node. A
-query descends a level at a time by binary search among a node's children. On a grid (FSDP x TP) every step finds exactly the
-boxes that meet in that dimension, so no pair is looked at that does not overlap in all dimensions searched so far.
+Boxes are sorted by group and then dimension by dimension. Boxes with equal intervals in the first dimensions share a node. A query
+descends one level at a time by binary search among a node's children. On a grid (FSDP x TP) every step yields exactly the boxes
+that intersect the query in that dimension, so the search visits no pair that fails to overlap in a dimension searched so far.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["BoxIndex", "first_hole"]
 
 Int64 = npt.NDArray[np.int64]
 
-_STEP = 1 << 20  # pairs looked at in one step: bounds the memory of a query that meets very much
+_STEP = 1 << 20  # pairs in one step: bounds the memory of a query that intersects many boxes
 _QUERIES = 4096
 
 
 @dataclass(frozen=True, eq=False)
 class _Level:
-    """Children of one level's nodes, ordered by parent, start, stop. Keys order first by parent, then by coordinate rank."""
+    """Children of one level's nodes, ordered by parent, start, stop. Keys order first by parent, then by rank of the coordinate."""
 
     values: Int64
     starts: Int64
@@ -36,12 +36,11 @@ class _Level:
 
 
 class BoxIndex:
-    """Boxes in groups, ready to be searched.
+    """Searchable index of boxes in groups.
 
-    ``order`` sorts the boxes as given by group, starts and stops; ``box[i]`` is the distinct box of row ``i`` as given; the
-    distinct boxes are ``group``, ``starts``, ``stops``, and ``first[b]`` to ``first[b + 1]`` are box ``b``'s rows in ``order``
-    (equal boxes keep the order in which they were given). Searches raise
-    :class:`~weightsync.errors.Aborted` once ``stop`` is set.
+    ``order`` sorts the given boxes by group, starts and stops; ``box[i]`` is the distinct box of given row ``i``. The distinct
+    boxes are ``group``, ``starts`` and ``stops``. The rows of box ``b`` are ``first[b]`` to ``first[b + 1]`` in ``order``; equal
+    boxes keep the order in which they were given. Searches raise :class:`~weightsync.errors.Aborted` once ``stop`` is set.
     """
 
     def __init__(self, group: Int64, starts: Int64, stops: Int64, groups: int, stop: Stop | None = None) -> None:
@@ -67,7 +66,7 @@ class BoxIndex:
             fresh = np.ones(len(chosen), bool)
             fresh[1:] = (np.diff(parent) != 0) | (np.diff(begin) != 0) | (np.diff(end) != 0)
             above, begin, end = parent[fresh], begin[fresh], end[fresh]
-            # Ranks in place of coordinates: a key is parent * base + rank, which no extent can make overflow.
+            # Ranks replace coordinates: a key is parent * base + rank, which no extent can make overflow.
             values = np.unique(np.concatenate([begin, end]))
             base = len(values) + 1
             reach = np.maximum.accumulate(above * base + np.searchsorted(values, end))
@@ -80,9 +79,13 @@ class BoxIndex:
     def meeting(
         self, group: Int64, starts: Int64, stops: Int64, count: Callable[[Int64], None] | None = None
     ) -> tuple[Int64, Int64]:
-        """All pairs (query, box) that share an element, ordered by query and then box. Queries must not be empty.
+        """Find all pairs (query, box) that share an element, ordered by query and then box.
 
-        ``count`` is called with the queries of some pairs at a time, and raises if there are too many.
+        Args:
+            group: Group of each query, ``int64[queries]``.
+            starts: First index of each query, ``int64[queries, dims]``.
+            stops: End index of each query, above ``starts``: queries must not be empty.
+            count: Called with the queries of a batch of pairs; raises if there are too many.
         """
         found = []
         for pairs in self._descend(0, np.arange(len(group)), group, starts, stops):
@@ -112,12 +115,12 @@ class BoxIndex:
         child = ranges(low, count)
         wider = np.repeat(np.arange(len(query)), count)
         real = level.stops[child] > begin[wider]
-        if not np.all(real):  # intervals of one node that overlap each other: not a grid
+        if not np.all(real):  # not a grid: intervals of one node overlap
             child, wider = child[real], wider[real]
         yield from self._descend(depth + 1, query[wider], child, starts, stops)
 
     def collisions(self) -> dict[int, tuple[int, int]]:
-        """One pair of distinct boxes that overlap, for each group that has any."""
+        """Find one pair of distinct boxes that overlap, for each group that has one."""
         found: dict[int, tuple[int, int]] = {}
         begin = 0
         while begin < len(self):
@@ -126,7 +129,7 @@ class BoxIndex:
                 asked = asked[~np.isin(self.group[asked], list(found))]
             for query, box in self._descend(0, asked, self.group[asked], self.starts, self.stops):
                 other = np.flatnonzero(query != box)
-                if len(other):  # then look no further in these groups: all pairs of a forged layout would take for ever
+                if len(other):  # one pair a group is enough: a forged layout may have a huge number of pairs
                     groups, head = np.unique(self.group[query[other]], return_index=True)
                     for group, at in zip(groups.tolist(), other[head].tolist(), strict=True):
                         pair = int(query[at]), int(box[at])
@@ -138,7 +141,7 @@ class BoxIndex:
 
 
 def first_hole(starts: Int64, stops: Int64, within: tuple[Int64, Int64]) -> tuple[list[int], list[int]] | None:
-    """A region of the box ``within`` that no box holds, or ``None``. The boxes must not overlap each other or leave ``within``."""
+    """Return a region of the box ``within`` that no box holds, or ``None``. The boxes must be disjoint and inside ``within``."""
     begin: list[int] = []
     end: list[int] = []
     dims = starts.shape[1]

@@ -1,4 +1,4 @@
-"""Staging for streamed delivery: whole tensors, packed into buckets in canonical order."""
+"""Staging layout for streamed delivery: whole tensors, packed into buckets in canonical order."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from weightsync.model import Layout, Manifest
 
 __all__ = ["ring_bytes", "staging_layout"]
 
-_RING = 2  # one bucket is filled while the other is loaded
-_LEAST_ALIGNMENT = 8  # the largest element
+_RING = 2  # buckets in flight: one is filled while the other is loaded
+_LEAST_ALIGNMENT = 8  # bytes of the largest element
 
 
 def staging_layout(manifest: Manifest, bucket_bytes: int, alignment: int = 512) -> Layout:
-    """Whole tensors in buckets of at most ``bucket_bytes``: region ``k`` is bucket ``k``, each tensor is one contiguous row.
+    """Pack whole tensors into buckets of at most ``bucket_bytes``: region ``k`` is bucket ``k``, each tensor is one contiguous row.
 
-    Every tensor begins at a multiple of ``alignment`` bytes. A tensor larger than ``bucket_bytes`` has a bucket of its own, of its
-    size; a bucket that is exactly full is still one bucket. Zero-size tensors have no row: there is nothing to move.
+    Every tensor starts at a multiple of ``alignment`` bytes. A tensor larger than ``bucket_bytes`` gets a bucket of its own size.
+    Tensors without elements have no row.
 
-    Raises :class:`~weightsync.errors.ConfigurationError` unless ``bucket_bytes`` is positive and ``alignment`` a power of two of
-    at least 8.
+    Raises:
+        ConfigurationError: ``bucket_bytes`` is not positive, or ``alignment`` is not a power of two of at least 8.
     """
     if bucket_bytes < 1:
         raise ConfigurationError(f"bucket_bytes must be a positive number of bytes, not {bucket_bytes}")
@@ -60,8 +60,8 @@ def staging_layout(manifest: Manifest, bucket_bytes: int, alignment: int = 512) 
 
 
 def ring_bytes(layout: Layout) -> int:
-    """What staging costs an engine rank: bytes of the two largest buckets, one being filled while the other is loaded.
+    """Bytes of staging that an engine rank needs: the two largest buckets, one being filled while the other is loaded.
 
-    At most twice ``bucket_bytes``, unless single tensors are larger than that.
+    At most twice ``bucket_bytes``, unless a single tensor is larger than that.
     """
     return sum(sorted(layout.regions, reverse=True)[:_RING])

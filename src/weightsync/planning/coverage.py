@@ -1,4 +1,4 @@
-"""Do the ranks of one side hold every element exactly once, and do their digests add up?"""
+"""Coverage check of a set of ranks: every element is held exactly once, and the digests add up to the published ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHOWN = 10
 
 
 def shortened(items: Iterable[str], count: int | None = None, joint: str = ", ") -> str:
-    """At most ten of ``items``, and how many more there are out of ``count``."""
+    """Join at most ten of ``items``, and the number of the others out of ``count``."""
     listed = list(items)
     total = len(listed) if count is None else count
     more = [f"... and {total - _SHOWN} more"] if total > _SHOWN else []
@@ -32,14 +32,14 @@ def shortened(items: Iterable[str], count: int | None = None, joint: str = ", ")
 
 
 def printed(manifest: Manifest, tensor: int, starts: Iterable[int], stops: Iterable[int]) -> str:
-    """A box as ``[0:4, 2:8]``, without the padding of the columns; a scalar's is ``[]``."""
+    """Format a box as ``[0:4, 2:8]``, without the padding of the columns; a scalar's box is ``[]``."""
     pairs = list(zip(starts, stops, strict=True))
     rank = len(manifest[tensor].shape)
     return "[" + ", ".join(f"{a}:{b}" for a, b in pairs[len(pairs) - rank :]) + "]"
 
 
 def listed(manifest: Manifest, kinds: Geometries, problems: Mapping[int, str]) -> tuple[int, str]:
-    """How many tensors have one of the geometries in ``problems``, and what is wrong with the first ten, a line each."""
+    """Count the tensors whose geometry is in ``problems``, and describe the first ten, one on each line."""
     bad = np.flatnonzero(np.isin(kinds.of, list(problems)))
     lines = [f"{manifest[int(tensor)].name}: {problems[int(kinds.of[tensor])]}" for tensor in bad[:_SHOWN]]
     return len(bad), shortened(lines, len(bad), "\n  ")
@@ -47,20 +47,23 @@ def listed(manifest: Manifest, kinds: Geometries, problems: Mapping[int, str]) -
 
 @dataclass(frozen=True, eq=False)
 class _Share:
-    """How one member's digests count: its rows by tensor, and those that are copies of another member's, which do not."""
+    """Contribution of one member's digests: its rows by tensor, and its rows that copy another member's and do not count."""
 
     held: Int64 | slice
-    """The tensors of which it holds rows."""
+    """Tensors of which it holds rows."""
     first: Int32 | None
-    """The first row of each of them; ``None`` where each has one row."""
+    """First row of each of these tensors; ``None`` where each has one row."""
     copied: Int64
     """Rows that are copies."""
     copies: list[tuple[str, Int64, Int64]]
-    """The same by the member that leads: its name, rows here, and the rows there that they must equal."""
+    """The same rows by leading member: its name, the rows of this member, and the leader's rows that they must equal."""
 
 
 def _share(side: Side, member: int, kinds: Geometries, begin: Int64, rows: Rows, leader: Int64) -> _Share:
-    """Of one member. ``begin[kind]``: its first entry of that geometry in ``rows``; ``leader``: who leads each entry's box."""
+    """Contribution of one member.
+
+    ``begin[kind]`` is its first entry of that geometry in ``rows``; ``leader`` is the leading entry of each entry's box.
+    """
     first, layout = side.first[member], side.layouts[member]
     held = np.flatnonzero(np.diff(first))
     every = slice(None) if len(held) == len(side.manifest) else held
@@ -78,26 +81,33 @@ def _share(side: Side, member: int, kinds: Geometries, begin: Int64, rows: Rows,
 
 
 class Cover:
-    """The boxes of one side, which partition every tensor; made by :func:`cover`.
+    """Coverage: the boxes of a set of ranks, which partition every tensor. Made by :func:`cover`.
 
-    Each distinct box has a *leader*, the first member that holds it; the others hold copies.
+    Each distinct box has a *leader*, the first member that holds it. The others hold copies.
     """
 
     def __init__(self, side: Side, whose: str, kinds: Geometries, rows: Rows, index: BoxIndex) -> None:
         self.manifest, self.members, self.whose = side.manifest, side.members, whose
         self._side = side
-        # rows are ordered by member, geometry, order: where each member's rows of each geometry begin
+        # first row of each member in each geometry; rows are ordered by member, geometry, order
         counts = np.bincount(rows.member * len(kinds) + rows.group, minlength=len(side.members) * len(kinds))
         begin = (np.cumsum(counts) - counts).reshape(len(side.members), len(kinds))
         leader = index.order[index.first[:-1]][index.box]
-        # Now, not when digests come: engines stand still then.
+        # Computed now, because engines are paused when digests arrive.
         self._shares = [_share(side, member, kinds, begin[member], rows, leader) for member in range(len(side.members))]
 
     def total(self, digests: Mapping[str, UInt64]) -> UInt64:
-        """Digest of each tensor, ``uint64[tensors]``, from the digest of each row of each member's layout.
+        """Add up the digest of each tensor from the digests of the members' layout rows. Every distinct box counts once.
 
-        Every distinct box counts once. Raises :class:`~weightsync.errors.VerificationError` naming the tensors and members whose
-        equal boxes have unequal digests, and for a member that reported none or too many.
+        Args:
+            digests: ``uint64[rows]`` by member.
+
+        Returns:
+            ``uint64[tensors]``.
+
+        Raises:
+            VerificationError: Copies of a box have different digests, or a member reported too few or too many digests. The message
+                names tensors and members.
         """
         self._check_complete(digests)
         sums = np.zeros(len(self.manifest), np.uint64)
@@ -119,23 +129,25 @@ class Cover:
                 for tensor in sorted(differing)[:_SHOWN]
             ]
             raise VerificationError(
-                f"{self.whose}: copies have diverged (equal boxes, unequal digests) of {len(differing)} tensors: "
+                f"{self.whose}: copies of {len(differing)} tensors have diverged (equal boxes, unequal digests): "
                 + shortened(lines, len(differing), "; ")
             )
         return sums
 
     def check(self, digests: Mapping[str, UInt64], expected: UInt64) -> None:
-        """Raise :class:`~weightsync.errors.VerificationError` unless the digests add up to ``expected``, ``uint64[tensors]``.
+        """Check that the digests add up to ``expected``, ``uint64[tensors]``.
 
-        The message names the tensors that differ (at most ten, with the count) and the members that hold them.
+        Raises:
+            VerificationError: They do not. The message names at most ten of the tensors that differ, and the members that hold
+                them.
         """
         if expected.shape != (len(self.manifest),):
-            raise VerificationError(f"{len(expected)} published digests do not fit a manifest of {len(self.manifest)} tensors")
+            raise VerificationError(f"received {len(expected)} published digests for a manifest of {len(self.manifest)} tensors")
         bad = np.flatnonzero(self.total(digests) != expected)
         if len(bad):
             lines = [f"{self.manifest[int(tensor)].name} (on {shortened(self._holders(int(tensor)))})" for tensor in bad[:_SHOWN]]
             raise VerificationError(
-                f"{self.whose}: {len(bad)} of {len(self.manifest)} tensors are not what was published: "
+                f"{self.whose}: {len(bad)} of {len(self.manifest)} tensors differ from the published ones: "
                 + shortened(lines, len(bad), "; ")
             )
 
@@ -158,12 +170,19 @@ class Cover:
 def cover(manifest: Manifest, layouts: Mapping[str, Layout], whose: str, stop: Stop | None = None) -> Cover:
     """Check that the distinct boxes of ``layouts`` (by member) partition every tensor of ``manifest``.
 
-    Equal boxes held by several members are copies and fine; zero-size tensors need no rows. Members are taken in sorted order,
-    so the order in which ``layouts`` was filled does not matter. ``whose`` starts the message, for example ``"the trainer"``.
+    Several members may hold equal boxes, which are copies. Tensors without elements need no rows. Members are processed in sorted
+    order, so the order of ``layouts`` does not matter.
 
-    Raises :class:`~weightsync.errors.LayoutError` naming tensors with a hole or with overlapping unequal boxes, the region or the
-    boxes, and the members that hold them (at most ten tensors, with the count). Searches raise
-    :class:`~weightsync.errors.Aborted` once ``stop`` is set.
+    Args:
+        manifest: The tensors.
+        layouts: The layout of each member.
+        whose: Start of error messages, for example ``"the trainer"``.
+        stop: Aborts the search once it is set.
+
+    Raises:
+        LayoutError: A tensor has a hole, or overlapping boxes that differ. The message names at most ten tensors, the regions, and
+            the members that hold them.
+        Aborted: ``stop`` was set.
     """
     members = sorted(layouts)
     side = Side(manifest, members, [layouts[name] for name in members])
@@ -174,12 +193,12 @@ def cover(manifest: Manifest, layouts: Mapping[str, Layout], whose: str, stop: S
     problems |= _holes(side, kinds, index, set(problems))
     if problems:
         count, said = listed(manifest, kinds, problems)
-        raise LayoutError(f"{whose}: not every element is held exactly once; {count} tensors are wrong:\n  {said}")
+        raise LayoutError(f"{whose}: every element must be held exactly once, but {count} tensors are wrong:\n  {said}")
     return Cover(side, whose, kinds, rows, index)
 
 
 def collisions(side: Side, kinds: Geometries, rows: Rows, index: BoxIndex) -> dict[int, str]:
-    """What to say about each geometry with overlapping boxes."""
+    """Describe the overlapping boxes of each geometry that has any."""
     said = {}
     for kind, pair in index.collisions().items():
         parts = []
@@ -193,9 +212,9 @@ def collisions(side: Side, kinds: Geometries, rows: Rows, index: BoxIndex) -> di
 
 
 def _holes(side: Side, kinds: Geometries, index: BoxIndex, colliding: set[int]) -> dict[int, str]:
-    """What to say about each geometry whose boxes do not fill its shape; those with overlaps are left out."""
+    """Describe a hole of each geometry whose boxes do not fill its shape, except those in ``colliding``."""
     shapes = side.manifest.shapes[kinds.tensor]
-    # Disjoint boxes inside the shape hold at most its elements, 2**60: the sums are exact where they matter.
+    # Disjoint boxes inside the shape hold at most its 2**60 elements, so the sums that matter are exact.
     held = np.zeros(len(kinds), np.int64)
     np.add.at(held, index.group, np.prod(index.stops - index.starts, axis=1))
     said = {}
@@ -208,5 +227,5 @@ def _holes(side: Side, kinds: Geometries, index: BoxIndex, colliding: set[int]) 
             region = printed(side.manifest, int(kinds.tensor[kind]), *hole)
             tensor = int(kinds.tensor[kind])
             holders = [n for n, f in zip(side.members, side.first, strict=True) if f[tensor + 1] > f[tensor]]
-            said[kind] = f"nobody holds {region}" + (f"; the rest is on {shortened(holders)}" if holders else "")
+            said[kind] = f"no rank holds {region}" + (f"; the rest is on {shortened(holders)}" if holders else "")
     return said

@@ -1,7 +1,7 @@
-"""One side of a transfer: the layouts of its members, indexed by tensor, and which tensors are sharded alike.
+"""Layouts of all members of one end of a transfer, indexed by tensor, and the groups of tensors that are sharded alike.
 
-A model has tens of thousands of tensors but few *geometries*: expert 17 of layer 40 is cut exactly as expert 3 of layer 5. What
-depends on boxes only is solved once a geometry (:func:`geometries`), and expanded to tensors by array indexing.
+A model has tens of thousands of tensors but few *geometries*: expert 17 of layer 40 is sharded exactly like expert 3 of layer 5.
+Work that depends only on boxes is done once for each geometry (:func:`geometries`) and expanded to tensors by array indexing.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
-_LANES = 2  # two independent 64-bit sums: 128 bits, so that unequal geometries never meet by chance
+_LANES = 2  # two independent 64-bit sums: with 128 bits, unequal geometries do not collide by chance
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def _mix(x: UInt64) -> UInt64:
-    """Splitmix64's finaliser: every input bit reaches every output bit. In place; returns its argument."""
+    """Apply splitmix64's finalizer in place: every input bit affects every output bit. Returns its argument."""
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
     x ^= x >> np.uint64(27)
@@ -36,13 +36,13 @@ def _mix(x: UInt64) -> UInt64:
 
 
 def _keys(lane: int, count: int) -> UInt64:
-    """``count`` fixed odd multipliers; another set for each lane."""
+    """Return ``count`` fixed odd multipliers, different for each lane."""
     seeds = (np.arange(count, dtype=np.uint64) + np.uint64(1 + 1009 * lane)) * np.uint64(_GOLDEN)
     return _mix(seeds) | np.uint64(1)
 
 
 def _signature(columns: Sequence[npt.NDArray[np.int64] | UInt64], lane: int) -> UInt64:
-    """One 64-bit hash a row of ``columns``: a keyed linear sum, mixed."""
+    """Hash each row of ``columns`` to 64 bits: a keyed linear sum, mixed."""
     keys = _keys(lane, len(columns))
     total = columns[0].astype(np.uint64, copy=False) * keys[0]
     for column, key in zip(columns[1:], keys[1:], strict=True):
@@ -51,7 +51,7 @@ def _signature(columns: Sequence[npt.NDArray[np.int64] | UInt64], lane: int) -> 
 
 
 def ranges(first: Int64, count: Int64) -> Int64:
-    """``first[0], first[0] + 1, ...`` for ``count[0]`` numbers, then from ``first[1]``, and so on."""
+    """Concatenate ranges: ``count[0]`` numbers from ``first[0]``, then ``count[1]`` numbers from ``first[1]``, and so on."""
     ends = np.cumsum(count)
     total = int(ends[-1]) if len(ends) else 0
     return np.repeat(first - (ends - count), count) + np.arange(total, dtype=np.int64)
@@ -59,9 +59,9 @@ def ranges(first: Int64, count: Int64) -> Int64:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Layout rows of the tensors that stand for a geometry, ordered by member, geometry, row.
+    """Layout rows of the tensors that represent a geometry, ordered by member, geometry, row.
 
-    ``order`` is the row's place among that member's rows of the tensor.
+    ``order`` is the row's position among that member's rows of the tensor.
     """
 
     group: Int64
@@ -75,10 +75,13 @@ class Rows:
 
 
 class Side:
-    """The layouts of several members, in the order given.
+    """Layouts of several members, in the given order.
 
-    ``first[m, t]`` is the first row of member ``m``'s layout that belongs to tensor ``t``; ``first[m, t + 1]`` is one past the
-    last (``int32[members, tensors + 1]``). Raises :class:`~weightsync.errors.LayoutError` for a member named twice.
+    ``first[m, t]`` is the first row of tensor ``t`` in member ``m``'s layout; ``first[m, t + 1]`` is one past the last
+    (``int32[members, tensors + 1]``).
+
+    Raises:
+        LayoutError: A member is named twice, or a layout was made for another manifest.
     """
 
     def __init__(self, manifest: Manifest, members: Sequence[str], layouts: Sequence[Layout]) -> None:
@@ -96,7 +99,7 @@ class Side:
             np.cumsum(np.bincount(layout.tensor, minlength=len(manifest)), out=row[1:])
 
     def signatures(self) -> list[UInt64]:
-        """Two hashes a tensor over all rows of all members: member, order and box of each row, added up."""
+        """Two hashes for each tensor over all rows of all members: the sum over member, order and box of each row."""
         lanes = [np.zeros(len(self.manifest), np.uint64) for _ in range(_LANES)]
         for index, (layout, first) in enumerate(zip(self.layouts, self.first, strict=True)):
             if not len(layout):
@@ -110,7 +113,7 @@ class Side:
         return lanes
 
     def rows(self, tensors: Int64) -> Rows:
-        """The rows of ``tensors``; their geometry is the position in ``tensors``."""
+        """Rows of ``tensors``. Their geometry is the position in ``tensors``."""
         groups, members, orders, starts, stops = [], [], [], [], []
         for index, (layout, first) in enumerate(zip(self.layouts, self.first, strict=True)):
             begin = first[tensors].astype(np.int64)
@@ -133,7 +136,10 @@ class Side:
 
 @dataclass(frozen=True, eq=False)
 class Geometries:
-    """Which tensors are cut alike: ``of[t]`` is tensor ``t``'s geometry, ``tensor[g]`` the first tensor of geometry ``g``."""
+    """Groups of tensors that are sharded alike.
+
+    ``of[t]`` is tensor ``t``'s geometry, ``tensor[g]`` the first tensor of geometry ``g``, ``count[g]`` the number of its tensors.
+    """
 
     of: Int64
     tensor: Int64

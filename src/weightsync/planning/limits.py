@@ -1,13 +1,18 @@
-"""What a plan may cost: its pieces are added up before arrays are made for them, and whoever waits for it can stop it.
+"""Limits of a plan: pieces are counted before arrays are allocated for them, and planning can be stopped.
 
-A layout is a few bytes a row, but rows that cut a tensor along different dimensions meet each other in as many pieces as the
-product of their numbers. So what holds is in proportion to the rows that the ranks sent:
+A layout takes a few bytes a row. But rows that cut a tensor along different dimensions intersect in as many pieces as the product
+of their numbers. So the limits are proportional to the rows that the ranks sent:
 
-* A target gets at most 262,144 pieces and 16 for each row of its own and of the sources. Sharded as trainers and engines do, a
-  target's row meets each source's row once at most.
-* All targets together get at most 262,144 pieces and 128 for each row of both sides, and never more than :data:`MOST_PIECES`. A
-  mixture of experts of 18,867 tensors from 64 ranks to 64 is 26 million pieces from 2.4 million rows; a model of a trillion
-  parameters from 256 ranks to 16 is 20 million.
+=====================  ===========================================================================================
+a plan gets at most    pieces
+=====================  ===========================================================================================
+for one target         262,144, and 16 for each row of the target and of the sources
+for all targets        262,144, and 128 for each row of both ends, but never more than :data:`MOST_PIECES`
+=====================  ===========================================================================================
+
+With the sharding of real trainers and engines, a target row intersects each source row at most once. A mixture of experts of 18,867
+tensors from 64 ranks to 64 ranks has 26 million pieces from 2.4 million rows. A model of a trillion parameters from 256 ranks to 16
+ranks has 20 million pieces.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ __all__ = ["MOST_PIECES", "Allowance", "Stop"]
 Int64 = npt.NDArray[np.int64]
 
 MOST_PIECES = 1 << 25
-"""Most pieces of one plan, over all of its targets."""
+"""Most pieces of one plan, over all targets."""
 
 _ANYWAY = 1 << 18
 _FOR_A_ROW = 16
@@ -33,23 +38,23 @@ _FOR_A_ROW_OF_ALL = 128
 
 
 class Stop:
-    """Tells a thread that plans that nobody waits for the plan any more. Thread-safe."""
+    """Flag that stops planning on another thread when no caller waits for the plan. Thread-safe."""
 
     def __init__(self) -> None:
         self._wanted = False
 
     def set(self) -> None:
-        """From now on :meth:`check` raises."""
+        """Let :meth:`check` raise from now on."""
         self._wanted = True
 
     def check(self) -> None:
-        """Raise :class:`~weightsync.errors.Aborted` if nobody waits any more."""
+        """Raise :class:`~weightsync.errors.Aborted` if :meth:`set` was called."""
         if self._wanted:
             raise Aborted("planning was stopped: its round ended")
 
 
 class Allowance:
-    """How many pieces a plan may still have, for each target and in all."""
+    """Number of pieces that a plan may still have, for each target and in total."""
 
     def __init__(self, sources: Side, targets: Side, kinds: Geometries, claim: Callable[[int], None] | None = None) -> None:
         self._sources, self._targets, self._kinds = sources, targets, kinds
@@ -62,12 +67,13 @@ class Allowance:
         """Pieces of each target."""
 
     def take(self, target: Int64, kind: Int64) -> None:
-        """Count pieces by target and geometry, each once for every tensor of the geometry.
+        """Count pieces by target and geometry, once for every tensor of the geometry.
 
-        Raises :class:`~weightsync.errors.LayoutError` naming the target and the sources if there are too many.
+        Raises:
+            LayoutError: There are too many pieces. The message names the target and the sources.
         """
         weights = self._kinds.count[kind]
-        # exact: a step has some millions of pairs, and no manifest has more than a million tensors
+        # exact in float64: a step has a few million pairs, and no manifest has more than a million tensors
         more = np.bincount(target, weights=weights, minlength=len(self.taken)).astype(np.int64)
         self.taken += more
         over = np.flatnonzero(self.taken > self._each)
@@ -85,7 +91,7 @@ class Allowance:
         names = ", ".join(sources[:3]) + (f" and {len(sources) - 3} more" if len(sources) > 3 else "")
         raise LayoutError(
             f"the plan for {whom} has more than {allowed:,} pieces, too many for layouts of {self._rows(self._targets):,} boxes "
-            f"there and {self._rows(self._sources):,} at {names}: both sides cut the same tensors finely, along different "
+            f"there and {self._rows(self._sources):,} at {names}: both ends cut the same tensors finely, along different "
             "dimensions; shard them alike, or use streamed delivery"
         )
 

@@ -1,4 +1,4 @@
-"""What one target rank receives: a row for each box that comes from one source, and where it lies there."""
+"""Pieces that one target rank receives: one row for each box that comes from one source, and its address there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LIMIT = 2.0**62
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Boxes to fetch, ordered by target row; together they fill each row of the target's layout exactly once.
+    """Boxes to fetch, ordered by target row. Together they fill each row of the target's layout exactly once.
 
     ==============  ===============  ==============================================================
     column          type             meaning
@@ -32,7 +32,7 @@ class Pieces:
     source          int32[n]         index into ``sources``, the members that are used
     source_region   int32[n]         which of the source's memory regions holds the piece
     source_offset   int64[n]         bytes from that region's start to the piece's first element
-    source_strides  int64[n, dims]   bytes between neighbours there
+    source_strides  int64[n, dims]   bytes between neighbors in the source
     target_row      int32[n]         row of the target's layout, ascending
     starts, stops   int64[n, dims]   the piece's box, in elements of the whole tensor
     ==============  ===============  ==============================================================
@@ -57,14 +57,14 @@ class Pieces:
 
     @cached_property
     def digest(self) -> str:
-        """32 hexadecimal digits that change with any column; both ends of a plan compare it. Names of sources do not enter."""
+        """32 hexadecimal digits over all columns, compared by both ends of a plan. The names of the sources are not included."""
         state = hashlib.blake2b(f"{len(self)} {self.starts.shape[1]}".encode(), digest_size=16)
         for name, kind in _COLUMNS:
             state.update(np.ascontiguousarray(getattr(self, name), kind).data.cast("B") if len(self) else b"")
         return state.hexdigest()
 
     def to_columns(self) -> PieceColumns:
-        """These pieces as a message."""
+        """Encode the pieces as a message."""
         columns = {name: np.ascontiguousarray(getattr(self, name), kind).tobytes() for name, kind in _COLUMNS}
         return PieceColumns(rows=len(self), dims=int(self.starts.shape[1]), **columns)
 
@@ -77,12 +77,20 @@ class Pieces:
         columns: PieceColumns,
         sources: Sequence[str] | None = None,
     ) -> Pieces:
-        """The pieces in a message, none of which is believed unchecked.
+        """Decode and validate the pieces in a message.
 
-        ``sources`` names the sources where the caller knows them (``PlanSlice.sources``); their numbers stand in otherwise.
-        Raises :class:`~weightsync.errors.PlanMismatch` for wrong lengths, a source that does not exist, negative offsets or
-        strides, a piece outside its row's box, rows out of order, and rows that the pieces do not fill (by volume). Whether a
-        piece lies inside the *source's* region only its owner can tell.
+        Only the source can check that a piece lies inside its region.
+
+        Args:
+            manifest: The tensors.
+            target_layout: The layout that the pieces must fill.
+            source_count: Number of sources that the pieces may refer to.
+            columns: The message.
+            sources: Names of the sources (``PlanSlice.sources``); by default their numbers.
+
+        Raises:
+            PlanMismatch: A column has the wrong length, a source does not exist, an offset or stride is negative, a piece lies
+                outside its row, rows are out of order, or the pieces do not fill the rows (by volume).
         """
         rows, dims = columns.rows, columns.dims
         if rows < 0 or dims != manifest.dims:
@@ -97,7 +105,7 @@ class Pieces:
             wide = name in _WIDE
             data: bytes = getattr(columns, name)
             if len(data) != rows * np.dtype(kind).itemsize * (dims if wide else 1):
-                raise PlanMismatch(f"column {name!r} of a plan has {len(data)} bytes, which is wrong for {rows} pieces")
+                raise PlanMismatch(f"column {name!r} of a plan has {len(data)} bytes, the wrong size for {rows} pieces")
             array = np.frombuffer(data, kind).astype(np.dtype(kind).newbyteorder("="), copy=False)
             arrays[name] = array.reshape(rows, dims) if wide else array
         pieces = cls(names, **arrays)
@@ -122,8 +130,8 @@ class Pieces:
                 raise PlanMismatch("a piece of a plan is empty or outside the layout row that it fills")
         reach = self.source_offset + ((self.stops - self.starts).astype(np.float64) * self.source_strides).sum(axis=1)
         if np.any(reach > _LIMIT):
-            raise PlanMismatch("a piece of a plan reaches absurdly far into its source")
-        # Pieces lie inside their rows, at most 2**60 elements each: in floating point first, lest a forged sum wraps around.
+            raise PlanMismatch("a piece of a plan reaches impossibly far into its source")
+        # Pieces lie inside their rows, at most 2**60 elements each. Floating point first, because a forged sum could wrap around.
         sizes = self.sizes()
         held = np.bincount(row, weights=sizes, minlength=len(layout))
         exact = np.zeros(len(layout), np.int64)

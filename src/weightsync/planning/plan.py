@@ -1,7 +1,7 @@
-"""Who reads what from whom: a pure function of the manifest and the layouts of both sides.
+"""Transfer plan: which target reads what from which source. A pure function of the manifest and the layouts of both ends.
 
-Boxes are met once a geometry (:mod:`weightsync.planning.geometry`) and kept as *templates*; the pieces of a target are expanded
-from them when asked for, by array indexing, so a plan holds little more than its layouts.
+Boxes are intersected once for each geometry (:mod:`weightsync.planning.geometry`) and kept as *templates*. The pieces of a target
+are expanded from them on demand, by array indexing, so a plan holds little more than its layouts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CHUNK = 1 << 18
 
 @dataclass(frozen=True, eq=False)
 class SourceRank:
-    """A trainer rank that pieces can come from."""
+    """A trainer rank that can provide pieces."""
 
     member: str
     host: Host
@@ -55,8 +55,8 @@ class TargetRank:
 class _Templates:
     """Pieces of each geometry, ordered by target, geometry, layout row, source box.
 
-    ``first[m, g]`` and ``count[m, g]``: those of target ``m`` in geometry ``g``; ``order``: row among the target's rows of the
-    tensor; ``inside``: the piece's start counted from its source box's; ``choice``: see :class:`Choices`.
+    ``first[m, g]`` and ``count[m, g]`` locate the templates of target ``m`` in geometry ``g``. ``order`` is the position among the
+    target's rows of the tensor. ``inside`` is the piece's start relative to its source box. For ``choice`` see :class:`Choices`.
     """
 
     first: Int64
@@ -71,7 +71,7 @@ class _Templates:
 
 
 class Plan:
-    """For each target rank, which boxes come from which source rank. Made by :func:`plan_transfer`; immutable."""
+    """For each target rank, the boxes that come from each source rank. Made by :func:`plan_transfer`. Immutable."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Plan:
         self._spread()
 
     def _spread(self) -> None:
-        """Where in its pool's bytes each target begins, ``float64[pools, targets]``, and each pool's total."""
+        """Compute where each target begins in its pool's bytes, ``float64[pools, targets]``, and each pool's total."""
         parts, options = self._templates, self._options
         shared = np.flatnonzero(parts.choice >= 0)
         # templates are ordered by target and geometry
@@ -114,16 +114,16 @@ class Plan:
         return hashlib.blake2b(msgspec.msgpack.encode(["plan 1", self.manifest.fingerprint, ranks]), digest_size=16).hexdigest()
 
     def nbytes(self, member: str) -> int:
-        """Bytes that target ``member`` receives: all of its layout, each element once."""
+        """Bytes that target ``member`` receives: its whole layout, each element once."""
         return self.targets[self._place[member]].layout.nbytes(self.manifest)
 
     @property
     def count(self) -> int:
-        """Pieces of all targets."""
+        """Number of pieces of all targets."""
         return int(self._counts.sum())
 
     def source_bytes(self) -> dict[str, int]:
-        """Bytes that each source delivers in all, zero included. Expands every target's pieces once: costs as much as they do."""
+        """Bytes that each source delivers in total, including zeros. Expands every target's pieces once, which is as expensive."""
         load = np.zeros(len(self.sources), np.float64)
         for place in range(len(self.targets)):
             part, _ = self._expand(place)
@@ -132,14 +132,14 @@ class Plan:
         return {rank.member: int(amount) for rank, amount in zip(self.sources, load, strict=True)}
 
     def _expand(self, place: int) -> tuple[Int64, Int64]:
-        """The template and tensor of each piece of a target, ordered by tensor and template."""
+        """Template and tensor of each piece of a target, ordered by tensor and template."""
         tensors = np.flatnonzero(np.diff(self._target.first[place]))
         kind = self._kinds.of[tensors]
         count = self._templates.count[place, kind]
         return ranges(self._templates.first[place, kind], count), np.repeat(tensors, count)
 
     def _holder(self, place: int, part: Int64) -> Int64:
-        """Index into the holders of each piece: of its box's only one, or of the one whose span it falls into."""
+        """Index into the holders for each piece: the only holder of its box, or the one whose span contains the piece."""
         parts, options = self._templates, self._options
         holder = options.first[parts.box[part]]
         if not len(options.width):
@@ -165,7 +165,7 @@ class Plan:
         return holder
 
     def pieces(self, member: str) -> Pieces:
-        """What target ``member`` receives. Computed anew at each call: keep it, or its columns, where it is needed again."""
+        """Pieces that target ``member`` receives. Recomputed at each call, so keep the result if it is needed again."""
         place = self._place[member]
         parts = self._templates
         part, tensor = self._expand(place)
@@ -175,7 +175,7 @@ class Plan:
         region = np.empty(len(part), np.int32)
         offset = np.empty(len(part), np.int64)
         strides = np.empty((len(part), self.manifest.dims), np.int64)
-        for begin in range(0, len(part), _CHUNK):  # scattered by source, so as much at a time as the cache holds
+        for begin in range(0, len(part), _CHUNK):  # scattered by source, so in chunks that fit the cache
             self._stop.check()
             chunk = slice(begin, begin + _CHUNK)
             self._gather(source[chunk], tensor[chunk], order[chunk], region[chunk], offset[chunk], strides[chunk])
@@ -198,7 +198,7 @@ class Plan:
     def _gather(self, source: Int64, tensor: Int64, order: Int64, region: Int32, offset: Int64, strides: Int64) -> None:
         """Fill ``region``, ``offset`` and ``strides`` with those of the source rows that hold these pieces."""
         load = np.bincount(source, minlength=len(self.sources))
-        # 16-bit keys are sorted by radix
+        # NumPy sorts 16-bit keys by radix
         by_source = np.argsort(source.astype(np.uint16) if len(self.sources) <= 1 << 16 else source, kind="stable")
         ends = np.cumsum(load)
         for index in np.flatnonzero(load).tolist():
@@ -220,19 +220,27 @@ def plan_transfer(
 ) -> Plan:
     """Plan how every element of every target's layout is fetched exactly once.
 
-    Both sides are taken in the order of their members' names, so the order in which they are given does not matter. Where
-    several sources hold the same box, one in the target's memory domain (``Host.memory``) is preferred, then one on its machine
-    (``Host.name``), then any; see :mod:`weightsync.planning.source_balance` for pools.
+    Both ends are processed in the order of member names, so the given order does not matter. If several sources hold the same box,
+    one in the target's memory domain (``Host.memory``) is preferred, then one on its machine (``Host.name``), then any. For pools
+    see :mod:`weightsync.planning.source_balance`.
 
-    Bound: **in each pool the load of a source differs from the pool's mean by at most the largest piece**, so a source's load
+    Bound: **in each pool the load of a source differs from the pool's mean by at most the largest piece**. So a source's load
     differs from the sum of its pools' means by at most the largest piece times the number of its pools. A piece is never larger
-    than the target's row; layouts split into rows of 1 MiB (:func:`~weightsync.planning.split.split_rows`) make that 1 MiB.
-    The balance is over the targets of one plan.
+    than the target's row; layouts split into rows of 1 MiB (:func:`~weightsync.planning.split.split_rows`) make that 1 MiB. The
+    balance is over the targets of one plan.
 
-    Raises :class:`~weightsync.errors.LayoutError` if sources hold overlapping unequal boxes, or a target needs elements that no
-    source holds (tensor, region and target named, at most ten), or a member is named twice, or there would be more pieces than such
-    layouts need (:mod:`weightsync.planning.limits`). ``claim`` is told of pieces before arrays are made for them, and may raise.
-    Raises :class:`~weightsync.errors.Aborted` soon after ``stop`` was set, in :meth:`Plan.pieces` too.
+    Args:
+        manifest: The tensors.
+        sources: The trainer ranks.
+        targets: The engine ranks.
+        claim: Called with the number of pieces before arrays are allocated for them; may raise.
+        stop: Aborts planning, and :meth:`Plan.pieces`, soon after it is set.
+
+    Raises:
+        LayoutError: Sources hold overlapping boxes that differ, no source holds elements that a target needs (at most ten tensors
+            are named), a member is named twice, or there are more pieces than such layouts need
+            (:mod:`weightsync.planning.limits`).
+        Aborted: ``stop`` was set.
     """
     stop = stop or Stop()
     sources = sorted(sources, key=lambda rank: rank.member)
@@ -289,4 +297,4 @@ def _check_filled(side: Side, kinds: Geometries, rows: Rows, row: Int64, found: 
         region = printed(side.manifest, int(kinds.tensor[group]), *hole) if hole else "a part"
         problems[group] = f"{region}, needed by {side.members[int(rows.member[at])]}"
     number, said = listed(side.manifest, kinds, problems)
-    raise LayoutError(f"no source holds elements of {number} tensors that targets need:\n  {said}")
+    raise LayoutError(f"no source holds all elements that targets need of {number} tensors:\n  {said}")

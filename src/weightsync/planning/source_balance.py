@@ -1,10 +1,10 @@
-"""Which of several members that hold a box feeds which target: same host first, and equal loads.
+"""Choice among several sources that hold the same box: same host first, then equal loads.
 
-A box's holders, seen from a target, shrink to those in the target's memory domain if there are any, else to those on its
-machine, else to all. The boxes for which the same members remain form a **pool**. The bytes that a pool must deliver are laid
-end to end, target after target and in layout order within a target, and cut into as many equal spans as the pool has members;
-a piece goes to the member in whose span its middle lies. So each member's share of a pool differs from the mean by at most the
-largest piece, most targets read from one member of a pool only, and at any time different targets read from different members.
+A target prefers the holders in its memory domain, else those on its machine, else all. The boxes for which the same members remain
+form a **pool**. The bytes that a pool must deliver are laid end to end, target after target and in layout order within a target.
+They are cut into as many equal spans as the pool has members. A piece goes to the member whose span contains the middle of the
+piece. So each member's share of a pool differs from the mean by at most the largest piece, most targets read from only one member
+of a pool, and at any time different targets read from different members.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """What each box offers to each target host.
+    """Sources of each box for each target host.
 
     ============  ======================  =================================================================
     field         type                    meaning
     ============  ======================  =================================================================
     first         int64[boxes + 1]        a box's holders are ``member[first[b]:first[b + 1]]``
     member        int64[holders]          source member
-    order         int64[holders]          row of the box among that member's rows of the tensor
-    kind          int64[boxes]            the box's set of holders; 0 is every set of one
+    order         int64[holders]          position of the box among that member's rows of the tensor
+    kind          int64[boxes]            the box's set of holders; 0 stands for every set of one
     host          int64[targets]          the target's host
-    choice        int64[kinds, hosts]     index into the next two, or -1: there is only the first holder
-    candidates    tuple of int64 arrays   places among the box's holders that remain
+    choice        int64[kinds, hosts]     index into ``candidates`` and ``pool``; -1 where a box has one holder
+    candidates    tuple of int64 arrays   positions of the preferred members among the box's holders
     pool          int64[choices]          the pool that these members form
-    width         int64[pools]            members of a pool
+    width         int64[pools]            number of members of a pool
     ============  ======================  =================================================================
     """
 
@@ -62,14 +62,14 @@ def _nearest(holders: Sequence[Host], here: Host) -> list[int]:
 
 
 def choices(index: BoxIndex, rows: Rows, sources: Sequence[Host], targets: Sequence[Host]) -> Choices:
-    """The holders of each box and what remains of them for each target. A member that holds a box twice counts once."""
+    """Find the holders of each box and the preferred ones for each target. A member that holds a box twice counts once."""
     box, member, order = index.box[index.order], rows.member[index.order], rows.order[index.order]
     once = np.ones(len(box), bool)
-    once[1:] = (np.diff(box) != 0) | (np.diff(member) != 0)  # rows of a box come in the order of members
+    once[1:] = (np.diff(box) != 0) | (np.diff(member) != 0)  # rows of a box are in the order of members
     box, member, order = box[once], member[once], order[once]
     first = np.searchsorted(box, np.arange(len(index) + 1))
 
-    # A box with one holder, the usual case, needs no look at holders: kind 0. The others are numbered by who holds them.
+    # Boxes with one holder, the usual case, are kind 0. The others are numbered by their set of holders.
     kinds: dict[bytes, int] = {}
     members: list[Int64] = []
     kind = np.zeros(len(index), np.int64)

@@ -1,4 +1,4 @@
-"""Cut large layout rows into blocks, so that each can be fetched and digested while it is in the cache."""
+"""Splitting of large layout rows into blocks that can be fetched and digested while they are in the cache."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ __all__ = ["split_rows"]
 
 Int64 = npt.NDArray[np.int64]
 
-_MOST_ROWS = 1 << 28  # more blocks than any memory holds: a forged shape or a mistaken ``max_bytes``
+_MOST_ROWS = 1 << 28  # more blocks than any memory holds: the shape is forged or ``max_bytes`` a mistake
 
 
 def split_rows(manifest: Manifest, layout: Layout, max_bytes: int) -> Layout:
-    """The same shards in rows of at most ``max_bytes``; a single element is never cut.
+    """Split the same shards into rows of at most ``max_bytes``. A single element is never cut.
 
-    A box is cut along its outermost dimension into nearly equal blocks; where one index of that dimension is still larger than
-    ``max_bytes``, each index is cut along the next dimension, and so on. How a box is cut depends on its extents and element
-    size only, so equal boxes on different ranks stay equal. Order: by row, then by position in the box.
+    A box is cut along its outermost dimension into nearly equal blocks. Where one index of that dimension is still larger than
+    ``max_bytes``, each index is cut along the next dimension, and so on. The cut depends only on a box's extents and element size,
+    so equal boxes on different ranks stay equal. The result is ordered by row, then by position in the box.
 
-    Raises :class:`~weightsync.errors.ConfigurationError` unless ``max_bytes`` is positive.
+    Raises:
+        ConfigurationError: ``max_bytes`` is not positive.
+        LayoutError: The result would have more than 2**28 rows.
     """
     if max_bytes < 1:
         raise ConfigurationError(f"max_bytes must be a positive number of bytes, not {max_bytes}")
@@ -38,7 +40,7 @@ def split_rows(manifest: Manifest, layout: Layout, max_bytes: int) -> Layout:
     if not np.any(inner[:, 0] * extents[:, 0] > max_bytes):
         return layout
     step = np.empty_like(extents)
-    cut = np.zeros(rows, bool)  # an outer dimension has been chosen to cut along
+    cut = np.zeros(rows, bool)  # rows whose cut dimension has been chosen
     for dim in range(dims):
         fits = np.maximum(max_bytes // inner[:, dim], 1)
         parts = -(-extents[:, dim] // fits)
@@ -48,7 +50,7 @@ def split_rows(manifest: Manifest, layout: Layout, max_bytes: int) -> Layout:
     parts = -(-extents // step)
     count = np.prod(parts, axis=1)
     if np.prod(parts.astype(np.float64), axis=1).sum() > _MOST_ROWS:
-        raise LayoutError(f"cut into blocks of {max_bytes} bytes, a layout would have more than {_MOST_ROWS} rows")
+        raise LayoutError(f"splitting a layout into blocks of {max_bytes} bytes would give more than {_MOST_ROWS} rows")
     row = np.repeat(np.arange(rows), count)
     place = ranges(np.zeros(rows, np.int64), count)
     starts = np.empty((len(row), dims), np.int64)

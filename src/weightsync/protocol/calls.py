@@ -1,4 +1,4 @@
-"""Requests and answers, both ways, over anything that carries frames in order: a WebSocket, or two queues in a test."""
+"""Requests and answers in both directions over any ordered frame channel, such as a WebSocket or two queues in a test."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["Calls"]
 
 _log = logging.getLogger(__name__)
 
-_ANSWER_SECONDS = 0.25  # longer than the other side was given: its own error says more than "not answered"
-_SEND_SECONDS = 30.0  # for frames that nobody waits for: answers and cancellations
-_MOST_HANDLERS = 64  # a peer that asks for more at once is not one of ours
+_ANSWER_SECONDS = 0.25  # extra time for the other side's own timeout error, which says more than "not answered"
+_SEND_SECONDS = 30.0  # for frames without a waiting caller: answers and cancellations
+_MOST_HANDLERS = 64  # concurrent calls; no agent of this package sends more
 _NOTICE_CHARS = 4000
 _MOST_SECONDS = 7 * 86400.0
 
 
 class Calls:
-    """One connection's calls.
+    """Calls of one connection.
 
-    ``send`` puts a frame on the wire and raises if it cannot; ``handle(body, timeout)`` answers the other side's requests and
-    may raise. Whoever reads the wire passes every frame to :meth:`feed`, and says :meth:`close` when it ends. No method but
+    ``send`` puts a frame on the wire and raises if it cannot. ``handle(body, timeout)`` answers requests of the other side and may
+    raise. The owner of the wire passes every received frame to :meth:`feed` and calls :meth:`close` when the connection ends. Only
     :meth:`call` waits.
     """
 
@@ -48,11 +48,11 @@ class Calls:
         self._closed: WeightSyncError | None = None
 
     async def call(self, body: Body, timeout: float) -> Body:
-        """The other side's answer to ``body``.
+        """Send ``body`` and return the other side's answer. A call that times out or is cancelled is withdrawn from the other side.
 
-        Raises what its handler raised (its own deadline's error, too), :class:`~weightsync.errors.DeadlineExceeded` a moment
-        after ``timeout`` seconds if nothing came, or the error
-        given to :meth:`close`. A call that times out or is cancelled is withdrawn from the other side.
+        Raises:
+            DeadlineExceeded: No answer came within ``timeout`` seconds and a short margin.
+            WeightSyncError: The other side's handler raised it, or it was passed to :meth:`close`.
         """
         if self._closed is not None:
             raise self._closed
@@ -77,17 +77,21 @@ class Calls:
             del self._waiting[number]
             answered = answered or (answer.done() and not answer.cancelled())
             if answer.done() and not answer.cancelled():
-                answer.exception()  # looked at, should the call have ended otherwise meanwhile
+                answer.exception()  # mark as retrieved: the call may have ended otherwise
             if not answered and self._closed is None:
                 self._post(Cancel(number))
 
     def feed(self, frame: Frame) -> None:
-        """Take one frame from the wire. Raises :class:`~weightsync.errors.ProtocolError` for one that does not belong there."""
+        """Process one frame from the wire.
+
+        Raises:
+            ProtocolError: The frame is not allowed after the handshake, or is out of bounds.
+        """
         if self._closed is not None:
             return
         match frame:
             case Answer(id=number, body=body):
-                answer = self._waiting.get(number)  # unknown: it was withdrawn, and its answer was under way
+                answer = self._waiting.get(number)  # unknown: withdrawn while its answer was in flight
                 if answer is not None and not answer.done():
                     answer.set_result(body)
             case Failure(id=number, kind=kind, message=message):
@@ -103,20 +107,20 @@ class Calls:
                     self._keep(handler)
             case Progress(nbytes=nbytes):
                 if nbytes < 0:
-                    raise ProtocolError(f"progress of {nbytes} bytes")
+                    raise ProtocolError(f"received a progress of {nbytes} bytes; it must not be negative")
                 if self._on_progress is not None:
                     self._on_progress(nbytes)
             case Notice(text=text) if self._on_notice is not None:
                 self._on_notice(text)
             case _:
-                raise ProtocolError(f"a {type(frame).__name__} frame does not belong after the greeting")
+                raise ProtocolError(f"a {type(frame).__name__} frame is not allowed after the handshake")
 
     def notify(self, text: str) -> None:
-        """Send a :class:`~weightsync.protocol.messages.Notice`, if the connection is there. Never waits."""
+        """Send a :class:`~weightsync.protocol.messages.Notice` if the connection is open. Never waits."""
         self._post(Notice(text[:_NOTICE_CHARS]))
 
     def close(self, error: WeightSyncError | None = None) -> None:
-        """The connection is over: every waiting and later call raises ``error``, every handler is cancelled. Safe twice."""
+        """End all calls: waiting and later calls raise ``error``, handlers are cancelled. Idempotent."""
         if self._closed is not None:
             return
         self._closed = error or PeerLost("the connection closed")
@@ -130,37 +134,37 @@ class Calls:
 
     def _begin(self, call: Call) -> None:
         if call.id in self._handlers:
-            raise ProtocolError(f"call {call.id} is running already")
+            raise ProtocolError(f"call {call.id} is already running")
         if len(self._handlers) >= _MOST_HANDLERS:
-            raise ProtocolError(f"more than {_MOST_HANDLERS} calls at once")
+            raise ProtocolError(f"more than {_MOST_HANDLERS} concurrent calls")
         if not (math.isfinite(call.timeout) and 0 < call.timeout <= _MOST_SECONDS):
-            raise ProtocolError(f"call {call.id} wants an answer within {call.timeout!r} seconds")
+            raise ProtocolError(f"call {call.id} has an invalid timeout of {call.timeout!r} seconds")
         self._handlers[call.id] = asyncio.ensure_future(self._answer(call))
 
     async def _answer(self, call: Call) -> None:
         task = asyncio.current_task()
-        scope = asyncio.timeout(call.timeout + _ANSWER_SECONDS / 2)  # the handler's own deadline comes first, and says more
+        scope = asyncio.timeout(call.timeout + _ANSWER_SECONDS / 2)  # the handler's own deadline comes first; its error says more
         frame: Frame
         try:
             async with scope:
                 frame = Answer(call.id, await self._handle(call.body, call.timeout))
         except asyncio.CancelledError:
             if task is None or task.cancelling():
-                raise  # withdrawn, or closed: nobody waits for an answer
-            frame = Failure(call.id, *to_wire(Aborted(f"{type(call.body).__name__} was cancelled there")))
+                raise  # withdrawn or closed: no caller waits
+            frame = Failure(call.id, *to_wire(Aborted(f"{type(call.body).__name__} was cancelled by the side that ran it")))
         except WeightSyncError as error:
             frame = Failure(call.id, *to_wire(error))
         except TimeoutError as error:
             late = DeadlineExceeded(f"{type(call.body).__name__} did not finish within {call.timeout:g} s")
             frame = Failure(call.id, *to_wire(late if scope.expired() else error))
-        except Exception as error:  # noqa: BLE001 - crosses to the asker, who raises it
-            _log.exception("%s failed by an unexpected error", type(call.body).__name__)
+        except Exception as error:  # noqa: BLE001 - sent to the caller, which raises it
+            _log.exception("%s failed: unexpected error", type(call.body).__name__)
             frame = Failure(call.id, *to_wire(error))
         finally:
             if self._handlers.get(call.id) is task:
                 del self._handlers[call.id]
         if task is not None and self._closed is None:
-            self._keep(task)  # from here on it cannot be withdrawn, only closed
+            self._keep(task)  # from here on only close() can cancel it
             await self._deliver(frame)
 
     async def _put(self, frame: Frame) -> None:
@@ -170,11 +174,11 @@ class Calls:
             raise
         except (TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"cannot encode {type(frame).__name__}: {error}") from error
-        except Exception as error:  # whatever the wire raises when it is gone
+        except Exception as error:  # whatever a closed wire raises
             raise PeerLost(f"cannot send {type(frame).__name__}: {error}") from error
 
     def _post(self, frame: Frame) -> None:
-        """Send something that nobody waits for."""
+        """Send a frame without waiting."""
         if self._closed is None:
             self._keep(asyncio.ensure_future(self._deliver(frame)))
 
@@ -183,7 +187,7 @@ class Calls:
             async with asyncio.timeout(_SEND_SECONDS):
                 await self._put(frame)
         except (WeightSyncError, TimeoutError) as error:
-            _log.debug("a frame was not sent: %s", error)
+            _log.debug("frame not sent: %s", error)
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._posts.add(task)

@@ -1,6 +1,6 @@
-"""The event loop of all links of this process: on a daemon thread of its own, which is there as long as one of them is.
+"""Shared event loop of all coordinator connections of this process, on a daemon thread that exists while a connection does.
 
-A process with many ranks (several replicas in one, a trainer beside its own engine) has one such thread, not one for each.
+A process with many ranks (several replicas, or a trainer beside its own engine) has one such thread instead of one for each rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Running = tuple[asyncio.AbstractEventLoop, asyncio.Event]
 
 
 class SharedLoop:
-    """Counts its borrowers; the first starts the thread, the last ends it. Any thread."""
+    """Reference-counted event loop: the first borrower starts its thread, the last one ends it. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,7 +29,7 @@ class SharedLoop:
         self._thread: threading.Thread | None = None
 
     def borrow(self) -> asyncio.AbstractEventLoop:
-        """The running loop. :meth:`give_back` it once, with nothing of one's own left on it."""
+        """Return the running loop. Call :meth:`give_back` once, after all work on the loop has ended."""
         with self._lock:
             if self._running is None:
                 started: Future[_Running] = Future()
@@ -40,7 +40,11 @@ class SharedLoop:
             return self._running[0]
 
     def give_back(self, timeout: float) -> bool:
-        """One borrower less; ``False`` if it was the last, and the thread did not end within ``timeout`` seconds."""
+        """Release the loop.
+
+        Returns:
+            ``False`` if this was the last borrower and the thread did not end within ``timeout`` seconds; else ``True``.
+        """
         with self._lock:
             self._borrowers -= 1
             if self._borrowers or self._running is None or self._thread is None:
@@ -64,6 +68,6 @@ class SharedLoop:
 
 
 shared_loop = SharedLoop()
-"""That of this process. In a forked child, where its thread does not run, it begins anew."""
+"""The loop of this process. A forked child starts its own, because threads do not survive a fork."""
 
 os.register_at_fork(after_in_child=shared_loop.__init__)  # type: ignore[misc]

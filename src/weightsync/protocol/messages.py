@@ -1,9 +1,8 @@
-"""What crosses a process between an agent and the coordinator, typed. MessagePack frames of tagged structs; nothing is executed.
+"""Typed messages between an agent and the coordinator: tagged structs in MessagePack frames. Decoding executes nothing.
 
-An **agent** (one a trainer or engine rank) opens the connection and says :class:`Hello`; the coordinator answers
-:class:`Welcome` or :class:`Refused`. From then on either side sends :class:`Call` and gets exactly one :class:`Answer` or
-:class:`Failure` with the same id; :class:`Cancel` withdraws a call whose asker gave up. :class:`Progress` and
-:class:`Notice` need no answer.
+An **agent** (of one trainer or engine rank) opens the connection and sends :class:`Hello`. The coordinator answers :class:`Welcome`
+or :class:`Refused`. From then on either side sends :class:`Call` and gets exactly one :class:`Answer` or :class:`Failure` with the
+same id. :class:`Cancel` withdraws a call. :class:`Progress` and :class:`Notice` need no answer.
 """
 
 from __future__ import annotations
@@ -69,20 +68,20 @@ __all__ = [
 ]
 
 PROTOCOL = 5
-"""Version of this file. An agent and a coordinator that differ refuse each other with a message that names both."""
+"""Protocol version. An agent and a coordinator whose versions differ refuse each other, in a message that names both versions."""
 
 UNREADABLE: tuple[type[Exception], ...] = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not what they should be. Only the first is in its documentation: catch all three."""
+"""Exceptions that msgspec raises for malformed bytes. Only the first one is documented, so catch all three."""
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""Of a version; shelves hold it as an int64."""
+"""A version number, which published regions store as int64."""
 _Epoch = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
 _Few = msgspec.Meta(max_length=64)
 _Many = msgspec.Meta(max_length=1 << 20)
-"""Of what there is one of for each rank or tensor. MessagePack says a count before the items: beyond this it is not read on."""
+"""Bound of lists with one item for each rank or tensor. MessagePack sends the count first, so decoding stops before the items."""
 _Name = Annotated[str, msgspec.Meta(max_length=200)]
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]
-"""As long as an error's message gets (:func:`weightsync.errors.readable`)."""
+"""Text as long as an error message may be (:func:`weightsync.errors.readable`)."""
 
 Delivery = Literal["auto", "direct", "streamed"]
 
@@ -92,7 +91,7 @@ class _Struct(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True,
 
 
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a rank runs. Two ranks with equal ``memory`` can share memory; equal ``name`` means the same machine."""
+    """Location of a rank. Ranks with equal ``memory`` can share memory; ranks with equal ``name`` run on the same machine."""
 
     name: _Name
     memory: _Name
@@ -135,20 +134,20 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SourceAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A trainer rank in a plan: who, which layout the plan was made for, and how to reach it, best first."""
+    """A trainer rank in a plan: its name, the layout for which the plan was made, and its offers, best first."""
 
     member: str
     layout_digest: str
     offers: Annotated[tuple[Offer, ...], _Few]
     key: bytes = b""
-    """The owner's secret: who knows it may read. Never logged, never in a status, not in a ``repr``."""
+    """Secret that authorizes a reader. It never appears in logs, status or ``repr``."""
 
     def __repr__(self) -> str:
         return f"<SourceAddress of {self.member}>"
 
 
 class PieceColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The pieces that one target rank receives, as little-endian columns; :mod:`weightsync.planning` says what they mean."""
+    """Pieces that one target rank receives, as little-endian columns, see :class:`weightsync.planning.pieces.Pieces`."""
 
     rows: int
     dims: int
@@ -162,16 +161,16 @@ class PieceColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PlanSlice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one engine rank needs to know of a plan: its pieces, where they come from, and the layout that they fill.
+    """Part of a plan for one engine rank: its pieces, their sources, and the layout that they fill.
 
-    ``layout`` is the engine's own for direct delivery. For streamed delivery it is the staging: region ``k`` is bucket ``k``,
-    and each row is a whole tensor.
+    For direct delivery ``layout`` is the engine's own. For streamed delivery it describes staging memory: region ``k`` is bucket
+    ``k``, and each row is a whole tensor.
     """
 
     digest: str
     delivery: Literal["direct", "streamed"]
     reason: str
-    """Why this delivery was chosen, for people."""
+    """Why this delivery was chosen, for display."""
     sources: Annotated[tuple[SourceAddress, ...], _Many]
     layout: LayoutColumns
     pieces: PieceColumns
@@ -182,13 +181,16 @@ class PlanSlice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hello(_Struct, frozen=True):
-    """An agent introduces its rank. ``session`` is random per process, so a restarted rank is told from a reconnecting one."""
+    """First frame of an agent: describes its rank.
+
+    ``session`` is random per process. It distinguishes a restarted process from one that reconnects.
+    """
 
     protocol: int
     run: _Name
     role: Literal["trainer", "engine"]
     name: _Name
-    """The replica's name; for a trainer, ``"trainer"``."""
+    """Name of the replica; for a trainer, ``"trainer"``."""
     rank: int
     world_size: int
     session: _Name
@@ -196,60 +198,60 @@ class Hello(_Struct, frozen=True):
     pid: int
     manifest: Annotated[tuple[TensorSpec, ...], _Many]
     layout: LayoutColumns | None = None
-    """Needed from trainers; an engine without one can only be streamed to."""
+    """Required from trainers. An engine without a layout supports only streamed delivery."""
     no_layout: Annotated[str, msgspec.Meta(max_length=1000)] = ""
-    """Why this engine rank has none, for people."""
+    """Why this engine rank has no layout, for display."""
     device_memory: bool = False
     """The layout is in GPU memory, which only ``cuda_ipc`` writes; and where that does not reach, this rank can be streamed to."""
     offers: Annotated[tuple[Offer, ...], _Few] = ()
     key: Annotated[bytes, msgspec.Meta(max_length=1024)] = b""
-    """A trainer rank's secret for its data sockets, random per process; engines get it with their plan."""
+    """Secret of a trainer rank's data sockets, random per process. Engines receive it with their plan."""
     transports: Annotated[tuple[_Name, ...], _Few] = ()
-    """Schemes that this engine rank can and may read with, best first."""
+    """Schemes with which this engine rank can and may read, best first."""
     delivery: Delivery = "auto"
     bucket_bytes: int = 0
     adapter: _Name = ""
     serving: Version | None = None
-    """What this engine rank serves already, after a coordinator's restart."""
+    """Version that this engine rank already serves, for a coordinator that was restarted."""
     published: Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)] = -1
-    """The last version number that this trainer rank published, after a coordinator's restart."""
+    """Last version number that this trainer rank published, for a coordinator that was restarted."""
     live: bool = False
-    """This trainer rank's own memory is read in place: a version can be read until its publication is over, and no later."""
+    """Whether readers read this trainer rank's own memory in place. A version is then readable only until its publication ends."""
     epoch: Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)] = 0
-    """The epoch in which this trainer rank publishes; 0 until the coordinator has said it with the first :class:`Place`."""
+    """Epoch in which this trainer rank publishes; 0 until the first :class:`Place` has set it."""
     new_epoch: bool = False
-    """Whether this trainer rank was made with ``new_epoch=True``."""
+    """Whether the trainer was created with ``new_epoch=True``."""
     version: Version | None = None
-    """The last version that this trainer rank published. By its digest a restarted coordinator tells which engines are right."""
+    """Last version that this trainer rank published. A restarted coordinator checks engines' reports against its digest."""
     credential: _Name = ""
-    """From the last :class:`Welcome`; who reconnects before the coordinator saw the old connection end needs it."""
+    """From the last :class:`Welcome`. Needed to reconnect before the coordinator has seen the old connection end."""
 
     def __repr__(self) -> str:
-        return f"<Hello of {self.role} {self.name}/{self.rank}>"  # key and credential are not for logs
+        return f"<Hello of {self.role} {self.name}/{self.rank}>"  # key and credential must not reach logs
 
 
 class Welcome(_Struct, frozen=True):
-    """The coordinator takes the agent in."""
+    """The coordinator accepts the agent."""
 
     member: str
     run: str
     last: Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)] = -1
-    """For a trainer rank: the highest version number of its epoch that is known."""
+    """For a trainer rank: highest known version number of its epoch."""
     refusal: str = ""
-    """For an engine rank: why no round takes its replica in, though it is connected."""
+    """For an engine rank: why rounds leave its replica out although it is connected."""
     credential: _Name = ""
-    """Random. While this rank is connected, only who shows it can take its place."""
+    """Random secret. While this rank is connected, a new connection must present it to replace this one."""
 
     def __repr__(self) -> str:
         return f"<Welcome of {self.member}>"
 
 
 class Confirmed(_Struct, frozen=True):
-    """The agent has its :class:`Welcome`: from now on its place needs the credential in it. Needs no answer."""
+    """The agent has received its :class:`Welcome`; from now on only its credential can replace the connection. Needs no answer."""
 
 
 class Refused(_Struct, frozen=True):
-    """The coordinator does not take the agent in; ``kind`` is an error's class name."""
+    """The coordinator rejects the agent. ``kind`` is an error's class name."""
 
     kind: _Name
     message: _Text
@@ -259,15 +261,15 @@ class Refused(_Struct, frozen=True):
 
 
 class Place(_Struct, frozen=True):
-    """Copy the shards to where readers find them, under this number; answered by :class:`Placed`."""
+    """Copy the shards to the published region, under this number. Answered by :class:`Placed`."""
 
     number: _Number
     epoch: _Epoch = FIRST_EPOCH
-    """What the number belongs to; a trainer rank reports it when it connects again."""
+    """Epoch of ``number``. A trainer rank reports it when it reconnects."""
 
 
 class Placed(_Struct, frozen=True):
-    """Digest of every row of the trainer rank's layout (uint64, little-endian), taken from its own memory while placing."""
+    """Digest of every row of the trainer rank's layout (uint64, little-endian), computed from its own memory while it placed."""
 
     digests: bytes
     seconds: float
@@ -277,35 +279,35 @@ class Placed(_Struct, frozen=True):
 
 
 class Prepare(_Struct, frozen=True):
-    """Get ready for this plan while still serving: connect, allocate staging, build copy tables."""
+    """Prepare for this plan while still serving: connect, allocate staging, build copy tables. Answered by :class:`Prepared`."""
 
     plan: PlanSlice
 
 
 class Prepared(_Struct, frozen=True):
-    """Digest of the plan as the engine rank understood it, and the transport chosen for each source."""
+    """Digest of the plan as the engine rank decoded it, and the transport chosen for each source."""
 
     digest: _Name
     transports: Annotated[tuple[_Name, ...], _Many]
 
 
 class CheckSources(_Struct, frozen=True):
-    """Look, while still serving, whether this version can be read; answered by :class:`Done`, or StaleSource.
+    """Check, while still serving, that this version can be read. Answered by :class:`Done`, or fails with StaleSource.
 
-    Asked before a replica is re-seeded: one that serves is not taken out of service for bytes that nobody holds any more.
+    Sent before a replica is re-seeded, so that a serving replica is not paused for a version that is gone.
     """
 
     number: _Number
 
 
 class Pause(_Struct, frozen=True):
-    """Stop generating; answered when no step runs any more."""
+    """Stop generation. Answered by :class:`Done` once no step runs."""
 
     mode: PauseMode
 
 
 class Move(_Struct, frozen=True):
-    """Fetch this version's bytes into place and compute the digests of what was installed; answered by :class:`Moved`."""
+    """Fetch this version's bytes into place and compute the digests of what was installed. Answered by :class:`Moved`."""
 
     number: _Number
 
@@ -319,23 +321,23 @@ class Moved(_Struct, frozen=True):
     load_seconds: float
     digest_seconds: float
     verified: Literal["installed", "received"]
-    """Whether the digests are of the parameters themselves, or of what was handed to an opaque loader."""
+    """Whether the digests are of the parameters themselves, or of the tensors that were passed to an opaque loader."""
 
 
 class Commit(_Struct, frozen=True):
-    """The bytes are right: finish loading, flush caches (and look at the answer), take the version's label."""
+    """The bytes are verified: finish loading, flush caches and check that this succeeded, take the version label."""
 
     version: Version
 
 
 class Resume(_Struct, frozen=True):
-    """Generate again."""
+    """Resume generation."""
 
 
 class Update(_Struct, frozen=True):
-    """Pause, move, verify, commit and resume, to the only rank of a replica: it has nobody to wait for in between.
+    """Pause, move, verify, commit and resume. Sent to a replica of a single rank, which has no other rank to wait for.
 
-    The rank compares what it installed with the version's digest by itself; answered by :class:`Updated`.
+    The rank compares what it installed with the version's digest itself. Answered by :class:`Updated`.
     """
 
     version: Version
@@ -343,17 +345,17 @@ class Update(_Struct, frozen=True):
 
 
 class Updated(_Struct, frozen=True):
-    """An update came to its end, or (not ``committed``) to bytes that are not the version's: then the rank stays paused."""
+    """Outcome of an update. If not ``committed``, the installed bytes differ from the published ones and the rank stays paused."""
 
     moved: Moved
     committed: bool
     pause_seconds: float
     commit_seconds: float
-    """Of commit and resume."""
+    """Seconds for commit and resume."""
 
 
 class Quarantine(_Struct, frozen=True):
-    """Abort what is running and stay paused, without a version, until a later round."""
+    """Abort the running update and stay paused, without a version, until a later round."""
 
     reason: str
 
@@ -362,15 +364,15 @@ class Quarantine(_Struct, frozen=True):
 
 
 class Publish(_Struct, frozen=True):
-    """A trainer rank has weights to publish under this number (``None``: the next); answered by :class:`Published`."""
+    """A trainer rank is ready to publish this number (``None``: the next one). Answered by :class:`Published`."""
 
     number: _Number | None = None
     call: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
-    """Counts this rank's publications from 1: the same again means that the connection broke before the answer came."""
+    """Counts this rank's publications from 1. A repeated value means that the connection broke before the answer arrived."""
 
 
 class CannotPublish(_Struct, frozen=True):
-    """A trainer rank failed before it could ask to publish: the other ranks need not wait for it. Answered by :class:`Done`."""
+    """A trainer rank failed before it could ask to publish, so the other ranks must not wait for it. Answered by :class:`Done`."""
 
     number: _Number | None
     kind: str
@@ -378,25 +380,25 @@ class CannotPublish(_Struct, frozen=True):
 
 
 class WaitForReplicas(_Struct, frozen=True):
-    """A trainer rank waits for so many replicas that rounds can take in; answered by :class:`ReplicaList`."""
+    """A trainer rank waits until ``count`` replicas are ready for rounds. Answered by :class:`ReplicaList`."""
 
     count: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 
 
 class ReplicaList(_Struct, frozen=True):
-    """The replicas that rounds can take in."""
+    """Replicas that are ready for rounds."""
 
     names: Annotated[tuple[str, ...], _Many]
 
 
 class Published(_Struct, frozen=True):
-    """The round that a publication caused."""
+    """Result of the round that a publication started."""
 
     result: RoundResult
 
 
 class Done(_Struct, frozen=True):
-    """A call succeeded and has nothing to say."""
+    """A call succeeded without a result."""
 
 
 Body = (
@@ -414,14 +416,14 @@ class Call(_Struct, frozen=True):
 
 
 class Answer(_Struct, frozen=True):
-    """The outcome of the call with this id."""
+    """Result of the call with this id."""
 
     id: int
     body: Body
 
 
 class Failure(_Struct, frozen=True):
-    """The call with this id failed; ``kind`` is an error's class name."""
+    """The call with this id failed. ``kind`` is an error's class name."""
 
     id: int
     kind: _Name
@@ -429,19 +431,19 @@ class Failure(_Struct, frozen=True):
 
 
 class Cancel(_Struct, frozen=True):
-    """The asker no longer waits for the call with this id."""
+    """The caller no longer waits for the call with this id."""
 
     id: int
 
 
 class Progress(_Struct, frozen=True):
-    """An engine rank has this many bytes of the running move in place."""
+    """An engine rank has ``nbytes`` of the running move in place."""
 
     nbytes: int
 
 
 class Notice(_Struct, frozen=True):
-    """Something that the agent's log shall show: for whom a call waits, or why rounds leave a replica out. Needs no answer."""
+    """Text for the agent's log, such as what a call waits for, or why rounds leave a replica out. Needs no answer."""
 
     text: Annotated[str, msgspec.Meta(max_length=4000)]
 
@@ -453,12 +455,16 @@ _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
 
 def encode(frame: Frame) -> bytes:
-    """One frame as MessagePack."""
+    """Encode one frame as MessagePack."""
     return _encoder.encode(frame)
 
 
 def decode(data: bytes) -> Frame:
-    """The frame in ``data``. Raises :class:`~weightsync.errors.ProtocolError` for anything else than one well-formed frame."""
+    """Decode one frame.
+
+    Raises:
+        ProtocolError: ``data`` is not exactly one well-formed frame.
+    """
     try:
         return _decoder.decode(data)
     except UNREADABLE as error:

@@ -1,4 +1,4 @@
-"""What a person shall see of an agent, whether or not the program shows its log."""
+"""Notices that a person must see, whether or not the program configures logging."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ __all__ = ["tell"]
 
 
 def tell(log: logging.Logger, text: str) -> None:
-    """Log ``text`` as a warning; where no handler of ``log`` writes to a terminal and standard error is one, print it there."""
-    text = "".join(char if char.isprintable() or char == "\n" else "?" for char in text)  # it may come from another process
+    """Log ``text`` as a warning. If no handler of ``log`` writes to a terminal but standard error is one, print it there."""
+    text = "".join(char if char.isprintable() or char == "\n" else "?" for char in text)  # the text may come from another process
     log.warning("%s", text)
     if _terminal(sys.stderr) and not _shown(log):
         print(f"weightsync: {text}", file=sys.stderr, flush=True)
@@ -22,7 +22,7 @@ def _terminal(stream: object) -> bool:
 
 
 def _shown(log: logging.Logger) -> bool:
-    """Whether a warning reaches a terminal by ``log``; without any handler, Python itself prints it."""
+    """Whether a warning to ``log`` reaches a terminal. Without any handler, Python prints it itself."""
     if not log.hasHandlers():
         return True
     current: logging.Logger | None = log

@@ -1,4 +1,4 @@
-"""What engine and trainer processes log about rounds: versions, times and verification at INFO, failures at WARNING."""
+"""Log of rounds in engine and trainer processes: versions, durations and verification at INFO, failures at WARNING."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _STEPS: dict[type, str] = {
 
 
 def size(nbytes: float) -> str:
-    """Bytes for people: ``16 B``, ``12.5 MiB``, ``1.2 GiB``."""
+    """Format a byte count for display: ``16 B``, ``12.5 MiB``, ``1.2 GiB``."""
     for unit, many in (("GiB", 1 << 30), ("MiB", _MIB), ("KiB", 1 << 10)):
         if nbytes >= many:
             return f"{nbytes / many:.1f} {unit}"
@@ -44,7 +44,7 @@ def size(nbytes: float) -> str:
 
 
 class LoggedCalls:
-    """The coordinator's calls on one engine rank, as ``receive`` takes them, logged when they were run."""
+    """Wraps ``receive`` of an engine rank, so that each call of the coordinator is logged after it ran."""
 
     def __init__(self, member: str, receive: Callable[[Body], Received]) -> None:
         self._member, self._receive = member, receive
@@ -59,7 +59,7 @@ class LoggedCalls:
         return _LoggedCall(self, body, self._receive(body))
 
     def run(self, body: Body, call: Received, timeout: float) -> Body:
-        """Run a call that was received, and log what came of it."""
+        """Run a received call and log its outcome."""
         if isinstance(body, Prepare):
             self._delivery = body.plan.delivery
         elif isinstance(body, Pause | Update):
@@ -86,7 +86,9 @@ class LoggedCalls:
             case Update(), Updated() if answer.committed:
                 self._loaded(body.version, answer.moved)
             case Update(), _:
-                _log.warning("%s: the bytes of %s do not add up to its digest; it stays paused", self._member, body.version)
+                _log.warning(
+                    "%s: the installed bytes of %s do not match its digest; the engine stays paused", self._member, body.version
+                )
             case _:
                 pass
 
@@ -98,8 +100,8 @@ class LoggedCalls:
         if moved.verified == "received" and not self._warned:
             self._warned = True
             _log.warning(
-                "%s: verified as received: the digests are of what load() was handed, so a loader that drops or changes a tensor "
-                "goes unnoticed. With an adapter that has shards(), as weightsync.ModuleAdapter has, the parameters are compared",
+                "%s: verified as received: the digests cover the tensors passed to load(), so a loader that drops or changes a "
+                "tensor goes unnoticed. An adapter with shards(), such as weightsync.ModuleAdapter, verifies the parameters",
                 self._member,
             )
 
@@ -122,7 +124,7 @@ class _LoggedCall:
 
 
 def log_result(member: str, result: RoundResult) -> None:
-    """Log what became of a publication."""
+    """Log the result of a publication."""
     good = sum(replica.error is None for replica in result.replicas)
     _log.log(
         logging.INFO if result.ok else logging.WARNING,
@@ -132,7 +134,7 @@ def log_result(member: str, result: RoundResult) -> None:
 
 
 def _of_engine(error: Exception) -> BaseException | None:
-    """Return what the engine's own code raised, whose author needs the traceback; ``None`` for an error of this library."""
+    """Return the exception of the engine's own code, to be logged with its traceback; ``None`` for an error of this library."""
     if isinstance(error, LoadError):
         return error.__cause__
     return None if isinstance(error, WeightSyncError) else error

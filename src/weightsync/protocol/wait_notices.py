@@ -1,4 +1,4 @@
-"""Telling whoever waits, after a moment and then ever more rarely, for whom it waits."""
+"""Reminders for a caller that waits: what it waits for, at growing intervals."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import contextmanager
 __all__ = ["NOTICE_SECONDS", "reminding"]
 
 NOTICE_SECONDS = 2.0
-"""A call that waits for somebody says so after this time."""
+"""Seconds after which a waiting call sends its first reminder."""
 
 
 @contextmanager
 def reminding(tell: Callable[[], None], first: float = NOTICE_SECONDS) -> Iterator[None]:
-    """Call ``tell`` ``first`` seconds from now, and then after twice, four times, ... as long, until the block ends."""
+    """Call ``tell`` after ``first`` seconds, then after twice, four times, ... as many, until the block ends."""
     loop = asyncio.get_running_loop()
     handle: asyncio.TimerHandle
 

@@ -1,4 +1,4 @@
-"""A thread that runs one call at a time for an event loop that must not block."""
+"""Worker thread that runs one call at a time for an event loop that must not block."""
 
 from __future__ import annotations
 
@@ -19,19 +19,23 @@ Handler = Callable[[Body, float], Body]
 
 
 class Received(Protocol):
-    """A call of the coordinator, from its arrival on."""
+    """A call of the coordinator that has arrived."""
 
     @property
     def patience(self) -> float:
-        """Seconds for which it may wait for its turn; then it is refused."""
+        """Seconds that the call may wait for its turn before it is refused."""
         ...
 
     def run(self, timeout: float) -> Body:
-        """Answer it within ``timeout`` seconds. Called on a worker's thread."""
+        """Answer the call within ``timeout`` seconds. Runs on the worker's thread."""
         ...
 
     def withdraw(self) -> str:
-        """Nobody waits for the answer any more. Returns what keeps the rank busy, for people. Never blocks."""
+        """Handle the caller's withdrawal. Never blocks.
+
+        Returns:
+            What keeps the rank busy, for display.
+        """
         ...
 
 
@@ -49,7 +53,7 @@ class _Plain:
 
 
 def received_for(handle: Handler) -> Callable[[Body], Received]:
-    """Calls that ``handle`` answers, and that run to their end even if nobody waits for them any more."""
+    """Return a factory of calls that ``handle`` answers. They run to completion even after they are withdrawn."""
     return lambda body: _Plain(body, handle)
 
 
@@ -57,7 +61,7 @@ _Job = tuple[Callable[[float], Body | None], str, Deadline, "Future[Body | None]
 
 
 class Worker:
-    """Runs calls on its own thread, in the order of :meth:`submit`. The thread starts with the first call."""
+    """Runs calls on its own thread in the order of :meth:`submit`. The first call starts the thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -65,7 +69,7 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     def submit(self, run: Callable[[float], Body | None], what: str, timeout: float) -> Future[Body | None]:
-        """Queue one call; its ``timeout`` runs from now, so waiting for its turn counts. Called from one thread."""
+        """Queue one call. Its ``timeout`` starts now, so it includes the time in the queue. Not thread-safe."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -81,12 +85,16 @@ class Worker:
                 continue
             try:
                 outcome.set_result(run(deadline.remaining(f"waiting for the {what} call's turn")))
-            except BaseException as error:  # noqa: BLE001 - the caller's to see, whatever it is
+            except BaseException as error:  # noqa: BLE001 - the caller raises it
                 outcome.set_exception(error)
             del job, run, outcome  # an idle thread must not keep the last call's data alive
 
     def close(self, timeout: float) -> bool:
-        """End the thread after the call that it runs; ``False`` if that took longer than ``timeout`` seconds."""
+        """End the thread after its current call.
+
+        Returns:
+            ``False`` if that took longer than ``timeout`` seconds.
+        """
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return True

@@ -71,7 +71,7 @@ def test_a_replica_that_is_incomplete_says_which_ranks_are_missing_below_the_tab
 
 
 def test_rounds_say_when_they_ended_and_a_failure_follows_the_table() -> None:
-    error = "1 of 2 replicas got the version, and 2 must: mine-1: " + "words " * 30
+    error = "1 of 2 replicas got the version, but 2 must: mine-1: " + "words " * 30
     text = shown(status_view(status(rounds=(result(7, ended=NOW - 200_000), result(8), result(9, error)))))
     assert re.search(r"^05-04 06:26 +7 +7 .* ok *$", text, re.MULTILINE)
     assert re.search(r"^ *13:59:00 +8 +8 +16.0 GiB +12.500 +1.37 +12500 ms +ok *$", text, re.MULTILINE)
@@ -109,10 +109,10 @@ def test_a_version_of_a_later_epoch_says_so() -> None:
 
 
 def test_what_the_replicas_say_is_not_said_again_by_the_rounds() -> None:
-    failed = msgspec.structs.replace(result(9, ERROR), error=f"0 of 1 replicas got the version, and 1 must: mine-0: {ERROR}")
+    failed = msgspec.structs.replace(result(9, ERROR), error=f"0 of 1 replicas got the version, but 1 must: mine-0: {ERROR}")
     text = shown(status_view(status(replica("mine-0", "dirty", None, ERROR), rounds=(failed, failed))))
     assert text.count("21 tensors differ in dtype") == 1
-    assert "  round 9, 9: 0 of 1 replicas got the version, and 1 must: mine-0 " in text
+    assert "  round 9, 9: 0 of 1 replicas got the version, but 1 must: mine-0 " in text
 
 
 def test_an_event_is_one_line_whatever_it_holds() -> None:

@@ -31,7 +31,7 @@ async def test_strangers_and_doubles() -> None:
     world = World()
     world.add_trainers(2)
     world.add_replica("r", ranks=2)
-    with pytest.raises(MembershipError, match="not a rank"):
+    with pytest.raises(MembershipError, match="not a trainer rank"):
         await world.coordinator.publish("r/0", 1, 10.0)
     with pytest.raises(MembershipError, match="still alive"):
         world.add_trainer(0, 2)
@@ -345,7 +345,7 @@ async def test_replicas_that_differ_are_neither_believed_nor_paused_until_the_tr
     await world.settle()
     assert world.states() == dict.fromkeys(("r", "s", "t"), ("registered", None))
     assert all(engine.generating for engine in world.engines.values())
-    assert "no trainer has said" in str(world.state("r").error)
+    assert "the trainer has not confirmed any" in str(world.state("r").error)
     world.add_trainer(0, 1)  # a process that was started anew, and knows no digest
     await world.settle()
     assert world.states() == dict.fromkeys(("r", "s", "t"), ("registered", None))
@@ -382,7 +382,7 @@ async def test_a_connected_rank_gives_way_only_to_its_own_credential(kind: str) 
     for credential in ("", "guessed", real.credential[:-1], real.credential + "x", "\u1234"):
         thief = FakeTrainer(real) if kind == "trainer" else FakeEngine(real)
         thief._rank = replace(rank, credential=credential)  # with the session of the real one, at that
-        with pytest.raises(MembershipError, match="only that one may reconnect"):
+        with pytest.raises(MembershipError, match="only that process may reconnect"):
             join(thief)
         assert not old.dismissed
     credential = real.credential

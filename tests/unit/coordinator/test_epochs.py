@@ -119,7 +119,7 @@ async def test_an_older_epoch_is_refused() -> None:
         process.disconnect()
     for rank in range(2):
         add(world, rank, new_epoch=False, epoch=1, published=440)
-    with pytest.raises(VersionError, match="publishes in epoch 1, and epoch 2 has begun"):
+    with pytest.raises(VersionError, match="publishes in epoch 1, but epoch 2 has begun"):
         await world.publish(441)
     assert world.coordinator.status().epoch == 2
 

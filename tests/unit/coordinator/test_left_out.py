@@ -41,10 +41,10 @@ async def test_a_replica_that_does_not_fit_is_refused_and_counted(first: str, ca
     assert "3 tensors have dtype int8 instead of uint8 (a, b, c)" in warning
     if first == "engine":  # the other is told by the Welcome
         [(_, notice)] = world.engines["odd/0"].notices
-        assert notice.startswith("rounds leave this engine out: ManifestMismatch")
+        assert notice.startswith("rounds skip this engine: ManifestMismatch")
     result = await world.publish(1)
     assert (states(result), result.ok) == ({"even": "loaded", "odd": "refused"}, False)
-    assert "1 of 2 replicas got the version, and 2 must: odd: ManifestMismatch" in (result.error or "")
+    assert "1 of 2 replicas got the version, but 2 must: odd: ManifestMismatch" in (result.error or "")
     assert "version test@1 did not reach odd (refused)" in caplog.records[-1].getMessage()
     count = len(caplog.records)
     await world.publish(2)
@@ -67,7 +67,7 @@ async def test_a_lost_replica_counts_until_it_is_back_and_a_closed_one_does_not(
     world.coordinator.leave(world.engines["c/0"].node, "the agent left", clean=True)
     result = await world.publish(2)
     assert (states(result), result.ok) == ({"a": "loaded", "b": "lost"}, False)
-    assert result.replicas[-1].error == "PeerLost: it is not connected (b/0: its connection closed)"
+    assert result.replicas[-1].error == "PeerLost: not connected (b/0: its connection closed)"
     world.engines["b/0"].connect()
     assert (await world.publish(3)).ok
     world.coordinator.leave(world.engines["b/0"].node, "the agent left", clean=True)
@@ -134,7 +134,7 @@ async def test_waiting_for_replicas_is_a_call_that_is_answered() -> None:
     assert not asking.done()
     [(when, text)] = world.trainers["trainer/0"].notices
     assert when == pytest.approx(2.0)
-    assert text.startswith("waiting for 2 replicas (ready: a; b lacks rank 1 of 2; odd is refused: ManifestMismatch")
+    assert text.startswith("waiting for 2 replicas (ready: a; b is missing rank 1 of 2; odd is refused: ManifestMismatch")
     world.add_engine("b", 1, 2)
     assert await asking == ("a", "b")
     assert asyncio.get_running_loop().time() == pytest.approx(3.0)

@@ -155,7 +155,7 @@ async def test_a_rank_that_cannot_publish_says_so(first: bool) -> None:
     asking += [ask(world, 0), ask(world, 2)] if first else []
     for error in await asyncio.gather(*asking, return_exceptions=True):
         assert isinstance(error, Aborted)
-        assert "trainer/1 failed before it could place it: ConfigurationError: other shards" in str(error)
+        assert "trainer/1 failed before it placed its shards: ConfigurationError: other shards" in str(error)
     assert asyncio.get_running_loop().time() == pytest.approx(1.0)
     assert (await world.publish(1)).ok, "the number was not used"
 

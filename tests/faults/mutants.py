@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 import torch
 
+from weightsync.engine import state_machine
+from weightsync.engine.state_machine import EngineSession, State, Ticket
 from weightsync.errors import ProtocolError
-from weightsync.external import rank as updates
-from weightsync.external.rank import DisaggregatedRank
 from weightsync.transports.broadcast.process_groups import Group
 
 __all__ = ["UPDATE_MUTANTS", "planted"]
@@ -18,10 +18,12 @@ __all__ = ["UPDATE_MUTANTS", "planted"]
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
 
 
-def _check_state_alone(self: DisaggregatedRank, update: int, *states: str) -> None:
+def _check_state_alone(self: EngineSession, call: Ticket, *states: State) -> None:
     """Any update will do, and what was verified takes more buckets."""
-    if ("paused" if self._state == "verified" else self._state) not in {"paused" if one == "verified" else one for one in states}:
-        raise ProtocolError(f"this engine rank is {self._state}")
+    if states and ("paused" if self.state == "written" else self.state) not in {
+        "paused" if one == "written" else one for one in states
+    }:
+        raise ProtocolError(f"this engine rank is {self.state}")
 
 
 def _load_and_believe(load: Load, name: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -38,8 +40,8 @@ def _close_what_is_idle(self: Group) -> None:
 
 
 UPDATE_MUTANTS: dict[str, tuple[object, str, object]] = {
-    "a bucket's update is not compared": (DisaggregatedRank, "_check", _check_state_alone),
-    "what a loader took is not looked at": (updates, "load_all", _load_and_believe),
+    "a bucket's update is not compared": (EngineSession, "check", _check_state_alone),
+    "what a loader took is not looked at": (state_machine, "load_all", _load_and_believe),
     "a closed group's bucket is taken": (Group, "close", _close_what_is_idle),
 }
 """Of updates from outside."""

@@ -20,6 +20,7 @@ import weightsync.engine.adapter_calls
 import weightsync.engine.filling
 import weightsync.engine.links
 import weightsync.engine.session
+import weightsync.engine.state_machine
 import weightsync.protocol.connection
 import weightsync.protocol.dial
 import weightsync.protocol.worker
@@ -74,7 +75,8 @@ def installed(world: World) -> Iterator[None]:
         (weightsync.engine.adapter_calls, "time", clock),
         (weightsync.engine.adapter_calls, "threading", locks),
         (weightsync.engine.session, "time", clock),
-        (weightsync.engine.session, "threading", locks),
+        (weightsync.engine.state_machine, "time", clock),
+        (weightsync.engine.state_machine, "threading", locks),
         (weightsync.engine.filling, "time", clock),
         (weightsync.engine.filling, "ThreadPoolExecutor", simulated.Executor),
         (weightsync.trainer.publisher, "time", clock),

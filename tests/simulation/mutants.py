@@ -24,11 +24,12 @@ from weightsync.coordinator.rank_handle import Limit
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.round import Engines
 from weightsync.deadline import Deadline
-from weightsync.engine.session import EngineRole, ReceivedCall
+from weightsync.engine.session import EngineRole
+from weightsync.engine.state_machine import EngineSession, Ticket
 from weightsync.errors import DeadlineExceeded, WeightSyncError
 from weightsync.model import Version
 from weightsync.planning.coverage import Cover
-from weightsync.protocol.messages import Done, Pause
+from weightsync.protocol.messages import Pause
 from weightsync.tensors.views import bytes_at
 from weightsync.trainer.publisher import TrainerRole
 
@@ -38,12 +39,12 @@ Mutant = Callable[[], AbstractContextManager[None]]
 
 
 def _resumed_whatever(role: EngineRole, deadline: Deadline) -> None:
-    role._calls.resume()
-    role._state = "serving"
+    role.session._calls.resume()
+    role.session.state = "serving"
 
 
 def _resumed_unless_uncommitted(role: EngineRole, deadline: Deadline) -> None:
-    if role._state != "committed":
+    if role.session.state != "committed":
         raise WeightSyncError("not committed")
     _resumed_whatever(role, deadline)
 
@@ -203,27 +204,27 @@ def _late_commit() -> AbstractContextManager[None]:
 
     def committing(role: EngineRole, version: Version) -> None:
         commit(role, version)
-        role._calls.resume()
+        role.session._calls.resume()
 
-    def quarantining(role: EngineRole, call: ReceivedCall, deadline: Deadline) -> Done:
-        return Done()
+    def quarantining(session: EngineSession, call: Ticket, deadline: Deadline) -> None:
+        session._due = None
 
-    return replaced((EngineRole, "_commit", committing), (EngineRole, "_quarantine", quarantining))
+    return replaced((EngineRole, "_commit", committing), (EngineSession, "_quarantine", quarantining))
 
 
 def _attested_while_pausing() -> AbstractContextManager[None]:
     def broken(role: EngineRole, body: Pause, deadline: Deadline) -> None:
         failpoints.reached("engine.pausing")
         failpoints.reached("engine.pause")
-        role._calls.pause(body.mode, deadline.remaining("pausing"))
-        role._state = "paused"
-        role._check_abort()
+        role.session._calls.pause(body.mode, deadline.remaining("pausing"))
+        role.session.state = "paused"
+        role.session.check_abort()
 
     return replaced((EngineRole, "_pause", broken))
 
 
 def _attested_while_paused() -> AbstractContextManager[None]:
-    return replaced((EngineRole, "attests", property(lambda role: role.serving)))
+    return replaced((EngineRole, "attests", property(lambda role: role.session.serving)))
 
 
 def _resumed_after_quarantine() -> AbstractContextManager[None]:
@@ -275,8 +276,9 @@ def _rounds_at_the_same_time() -> AbstractContextManager[None]:
 
 def _pause_not_awaited() -> AbstractContextManager[None]:
     def broken(role: EngineRole, body: Pause, deadline: Deadline) -> None:
-        role._state = "paused"
-        role._calls._driven.paused = True
+        role.session.state = "paused"
+        for _, driven in role.session._calls._driven:
+            driven.paused = True
 
     return replaced((EngineRole, "_pause", broken))
 

@@ -27,7 +27,8 @@ def _abort_forgotten() -> AbstractContextManager[None]:
     answer = EngineRole._answer
 
     def renewed(role: EngineRole) -> None:
-        role._call = replace(role._call, aborts=role._aborts)
+        session = role.session
+        session._current = replace(session._current, aborts=session._aborts)
 
     def answering(role: EngineRole, body: Body, deadline: Deadline) -> Body:
         renewed(role)
@@ -36,9 +37,9 @@ def _abort_forgotten() -> AbstractContextManager[None]:
     def pausing(role: EngineRole, body: Pause, deadline: Deadline) -> None:
         failpoints.reached("engine.pausing")
         renewed(role)
-        role._state = "pausing"
-        role._calls.pause(body.mode, deadline.remaining("pausing"))
-        role._state = "paused"
+        role.session.state = "pausing"
+        role.session._calls.pause(body.mode, deadline.remaining("pausing"))
+        role.session.state = "paused"
 
     return replaced((EngineRole, "_answer", answering), (EngineRole, "_pause", pausing))
 
@@ -46,18 +47,19 @@ def _abort_forgotten() -> AbstractContextManager[None]:
 def _attested_while_memory_is_followed() -> AbstractContextManager[None]:
     def pausing(role: EngineRole, body: Pause, deadline: Deadline) -> None:
         failpoints.reached("engine.pausing")
-        role._state = "pausing"
-        role._calls.pause(body.mode, deadline.remaining("pausing"))
-        role._state = "paused"
-        role._check_abort()
+        role.session.state = "pausing"
+        role.session._calls.pause(body.mode, deadline.remaining("pausing"))
+        role.session.state = "paused"
+        role.session.check_abort()
 
     return replaced((EngineRole, "_pause", pausing))
 
 
 def _paused_twice() -> AbstractContextManager[None]:
     def pausing(calls: AdapterCalls, mode: PauseMode, timeout: float) -> None:
-        calls._adapter.pause(mode, timeout)
-        calls._driven.paused = True
+        for adapter, driven in calls._driven:
+            adapter.pause(mode, timeout)
+            driven.paused = True
 
     return replaced((AdapterCalls, "pause", pausing))
 

@@ -54,12 +54,12 @@ def adapter() -> Stubborn:
 @pytest.fixture
 def role(adapter: Stubborn) -> EngineRole:
     role = EngineRole(adapter, ["inproc"], Host("here", "memory"))
-    role.serving = VERSION
+    role.session.serving = VERSION
     return role
 
 
 def test_an_engine_that_resumed_after_its_quarantine_gave_up_is_paused_again(adapter: Stubborn, role: EngineRole) -> None:
-    role._state, adapter.generating = "committed", False
+    role.session.state, adapter.generating = "committed", False
     adapter.may_end.clear()
     with ThreadPoolExecutor(1) as thread:
         resuming = thread.submit(role.handle, Resume(), 5.0)

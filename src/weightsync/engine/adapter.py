@@ -39,10 +39,21 @@ class EngineAdapter:
     replaces.
     """
 
+    sleeps = False
+    """Whether ``wake_weights`` gives parameters memory that may be elsewhere: where they are is looked at after it.
+
+    A class that defines ``wake_weights`` sleeps, unless it says otherwise. An adapter that wraps another one takes its word, for
+    this and for the other flags: ``self.sleeps = inner.sleeps``.
+    """
+
+    can_load = False
+    """Whether there is a ``load``, and so streamed delivery. A class that defines ``load`` can, unless it says otherwise."""
+
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        said = next(vars(one) for one in cls.__mro__ if {"pause", "pauses_twice"} & vars(one).keys())
-        cls.pauses_twice = bool(said.get("pauses_twice", False))
+        cls.pauses_twice = _declared(cls, "pauses_twice", "pause", default=False)
+        cls.sleeps = _declared(cls, "sleeps", "wake_weights", default=True)
+        cls.can_load = _declared(cls, "can_load", "load", default=True)
 
     def manifest(self) -> Manifest:
         """The checkpoint tensors that this engine takes. Required."""
@@ -95,3 +106,9 @@ class EngineAdapter:
 
     def resume(self) -> None:
         """Generate again, with the new weights."""
+
+
+def _declared(cls: type, flag: str, method: str, *, default: bool) -> bool:
+    """What the class that defines ``flag`` or ``method``, the nearest of them, says of ``flag``; else the ``default``."""
+    said = next(vars(one) for one in cls.__mro__ if {flag, method} & vars(one).keys())
+    return bool(said.get(flag, default))

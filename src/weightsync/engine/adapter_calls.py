@@ -1,4 +1,4 @@
-"""The calls on an adapter of one that drives it: one call at a time, always known which, and known who drove it last."""
+"""The calls of an engine rank's adapters: one at a time, always known which, and known who drove the engine last."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from weightsync.engine.adapter import EngineAdapter
-from weightsync.model import PauseMode, Version
+from weightsync.model import Manifest, PauseMode, Version
 from weightsync.tensors.shards import Shard
 
 __all__ = ["AdapterCalls"]
@@ -30,8 +30,30 @@ class _Driven:
         self.driver: weakref.ref[AdapterCalls] | None = None
 
 
+class _Turn:
+    """The turns with several adapters as one, which has the methods of a lock."""
+
+    def __init__(self, turns: Sequence[threading.Lock]) -> None:
+        self._turns = turns
+
+    def acquire(self, timeout: float) -> bool:
+        end = time.monotonic() + timeout
+        taken: list[threading.Lock] = []
+        for turn in self._turns:
+            if not turn.acquire(timeout=max(end - time.monotonic(), 0.0)):
+                for held in taken:
+                    held.release()
+                return False
+            taken.append(turn)
+        return True
+
+    def release(self) -> None:
+        for turn in self._turns:
+            turn.release()
+
+
 class AdapterCalls:
-    """Calls ``adapter`` on behalf of ``member``, who holds :attr:`turn` meanwhile.
+    """Calls ``adapters``, those of one engine rank, on behalf of ``member``, who holds :attr:`turn` meanwhile.
 
     ``pause`` does nothing while the engine is paused, so an adapter need not remember that it is; one that says ``pauses_twice`` is
     asked again. A ``pause`` that raised, and a ``resume`` that raised, leave an engine that may be generating: then any is.
@@ -40,97 +62,122 @@ class AdapterCalls:
     it takes it; ``taken`` of the one who drove it before is called first, under :attr:`turn`: the bytes get another name.
     """
 
-    def __init__(self, adapter: EngineAdapter, member: str, taken: Callable[[], None] = lambda: None) -> None:
-        self._adapter, self._member, self._taken = adapter, member, taken
-        self._driven: _Driven = vars(adapter).setdefault("_weightsync_driven", _Driven())
-
-    @property
-    def turn(self) -> threading.Lock:
-        """Held during everything that must not be mixed with what another one does with the same adapter."""
-        return self._driven.turn
+    def __init__(self, adapters: Sequence[EngineAdapter], member: str, taken: Callable[[], None] = lambda: None) -> None:
+        self._member, self._taken = member, taken
+        self._driven: tuple[tuple[EngineAdapter, _Driven], ...] = tuple(
+            (adapter, vars(adapter).setdefault("_weightsync_driven", _Driven())) for adapter in adapters
+        )
+        self.turn = _Turn([driven.turn for _, driven in self._driven])
+        """Held during everything that must not be mixed with what another one does with the same adapters."""
 
     @property
     def paused(self) -> bool:
-        """Whether the adapter's last ``pause`` succeeded and no ``resume`` has begun since."""
-        return self._driven.paused
+        """Whether the last ``pause`` of every adapter succeeded and no ``resume`` has begun since."""
+        return all(driven.paused for _, driven in self._driven)
 
     @property
     def running(self) -> str | None:
         """For people: who is inside which call for how long; ``None`` if no call runs. Any thread."""
-        running = self._driven.running
-        if running is None:
-            return None
-        call, since = running
-        return f"{call} for {time.monotonic() - since:.3g} s"
+        for _, driven in self._driven:
+            running = driven.running
+            if running is not None:
+                call, since = running
+                return f"{call} for {time.monotonic() - since:.3g} s"
+        return None
 
     @contextmanager
-    def _call(self, method: str) -> Iterator[None]:
-        self._driven.running = f"{self._member} is inside {type(self._adapter).__name__}.{method}()", time.monotonic()
+    def _call(self, adapter: EngineAdapter, driven: _Driven, method: str) -> Iterator[None]:
+        driven.running = f"{self._member} is inside {type(adapter).__name__}.{method}()", time.monotonic()
         try:
             yield
         finally:
-            self._driven.running = None
+            driven.running = None
 
-    def _take(self) -> None:
-        driver = self._driven.driver
+    def _take(self, driven: _Driven) -> None:
+        driver = driven.driver
         before = None if driver is None else driver()
         if before is self:
             return
-        self._driven.driver = weakref.ref(self)
+        driven.driver = weakref.ref(self)
         if before is not None:
             _log.info("%s takes over the engine that %s updated until now", self._member, before._member)
             before._taken()
 
+    def manifests(self) -> list[Manifest]:
+        """See :meth:`EngineAdapter.manifest`; of each adapter."""
+        return [adapter.manifest() for adapter, _ in self._driven]
+
+    def device(self) -> torch.device | None:
+        """See :meth:`EngineAdapter.device`; of the first adapter."""
+        return self._driven[0][0].device()
+
     def shards(self) -> Sequence[Shard] | None:
-        """See :meth:`EngineAdapter.shards`."""
-        with self._call("shards"):
-            return self._adapter.shards()
+        """See :meth:`EngineAdapter.shards`; of all adapters, if all have shards."""
+        every: list[Sequence[Shard]] = []
+        for adapter, driven in self._driven:
+            with self._call(adapter, driven, "shards"):
+                shards = adapter.shards()
+            if shards is None:
+                return None
+            every.append(shards)
+        return every[0] if len(every) == 1 else [one for shards in every for one in shards]
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """See :meth:`EngineAdapter.pause` and :attr:`EngineAdapter.pauses_twice`."""
-        self._take()
-        if self.paused:
-            if not self._adapter.pauses_twice:
-                return
-            mode = "keep"  # what was held by the first pause stays held: to abort it, or let it end, was not asked for then
-        self._driven.paused = False
-        with self._call("pause"):
-            self._adapter.pause(mode, timeout)
-        self._driven.paused = True
+        for _, driven in self._driven:
+            self._take(driven)
+        for adapter, driven in self._driven:
+            if driven.paused and not adapter.pauses_twice:
+                continue
+            # What was held by the first pause stays held: to abort it, or let it end, was not asked for then.
+            asked: PauseMode = "keep" if driven.paused else mode
+            driven.paused = False
+            with self._call(adapter, driven, "pause"):
+                adapter.pause(asked, timeout)
+            driven.paused = True
 
     def begin(self) -> None:
         """See :meth:`EngineAdapter.begin`."""
-        self._take()
-        with self._call("begin"):
-            self._adapter.begin()
+        for adapter, driven in self._driven:
+            self._take(driven)
+            with self._call(adapter, driven, "begin"):
+                adapter.begin()
 
     def wake_weights(self) -> None:
         """See :meth:`EngineAdapter.wake_weights`."""
-        with self._call("wake_weights"):
-            self._adapter.wake_weights()
+        for adapter, driven in self._driven:
+            with self._call(adapter, driven, "wake_weights"):
+                adapter.wake_weights()
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See :meth:`EngineAdapter.load`."""
-        with self._call("load"):
-            self._adapter.load(tensors)
+    def load(self, index: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See :meth:`EngineAdapter.load`; of one adapter."""
+        adapter, driven = self._driven[index]
+        with self._call(adapter, driven, "load"):
+            adapter.load(tensors)
 
     def finish(self, version: Version) -> None:
         """See :meth:`EngineAdapter.finish`."""
-        with self._call("finish"):
-            self._adapter.finish(version)
+        for adapter, driven in self._driven:
+            with self._call(adapter, driven, "finish"):
+                adapter.finish(version)
 
     def wake_cache(self) -> None:
         """See :meth:`EngineAdapter.wake_cache`."""
-        with self._call("wake_cache"):
-            self._adapter.wake_cache()
+        for adapter, driven in self._driven:
+            with self._call(adapter, driven, "wake_cache"):
+                adapter.wake_cache()
 
-    def flush(self) -> bool:
-        """See :meth:`EngineAdapter.flush`."""
-        with self._call("flush"):
-            return self._adapter.flush()
+    def flush(self) -> str | None:
+        """See :meth:`EngineAdapter.flush`. Returns the name of an adapter that refused to drop caches."""
+        for adapter, driven in self._driven:
+            with self._call(adapter, driven, "flush"):
+                if not adapter.flush():
+                    return adapter.name
+        return None
 
     def resume(self) -> None:
         """See :meth:`EngineAdapter.resume`."""
-        self._driven.paused = False
-        with self._call("resume"):
-            self._adapter.resume()
+        for adapter, driven in self._driven:
+            driven.paused = False
+            with self._call(adapter, driven, "resume"):
+                adapter.resume()

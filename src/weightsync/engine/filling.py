@@ -16,10 +16,10 @@ import torch
 from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
-from weightsync.engine.adapter_calls import AdapterCalls
 from weightsync.engine.links import Route
 from weightsync.engine.loading import load_all
 from weightsync.engine.read_back import ReadBack
+from weightsync.engine.state_machine import EngineSession
 from weightsync.errors import PlanMismatch
 from weightsync.tensors.cuda.waiting import wait_for_device
 from weightsync.tensors.staging import Staging
@@ -52,7 +52,7 @@ class Filling:
     def __init__(
         self,
         adapter: EngineAdapter,
-        calls: AdapterCalls,
+        calls: EngineSession,
         read_back: ReadBack,
         check_abort: Callable[[], None],
         check_memory: Callable[[], None],

@@ -67,11 +67,24 @@ class ReadBack:
         """The digest of each of ``tensors`` (manifest indices, as the plan names them); ``None`` where they cannot be read back."""
         if not self.look(shards) or self._layout is None or not np.array_equal(self._layout.tensor, tensors):
             return None
+        return self._take(self._layout, deadline)
+
+    def all_digests(
+        self, shards: Sequence[Shard] | None, deadline: Deadline
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]] | None:
+        """The manifest indices of all tensors in ``shards`` and their digests; ``None`` where they cannot be read back."""
+        if not self.look(shards) or self._layout is None or len(np.unique(self._layout.tensor)) != len(self._layout):
+            return None
+        return self._layout.tensor, self._take(self._layout, deadline)
+
+    def _take(self, layout: Layout, deadline: Deadline) -> npt.NDArray[np.uint64]:
+        digests = np.zeros(len(layout), np.uint64)
+        if not len(layout):
+            return digests
         self.build()
         if self._digest is not None:
             return self._digest.take(self._addresses, deadline)  # of what a loader queued, in whatever stream
-        digests = np.zeros(len(self._layout), np.uint64)
-        digest_rows(self._manifest, self._layout, self._addresses, 0, len(self._layout), digests)
+        digest_rows(self._manifest, layout, self._addresses, 0, len(layout), digests)
         return digests
 
 

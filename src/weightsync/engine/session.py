@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -16,12 +12,11 @@ import torch
 from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
-from weightsync.engine.adapter_calls import AdapterCalls
 from weightsync.engine.device_streaming import bucket_bytes_for
 from weightsync.engine.filling import Clock, Filling
 from weightsync.engine.links import Route, StagingSettings, writing
-from weightsync.engine.read_back import ReadBack
-from weightsync.errors import Aborted, DeadlineExceeded, LoadError, PlanMismatch, ProtocolError
+from weightsync.engine.state_machine import EngineSession, Ticket
+from weightsync.errors import Aborted, PlanMismatch, ProtocolError
 from weightsync.gc_pause import no_collection
 from weightsync.model import Layout, Manifest, Version, fold
 from weightsync.planning.coverage import Cover
@@ -50,23 +45,14 @@ from weightsync.transports.select import transports_for
 
 __all__ = ["EngineRole", "ReceivedCall"]
 
-_State = Literal["serving", "pausing", "paused", "moved", "committed"]
-_PAUSE_SECONDS = 5.0
-
 
 @dataclass(frozen=True, eq=False)
 class ReceivedCall:
-    """A call of the coordinator, from its arrival on. It runs on another thread than it arrives on, and later.
-
-    An abort ends every call that arrived before it, also one that has not begun, and none that arrives afterwards.
-    """
+    """A call of the coordinator, from its arrival on. It runs on another thread than it arrives on, and later."""
 
     role: EngineRole
     body: Body
-    number: int
-    """Calls are numbered as they arrive."""
-    aborts: int
-    """The number of the newest abort when this call arrived."""
+    ticket: Ticket
 
     @property
     def patience(self) -> float:
@@ -80,17 +66,15 @@ class ReceivedCall:
     def withdraw(self) -> str:
         """Nobody waits for the answer any more: abort the call, unless it is a quarantine. Returns what the rank is doing."""
         if not isinstance(self.body, Quarantine):
-            self.role.abort()
-        return self.role.occupation
+            self.role.session.abort()
+        return self.role.session.occupation
 
 
 class EngineRole:
     """Runs one engine rank through rounds, on behalf of the coordinator.
 
-    It enforces on its own side what must never happen, whatever the coordinator says: :class:`Resume` is refused unless the
-    last bytes written were committed, :class:`Commit` unless a move ended well, and a move before a pause. A call that was
-    aborted after it arrived changes nothing more: every later step of it compares the number of the newest abort with the one
-    that the call found when it arrived.
+    It prepares routes and fills the engine's memory. What must never happen, whatever the coordinator says, its
+    :class:`~weightsync.engine.state_machine.EngineSession` refuses.
 
     ``member`` names this rank in errors.
     """
@@ -98,7 +82,6 @@ class EngineRole:
     patience = 5.0
     """Seconds after which a call that still waits for its turn is refused."""
 
-    _due: ReceivedCall | None = None  # a quarantine that waits for its turn, or has given up waiting
     _device: torch.device | None = None  # the CUDA device that holds the parameters, where they are written directly
 
     def __init__(
@@ -115,39 +98,28 @@ class EngineRole:
         member: str = "this engine rank",
     ) -> None:
         self.adapter = adapter
-        self._calls = AdapterCalls(adapter, member, self._forget)
-        self._member = member
-        self._sleeps = type(adapter).wake_weights is not EngineAdapter.wake_weights
-        self._rank, self._encrypted = rank, encrypted
-        self.transports = transports_for(transports)
-        self.here = here
-        self.manifest: Manifest = adapter.manifest()
-        self._views: Views | None = None
-        self.layout, self._addresses = self._look()
-        self.device_memory = self._device is not None and type(adapter).load is not EngineAdapter.load
-        self._staging_on = self._staging_device()
-        self._settings = StagingSettings(bucket_bytes or bucket_bytes_for(self._staging_on), buffers)
-        self._read_back = ReadBack(self.manifest)
-        self.serving: Version | None = None
-        self._state: _State = "serving"
         self._route: Route | None = None
         self._opening: Route | None = None
         self._closed = False
-        self._numbers, self._abort_numbers = itertools.count(1), itertools.count(1)
-        self._aborts = 0
-        self._call = ReceivedCall(self, Done(), 0, 0)
-        self._resumed_by = 0
-        self._turn = self._calls.turn
-        # Held for the moment in which an abort is noted or the state changes, so that what attests says after an abort stays true.
-        self._changing = threading.Lock()
-        self._filling = Filling(adapter, self._calls, self._read_back, self._check_abort, self._check_memory, progress)
+        self.session = calls = EngineSession(adapter, member, self._abort_routes)
+        self._rank, self._encrypted = rank, encrypted
+        self.transports = transports_for(transports)
+        self.here = here
+        self.manifest: Manifest = self.session.manifest
+        self._views: Views | None = None
+        self.layout, self._addresses = self._look()
+        self.device_memory = self._device is not None and adapter.can_load
+        self._staging_on = self._staging_device()
+        self._settings = StagingSettings(bucket_bytes or bucket_bytes_for(self._staging_on), buffers)
+        self._read_back, self._check_abort = self.session.parameters, self.session.check_abort
+        self._filling = Filling(adapter, calls, self._read_back, self._check_abort, self._check_memory, progress)
 
     def _look(self) -> tuple[Layout | None, tuple[int, ...]]:
         """The engine's parameters as they lie in memory now; ``None`` if it can only be streamed to.
 
         That is so too for parameters on several devices, or on a CUDA device that no allowed transport writes to.
         """
-        shards = self._calls.shards()
+        shards = self.session.shards()
         device = None if shards is None else device_of(shards)
         if shards is None or device is None or (device.type != "cpu" and not writing(device, self.transports)):
             return None, ()
@@ -160,9 +132,9 @@ class EngineRole:
 
     def _staging_device(self) -> torch.device | None:
         """The CUDA device where buckets for the engine's loader belong, if bytes can come straight to it."""
-        device = self.adapter.device()
+        device = self.session.device()
         if device is None:
-            device = device_of(self.adapter.shards() or ())
+            device = device_of(self.session.shards() or ())
         if device is None or device.type != "cuda" or not writing(device, self.transports):
             return None
         return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -174,9 +146,7 @@ class EngineRole:
 
     def receive(self, body: Body) -> ReceivedCall:
         """Take note of a call when it arrives, before it waits for its turn. Never blocks. A :class:`Quarantine` aborts here."""
-        if isinstance(body, Quarantine):
-            self.abort()
-        return ReceivedCall(self, body, next(self._numbers), self._aborts)
+        return ReceivedCall(self, body, self.session.receive(type(body).__name__, aborts=isinstance(body, Quarantine)))
 
     def handle(self, body: Body, timeout: float) -> Body:
         """Answer a call of the coordinator that arrives now."""
@@ -189,31 +159,16 @@ class EngineRole:
         """
         deadline = Deadline(timeout)
         failpoints.reached(f"engine.received.{type(call.body).__name__.lower()}")
-        quarantining = isinstance(call.body, Quarantine)
-        if quarantining:
-            self._due = call
-        if not self._turn.acquire(timeout=timeout):
-            never = "; it is never resumed from here" if quarantining else ""
-            raise DeadlineExceeded(f"{self.occupation}, so {type(call.body).__name__} did not get its turn in {timeout:g} s{never}")
-        try:
-            if quarantining:
-                return self._quarantine(call, deadline)
-            self._call = call
-            self._check_abort()
-            return self._answer(call.body, deadline)
-        finally:
+        if isinstance(call.body, Quarantine):
+            self.session.quarantine(call.ticket, deadline)
+            return Done()
+        with self.session.turn(call.ticket, deadline):
             try:
+                self.session.check_abort()
+                return self._answer(call.body, deadline)
+            finally:
                 if self._closed:  # meanwhile: whoever closed did not wait for this to end
                     self._drop_route()
-                if self._due is not None:
-                    self._quarantine(self._due, deadline)
-            finally:
-                self._turn.release()
-
-    @property
-    def occupation(self) -> str:
-        """What this rank is doing now, for people: the adapter's method that it is inside of, and for how long."""
-        return self._calls.running or f"{self._member} is busy with {type(self._call.body).__name__}"
 
     def _answer(self, body: Body, deadline: Deadline) -> Body:
         match body:
@@ -250,9 +205,8 @@ class EngineRole:
         device, settings = self._device, self._settings
         if plan.delivery == "streamed":
             device = self._staging_on
-            if device is not None and not self.adapter.loads_late and self._read_back.look(self._calls.shards()):
+            if device is not None and self.session.can_read_back(build=True):
                 settings = replace(settings, reads_back=True)
-                self._read_back.build()
         route = Route(self.manifest, plan, layout, addresses, device, settings, self._rank)
         self._opening = route
         try:
@@ -277,51 +231,28 @@ class EngineRole:
             raise ProtocolError("looking for a version needs a prepared plan")
         self._route.require(number, deadline)
 
-    def _become(self, state: _State) -> None:
-        """Enter ``state``, unless the call was aborted: then raise, and change nothing."""
-        with self._changing:
-            self._check_abort()
-            self._state = state
-
-    def _forget(self) -> None:
-        """Attest nothing; without a commit this rank is not resumed. In this rank's turn, or that of who takes the engine."""
-        with self._changing:
-            self._state, self.serving = "paused", None
-
     def _pause(self, body: Pause, deadline: Deadline) -> None:
-        served = self._state == "serving"
-        self._become("pausing")  # from here on nothing is attested: whoever connects meanwhile must not count on this rank
-        failpoints.reached("engine.pausing")
-        try:
-            if self._route is not None and not self._sleeps:
+        with self.session.leaving_service():
+            failpoints.reached("engine.pausing")
+            if self._route is not None and not self.session.sleeps:
                 self._follow_memory(self._route, deadline)  # while the engine still generates: it may take seconds
             timeout = deadline.remaining("pausing")
-        except BaseException:
-            if served:  # nothing was changed; but after an abort, somebody may have been told that this rank serves nothing
-                with suppress(Aborted):
-                    self._become("serving")
-            raise
         failpoints.reached("engine.pause")
-        self._calls.pause(body.mode, timeout)
-        self._state = "paused"
-        self._check_abort()
+        self.session.pause(body.mode, timeout)
 
     def _move(self, number: int, deadline: Deadline) -> Moved:
-        route = self._route
-        if self._state not in ("paused", "moved") or not self._calls.paused or route is None:
-            raise ProtocolError("a move needs a prepared plan and a paused engine")
-        self._become("paused")
-        self.serving = None  # from here to the commit this rank's bytes have no name
-        failpoints.reached("engine.move")
-        clock = Clock()
+        route, clock = self._route, Clock()
+        if route is None:
+            raise ProtocolError("a move needs a prepared plan")
+        self.session.require("paused", "written")
         try:
-            self._calls.begin()
-            self._calls.wake_weights()
-            if self._sleeps:
-                route = self._follow_memory(route, deadline)
-            with no_collection():
-                digests, verified = self._filling.run(route, number, clock, deadline)
-            self._become("moved")
+            with self.session.writing():
+                failpoints.reached("engine.move")
+                self.session.begin()
+                if self.session.sleeps:
+                    route = self._follow_memory(route, deadline)
+                with no_collection():
+                    digests, verified = self._filling.run(route, number, clock, deadline)
         except BaseException:
             self._drop_route()  # connections may be beyond use, or aborted: the next round makes new ones
             raise
@@ -340,7 +271,7 @@ class EngineRole:
         if route.plan.delivery != "direct":
             return route
         if self._views is not None:
-            tensors = [one.tensor for one in self._calls.shards() or ()]
+            tensors = [one.tensor for one in self.session.shards() or ()]
             # How memory on a device is read is looked at while the device copies: this must be quick for ten thousands of tensors.
             if self._views.are_of(tensors) if route.device is None else self._views.are_at(tensors):
                 return route
@@ -352,40 +283,22 @@ class EngineRole:
         return self._route
 
     def _check_memory(self) -> None:
-        if self._views is not None and not self._views.are_of([one.tensor for one in self._calls.shards() or ()]):
+        if self._views is not None and not self._views.are_of([one.tensor for one in self.session.shards() or ()]):
             raise PlanMismatch("the engine rebuilt its parameters since it prepared: restart this rank's weightsync.Engine")
 
-    def _check_abort(self) -> None:
-        if self._aborts != self._call.aborts:
-            raise Aborted("the round was aborted for this engine rank")
-
     def _commit(self, version: Version) -> None:
-        if self._state != "moved":
-            raise ProtocolError("a commit needs a move that ended well")
+        self.session.require("written")
         failpoints.reached("engine.finish")
-        self._calls.finish(version)
+        self.session.finish(version)
         failpoints.reached("engine.flush")
-        self._calls.wake_cache()
-        if not self._calls.flush():
-            raise LoadError("the engine refused to drop caches made with the old weights")
-        self._become("committed")
-        self.serving = version
+        self.session.commit(version)
         failpoints.reached("engine.committed")
 
     def _resume(self, deadline: Deadline) -> None:
-        if self._state != "committed":
-            raise ProtocolError("this engine rank holds bytes that were not committed: it is not resumed")
-        self._check_abort()
+        self.session.require("committed")
         failpoints.reached("engine.resume")
-        self._calls.resume()
-        failpoints.reached("engine.resumed")
-        try:
-            self._become("serving")
-        except Aborted:
-            self._forget()
-            self._pause_late(deadline)
-            raise Aborted("the round was aborted while this engine rank resumed; it is paused again") from None
-        self._resumed_by = self._call.number
+        with self.session.resuming(deadline):
+            failpoints.reached("engine.resumed")
 
     def _update(self, body: Update, deadline: Deadline) -> Updated:
         """A whole round: what the coordinator would compare between move and commit, the rank that holds everything does."""
@@ -410,27 +323,21 @@ class EngineRole:
         digests = np.frombuffer(moved.digests, "<u8").astype(np.uint64, copy=False)
         return fold(cover.total({"": digests})) == version.digest
 
-    def _quarantine(self, call: ReceivedCall, deadline: Deadline) -> Done:
-        self._due = None
-        if self._resumed_by > call.number:
-            return Done()  # a round that was ordered after this quarantine has brought a version
-        self._forget()  # whatever pausing does
-        self._pause_late(deadline)
-        return Done()
-
-    def _pause_late(self, deadline: Deadline) -> None:
-        """Pause what must not generate, also when the time for it is over."""
-        self._calls.pause("abort", max(deadline.at - time.monotonic(), _PAUSE_SECONDS))
+    @property
+    def serving(self) -> Version | None:
+        """See :attr:`EngineSession.serving`."""
+        return self.session.serving
 
     @property
     def attests(self) -> Version | None:
-        """The version that this rank generates with right now; ``None`` while it is paused, whatever it holds."""
-        return self.serving if self._state == "serving" else None
+        """See :attr:`EngineSession.attests`."""
+        return self.session.attests
 
     def abort(self) -> None:
-        """End every call that has arrived, soon: nobody waits for it. Never blocks; an engine that is paused stays paused."""
-        with self._changing:
-            self._aborts = next(self._abort_numbers)
+        """See :meth:`EngineSession.abort`."""
+        self.session.abort()
+
+    def _abort_routes(self) -> None:
         for route in (self._route, self._opening):
             if route is not None:
                 route.abort()
@@ -441,9 +348,4 @@ class EngineRole:
         What runs longer than that (a loader that hangs) frees them itself when it ends.
         """
         self._closed = True
-        self.abort()
-        if self._turn.acquire(timeout=timeout):
-            try:
-                self._drop_route()
-            finally:
-                self._turn.release()
+        self.session.close(timeout, self._drop_route)

@@ -34,7 +34,7 @@ class Checkpoint:
         Raises :class:`~weightsync.errors.ConfigurationError` if some of its own do, or the prefix is empty.
         """
         # Imported here: it brings numba, which a CPU worker of vLLM must not find loaded when it begins.
-        from weightsync.external.checks import join_manifests
+        from weightsync.engine.draft import join_manifests
 
         specs = [
             msgspec.structs.replace(spec, name=prefix + spec.name, aliases=tuple(prefix + name for name in spec.aliases))

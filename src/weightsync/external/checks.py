@@ -31,7 +31,6 @@ __all__ = [
     "check_group",
     "check_networks",
     "check_tensors",
-    "join_manifests",
     "parse_version",
 ]
 
@@ -51,22 +50,6 @@ class Incoming(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-
-
-def join_manifests(main: Manifest, draft: Manifest | None, prefix: str) -> Manifest:
-    """The manifest of everything that may arrive: the main model's tensors, and a draft's, told apart by ``prefix``.
-
-    Raises :class:`~weightsync.errors.ConfigurationError` where the rule would send a tensor to the wrong model.
-    """
-    if draft is None:
-        return main
-    astray = [spec.name for spec in main for name in (spec.name, *spec.aliases) if name.startswith(prefix)]
-    astray += [spec.name for spec in draft for name in (spec.name, *spec.aliases) if not name.startswith(prefix)]
-    if astray or not prefix:
-        raise ConfigurationError(
-            f"names that begin with {prefix!r} must be the draft model's, and only they; {len(astray)} are not: {_few(astray)}"
-        )
-    return Manifest([*main, *draft])
 
 
 def check_group(wish: InitGroup, ranks: int, known: Collection[str], backends: Collection[str]) -> None:

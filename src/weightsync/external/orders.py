@@ -28,11 +28,15 @@ __all__ = [
     "Quarantine",
     "Receive",
     "Resume",
+    "Step",
     "Verify",
     "decode_answer",
     "decode_order",
     "encode",
 ]
+
+SECONDS = 300.0
+"""In which an order ends that does not say another time."""
 
 
 class Describe(msgspec.Struct, frozen=True, tag=True):
@@ -86,6 +90,7 @@ class Verify(msgspec.Struct, frozen=True, tag=True):
     """Take no more buckets, and report the digests."""
 
     update: int = 0
+    timeout: float = SECONDS
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
@@ -93,15 +98,19 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
     version: Version
     update: int = 0
+    timeout: float = SECONDS
 
 
 class Resume(msgspec.Struct, frozen=True, tag=True):
     """Generate again."""
 
     update: int = 0
+    timeout: float = SECONDS
 
 
-Order = Describe | Join | Leave | Pause | Quarantine | Receive | Verify | Finish | Resume
+Step = Pause | Quarantine | Receive | Verify | Finish | Resume
+"""What belongs to an update."""
+Order = Describe | Join | Leave | Step
 
 
 class Described(msgspec.Struct, frozen=True, tag=True):

@@ -365,7 +365,7 @@ class WeightUpdates:
         timeout: float,
     ) -> str:
         wrong, folds, whole = [], [], []
-        held = await tell_all(self._ranks, Verify(update.number), timeout, Digested)
+        held = await tell_all(self._ranks, Verify(update.number, timeout), timeout, Digested)
         for rank, one in enumerate(held):
             values = np.frombuffer(one.digests, "<u8").astype(np.uint64)
             if len(values) != len(manifest):
@@ -387,9 +387,9 @@ class WeightUpdates:
         verified = digest is not None or digests is not None
         installed = all(one.installed for one in held)
         failpoints.reached("updates.verified")
-        await tell_all(self._ranks, Finish(version, update.number), timeout, Done)
+        await tell_all(self._ranks, Finish(version, update.number, timeout), timeout, Done)
         failpoints.reached("updates.finished")
-        await tell_all(self._ranks, Resume(update.number), timeout, Done)
+        await tell_all(self._ranks, Resume(update.number, timeout), timeout, Done)
         rest = self._committed.describe_rest(update.known, self._last, read_again=installed)
         self._committed.take(whole[0], update.known, verified=verified)
         self._update, self._dirty, self._last = None, None, version

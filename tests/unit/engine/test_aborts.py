@@ -135,9 +135,11 @@ def test_a_quarantine_that_gave_up_waiting_is_not_forgotten(
     with pytest.raises(Aborted):
         stage.update(version)
     assert serving(stage.engine) is None
-    assert stage.engine._calls.paused, "the call that held the turn has carried it out"
+    assert stage.engine.session.paused, "the call that held the turn has carried it out"
     assert "finish" not in stage.adapter.said or point.startswith("engine.resume")
-    if point.startswith("engine.resume"):
+    if point == "engine.resume":
+        assert "resume" not in stage.adapter.said
+    if point == "engine.resumed":
         assert stage.adapter.said[-1] == "pause abort", "what was resumed meanwhile is paused again"
 
 
@@ -160,12 +162,12 @@ def test_later_steps_that_were_aborted_before_they_began_do_nothing(stage: Stage
     steps: list[Body] = [Pause("abort"), Move(2), Commit(version), Resume()]
     for step in steps[: [type(one) for one in steps].index(type(body))]:
         stage.engine.handle(step, SECONDS)
-    state, said = stage.engine._state, list(stage.adapter.said)
+    state, said = stage.engine.session.state, list(stage.adapter.said)
     call = stage.engine.receive(Commit(version) if isinstance(body, Commit) else body)
     stage.engine.abort()
     with pytest.raises(Aborted):
         call.run(SECONDS)
-    assert (stage.engine._state, stage.adapter.said) == (state, said)
+    assert (stage.engine.session.state, stage.adapter.said) == (state, said)
     assert serving(stage.engine) is None
 
 

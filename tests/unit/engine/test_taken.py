@@ -143,7 +143,7 @@ def test_a_pause_again_that_fails_leaves_an_engine_that_is_not_written(stage: St
         patched.setattr(stage.adapter, "pause", fails)
         with pytest.raises(RuntimeError, match="cannot pause"):
             stage.engine.handle(Pause("abort"), SECONDS)
-    with pytest.raises(ProtocolError, match="a paused engine"):
+    with pytest.raises(ProtocolError, match="is pausing"):
         stage.engine.handle(Move(1), SECONDS)
 
 

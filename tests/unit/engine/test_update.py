@@ -122,7 +122,7 @@ def test_bytes_that_are_not_the_versions_are_never_committed(stage: Stage) -> No
     assert not answer.committed
     assert stage.adapter.said == ["pause keep"]
     assert stage.engine.serving is None
-    with pytest.raises(ProtocolError, match="not committed"):
+    with pytest.raises(ProtocolError, match="needs an engine rank that is committed"):
         stage.engine.handle(Resume(), SECONDS)
     stage.engine.handle(Quarantine("other bytes"), SECONDS)
     assert stage.update(version).committed, "a later round heals it"

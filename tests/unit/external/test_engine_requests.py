@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from weightsync.engine.draft import join_manifests
 from weightsync.errors import ConfigurationError, VerificationError, VersionError
 from weightsync.external import client
-from weightsync.external.checks import check_digests, join_manifests, parse_version
+from weightsync.external.checks import check_digests, parse_version
 from weightsync.external.clients import lmdeploy, sglang, vllm
 from weightsync.external.clients.base import Call, GroupWish
 from weightsync.external.session import WeightUpdates

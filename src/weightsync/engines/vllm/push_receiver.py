@@ -28,20 +28,7 @@ from weightsync.external.checks import (
     check_networks,
     check_tensors,
 )
-from weightsync.external.orders import (
-    Answer,
-    Described,
-    Digested,
-    Failed,
-    Join,
-    Order,
-    Pause,
-    Receive,
-    Verify,
-    decode_answer,
-    encode,
-)
-from weightsync.external.orders import Describe as Ask
+from weightsync.external.orders import Describe, Described, Digested, Join, Pause, Receive, Verify
 from weightsync.external.rank import DisaggregatedRank
 from weightsync.external.requests import Digest, InitGroup, Name, Tensors, Update
 
@@ -89,12 +76,12 @@ class PushedUpdates:
         check_address(wish.master_address, networks)
         if wish.tensors is not None:  # before the engine is paused
             check_tensors(wish.tensors, self._rank.manifest, partial=False)
-        known = self._tell(Ask())
+        known = self._rank.obey(Describe())
         check_group(wish, self._rank.rank + 1, (), known.backends if isinstance(known, Described) else ())
         timeout = wish.timeout or _JOINING
         place = (wish.master_address, wish.master_port)
         try:
-            self._tell(Join(wish.group_name, wish.backend, *place, wish.rank_offset, wish.world_size, timeout))
+            self._rank.obey(Join(wish.group_name, wish.backend, *place, wish.rank_offset, wish.world_size, timeout))
         except MembershipError as error:
             raise MembershipError(f"{error}: if whoever made it is gone, use another name") from None
 
@@ -103,7 +90,7 @@ class PushedUpdates:
         self.begun, self._loaded = True, False
         self._received.clear()
         self._update += 1
-        self._tell(Pause("abort", _PATIENCE, self._update))
+        self._rank.obey(Pause("abort", _PATIENCE, self._update))
 
     def update(self, update_info: Mapping[str, Any], load: Callable[[], None]) -> None:
         """Obey one body; ``load`` is called to load everything that is staged. Raises what went wrong; nothing is loaded then."""
@@ -115,7 +102,7 @@ class PushedUpdates:
         wish = _converted(update_info, Update)
         tensors = check_bucket(wish, self._rank.manifest, _MAX_BUCKET, "elements")
         flattened = wish.load_format == "flattened_bucket"
-        self._tell(Receive(wish.group_name, tensors, flattened, wish.timeout or _PATIENCE, self._update))
+        self._rank.obey(Receive(wish.group_name, tensors, flattened, wish.timeout or _PATIENCE, self._update))
         self._received.update(one.index for one in tensors)
 
     def finish(self) -> None:
@@ -133,17 +120,11 @@ class PushedUpdates:
         self._rank.close()
 
     def _compare(self, digests: Mapping[str, str]) -> None:
-        found = self._tell(Verify(self._update))
+        found = self._rank.obey(Verify(self._update))
         held = np.frombuffer(found.digests, "<u8") if isinstance(found, Digested) else np.empty(0, np.uint64)
         known = np.zeros(len(self._rank.manifest), np.bool_)
         known[list(self._received)] = True
         check_digests(self._rank.manifest, held, known, None, digests)
-
-    def _tell(self, order: Order) -> Answer:
-        answer = decode_answer(self._rank.handle(encode(order)))
-        if isinstance(answer, Failed):
-            raise answer.error()
-        return answer
 
 
 def _converted(body: Mapping[str, Any], kind: type[T]) -> T:

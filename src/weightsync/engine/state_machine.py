@@ -1,0 +1,338 @@
+"""The state machine of one engine rank: the only caller of its adapter, whoever brings the weights."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.deadline import Deadline
+from weightsync.engine.adapter import EngineAdapter
+from weightsync.engine.adapter_calls import AdapterCalls
+from weightsync.engine.draft import join_manifests
+from weightsync.engine.loading import load_all
+from weightsync.engine.read_back import ReadBack
+from weightsync.errors import Aborted, DeadlineExceeded, LoadError, ProtocolError
+from weightsync.model import Manifest, PauseMode, Version
+from weightsync.tensors.shards import Shard
+
+__all__ = ["EngineSession", "State", "Ticket"]
+
+State = Literal["serving", "pausing", "paused", "writing", "written", "committed", "quarantined"]
+"""An update takes a rank through these in order. ``quarantined``: only a pause leads out of it."""
+
+_PAUSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """The place of one call among all calls of a session, taken when the call arrives.
+
+    An abort ends every call that arrived before it, also one that has not begun, and none that arrives afterwards.
+    """
+
+    what: str
+    """The call's name, for people."""
+    number: int
+    """Calls are numbered as they arrive."""
+    aborts: int
+    """The number of the newest abort when the call arrived."""
+    update: int
+    """The update that the call belongs to; 0 where a connection keeps calls in order."""
+
+
+class EngineSession:
+    """Takes one engine rank through updates, and makes every call of its adapter.
+
+    Two fronts feed it: the coordinator's rounds and the updates from outside. Each takes a :class:`Ticket` when a call arrives
+    (:meth:`receive`), runs the call's steps in its :meth:`turn`, and is refused what must never happen, whatever it asks for:
+
+    * Steps run in order. A resume needs a commit of the last bytes written, a commit a write that ended well, a write a pause.
+    * A call that was aborted after it arrived, or whose update has ended, changes nothing more.
+    * A write that fails leaves the rank quarantined: paused, with no version, until another update pauses it again.
+    * A quarantine is carried out even if it gave up waiting for its turn: by the call that holds the turn, when that ends.
+
+    ``member`` names this rank in errors. ``on_abort`` is called by :meth:`abort`, on any thread, and must not block. A speculative
+    decoder's own model may be updated with the engine: ``draft`` takes the tensors whose names begin with ``draft_prefix``.
+
+    Methods below :meth:`turn` are called within a turn, except for properties.
+    """
+
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        member: str,
+        on_abort: Callable[[], None] = lambda: None,
+        *,
+        draft: EngineAdapter | None = None,
+        draft_prefix: str = "mtp.",
+    ) -> None:
+        self.member, self._on_abort = member, on_abort
+        self._adapters = (adapter,) if draft is None else (adapter, draft)
+        self._draft_prefix = None if draft is None else draft_prefix
+        self._calls = AdapterCalls(self._adapters, member, self._forget)
+        main, *rest = self._calls.manifests()
+        self.manifest: Manifest = join_manifests(main, rest[0] if rest else None, draft_prefix)
+        self.sleeps = any(one.sleeps for one in self._adapters)
+        """Whether parameters may be elsewhere after :meth:`begin`."""
+        self.parameters = ReadBack(self.manifest)
+        self.state: State = "serving"
+        self.serving: Version | None = None
+        """The version whose bytes this rank holds, verified and committed; ``None`` before the first and during an update."""
+        self._update = 0
+        self._numbers, self._abort_numbers = itertools.count(1), itertools.count(1)
+        self._aborts = 0
+        self._current = Ticket("nothing", 0, 0, 0)
+        self._due: Ticket | None = None  # a quarantine that waits for its turn, or has given up waiting
+        self._paused_by = 0
+        # Held for the moment in which an abort is noted or the state changes, so that what attests says after an abort stays true.
+        self._changing = threading.Lock()
+
+    # Any thread, at any time.
+
+    @property
+    def attests(self) -> Version | None:
+        """The version that this rank generates with right now; ``None`` while it is paused, whatever it holds."""
+        return self.serving if self.state == "serving" else None
+
+    @property
+    def occupation(self) -> str:
+        """What this rank is doing now, for people: the adapter's method that it is inside of, and for how long."""
+        return self._calls.running or f"{self.member} is busy with {self._current.what}"
+
+    @property
+    def paused(self) -> bool:
+        """Whether the last pause succeeded and no resume has begun since."""
+        return self._calls.paused
+
+    def receive(self, what: str, update: int = 0, *, aborts: bool = False) -> Ticket:
+        """Take note of a call when it arrives, before it waits for its turn. Never blocks.
+
+        A call that ``aborts``, a quarantine, ends those that arrived before, unless it belongs to another ``update`` than they.
+        """
+        if aborts and update == self._update:
+            self.abort()
+        return Ticket(what, next(self._numbers), self._aborts, update)
+
+    def abort(self) -> None:
+        """End every call that has arrived, soon: nobody waits for it. Never blocks; an engine that is paused stays paused."""
+        with self._changing:
+            self._aborts = next(self._abort_numbers)
+        self._on_abort()
+
+    def check(self, call: Ticket, *states: State) -> None:
+        """Raise unless ``call`` may go on and the rank is in one of ``states``.
+
+        Raises :class:`~weightsync.errors.Aborted`, and :class:`~weightsync.errors.ProtocolError` for another state, or if another
+        update was begun meanwhile.
+        """
+        if self._aborts != call.aborts:
+            raise Aborted("the update was aborted for this engine rank")
+        if states and self.state not in states:
+            raise ProtocolError(f"{call.what} needs an engine rank that is {' or '.join(states)}; {self.member} is {self.state}")
+        if states and self._update != call.update:
+            raise ProtocolError(f"this {call.what} belongs to an update that ended; another one was begun meanwhile")
+
+    @contextmanager
+    def turn(self, call: Ticket, deadline: Deadline) -> Iterator[None]:
+        """The engine is ``call``'s meanwhile: neither another call nor another front uses it.
+
+        Raises :class:`~weightsync.errors.DeadlineExceeded` if the turn does not come in time.
+        """
+        timeout = max(deadline.at - time.monotonic(), 0.0)
+        if not self._calls.turn.acquire(timeout):
+            never = "; it is never resumed from here" if call is self._due else ""
+            raise DeadlineExceeded(f"{self.occupation}, so {call.what} did not get its turn in {timeout:.3g} s{never}")
+        try:
+            self._current = call
+            yield
+        finally:
+            try:
+                if self._due is not None:
+                    self._quarantine(self._due, deadline)
+            finally:
+                self._calls.turn.release()
+
+    def quarantine(self, call: Ticket, deadline: Deadline) -> None:
+        """Pause the engine and forget its version, unless an update that was begun after ``call`` has paused it. Takes a turn."""
+        self._due = call
+        with self.turn(call, deadline):
+            pass  # its end carries out what is due
+
+    def close(self, timeout: float, last: Callable[[], None]) -> None:
+        """Abort what runs, and call ``last`` in a turn if one comes within ``timeout`` seconds."""
+        self.abort()
+        if self._calls.turn.acquire(timeout):
+            try:
+                last()
+            finally:
+                self._calls.turn.release()
+
+    # Within a turn.
+
+    def check_abort(self) -> None:
+        """Raise :class:`~weightsync.errors.Aborted` if the current call was aborted."""
+        self.check(self._current)
+
+    def require(self, *states: State) -> None:
+        """Raise as :meth:`check` does, for the current call."""
+        self.check(self._current, *states)
+
+    def _become(self, state: State) -> None:
+        """Enter ``state``, unless the current call was aborted: then raise, and change nothing."""
+        with self._changing:
+            self.check_abort()
+            self.state = state
+
+    def _forget(self) -> None:
+        """Attest nothing; without a pause this rank is not written. In this rank's turn, or that of who takes the engine."""
+        with self._changing:
+            self.state, self.serving = "quarantined", None
+
+    @contextmanager
+    def leaving_service(self) -> Iterator[None]:
+        """Attest nothing from here on: whoever connects meanwhile must not count on this rank. Comes before :meth:`pause`.
+
+        If the block raises, nothing was changed and the rank serves again; but not after an abort, as somebody may have been told
+        that it serves nothing.
+        """
+        served = self.state == "serving"
+        self._become("pausing")
+        try:
+            yield
+        except BaseException:
+            if served:
+                with suppress(Aborted):
+                    self._become("serving")
+            raise
+
+    def pause(self, mode: PauseMode, timeout: float) -> None:
+        """Pause the engine for the current call's update."""
+        if self.state != "pausing":
+            self._become("pausing")
+        self._update = self._current.update  # even if pausing fails
+        self._calls.pause(mode, timeout)
+        self._paused_by = self._current.number
+        self.state = "paused"
+        self.check_abort()
+
+    @contextmanager
+    def writing(self, then: State = "written") -> Iterator[None]:
+        """Bytes of the parameters may change in the block, and have no name until a commit. Afterwards the rank is ``then``.
+
+        If the block raises, what was written is not known: the rank is quarantined.
+        """
+        self.require("paused", "written")
+        if not self._calls.paused:
+            raise ProtocolError(f"{self._current.what} needs a paused engine; {self.member} is not paused")
+        self._become("writing")
+        self.serving = None
+        try:
+            yield
+            self._become(then)
+        except BaseException:
+            self._forget()
+            raise
+
+    def end_writing(self) -> None:
+        """Take no more buckets: everything is written. For an update whose buckets are written one by one."""
+        self.require("paused", "written")
+        self._become("written")
+
+    def begin(self) -> None:
+        """Begin to write: let the adapter forget an earlier update, and wake the weights of an engine that sleeps."""
+        self._calls.begin()
+        self._calls.wake_weights()
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Hand one bucket to the engine's loader. Raises :class:`~weightsync.errors.LoadError` unless it takes all tensors."""
+        self.check_abort()
+        shares = [list(tensors)] if self._draft_prefix is None else _split(tensors, self._draft_prefix)
+        for index, share in enumerate(shares):
+            if share:
+                load_all(partial(self._calls.load, index), self._adapters[index].name, share)
+
+    def shards(self) -> Sequence[Shard] | None:
+        """Where the parameters are now; ``None`` if the engine can only be streamed to."""
+        return self._calls.shards()
+
+    def device(self) -> torch.device | None:
+        """Where the engine's loader wants its buckets."""
+        return self._calls.device()
+
+    def can_read_back(self, *, build: bool = False) -> bool:
+        """Whether parameters can be digested after a write; with ``build`` tables for a device are made now, not in a round."""
+        if any(one.loads_late for one in self._adapters) or not self.parameters.look(self._calls.shards()):
+            return False
+        if build:
+            self.parameters.build()
+        return True
+
+    def read_back(self, deadline: Deadline) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]] | None:
+        """Digest the parameters themselves where they are whole, plain copies: "installed". Else ``None``: "received" must do.
+
+        Returns the tensors' indices in the manifest and their digests.
+        """
+        return self.parameters.all_digests(self._calls.shards(), deadline) if self.can_read_back() else None
+
+    def finish(self, version: Version) -> None:
+        """Let the engine rebuild what it derives from its weights: all bytes of ``version`` are in place and verified."""
+        self.require("written")
+        self._calls.finish(version)
+
+    def commit(self, version: Version) -> None:
+        """Drop caches made with the old weights, and name the bytes. Comes after :meth:`finish`."""
+        self.require("written")
+        self._calls.wake_cache()
+        stale = self._calls.flush()
+        if stale is not None:
+            raise LoadError(f"the {stale} engine refused to drop caches made with the old weights")
+        self._become("committed")
+        self.serving = version
+
+    @contextmanager
+    def resuming(self, deadline: Deadline) -> Iterator[None]:
+        """Generate again before the block, and attest the version after it; or, after an abort meanwhile, pause again and raise."""
+        self.require("committed")
+        try:
+            self._calls.resume()
+        except BaseException:
+            self._forget()  # it may generate: only a pause leads on
+            raise
+        try:
+            yield
+            self._become("serving")
+        except BaseException as error:
+            self._forget()
+            self._pause_late(deadline)
+            if isinstance(error, Aborted):
+                raise Aborted(f"the update was aborted while {self.member} resumed; it is paused again") from None
+            raise
+
+    def _quarantine(self, call: Ticket, deadline: Deadline) -> None:
+        self._due = None
+        if call.update != self._update or self._paused_by > call.number:
+            return  # an update that was begun after this quarantine has paused the engine, and is not spoiled
+        self._forget()  # whatever pausing does
+        self._pause_late(deadline)
+
+    def _pause_late(self, deadline: Deadline) -> None:
+        """Pause what must not generate, also when the time for it is over."""
+        self._calls.pause("abort", max(deadline.at - time.monotonic(), _PAUSE_SECONDS))
+
+
+def _split(tensors: Iterable[tuple[str, torch.Tensor]], prefix: str) -> list[list[tuple[str, torch.Tensor]]]:
+    """What is the model's, and what is the draft model's."""
+    shares: list[list[tuple[str, torch.Tensor]]] = [[], []]
+    for name, tensor in tensors:
+        shares[name.startswith(prefix)].append((name, tensor))
+    return shares

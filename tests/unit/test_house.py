@@ -431,3 +431,57 @@ def test_nothing_is_installed_without_its_hash() -> None:
     ours = "install --no-deps --no-build-isolation -e ."
     assert not [line for line in installs if "install $(LOCKED) " not in line and ours not in line]
     assert re.search(r"^LOCKED := --no-deps --require-hashes$", makefile, re.MULTILINE)
+
+
+ADAPTER_CALLS = ("engine/adapter_calls.py", "engine/state_machine.py")
+"""The engine session: its calls, and who alone makes them."""
+ADAPTER_METHODS = {name for name, value in vars(weightsync.EngineAdapter).items() if inspect.isfunction(value) and name[0] != "_"}
+
+
+def _adapters_called(tree: ast.Module) -> Iterator[int]:
+    """Lines where a method of an adapter is called, except where an adapter's method calls the one that it replaces or wraps."""
+    passed_on: set[int] = set()
+    named: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and any(_name(base).endswith("Adapter") for base in node.bases):
+            for method in node.body:
+                calls = [one for one in ast.walk(method) if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute)]
+                passed_on |= {id(call) for call in calls if call.func.attr == getattr(method, "name", "")}  # type: ignore[attr-defined]
+        if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None and "Adapter" in ast.unparse(node.annotation):
+            named.add(node.arg if isinstance(node, ast.arg) else _name(node.target).rpartition(".")[2])
+    for node in ast.walk(tree):  # what such an argument is kept as
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id in named:
+            named |= {_name(target).rpartition(".")[2] for target in node.targets}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and id(node) not in passed_on:
+            owner, method = _name(node.func.value).rpartition(".")[2], node.func.attr
+            if method in ADAPTER_METHODS and ("adapter" in owner.lower() or owner in named or method.startswith("wake_")):
+                yield node.lineno
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path not in SHIPPED_TESTS], ids=_where)
+def test_an_adapter_is_called_by_the_engine_session_alone(path: Path) -> None:
+    if path.relative_to(SOURCE).as_posix() in ADAPTER_CALLS:
+        return
+    tree = ast.parse(path.read_text())
+    assert list(_adapters_called(tree)) == []
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert "AdapterCalls" not in imported
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("adapter.pause('abort', 5)", True),
+        ("self._adapter.load(tensors)", True),
+        ("def f(one: EngineAdapter): one.flush()", True),
+        ("class A:\n def __init__(self, inner: VllmWorkerAdapter): self.it = inner\n def f(self): self.it.resume()", True),
+        ("engine.wake_cache()", True),
+        ("class Mine(EngineAdapter):\n def flush(self): return self.adapter.flush()", False),
+        ("class Mine(EngineAdapter):\n def flush(self): self.adapter.resume()", True),
+        ("adapter.in_use()", False),
+        ("file.flush()", False),
+    ],
+)
+def test_the_search_for_calls_of_an_adapter_finds_them(code: str, found: bool) -> None:
+    assert bool(list(_adapters_called(ast.parse(code)))) == found

@@ -45,7 +45,10 @@ class _Faulty(EngineAdapter):
     """The adapter under test, except that it raises where it is told to."""
 
     def __init__(self, inner: EngineAdapter) -> None:
-        self.inner, self.fault, self.name, self.stopped = inner, "", inner.name, False
+        self.inner, self.fault, self.stopped = inner, "", False
+        self.name, self.no_shards = inner.name, inner.no_shards
+        self.loads_late, self.pauses_twice = inner.loads_late, inner.pauses_twice
+        self.sleeps, self.can_load = inner.sleeps, inner.can_load
 
     def _maybe(self, where: str) -> None:
         if self.fault == where:
@@ -57,14 +60,22 @@ class _Faulty(EngineAdapter):
     def shards(self) -> Sequence[Shard] | None:
         return self.inner.shards()
 
+    def device(self) -> torch.device | None:
+        return self.inner.device()
+
     def pause(self, mode: PauseMode, timeout: float) -> None:
-        if not self.stopped:  # one that raised comes again, and the adapter under test is paused once
+        if not self.stopped or self.pauses_twice:  # one that raised comes again, and the adapter under test is paused once
             self.inner.pause(mode, timeout)
             self.stopped = True
         self._maybe("pause")
 
     def begin(self) -> None:
+        self._maybe("begin")
         self.inner.begin()
+
+    def wake_weights(self) -> None:
+        self._maybe("wake_weights")
+        self.inner.wake_weights()
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         given = list(tensors)
@@ -75,6 +86,10 @@ class _Faulty(EngineAdapter):
     def finish(self, version: Version) -> None:
         self._maybe("finish")
         self.inner.finish(version)
+
+    def wake_cache(self) -> None:
+        self._maybe("wake_cache")
+        self.inner.wake_cache()
 
     def flush(self) -> bool:
         return self.inner.flush() and self.fault != "flush"
@@ -166,7 +181,7 @@ class AdapterContract:
             assert result.replicas[0].delivery == delivery
             assert self.generates(engine)
 
-    @pytest.mark.parametrize("fault", ["pause", "load", "finish", "flush", "resume"])
+    @pytest.mark.parametrize("fault", ["pause", "begin", "wake_weights", "load", "finish", "wake_cache", "flush", "resume"])
     def test_after_a_fault_it_takes_no_step_until_a_later_round_succeeded(
         self, server: BackgroundServer, owned: ExitStack, fault: str
     ) -> None:

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from weightsync.engines.hf_checkpoint import Checkpoint
+from weightsync.engines.traced_shards import DirectShards, find_direct
 from weightsync.engines.vllm.adapter import VllmWorkerAdapter
-from weightsync.engines.vllm.direct import DirectShards, find_direct, why_streamed
+from weightsync.engines.vllm.direct import why_streamed
 from weightsync.engines.vllm.releases import has_labels, is_supported
-from weightsync.engines.vllm.verify_trace import batches, try_against
 from weightsync.errors import LayoutError, LoadError
 from weightsync.model import Manifest, TensorSpec, Version
 from weightsync.tracing.tracer import trace_loader
+from weightsync.tracing.verify import batches, try_against
 
 WIDE, EXPERTS, LAYERS, PADDED = 4, 3, 3, 8
 CPU = torch.device("cpu")
@@ -118,7 +119,7 @@ def same(before: dict[str, tuple[int, torch.Tensor]], model: nn.Module) -> bool:
 def test_a_loader_of_plain_copies_is_written_directly_and_nothing_has_changed() -> None:
     model = Engine()
     before = state(model)
-    found = find_direct(model, manifest(), model.reload, CPU)
+    found = find_direct(model, manifest(), model.reload, CPU, engine="vLLM", package="vllm")
     assert isinstance(found, DirectShards)
     assert same(before, model)
     wanted = Engine()
@@ -150,7 +151,7 @@ def test_what_loading_does_besides_copying_is_noticed_and_undone(trick: str, rea
             layer.folded = torch.zeros(WIDE)
     folded = [getattr(layer, "folded", None) for layer in model.layers]
     before = state(model)
-    found = find_direct(model, manifest(), model.reload, CPU)
+    found = find_direct(model, manifest(), model.reload, CPU, engine="vLLM", package="vllm")
     assert isinstance(found, str)
     assert re.search(reason, found), found
     assert same(before, model)
@@ -177,7 +178,7 @@ def test_batches_hold_whole_layers_and_every_tensor_once(nbytes: int) -> None:
 
 def test_shards_follow_parameters_and_refuse_other_ones() -> None:
     model = Engine()
-    found = find_direct(model, manifest(), model.reload, CPU)
+    found = find_direct(model, manifest(), model.reload, CPU, engine="vLLM", package="vllm")
     assert isinstance(found, DirectShards)
     first = found.now()
     assert found.now() is first
@@ -223,7 +224,7 @@ def test_what_rules_it_out(config: Config, device: str, reason: str) -> None:
 
 def test_a_rank_that_was_written_resumes_without_any_loading_and_one_that_was_streamed_to_loads() -> None:
     model = Engine()
-    found = find_direct(model, manifest(), model.reload, CPU)
+    found = find_direct(model, manifest(), model.reload, CPU, engine="vLLM", package="vllm")
     assert isinstance(found, DirectShards)
     adapter = VllmWorkerAdapter(Checkpoint(manifest(), tuple(spec.name for spec in manifest())), None, found, CPU)
     assert adapter.shards() is found.now()

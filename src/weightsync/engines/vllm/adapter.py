@@ -8,8 +8,9 @@ import torch
 
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engines.hf_checkpoint import Checkpoint
+from weightsync.engines.host_staging import HostStaging
+from weightsync.engines.traced_shards import DirectShards
 from weightsync.engines.vllm.controls import Controls
-from weightsync.engines.vllm.direct import DirectShards
 from weightsync.errors import LoadError
 from weightsync.model import Manifest, PauseMode, Version
 from weightsync.tensors.shards import Shard
@@ -20,7 +21,6 @@ UNLABELLED = "weightsync:none"
 """The label that vLLM shows while no version is installed: between a pause and the resume after it, and after a failure."""
 
 _PATIENCE = 300.0  # seconds for a step of the commit, whose deadline the coordinator keeps besides
-_SHOWN = 5
 
 
 class VllmWorkerAdapter(EngineAdapter):
@@ -51,9 +51,7 @@ class VllmWorkerAdapter(EngineAdapter):
         self._controls = controls
         self._direct = direct
         self._device = device if device is not None and device.type == "cuda" else None
-        self._memory: dict[str, torch.Tensor] = {}
-        self._arrived: set[str] = set()
-        self._draft_prefix = draft_prefix
+        self._staging = HostStaging(checkpoint, "vLLM", draft_prefix)
         self._loaded: set[bool] = set()  # of the draft model, and not
         self._version: Version | None = None
 
@@ -77,7 +75,7 @@ class VllmWorkerAdapter(EngineAdapter):
 
     def begin(self) -> None:
         """Nothing has arrived yet."""
-        self._arrived.clear()
+        self._staging.begin()
         self._loaded.clear()
 
     def wake_weights(self) -> None:
@@ -87,21 +85,14 @@ class VllmWorkerAdapter(EngineAdapter):
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy a bucket into the staging; vLLM does not see it yet."""
-        index, manifest = self._checkpoint.manifest.index, self._checkpoint.manifest
-        for sent, tensor in tensors:
-            name = manifest[index[sent]].name
-            own = self._memory.get(name)
-            if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
-                own = self._memory[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-            own.copy_(tensor)
-            self._arrived.add(name)
+        self._staging.load(tensors)
 
     def finish(self, version: Version) -> None:
         """Rank 0: let every worker load what it staged. The commit is that of all ranks, so rank 0 answers for all."""
-        if self._direct is not None and not self._arrived:  # all ranks of a round have one delivery, and this was written
+        if self._direct is not None and self._staging.empty:  # all ranks of a round have one delivery, and this was written
             self._loaded = {False}
         else:
-            self._complete()
+            self._staging.check_complete()
             if self._controls is not None:
                 self._controls.install(_PATIENCE)
         self._version = version
@@ -123,28 +114,15 @@ class VllmWorkerAdapter(EngineAdapter):
     @property
     def has_draft(self) -> bool:
         """Whether some of what is staged is a draft model's."""
-        return self._draft_prefix is not None
+        return self._staging.has_draft
 
     def staged(self, *, draft: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """What to load into the model, or into the ``draft`` model, under the names of its checkpoint's files.
 
         Raises :class:`~weightsync.errors.LoadError` unless everything has come.
         """
-        self._complete()
-        prefix = self._draft_prefix
-        index, manifest = self._checkpoint.manifest.index, self._checkpoint.manifest
-        for name in self._checkpoint.names:
-            if not prefix or name.startswith(prefix) is draft:
-                yield name.removeprefix(prefix or ""), self._memory[manifest[index[name]].name]
+        return self._staging.tensors(draft=draft)
 
     def loaded(self, *, draft: bool = False) -> None:
         """The worker's model, or its ``draft`` model, holds what was staged."""
         self._loaded.add(draft)
-
-    def _complete(self) -> None:
-        missing = [spec.name for spec in self._checkpoint.manifest if spec.name not in self._arrived]
-        if missing:
-            raise LoadError(
-                f"nothing was loaded into vLLM: {len(missing)} tensors were not received: {', '.join(missing[:_SHOWN])}"
-                f"{', ...' if len(missing) > _SHOWN else ''}"
-            )

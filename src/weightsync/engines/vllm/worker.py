@@ -18,9 +18,10 @@ from vllm.v1.worker.gpu_worker import Worker
 from weightsync.config import token_for_request
 from weightsync.engine.agent import Engine
 from weightsync.engines.hf_checkpoint import Checkpoint, checkpoint_of
+from weightsync.engines.traced_shards import DirectShards, find_direct
 from weightsync.engines.vllm.adapter import VllmWorkerAdapter
 from weightsync.engines.vllm.controls import INSTALL, HttpControls
-from weightsync.engines.vllm.direct import DirectShards, find_direct, why_streamed
+from weightsync.engines.vllm.direct import why_streamed
 from weightsync.engines.vllm.loading import install, install_some, load_in_sessions
 from weightsync.engines.vllm.push_receiver import PushedUpdates, is_group
 from weightsync.engines.vllm.releases import check_release, has_labels, installed_release
@@ -192,7 +193,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         found: DirectShards | str | None = why_streamed(self.vllm_config, self.device)
         if found is None:
             reload = partial(install_some, self.model, self.model_config)
-            found = find_direct(self.model, checkpoint.manifest, reload, self.device, ranks)
+            found = find_direct(self.model, checkpoint.manifest, reload, self.device, ranks, engine="vLLM", package="vllm")
         if isinstance(found, DirectShards):
             return found
         if wish == "direct":

@@ -1,4 +1,4 @@
-"""Trying a traced layout: does vLLM's own loading of random weights give the very bits that direct delivery would write?"""
+"""Trial of a traced layout: does the engine's own loading of random weights give the bits that direct delivery would write?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weightsync.model import Manifest
 from weightsync.tensors.shards import Shard, torch_dtype
 from weightsync.tracing.tracer import Traced
 
-__all__ = ["batches", "try_against"]
+__all__ = ["Reload", "batches", "try_against"]
 
 _BATCH = 1 << 30
 _MOST_OTHERS = 1 << 30
@@ -23,22 +23,31 @@ _CACHES = ("kv_cache", "kv_caches")
 _SHOWN = 3
 
 Reload = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
+"""An engine's own loading of some layers, whole, into the model that serves, with all that it does to weights afterwards."""
 
 
 def try_against(
-    model: nn.Module, traced: Traced, shards: Sequence[Shard], reload: Reload, *, batch_bytes: int = _BATCH
+    model: nn.Module,
+    traced: Traced,
+    shards: Sequence[Shard],
+    reload: Reload,
+    *,
+    engine: str = "the engine",
+    package: str | None = None,
+    batch_bytes: int = _BATCH,
 ) -> str | None:
     """Load random weights by ``reload``, some layers at a time, and look at every traced box; ``None`` if all is as traced.
 
     Otherwise one line: what loading makes of weights besides copying them (it repacks them in place, or keeps something that it
     computed of them, or puts parameters elsewhere). The parameters hold other random values before, so that nothing is right by
     having been so. On return, and after an error, the model has its own bits back. Costs memory for about three times
-    ``batch_bytes`` or the largest layer. Raises what ``reload`` raises, as :class:`~weightsync.errors.LoadError`.
+    ``batch_bytes`` or the largest layer. ``engine`` is its name in messages; objects of its Python ``package`` that hang at layers
+    are looked into, too. Raises what ``reload`` raises, as :class:`~weightsync.errors.LoadError`.
     """
     by_name: dict[str, list[Shard]] = {}
     for shard in shards:
         by_name.setdefault(shard.name, []).append(shard)
-    others = _others(model, shards)
+    others = _others(model, shards, package)
     size = sum(one.tensor.nbytes for one in others)
     if size > _MOST_OTHERS:
         return f"the model holds {size:,} bytes besides its parameters and caches, which may depend on them"
@@ -52,8 +61,8 @@ def try_against(
                 touched = _storages(shard.tensor for name in names for shard in by_name[name])
                 backup = [one.clone() for one in touched]
                 try:
-                    reason = _try(traced.manifest, names, by_name, reload, generator)
-                    reason = reason or _changed(model, shards, others, kept)
+                    reason = _try(traced.manifest, names, by_name, reload, generator, engine)
+                    reason = reason or _changed(_others(model, shards, package), others, kept)
                 finally:
                     for one, bits in zip(touched, backup, strict=True):
                         one.copy_(bits)
@@ -62,10 +71,10 @@ def try_against(
                 if reason is not None:
                     break
     except torch.OutOfMemoryError:
-        reason = "too little device memory is free to try direct delivery: leave less to vLLM's cache"
+        reason = "too little device memory is free to try direct delivery: leave less to the engine's cache"
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()  # vLLM counts on what it left free
+        torch.cuda.empty_cache()  # an engine counts on what it left free
     return reason
 
 
@@ -90,7 +99,12 @@ def batches(traced: Traced, nbytes: int) -> list[list[str]]:
 
 
 def _try(
-    manifest: Manifest, names: Sequence[str], by_name: dict[str, list[Shard]], reload: Reload, generator: torch.Generator
+    manifest: Manifest,
+    names: Sequence[str],
+    by_name: dict[str, list[Shard]],
+    reload: Reload,
+    generator: torch.Generator,
+    engine: str,
 ) -> str | None:
     specs = [manifest[manifest.index[name]] for name in names]
     weights = {spec.name: _random(spec.shape, torch_dtype(spec.dtype), generator) for spec in specs}
@@ -102,12 +116,12 @@ def _try(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise LoadError(f"vLLM's loader raised when it was tried with {names[0]} and others: {error!r}") from error
+        raise LoadError(f"the loader of {engine} raised when it was tried with {names[0]} and others: {error!r}") from error
     wrong = [name for name in names if not all(_same(shard, weights[name]) for shard in by_name[name])]
     if not wrong:
         return None
     more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-    return f"vLLM does more than copy {', '.join(wrong[:_SHOWN])}{more} when it has loaded them"
+    return f"{engine} does more than copy {', '.join(wrong[:_SHOWN])}{more} when it has loaded them"
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
@@ -153,11 +167,11 @@ class _Other:
             setattr(self.owner, key, self.itself)
 
 
-def _others(model: nn.Module, shards: Sequence[Shard]) -> list[_Other]:
+def _others(model: nn.Module, shards: Sequence[Shard], package: str | None) -> list[_Other]:
     used = {shard.tensor.untyped_storage().data_ptr() for shard in shards}
     found: list[_Other] = []
     seen: set[int] = set()
-    for name, owner, tensor in _held(model):
+    for name, owner, tensor in _held(model, package):
         if id(tensor) in seen or tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
             continue
         seen.add(id(tensor))
@@ -166,7 +180,7 @@ def _others(model: nn.Module, shards: Sequence[Shard]) -> list[_Other]:
     return found
 
 
-def _held(model: nn.Module) -> Iterator[tuple[str, object, torch.Tensor]]:
+def _held(model: nn.Module, package: str | None) -> Iterator[tuple[str, object, torch.Tensor]]:
     """Tensors of all layers: parameters, buffers, attributes, and those of plain objects at a layer (a method, a kernel)."""
     for prefix, layer in model.named_modules():
         hung = {**layer._parameters, **layer._buffers, **vars(layer)}
@@ -175,15 +189,19 @@ def _held(model: nn.Module) -> Iterator[tuple[str, object, torch.Tensor]]:
                 continue
             if isinstance(value, torch.Tensor):
                 yield f"{prefix}.{key}", layer, value
-            elif type(value).__module__.startswith("vllm.") and hasattr(value, "__dict__") and not isinstance(value, nn.Module):
+            elif _is_of(package, value) and hasattr(value, "__dict__") and not isinstance(value, nn.Module):
                 for inner, one in vars(value).items():
                     if isinstance(one, torch.Tensor) and inner not in _CACHES:
                         yield f"{prefix}.{key}.{inner}", value, one
 
 
-def _changed(model: nn.Module, shards: Sequence[Shard], others: Sequence[_Other], kept: Sequence[torch.Tensor]) -> str | None:
+def _is_of(package: str | None, value: object) -> bool:
+    return package is not None and type(value).__module__.partition(".")[0] == package
+
+
+def _changed(now: Sequence[_Other], others: Sequence[_Other], kept: Sequence[torch.Tensor]) -> str | None:
     before = {(one.name, id(one.owner)): bits for one, bits in zip(others, kept, strict=True)}
-    for one in _others(model, shards):  # some are made anew, of the same values (scales that nothing is scaled by)
+    for one in now:  # some are made anew, of the same values (scales that nothing is scaled by)
         bits = before.get((one.name, id(one.owner)))
         if bits is None or bits.device != one.tensor.device or not _equal(one.tensor, bits):
             return f"loading computes {one.name} from weights, which direct delivery would leave as it was"

@@ -1,30 +1,30 @@
-"""Everything that weightsync raises, one small tree.
+"""Errors of weightsync, one small tree.
 
 ::
 
     WeightSyncError
     ├── ConfigurationError        a setting or argument is wrong (also a ValueError)
-    ├── ManifestMismatch          trainer and engine do not name the same tensors
-    ├── LayoutError               shards with holes, overlaps, or outside their tensor
+    ├── ManifestMismatch          trainer and engine hold different tensors, shapes or dtypes
+    ├── LayoutError               shards have holes, overlap, or lie outside their tensor
     ├── PlanMismatch              two ends hold different plans or layouts
-    ├── VersionError              a version published twice, or backwards
-    ├── MembershipError           a name or rank in use, a second trainer, an unknown member
-    ├── AuthenticationError       a wrong or missing token or run key
-    ├── CoordinatorUnreachable    nobody answers at the coordinator's address
-    ├── TransportError            bytes could not cross
-    │   ├── TransportUnavailable  this scheme cannot work here; the message says what to install or change
-    │   ├── SharedMemoryTooSmall  the shared-memory area cannot be had; the message says how much is needed
-    │   ├── ProtocolError         a frame that is not what the contract says
-    │   ├── StaleSource           the owner no longer holds the version or layout that was asked for
-    │   └── PeerLost              the other process went away
-    ├── LoadError                 the engine's own loader raised, or took nothing
-    ├── VerificationError         installed bytes do not add up to the published digests
+    ├── VersionError              a version number is not above the last one, or ranks disagree about it
+    ├── MembershipError           a name or rank is in use, a second trainer joined, or a member is unknown
+    ├── AuthenticationError       a token, run key or credential is missing, wrong or revoked
+    ├── CoordinatorUnreachable    no coordinator answers at the address
+    ├── TransportError            bytes could not be transferred
+    │   ├── TransportUnavailable  this transport cannot work here; the message says what to install or change
+    │   ├── SharedMemoryTooSmall  shared memory cannot be allocated; the message says how much is needed
+    │   ├── ProtocolError         a frame violates the protocol
+    │   ├── StaleSource           the publisher no longer holds the requested version or layout
+    │   └── PeerLost              the other process disconnected
+    ├── LoadError                 the engine's loader raised, or did not consume its tensors
+    ├── VerificationError         installed bytes do not match the published digests
     ├── RoundFailed               a round ended without the required replicas
-    ├── DeadlineExceeded          a wait ended (also a TimeoutError)
-    └── Aborted                   somebody called abort, or the round was cancelled
+    ├── DeadlineExceeded          a wait reached its deadline (also a TimeoutError)
+    └── Aborted                   the operation was aborted, or its round was cancelled
 
-Every message says what happened, to whom (replica, rank, tensor, version), and what to do. An error crosses processes as its
-class name and message (:func:`to_wire`, :func:`from_wire`): never as a pickle. The text is :func:`readable` at both ends.
+Every message says what happened, to whom (replica, rank, tensor, version), and what to do. An error crosses processes as its class
+name and message (:func:`to_wire`, :func:`from_wire`), never as a pickle. Both ends make the text :func:`readable`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _CUT = " ... (cut)"
 
 
 class WeightSyncError(Exception):
-    """Base of all errors that weightsync raises on purpose."""
+    """Base of all errors that weightsync raises deliberately."""
 
 
 class ConfigurationError(WeightSyncError, ValueError):
@@ -68,7 +68,7 @@ class ConfigurationError(WeightSyncError, ValueError):
 
 
 class ManifestMismatch(WeightSyncError):
-    """Trainer and engine do not name the same tensors, shapes and dtypes."""
+    """Trainer and engine hold different tensors, shapes or dtypes."""
 
 
 class LayoutError(WeightSyncError):
@@ -80,7 +80,7 @@ class PlanMismatch(WeightSyncError):
 
 
 class VersionError(WeightSyncError):
-    """A version was published twice, or backwards."""
+    """A version number is not above the last one, or ranks disagree about it."""
 
 
 class MembershipError(WeightSyncError):
@@ -88,43 +88,43 @@ class MembershipError(WeightSyncError):
 
 
 class AuthenticationError(WeightSyncError):
-    """A token or run key is missing or wrong."""
+    """A token, run key or credential is missing, wrong or revoked."""
 
 
 class CoordinatorUnreachable(WeightSyncError):
-    """Nobody answers at the coordinator's address."""
+    """No coordinator answers at the address."""
 
 
 class TransportError(WeightSyncError):
-    """Bytes could not cross between two ranks."""
+    """Bytes could not be transferred between two ranks."""
 
 
 class TransportUnavailable(TransportError):
-    """This scheme cannot work here."""
+    """This transport cannot work here."""
 
 
 class SharedMemoryTooSmall(TransportError):
-    """The shared-memory area cannot be had; the message says how much is needed and how to get it."""
+    """Shared memory cannot be allocated. The message says how much is needed and how to provide it."""
 
 
 class ProtocolError(TransportError):
-    """A frame is not what the contract says."""
+    """A frame violates the protocol."""
 
 
 class StaleSource(TransportError):
-    """The owner no longer holds the version or layout that was asked for."""
+    """The publisher no longer holds the requested version or layout."""
 
 
 class PeerLost(TransportError):
-    """The other process went away."""
+    """The other process disconnected."""
 
 
 class LoadError(WeightSyncError):
-    """The engine's own loader raised, or silently took nothing."""
+    """The engine's loader raised, or did not consume its tensors."""
 
 
 class VerificationError(WeightSyncError):
-    """Installed bytes do not add up to the published digests."""
+    """Installed bytes do not match the published digests."""
 
 
 class RoundFailed(WeightSyncError):
@@ -136,7 +136,7 @@ class DeadlineExceeded(WeightSyncError, TimeoutError):
 
 
 class Aborted(WeightSyncError):
-    """The operation was aborted by its owner or because its round was cancelled."""
+    """The operation was aborted by its owner, or its round was cancelled."""
 
 
 def _tree(base: type[WeightSyncError]) -> dict[str, type[WeightSyncError]]:
@@ -147,9 +147,9 @@ def _tree(base: type[WeightSyncError]) -> dict[str, type[WeightSyncError]]:
 
 
 def readable(text: str, most: int = _LONGEST) -> str:
-    """Text of somebody else, fit for a log or a terminal: at most ``most`` characters, all printable, and later lines are indented.
+    """Make text from another process safe for logs and terminals: at most ``most`` printable characters, later lines indented.
 
-    So it moves no cursor, and no line of it can be taken for a line of the log.
+    So the text moves no cursor, and none of its lines can be mistaken for a line of the log.
     """
     shown = text[:most]
     if not shown.isprintable():
@@ -159,7 +159,7 @@ def readable(text: str, most: int = _LONGEST) -> str:
 
 
 def to_wire(error: BaseException) -> tuple[str, str]:
-    """The class name and message under which ``error`` crosses a process; foreign errors keep their type's name in the text."""
+    """Return the class name and message that describe ``error`` to another process. Foreign errors become the base class."""
     if isinstance(error, WeightSyncError):
         return type(error).__name__, readable(str(error))
     if isinstance(error, TimeoutError):
@@ -168,5 +168,5 @@ def to_wire(error: BaseException) -> tuple[str, str]:
 
 
 def from_wire(kind: str, message: str) -> WeightSyncError:
-    """The error that :func:`to_wire` described; an unknown kind becomes the base class, so a newer peer is still readable."""
+    """Return the error that :func:`to_wire` described. An unknown class becomes the base class, so newer peers stay readable."""
     return _tree(WeightSyncError).get(kind, WeightSyncError)(readable(message))

@@ -1,7 +1,7 @@
-"""Named points of a round at which a test may hold a process, to kill or stop it exactly there.
+"""Named points of a round at which a test can hold a process, to kill or stop it exactly there.
 
-In normal use :func:`reached` is a look at one global. Only :mod:`tests.faults` installs a gate, in processes of its own: there
-is no variable, flag or message by which a gate could be put into a process that serves.
+In normal use :func:`reached` only reads one global. Only ``tests.faults`` installs a gate, in its own processes. No variable, flag
+or message can install a gate in a serving process.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ ENGINE_POINTS = (
     "engine.resume",
     "engine.resumed",
 )
-"""Of every engine rank. At ``engine.received.*``, a call has arrived and nothing has changed yet."""
+"""Points of every engine rank. At ``engine.received.*`` a call has arrived and nothing has changed yet."""
 ENGINE_ALONE_POINTS = ("engine.received.update",)
-"""Of the only rank of a replica."""
+"""Points of a rank that is its whole replica."""
 ENGINE_TOGETHER_POINTS = ("engine.received.pause", "engine.received.move", "engine.received.commit", "engine.received.resume")
-"""Of a rank that is not the only one."""
+"""Points of a rank whose replica has several ranks."""
 ENGINE_REPAIR_POINTS = ("engine.received.quarantine", "engine.received.checksources")
-"""Of a rank whose round failed, then and when it is re-seeded."""
+"""Points of a rank whose round failed, and of its re-seeding."""
 COORDINATOR_POINTS = (
     "round.start",
     "round.agreed",
@@ -89,12 +89,12 @@ _gate: Callable[[str], None] | None = None
 
 
 def install(gate: Callable[[str], None]) -> None:
-    """Call ``gate`` with the name of every point that this process reaches from now on. It may block, and must not raise."""
+    """Call ``gate`` with the name of every point that this process reaches from now on. It may block and must not raise."""
     global _gate
     _gate = gate
 
 
 def reached(name: str) -> None:
-    """This process is at point ``name``."""
+    """Report that this process is at point ``name``."""
     if _gate is not None:
         _gate(name)

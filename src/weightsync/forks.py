@@ -1,12 +1,12 @@
-"""What a forked child must not share with its parent, and what it does with the objects that it inherits: nothing.
+"""Isolation of forked children from the objects that they inherit.
 
-A child of :func:`os.fork` (a data loader's worker, say) has a copy of every object and none of the threads. Sockets and shared
-memory it has in common with its parent. So without this module the child's exit would close what the parent still serves; and a
-child that outlives its parent would hide the parent's death from everybody who is connected to it.
+A child of :func:`os.fork`, such as a data loader's worker, has a copy of every object but none of the threads, and it shares
+sockets and shared memory with its parent. Without this module the child's exit would close what the parent still serves, and a
+child that outlives its parent would hide the parent's death from its peers.
 
-Two rules keep processes apart. An object that others depend on remembers the process that made it (:class:`Origin`), and does
-nothing in another. And right after a fork the child gives up its share of everything that was announced here: sockets of an
-:func:`event_loop`, descriptors, mappings (:func:`in_children`, :func:`silence`, :func:`give_up_memory`).
+Two rules keep the processes apart. An object on which others depend remembers the process that made it (:class:`Origin`) and does
+nothing in another. Right after a fork the child gives up its share of everything registered here: sockets of an :func:`event_loop`,
+descriptors, mappings (:func:`in_children`, :func:`silence`, :func:`give_up_memory`).
 """
 
 from __future__ import annotations
@@ -39,30 +39,37 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 
 
 class Origin:
-    """The process that made an object. The object keeps it, and asks it before it does anything that others would notice."""
+    """The process that made an object, which checks it before any externally visible action."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
 
     @property
     def elsewhere(self) -> bool:
-        """Whether this is a forked child of the process that made the object."""
+        """Whether this process is a forked child of the one that made the object."""
         return os.getpid() != self._pid
 
     def require(self, what: str) -> None:
-        """Raise :class:`~weightsync.errors.ConfigurationError` in a forked child; ``what`` names the object."""
+        """Reject a call in a forked child.
+
+        Args:
+            what: Name of the object.
+
+        Raises:
+            ConfigurationError: This process is a forked child.
+        """
         if self.elsewhere:
             raise ConfigurationError(
-                f"{what} belongs to process {self._pid}, and this is its forked child {os.getpid()}: use it there, or make another "
-                "one in this process"
+                f"{what} belongs to process {self._pid}, but this is its forked child {os.getpid()}: use it in that process, or "
+                "make another one in this process"
             )
 
 
 def in_children(owner: T, action: Callable[[T], None]) -> None:
     """Call ``action(owner)`` in every child that this process forks while ``owner`` exists.
 
-    ``action`` must not refer to ``owner``, take locks or need threads. It may raise OSError, which is ignored. The first
-    other error is printed when all actions have run.
+    ``action`` must not refer to ``owner``, take locks or need threads. If it raises OSError, that is ignored. The first other error
+    is printed after all actions have run.
     """
     _actions[owner] = action
 
@@ -74,11 +81,11 @@ def _forked() -> None:
             action(owner)
         except OSError:
             continue
-        except Exception as error:  # noqa: BLE001 - the other objects must be given up all the same
+        except Exception as error:  # noqa: BLE001 - the other actions must still run
             errors.append(error)
     _actions.clear()
     if errors:
-        raise errors[0]  # Python prints it, and goes on
+        raise errors[0]  # Python prints it and continues
 
 
 if hasattr(os, "register_at_fork"):
@@ -86,9 +93,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def silence(fd: int) -> None:
-    """Put ``/dev/null`` in the place of a descriptor that this child shares with its parent.
+    """Replace a descriptor that this child shares with its parent by ``/dev/null``.
 
-    The number stays in use: objects that still hold it can never meet another file there.
+    The number stays in use, so objects that still hold it can never reach another file through it.
     """
     try:
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -102,7 +109,7 @@ def silence(fd: int) -> None:
 
 
 def silence_file(device: int, inode: int) -> None:
-    """:func:`silence` all descriptors of one file, also those that Python's own objects keep to themselves (Linux)."""
+    """Call :func:`silence` for all descriptors of one file, including those inside Python's own objects (Linux)."""
     with suppress(FileNotFoundError):
         for entry in list(Path("/proc/self/fd").iterdir()):
             with suppress(OSError):
@@ -112,22 +119,22 @@ def silence_file(device: int, inode: int) -> None:
 
 
 def give_up_memory(address: int, nbytes: int) -> None:
-    """Put private memory of zeros in the place of a mapping that this child shares with its parent (Linux).
+    """Replace a mapping that this child shares with its parent by private zeroed memory (Linux).
 
-    So the parent's memory is free when the parent ends, views of it can be touched without harm, and nothing else can come to
-    lie at its addresses. (``MADV_DONTFORK`` would leave a hole: whoever touched it would crash.)
+    So the parent's memory is freed when the parent ends, views of it stay accessible, and no other mapping can take its addresses.
+    ``MADV_DONTFORK`` would instead leave a hole in which any access crashes.
     """
     if sys.platform == "linux":
         _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, _ZEROS | _MAP_FIXED | _MAP_NORESERVE, -1, 0)
 
 
 def keep_for_ever(what: object) -> None:
-    """Never destroy ``what`` in this child: its destructor would wait for threads that only the parent has."""
+    """Never destroy ``what`` in this child, because its destructor would wait for threads that only the parent has."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
 
 class _Selector(selectors.DefaultSelector):
-    """Remembers every socket that was ever registered, so that a child can find those that are still open."""
+    """Selector that remembers all registered sockets, so that a child can find those that are still open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +148,7 @@ class _Selector(selectors.DefaultSelector):
         return key
 
     def _forget(self) -> None:
-        # The queue of events first: it is the parent's too, and what a child took out of it would be gone for both.
+        # The event queue first: the parent shares it, and an event that the child takes would be lost to the parent.
         if isinstance(self, selectors.EpollSelector):
             with suppress(ValueError, OSError):
                 silence(self.fileno())
@@ -153,11 +160,11 @@ class _Selector(selectors.DefaultSelector):
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """A new event loop whose sockets no forked child keeps."""
+    """Return a new event loop whose sockets are closed in forked children."""
     return asyncio.SelectorEventLoop(_Selector())
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Like :func:`asyncio.run`, on an :func:`event_loop`."""
+    """Run ``main`` like :func:`asyncio.run`, on an :func:`event_loop`."""
     with asyncio.Runner(loop_factory=event_loop) as runner:
         return runner.run(main)

@@ -1,4 +1,4 @@
-"""Which rank of how many this process is: as told, as torch.distributed knows, or as the launcher said."""
+"""Rank and world size of this process, from arguments, ``torch.distributed`` or the launcher."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ __all__ = ["place_in_world"]
 
 
 def place_in_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Rank and world size: an argument, else what ``torch.distributed`` or else torchrun or else Slurm says, else 0 of 1.
+    """Return rank and world size: the arguments, else those of ``torch.distributed``, torchrun or Slurm, else 0 and 1.
 
-    Raises :class:`~weightsync.errors.ConfigurationError` for a rank that is none of so many, and for half of a launcher's pair.
+    Raises:
+        ConfigurationError: The rank is outside the world size, or a launcher set only one of the two.
     """
     if rank is None or world_size is None:
         if dist.is_available() and dist.is_initialized():
@@ -22,5 +23,5 @@ def place_in_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
             found = launched_place() or (0, 1)
         rank, world_size = found[0] if rank is None else rank, found[1] if world_size is None else world_size
     if not 0 <= rank < world_size:
-        raise ConfigurationError(f"rank {rank} is not one of {world_size} ranks")
+        raise ConfigurationError(f"rank {rank} is out of range for {world_size} ranks")
     return rank, world_size

@@ -302,7 +302,7 @@ def test_what_an_actor_raises_is_raised_here_and_nobody_stays_joined(world: Worl
         with pytest.raises(ConfigurationError, match=r"'mine' is a Linear of this process"):
             manager.add_replica("half", world.halves, lambda worker: ModuleAdapter(mine))
         for group in ([], "workers", [1, 2], None):
-            with pytest.raises(ConfigurationError, match="no worker group"):
+            with pytest.raises(ConfigurationError, match="not a worker group"):
                 manager.add_replica("half", group, lambda worker: worker.adapter)
         world.halves[0].sleep.remote(1.0)
         with pytest.raises(DeadlineExceeded, match=r"replica 'half', rank 0.*busy"):

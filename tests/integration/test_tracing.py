@@ -195,7 +195,7 @@ def test_what_a_loader_transforms_is_named_and_streamed(seed: int, tmp_path: Pat
     assert traced.fallback == {
         "model.layers.0.mlp.down_proj.weight": "it goes through mul on its way to model.layers.0.mlp.down_proj.weight",
         "model.layers.0.self_attn.o_proj.weight": "it goes through div on its way to model.layers.0.self_attn.o_proj.weight",
-        "model.layers.1.input_layernorm.weight": "the loader looks at its values (local_scalar_dense)",
+        "model.layers.1.input_layernorm.weight": "the loader reads its values (local_scalar_dense)",
         "model.norm.weight": "it is converted from torch.bfloat16 to torch.float32 on its way to model.norm.weight",
     }
     assert {manifest[copy.tensor].name for copy in traced.copies} == {spec.name for spec in manifest} - set(traced.fallback)

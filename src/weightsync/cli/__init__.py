@@ -1,1 +1,1 @@
-"""The command line. :mod:`weightsync.cli.main` has the commands; each imports what it needs when it runs, so that help is fast."""
+"""Command line. :mod:`weightsync.cli.main` declares the commands; each imports its code when it runs, so that help is fast."""

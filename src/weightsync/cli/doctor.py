@@ -1,4 +1,4 @@
-"""What ``weightsync doctor`` checks: this machine, the coordinator, optional packages. Changes nothing, fails at nothing."""
+"""Checks of ``weightsync doctor``: this machine, the coordinator, optional packages. Changes nothing and never fails."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _LITTLE_SHARED_MEMORY = 1 * _GIB
 
 
 def examine(settings: ClientSettings) -> list[Finding]:
-    """Look at everything. A check that breaks is a finding of its own, never an error."""
+    """Run all checks. A check that raises becomes a finding with status ``unknown``."""
     findings: list[Finding] = []
     asked: dict[str, Callable[[str], Finding]] = {name: partial(check, settings=settings) for name, check in _NETWORK.items()}
     for name, check in {**_CHECKS, **asked}.items():
         try:
             findings.append(check(name))
-        except Exception as error:  # noqa: BLE001 - is itself what was found
+        except Exception as error:  # noqa: BLE001 - reported as a finding
             findings.append(
-                Finding(name, "unknown", f"{type(error).__name__}: {error}", "this check itself failed; please report it")
+                Finding(name, "unknown", f"{type(error).__name__}: {error}", "the check itself failed; please report this")
             )
     return findings
 
@@ -60,7 +60,7 @@ def _python(name: str) -> Finding:
 def _torch(name: str) -> Finding:
     if importlib.util.find_spec("torch") is None:
         return Finding(
-            name, "missing", "not installed", "no trainer or engine can run here, only the coordinator: pip install torch"
+            name, "missing", "not installed", "only the coordinator can run here, no trainer or engine: pip install torch"
         )
     import torch
 
@@ -78,7 +78,7 @@ def _cores(name: str) -> Finding:
     return (
         Finding(name, "ok", f"{cores}{limit}")
         if cores > 1
-        else Finding(name, "limited", f"{cores}{limit}", "copies and digests of several ranks take turns")
+        else Finding(name, "limited", f"{cores}{limit}", "ranks on this machine copy and digest one after the other")
     )
 
 
@@ -88,7 +88,7 @@ def _memory(name: str) -> Finding:
     if limit and limit.isdigit() and int(limit) < total:
         return Finding(
             name, "ok", f"{_size(total)}, limited to {_size(int(limit))} by the container",
-            "the published version (one copy of each trainer rank's shards) counts against this limit",
+            "the published version (one copy of each trainer rank's shards) counts towards this limit",
         )  # fmt: skip
     return Finding(name, "ok", _size(total))
 
@@ -109,19 +109,19 @@ def _shared_memory(name: str) -> Finding:
         stats = os.statvfs("/dev/shm")
     except OSError as error:
         return Finding(
-            name, "limited", f"/dev/shm: {error.strerror}", "needed only where memfd is missing, and by torch's data loaders"
+            name, "limited", f"/dev/shm: {error.strerror}", "needed only if memfd is missing, and by torch's data loaders"
         )
     total, free = stats.f_frsize * stats.f_blocks, stats.f_frsize * stats.f_bavail
     found = f"/dev/shm: {_size(total)}, {_size(free)} free"
     if free < _LITTLE_SHARED_MEMORY:
-        return Finding(name, "limited", found, "matters only where memfd is missing: then enlarge it (docker run --shm-size=...)")
+        return Finding(name, "limited", found, "matters only if memfd is missing; then enlarge it (docker run --shm-size=...)")
     return Finding(name, "ok", found)
 
 
 def _gpus(name: str) -> Finding:
-    cost = "weights stay in CPU memory: shared memory and TCP are what is left"
+    cost = "weights stay in CPU memory: only shared memory and TCP are available"
     if importlib.util.find_spec("torch") is None:
-        return Finding(name, "missing", "cannot look without torch", cost)
+        return Finding(name, "missing", "cannot check without torch", cost)
     import torch
 
     if not torch.cuda.is_available():
@@ -137,7 +137,7 @@ def _driver() -> str:
 
 def _peer_access(name: str) -> Finding:
     if importlib.util.find_spec("torch") is None:
-        return Finding(name, "missing", "cannot look without torch", "GPUs on one host exchange weights through CPU memory")
+        return Finding(name, "missing", "cannot check without torch", "GPUs on one host exchange weights through CPU memory")
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -152,9 +152,9 @@ def _peer_access(name: str) -> Finding:
 
 
 def _nccl(name: str) -> Finding:
-    cost = "no transport nccl, by which GPUs of several hosts exchange weights"
+    cost = "transport nccl, which connects GPUs of several hosts, is unavailable"
     if importlib.util.find_spec("torch") is None:
-        return Finding(name, "missing", "cannot look without torch", cost)
+        return Finding(name, "missing", "cannot check without torch", cost)
     import torch
     import torch.distributed
 
@@ -169,17 +169,17 @@ def _open_files(name: str) -> Finding:
     found = f"{soft} (up to {hard})"
     if soft < _FEW_FILES:
         return Finding(
-            name, "limited", found, "a coordinator holds one socket an agent, a TCP reader one a trainer rank: ulimit -n 65536"
+            name, "limited", found, "a coordinator needs one per agent, a TCP reader one per trainer rank: ulimit -n 65536"
         )
     return Finding(name, "ok", found)
 
 
 def _loopback(name: str) -> Finding:
-    return _bind(name, socket.AF_INET, "127.0.0.1", "nothing works on one machine: the coordinator cannot listen")
+    return _bind(name, socket.AF_INET, "127.0.0.1", "the coordinator cannot listen, so nothing works on this machine alone")
 
 
 def _ipv6(name: str) -> Finding:
-    return _bind(name, socket.AF_INET6, "::1", "coordinator and ranks must be addressed by IPv4")
+    return _bind(name, socket.AF_INET6, "::1", "coordinator and ranks need IPv4 addresses")
 
 
 def _bind(name: str, family: socket.AddressFamily, host: str, cost: str) -> Finding:
@@ -211,7 +211,7 @@ def _vllm(name: str) -> Finding:
             continue
         if is_supported(release):
             return Finding(name, "ok", f"{release}; supported: {known}")
-        return Finding(name, "limited", release, f"this weightsync supports vLLM {known}: the backend is refused when it is used")
+        return Finding(name, "limited", release, f"weightsync supports vLLM {known} and refuses this release as a backend")
     return Finding(name, "missing", "not installed", f"needed only to serve with vLLM; supported: {known}")
 
 

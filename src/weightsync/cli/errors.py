@@ -1,4 +1,4 @@
-"""Errors as one line for people: what happened, to whom, what to do. No traceback unless ``--debug`` asks for it."""
+"""Errors of commands on one line: what happened, to whom, what to do. ``--debug`` shows the traceback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXIT_INTERRUPTED = 130
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit status that a script can tell apart: 2 a wrong setting or token, 3 nobody answers, 1 anything else."""
+    """Exit status for scripts: 2 for a wrong setting or token, 3 if the coordinator does not answer, 1 for all other errors."""
     from weightsync.errors import AuthenticationError, ConfigurationError, CoordinatorUnreachable
 
     if isinstance(error, ConfigurationError | AuthenticationError):
@@ -29,7 +29,7 @@ def exit_code(error: BaseException) -> int:
 class _Reported:
     """Prints weightsync's own errors on one line of standard error."""
 
-    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - click's own type of this has moved between packages
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - click's type of this has moved between packages
         """Run a command. Raises :class:`typer.Exit` with the status of :func:`exit_code`."""
         from weightsync.errors import WeightSyncError
 
@@ -47,8 +47,8 @@ class _Reported:
 
 
 class Group(_Reported, HelpTexts, TyperGroup):
-    """A program of several commands."""
+    """A program with several commands."""
 
 
 class Program(_Reported, HelpTexts, TyperCommand):
-    """A program of one command."""
+    """A program with one command."""

@@ -1,4 +1,4 @@
-"""What ``weightsync doctor`` finds."""
+"""Findings of ``weightsync doctor``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Status = Literal["ok", "limited", "missing", "unknown"]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that was looked at: what was found, and what it costs if it is not ``ok``."""
+    """Result of one check: what was found, and its impact if the status is not ``ok``."""
 
     name: str
     status: Status

@@ -24,7 +24,7 @@ class _Example(CodeBlock):
 
 @contextmanager
 def _examples() -> Iterator[None]:
-    # Typer makes the Markdown objects itself, so the element can only be changed for all of them, while help is printed.
+    # Typer makes the Markdown objects itself, so the element is replaced for all of them while help is printed.
     kept = Markdown.elements
     Markdown.elements = {**kept, "fence": _Example}
     try:
@@ -34,10 +34,10 @@ def _examples() -> Iterator[None]:
 
 
 class HelpTexts:
-    """What every command and the group of them have in common: mixed in before Typer's class."""
+    """Mixin of the group and of every command, before Typer's class."""
 
     def get_params(self, ctx: Any) -> list[Any]:  # noqa: ANN401 - click's own types have moved between packages
-        """Parameters, where a flag has no value to show: ``--json``, not ``--json <bool>``."""
+        """Parameters, with flags shown without a value: ``--json``, not ``--json <bool>``."""
         found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for parameter in found:
             if getattr(parameter, "is_flag", False):

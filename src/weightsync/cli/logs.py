@@ -1,4 +1,4 @@
-"""Logs of commands that run for long: ``--log-level`` and ``--log-json``. A library user configures ``logging`` as usual."""
+"""Logging of long-running commands: ``--log-level`` and ``--log-json``. Library users configure ``logging`` as usual."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["JsonFormatter", "Level", "LogJson", "LogLevel", "configure_logs"]
 
 
 class Level(StrEnum):
-    """Least severity that is logged."""
+    """Lowest severity that is logged."""
 
     debug = "debug"
     info = "info"
@@ -27,17 +27,17 @@ LogLevel = Annotated[
     typer.Option(
         "--log-level",
         metavar="LEVEL",
-        help="Log this and what is more severe, on standard error: `debug`, `info`, `warning` or `error`.",
+        help="Lowest severity to log, on standard error: `debug`, `info`, `warning` or `error`.",
     ),
 ]
-LogJson = Annotated[bool, typer.Option("--log-json", help="Log one JSON object a line.")]
+LogJson = Annotated[bool, typer.Option("--log-json", help="Log one JSON object per line.")]
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: ``time`` (UTC, ISO 8601), ``level``, ``logger``, ``message``, and ``exception`` if any."""
+    """Formats one JSON object per line: ``time`` (UTC, ISO 8601), ``level``, ``logger``, ``message``, and ``exception`` if any."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
+        """Format one record, without a line end."""
         found = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

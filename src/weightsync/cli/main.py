@@ -1,6 +1,6 @@
-"""``weightsync``: the commands and their options. What they do is in the modules that they import when they run.
+"""Commands and options of ``weightsync``. Each command's code is in a module that it imports when it runs.
 
-Help must not wait for a tensor library, so nothing heavy is imported up here.
+Help must not wait for a tensor library, so this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ def root(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Get a trainer's new weights into serving engines: fast, verified, never torn.
+    """Deliver a trainer's new weights to serving engines: fast, verified, never torn.
 
     **Start here**
 
-    `weightsync doctor` says what this machine can do.
+    `weightsync doctor` checks what this machine supports.
 
     **In a run**
 
-    `weightsync serve` is the coordinator that trainers and engines connect to; `weightsync status --watch` shows who serves
-    which version; `weightsync round` brings replicas that fell behind up to date.
+    `weightsync serve` runs the coordinator to which trainers and engines connect. `weightsync status --watch` shows which version
+    each replica serves. `weightsync round` updates replicas that fell behind.
     """
 
 
@@ -70,16 +70,16 @@ def serve(
         str | None,
         typer.Option(
             metavar="HOST",
-            help="Address to listen on; another than loopback needs a token [env: WEIGHTSYNC_HOST; default 127.0.0.1].",
+            help="Address to listen on; any but loopback requires a token [env: WEIGHTSYNC_HOST; default 127.0.0.1].",
         ),
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, metavar="PORT", help="Port; 0 takes a free one [env: WEIGHTSYNC_PORT; default 7400]."),
+        typer.Option(min=0, max=65535, metavar="PORT", help="Port; 0 selects a free one [env: WEIGHTSYNC_PORT; default 7400]."),
     ] = None,
     run: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="Id of the run, part of every version's name [env: WEIGHTSYNC_RUN; default: a new one]."),
+        typer.Option(metavar="ID", help="Id of the run, part of every version's label [env: WEIGHTSYNC_RUN; default: a new one]."),
     ] = None,
     token_file: TokenFile = None,
     tls_certificate: Annotated[
@@ -91,24 +91,24 @@ def serve(
         ),
     ] = None,
     tls_key: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="The certificate's key (PEM) [env: WEIGHTSYNC_TLS_KEY].")
+        Path | None, typer.Option(metavar="PATH", help="Key of the certificate (PEM) [env: WEIGHTSYNC_TLS_KEY].")
     ] = None,
     pause_mode: Annotated[
         Pausing | None,
         typer.Option(
             metavar="MODE",
-            help="Running requests in an update: `abort`, `wait` or `keep` them [env: WEIGHTSYNC_PAUSE_MODE; default abort].",
+            help="Running requests during an update: `abort`, `wait` or `keep` [env: WEIGHTSYNC_PAUSE_MODE; default abort].",
         ),
     ] = None,
     round_deadline: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="Seconds that a round may take [env: WEIGHTSYNC_ROUND_DEADLINE; default 600]."),
+        typer.Option(metavar="SECONDS", help="Time limit of a round in seconds [env: WEIGHTSYNC_ROUND_DEADLINE; default 600]."),
     ] = None,
     require: Annotated[
         str | None,
         typer.Option(
             metavar="COUNT",
-            help="Replicas that a round needs to succeed: `all`, `any`, or a number [env: WEIGHTSYNC_REQUIRE; default any].",
+            help="Replicas that must succeed in a round: `all`, `any`, or a number [env: WEIGHTSYNC_REQUIRE; default any].",
         ),
     ] = None,
     max_unavailable: Annotated[
@@ -116,28 +116,23 @@ def serve(
         typer.Option(
             min=1,
             metavar="COUNT",
-            help="Replicas that a round takes out of service at a time [env: WEIGHTSYNC_MAX_UNAVAILABLE; default all].",
+            help="Replicas that may be out of service at the same time [env: WEIGHTSYNC_MAX_UNAVAILABLE; default all].",
         ),
     ] = None,
     log_level: LogLevel = Level.info,
     log_json: LogJson = False,
 ) -> None:
-    """Run the coordinator: trainers and engines connect to it; no tensor ever passes through it.
+    """Run the coordinator. Trainers and engines connect to it; no tensor passes through it.
 
-    On one machine nothing else is needed: a token is made, and your own processes find it.
+    On one machine nothing else is needed: a token is generated, and your own processes find it.
 
-    ```
-    weightsync serve
-    ```
+    ``` weightsync serve ```
 
-    For other machines, give all of them the same token:
+    For several machines, set the same token on all of them:
 
-    ```
-    export WEIGHTSYNC_TOKEN=$(python -c 'import secrets; print(secrets.token_urlsafe(32))')
-    weightsync serve --host 0.0.0.0
-    ```
+    ``` export WEIGHTSYNC_TOKEN=$(python -c 'import secrets; print(secrets.token_urlsafe(32))') weightsync serve --host 0.0.0.0 ```
 
-    Ctrl-C ends it. It may be restarted at any time: agents come back, and engines keep serving meanwhile.
+    Ctrl-C stops it. You can restart it at any time: agents reconnect, and engines keep serving meanwhile.
     """
     from weightsync.cli.serve import serve_forever
 
@@ -155,15 +150,12 @@ def status(
     token_file: TokenFile = None,
     ca_file: CaFile = None,
     json: Json = False,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Stay, and show every change as it happens.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep running and print every event.")] = False,
 ) -> None:
-    """Show who serves which version, how stale it is, and how the last rounds went.
+    """Show which version each replica serves, how stale it is, and how the last rounds went.
 
-    ```
-    weightsync status
-    weightsync status --watch -c http://head:7400
-    weightsync status --json | jq '.replicas[] | select(.state != "loaded")'
-    ```
+    ``` weightsync status weightsync status --watch -c http://head:7400 weightsync status --json | jq '.replicas[] | select(.state
+    != "loaded")' ```
     """
     from weightsync.cli.status import show
 
@@ -173,24 +165,21 @@ def status(
 @app.command("round", cls=Command)
 def run_round(
     replica: Annotated[
-        list[str] | None, typer.Argument(help="Names of the replicas; none means every replica that is not up to date.")
+        list[str] | None, typer.Argument(help="Names of the replicas; by default every replica that is not up to date.")
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(min=0.001, help="Seconds for the whole round; default: the coordinator's own.")
+        float | None, typer.Option(min=0.001, help="Time limit of the round in seconds; default: the coordinator's.")
     ] = None,
     coordinator: Coordinator = None,
     token_file: TokenFile = None,
     ca_file: CaFile = None,
     json: Json = False,
 ) -> None:
-    """Bring replicas to the version that is published now: after a failure, or for one that joined late.
+    """Update replicas to the version that is published now, after a failure or a late join.
 
-    ```
-    weightsync round
-    weightsync round replica-1 --timeout 60
-    ```
+    ``` weightsync round weightsync round replica-1 --timeout 60 ```
 
-    Exits with 0 only if the round was ok.
+    The exit status is 0 only if the round succeeded.
     """
     from weightsync.cli.status import seed
 
@@ -199,7 +188,7 @@ def run_round(
 
 
 class TokenPart(StrEnum):
-    """What ``weightsync token`` can print alone."""
+    """Parts of the output of ``weightsync token``."""
 
     token = "token"
     source = "source"
@@ -211,17 +200,15 @@ def token(
     coordinator: Coordinator = None,
     token_file: TokenFile = None,
     only: Annotated[
-        TokenPart | None, typer.Option(help="Print only this: the token, the file or variable it comes from, or the link.")
+        TokenPart | None, typer.Option(help="Print only one part: the token, the file or variable that holds it, or the link.")
     ] = None,
     json: Json = False,
 ) -> None:
-    r"""Show a coordinator's token, where it comes from, and a link that opens the status page.
+    r"""Show a coordinator's token, its source, and a link that opens the status page.
 
-    Whoever has the token can replace the weights that your engines serve. Do not send it, or the link, to anybody else.
+    Anyone with the token can replace the weights that your engines serve. Do not share it or the link.
 
-    ```
-    weightsync token
-    curl -H "Authorization: Bearer $(weightsync token --only token)" \
+    ``` weightsync token curl -H "Authorization: Bearer $(weightsync token --only token)" \
       http://127.0.0.1:7400/metrics
     ```
     """
@@ -240,14 +227,12 @@ def revoke(
     ca_file: CaFile = None,
     json: Json = False,
 ) -> None:
-    """Send one rank away, so that another process can take its place.
+    """Disconnect one rank, so that another process can take its place.
 
-    ```
-    weightsync revoke trainer/0
-    ```
+    ``` weightsync revoke trainer/0 ```
 
-    Its connection is closed and its process is refused until it is started again. Who has the token can join anew: after a theft
-    restart the coordinator with another token.
+    Its connection is closed, and its process is refused until it is restarted. A process with the token can still join, so after a
+    theft restart the coordinator with a new token.
     """
     from weightsync.cli.status import send_away
 
@@ -256,12 +241,9 @@ def revoke(
 
 @app.command(cls=Command)
 def doctor(coordinator: Coordinator = None, token_file: TokenFile = None, ca_file: CaFile = None, json: Json = False) -> None:
-    """Check this machine and the coordinator, and report what is missing with its impact. Changes nothing.
+    """Check this machine and the coordinator, and report missing capabilities with their impact. Changes nothing.
 
-    ```
-    weightsync doctor
-    weightsync doctor -c http://head:7400
-    weightsync doctor --json | jq '.checks[] | select(.status != "ok")'
+    ``` weightsync doctor weightsync doctor -c http://head:7400 weightsync doctor --json | jq '.checks[] | select(.status != "ok")'
     ```
     """
     import msgspec
@@ -280,30 +262,27 @@ def doctor(coordinator: Coordinator = None, token_file: TokenFile = None, ca_fil
 @app.command(cls=Command)
 def bench(
     suite: Annotated[
-        str, typer.Option(help="`cpu`: all of these; `plan`: planning; `transfer`: rounds; `gpu`: rounds on GPUs.")
+        str, typer.Option(help="`cpu`: all CPU cases; `plan`: planning; `transfer`: rounds; `gpu`: rounds on GPUs.")
     ] = "cpu",
     size: Annotated[str, typer.Option(help="Bytes of the model.")] = "1GiB",
-    tensors: Annotated[int, typer.Option(min=0, help="Only cases with so many tensors; 0 means all.")] = 0,
-    only: Annotated[list[str] | None, typer.Option(help="Only cases whose name contains this; may be repeated.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds to measure, after the one that sets up.")] = 5,
+    tensors: Annotated[int, typer.Option(min=0, help="Only cases with this number of tensors; 0 means all.")] = 0,
+    only: Annotated[list[str] | None, typer.Option(help="Only cases whose name contains this text; may be repeated.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to measure, after a first one for setup.")] = 5,
     model: Annotated[str, typer.Option(help="`gpu`: `qwen3-8b`, `qwen3-30b-a3b`, or a path to a config.json.")] = "qwen3-8b",
     source: Annotated[str, typer.Option(help="`gpu`: trainer ranks, `fsdp=N`.")] = "fsdp=1",
     target: Annotated[str, typer.Option(help="`gpu`: engine ranks, `tp=N`.")] = "tp=1",
-    placement: Annotated[str, typer.Option(help="`gpu`: `separate` GPUs, or the same: `colocated`.")] = "colocated",
+    placement: Annotated[str, typer.Option(help="`gpu`: GPUs of trainer and engine: `separate` or `colocated`.")] = "colocated",
     delivery: Annotated[str, typer.Option(help="`gpu`: `direct`, `streamed` (both if not given) or `broadcast`.")] = "",
     transport: Annotated[str, typer.Option(help="`gpu`: `cuda_ipc`, or `nccl` to other GPUs.")] = "cuda_ipc",
-    bucket: Annotated[str, typer.Option(help="`gpu`, streamed: one staging buffer; from the free memory if not given.")] = "",
-    buffers: Annotated[int, typer.Option(min=1, max=2, help="`gpu`, streamed: how many.")] = 2,
+    bucket: Annotated[str, typer.Option(help="`gpu`, streamed: size of a staging buffer; by default chosen by free memory.")] = "",
+    buffers: Annotated[int, typer.Option(min=1, max=2, help="`gpu`, streamed: number of staging buffers.")] = 2,
     json: JsonLast = False,
 ) -> None:
-    """Measure whole rounds against the copies that cannot be avoided, in the same run.
+    """Measure whole rounds, and in the same run the copies that no implementation can avoid.
 
-    ```
-    weightsync bench
-    weightsync bench --only shared_memory/direct --size 256MiB --tensors 300
-    weightsync bench --suite gpu --model qwen3-30b-a3b --source fsdp=4 --target tp=4 --placement colocated
-    weightsync bench --json | tail -1 | jq '.cases[] | {name, ratio}'
-    ```
+    ``` weightsync bench weightsync bench --only shared_memory/direct --size 256MiB --tensors 300 weightsync bench --suite gpu
+    --model qwen3-30b-a3b --source fsdp=4 --target tp=4 --placement colocated weightsync bench --json | tail -1 | jq '.cases[] |
+    {name, ratio}' ```
     """
     with _needs("pip install . in a clone of weightsync"):
         options = importlib.import_module("weightsync.bench.options").BenchOptions(
@@ -320,7 +299,7 @@ app.command(cls=Command)(push)
 
 @contextmanager
 def _needs(hint: str) -> Iterator[None]:
-    """A missing package becomes an error that says how to get it."""
+    """Convert a missing package into an error with the install command."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -330,5 +309,5 @@ def _needs(hint: str) -> Iterator[None]:
 
 
 def main() -> None:
-    """Entry point of ``python -m weightsync``; the ``weightsync`` command calls :data:`app` itself."""
+    """Entry point of ``python -m weightsync``. The ``weightsync`` command calls :data:`app` directly."""
     app()

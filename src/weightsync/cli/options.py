@@ -1,4 +1,4 @@
-"""Options that several commands have: declared once, so that they are spelled and explained alike."""
+"""Options of several commands, declared once so that their names and help agree."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Coordinator = Annotated[
         "--coordinator",
         "-c",
         metavar="URL",
-        help="Where the coordinator answers [env: WEIGHTSYNC_COORDINATOR; default http://127.0.0.1:7400].",
+        help="URL of the coordinator [env: WEIGHTSYNC_COORDINATOR; default http://127.0.0.1:7400].",
     ),
 ]
 CaFile = Annotated[
     Path | None,
-    typer.Option("--ca-file", metavar="PATH", help="Certificates to check an https coordinator against [env: WEIGHTSYNC_CA_FILE]."),
+    typer.Option("--ca-file", metavar="PATH", help="CA certificates for an https coordinator [env: WEIGHTSYNC_CA_FILE]."),
 ]
 TokenFile = Annotated[
     Path | None,
@@ -41,11 +41,11 @@ TokenFile = Annotated[
         "--token-file",
         metavar="PATH",
         help="File with the token [env: WEIGHTSYNC_TOKEN_FILE, or the token itself in WEIGHTSYNC_TOKEN]. "
-        "Not needed for a coordinator of your own on this machine.",
+        "Not needed for your own coordinator on this machine.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-JsonLast = Annotated[bool, typer.Option("--json", help="End with one JSON object on the last line.")]
+JsonLast = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 
 _MOST = 1 << 60
 _UNITS = {
@@ -64,7 +64,11 @@ _UNITS = {
 
 
 def parse_size(text: str) -> int:
-    """Bytes in ``text``: ``1GiB``, ``256MiB``, ``1.5GB``, ``4096``. Raises :class:`typer.BadParameter`."""
+    """Parse a number of bytes: ``1GiB``, ``256MiB``, ``1.5GB``, ``4096``.
+
+    Raises:
+        typer.BadParameter: The text is not a size.
+    """
     number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
     unit = text.strip()[len(number) :].strip().upper()
     try:
@@ -72,19 +76,27 @@ def parse_size(text: str) -> int:
     except (KeyError, ValueError, OverflowError):
         raise typer.BadParameter(f"{text!r} is not a size; write it as 256MiB or 1GiB") from None
     if not 1 <= nbytes < _MOST:
-        raise typer.BadParameter(f"{text!r} is not a size that anything has")
+        raise typer.BadParameter(f"{text!r} is not a usable size; it must be at least 1 byte and below 2**60")
     return nbytes
 
 
 def token_in(path: Path | None) -> Secret | None:
-    """The token in the file that ``--token-file`` names. Raises :class:`~weightsync.errors.ConfigurationError`."""
+    """Read the token from the file given by ``--token-file``.
+
+    Raises:
+        ConfigurationError: The file holds no token.
+    """
     from weightsync.config import read_token
 
     return None if path is None else read_token(str(path), "--token-file ")
 
 
 def client_settings(coordinator: str | None, token_file: Path | None, ca_file: Path | None) -> ClientSettings:
-    """How to reach the coordinator, by options and environment. Raises :class:`~weightsync.errors.ConfigurationError`."""
+    """Load the client settings from options and environment.
+
+    Raises:
+        ConfigurationError: A setting is wrong.
+    """
     from weightsync.config import ClientSettings
 
     return ClientSettings.load(coordinator=coordinator, token=token_in(token_file), ca_file=ca_file)

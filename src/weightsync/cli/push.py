@@ -21,7 +21,7 @@ __all__ = ["push"]
 
 
 class EngineKind(StrEnum):
-    """Which routes the servers speak."""
+    """Routes that the servers implement."""
 
     weightsync = "weightsync"
     sglang = "sglang"
@@ -30,47 +30,46 @@ class EngineKind(StrEnum):
 
 
 class GroupBackend(StrEnum):
-    """How bytes cross."""
+    """Backend of the process group that transfers the bytes."""
 
     nccl = "nccl"
     gloo = "gloo"
 
 
 def push(
-    checkpoint: Annotated[Path, typer.Argument(help="Directory with a safetensors checkpoint (sharded ones too), or one file.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Directory with a safetensors checkpoint, sharded or not, or one file.")],
     to: Annotated[list[str], typer.Option("--to", metavar="URL", help="A server to update; may be repeated.")],
-    engine: Annotated[EngineKind, typer.Option(help="Whose routes the servers have; `weightsync` and `vllm` verify every tensor.")],
+    engine: Annotated[EngineKind, typer.Option(help="Routes of the servers; `weightsync` and `vllm` verify every tensor.")],
     label: Annotated[str | None, typer.Option("--label", help="The version's label: a number, or RUN@NUMBER.")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Engine ranks behind each URL (tensor times pipeline parallel).")] = 1,
-    backend: Annotated[GroupBackend, typer.Option(help="`nccl` needs a GPU here.")] = GroupBackend.nccl,
+    backend: Annotated[GroupBackend, typer.Option(help="Transfer backend; `nccl` needs a local GPU.")] = GroupBackend.nccl,
     group: Annotated[str, typer.Option(help="Name of the process group.")] = "weightsync",
     address: Annotated[
-        str | None, typer.Option(help="This machine's address as the servers see it [default: of the way to each].")
+        str | None, typer.Option(help="This machine's address as seen by the servers [default: by the route to each].")
     ] = None,
     pause_mode: Annotated[Pausing, typer.Option(help="What happens to running requests.")] = Pausing.abort,
-    bucket: Annotated[str, typer.Option(help="Bytes of one bucket; two are held in memory.")] = "256MiB",
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which it gives up.")] = 3600.0,
-    step_timeout: Annotated[float, typer.Option(min=1, help="Seconds after which one bucket or request is given up.")] = 300.0,
+    bucket: Annotated[str, typer.Option(help="Size of a bucket; two are held in memory.")] = "256MiB",
+    timeout: Annotated[float, typer.Option(min=1, help="Time limit of the whole update in seconds.")] = 3600.0,
+    step_timeout: Annotated[float, typer.Option(min=1, help="Time limit of one bucket or request in seconds.")] = 300.0,
     follow_links: Annotated[
-        bool, typer.Option("--follow-links", help="Also read files that links in the checkpoint lead to, wherever they are.")
+        bool, typer.Option("--follow-links", help="Follow links in the checkpoint, also to files outside its directory.")
     ] = False,
     allow_sparse: Annotated[
-        bool, typer.Option("--allow-sparse", help="Also read files that are far larger than what is stored of them.")
+        bool, typer.Option("--allow-sparse", help="Also read sparse files, which are far larger than their stored data.")
     ] = False,
     token_file: Annotated[Path | None, typer.Option(help="File with the servers' API key.")] = None,
     json: Json = False,
 ) -> None:
     """Update running servers from a checkpoint on disk, without a trainer.
 
-    Reads a bucket at a time, sends it to all servers at once, and says what each made of it. No server is paused before the first
-    bucket was read and, with `weightsync` and `vllm`, the server has compared the checkpoint with its model. A server that fails
-    after that is not resumed: push again. Exits with 0 only if all are updated. With `--engine vllm` a draft model keeps its
-    weights, since vLLM loads it in a session of its own, from a checkpoint that is not pushed; rounds from a trainer update both.
+    Reads a bucket at a time, sends it to all servers concurrently, and prints the outcome of each server. A server is paused only
+    after the first bucket has been read and, with `weightsync` and `vllm`, the server has compared the checkpoint with its model. A
+    server that fails after that is not resumed: push again. The exit status is 0 only if all servers are updated. With `--engine
+    vllm` a draft model keeps its weights, because vLLM loads it in a separate session from a checkpoint that is not pushed; rounds
+    from a trainer update both.
 
-    ```
-    weightsync push ./step-400 --to http://head:30000 --engine sglang --label 400 --ranks 8
-    weightsync push ./step-400 --to http://a:8000 --to http://b:8000 --engine weightsync --backend gloo --json
-    ```
+    ``` weightsync push ./step-400 --to http://head:30000 --engine sglang --label 400 --ranks 8 weightsync push ./step-400 --to
+    http://a:8000 --to http://b:8000 --engine weightsync --backend gloo --json ```
     """
     import torch
 
@@ -79,11 +78,11 @@ def push(
     from weightsync.external.push import push as push_all
 
     if len(set(to)) != len(to):
-        raise ConfigurationError("a server is named twice by --to")
+        raise ConfigurationError("--to names a server twice")
     if engine in (EngineKind.sglang, EngineKind.vllm) and label is None:
-        raise ConfigurationError("SGLang and vLLM label what they serve: give --label")
+        raise ConfigurationError("SGLang and vLLM need a version label: give --label")
     if backend is GroupBackend.nccl and not torch.cuda.is_available():
-        raise ConfigurationError("there is no GPU here for --backend nccl; use --backend gloo if the servers can")
+        raise ConfigurationError("--backend nccl needs a GPU, but there is none; use --backend gloo if the servers support it")
     token = token_in(token_file)
     nbytes = parse_size(bucket)
     device = torch.device("cuda") if backend is GroupBackend.nccl else None
@@ -117,7 +116,7 @@ def push(
         for result in results:
             typer.secho(f"{result.url}: {result.said}", fg="green" if result.ok else "red", err=not result.ok)
             if result.touched and not result.ok:
-                typer.secho("  it was not resumed: push again, or restart it", fg="red", err=True)
+                typer.secho("  the server was not resumed: push again, or restart it", fg="red", err=True)
     if not ok:
         raise typer.Exit(1)
 
@@ -141,7 +140,7 @@ def _client(engine: EngineKind) -> Callable[..., UpdateClient]:
 
 
 class _Bar:
-    """Bytes that all servers have, on standard error."""
+    """Progress bar on standard error: bytes that all servers have."""
 
     def __init__(self, total: int, *, hidden: bool) -> None:
         from rich.console import Console

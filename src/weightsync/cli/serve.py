@@ -1,4 +1,4 @@
-"""``weightsync serve``: the coordinator in the foreground, with a line for every round."""
+"""``weightsync serve``: runs the coordinator in the foreground and logs every round."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _log = logging.getLogger("weightsync")
 
 
 def on_terminal() -> bool:
-    """Whether a person reads standard output as it is written."""
+    """Whether standard output is a terminal."""
     return sys.stdout.isatty()
 
 
 def serve_forever(**given: object) -> None:
-    """Serve with settings from the command line (entries that are not ``None``) and the environment, until Ctrl-C or SIGTERM."""
+    """Serve until Ctrl-C or SIGTERM, with settings from the command line (those that are not ``None``) and the environment."""
     settings = ServerSettings.load(**given)
-    following: list[asyncio.Task[None]] = []  # kept: asyncio itself holds tasks only weakly
+    following: list[asyncio.Task[None]] = []  # asyncio holds tasks only weakly
 
     def started(address: Address, token: Secret, coordinator: Coordinator) -> None:
         following.append(asyncio.ensure_future(_follow(coordinator)))
@@ -42,24 +42,24 @@ def serve_forever(**given: object) -> None:
 
 
 def _hints(settings: ServerSettings, address: Address, token: Secret, run: str) -> Iterator[tuple[str, str]]:
-    """What to know at the start, a line each."""
+    """Lines to print at the start, as pairs of a heading and a text."""
     if is_loopback(settings.host):
-        yield "reachable", "from this machine only; from others with a token and --host 0.0.0.0"
+        yield "reachable", "from this machine only; for others set a token and --host 0.0.0.0"
     elif address.scheme == "http":
-        yield "network", "not encrypted: where it is not trusted, give --tls-cert and --tls-key"
-    # The link on a terminal only: standard output may be a file that others read, such as a batch job's.
+        yield "network", "not encrypted; on an untrusted network give --tls-cert and --tls-key"
+    # Print the link on a terminal only, because standard output may be a file that others can read.
     if settings.token is None and on_terminal():
         yield "status page", login_url(address, token)
     else:
-        yield "status page", f"{address.url}/ (it asks for the token; `weightsync token` prints a link that has it)"
+        yield "status page", f"{address.url}/ (it asks for the token; `weightsync token` prints a link with it)"
     if settings.token is None:
         yield "token", f"{token_path(address.port)} (found by your own processes on this machine)"
     if not settings.run:
-        yield "to restart", f"--run {run} keeps the versions of its replicas"
+        yield "to restart", f"use --run {run} so that replicas keep their versions"
 
 
 async def _follow(coordinator: Coordinator) -> None:
-    """Log what rounds do, until the coordinator is closed."""
+    """Log the events of rounds until the coordinator is closed."""
     async for event in coordinator.subscribe():
         if isinstance(event, RoundStarted | ReplicaEnded | RoundEnded):
             _log.log(logging.WARNING if _failed(event) else logging.INFO, "%s", event_line(event))

@@ -1,4 +1,4 @@
-"""``weightsync status``, ``round`` and ``revoke``: looking at a coordinator, and asking it for something."""
+"""``weightsync status``, ``round`` and ``revoke``: queries and requests to a coordinator."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["seed", "send_away", "show"]
 
 
 def show(settings: ClientSettings, *, as_json: bool, watch: bool) -> None:
-    """Print the status once, or with ``watch`` also every event that follows, until the coordinator or the user ends it."""
+    """Print the status once. With ``watch``, then print every event until the coordinator or the user ends it."""
     with Client(settings) as client:
         if not watch:
             _print(client, as_json)
             return
-        with client.events() as events:  # subscribed before the first look, so that nothing falls between
+        with client.events() as events:  # subscribed before the status is read, so that no event is missed
             _print(client, as_json)
             for event in events:
                 if as_json:
@@ -40,7 +40,7 @@ def _print(client: Client, as_json: bool) -> None:
 
 
 def seed(settings: ClientSettings, replicas: tuple[str, ...], timeout: float | None, *, as_json: bool) -> bool:
-    """Ask for a round and print its result; whether it was ok."""
+    """Start a round and print its result. Returns whether it succeeded."""
     with Client(settings) as client:
         result = client.round(replicas or None, timeout)
     if as_json:
@@ -51,10 +51,10 @@ def seed(settings: ClientSettings, replicas: tuple[str, ...], timeout: float | N
 
 
 def send_away(settings: ClientSettings, member: str, *, as_json: bool) -> None:
-    """Revoke a rank's credential and say which process had it."""
+    """Revoke a rank's credential and print which process held it."""
     with Client(settings) as client:
         gone = client.revoke(member)
     if as_json:
         typer.echo(msgspec.json.encode(gone).decode())
     else:
-        typer.echo(f"revoked {gone.member}: process {gone.pid} on {gone.host} was sent away")
+        typer.echo(f"revoked {gone.member}: disconnected process {gone.pid} on {gone.host}")

@@ -1,4 +1,4 @@
-"""What the commands print for people."""
+"""Terminal output of the commands."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HALF_A_DAY = 43200.0
 
 
 def show_table(view: RenderableType) -> None:
-    """Print to standard output, as wide as the terminal is."""
+    """Print to standard output in the width of the terminal."""
     Console().print(view)
 
 
@@ -44,12 +44,12 @@ def _size(nbytes: float) -> str:
 
 
 def gigabytes_per_second(nbytes: int, seconds: float) -> str:
-    """A rate in GB/s (10^9), empty where there is none."""
+    """Format a rate in GB/s (10^9); empty if there is none."""
     return f"{nbytes / seconds / 1e9:.2f}" if seconds > 0 and nbytes else ""
 
 
 def _said(text: str, style: str = "") -> Text:
-    """What somebody else said: neither markup nor anything that moves a terminal's cursor."""
+    """Text from another process, without markup and control characters."""
     return Text(readable(text), style=style)
 
 
@@ -58,9 +58,9 @@ def _colored(word: str) -> Text:
 
 
 def doctor_table(findings: Sequence[Finding]) -> Table:
-    """One row a finding, with its impact on the lines below what was found."""
+    """One row for each finding, with its impact below it."""
     table = _table("this machine")
-    for heading, fixed in (("", True), ("status", True), ("found, with the impact of what is missing", False)):
+    for heading, fixed in (("", True), ("status", True), ("found, and impact if missing", False)):
         table.add_column(heading, no_wrap=fixed, overflow="fold")
     for finding in findings:
         found = _said(finding.found)
@@ -71,7 +71,7 @@ def doctor_table(findings: Sequence[Finding]) -> Table:
 
 
 def status_view(status: Status) -> RenderableType:
-    """Who serves which version, and the last rounds. One line a replica and a round; errors follow their table."""
+    """Replicas and the last rounds, one line each. Errors follow their table."""
     views: list[RenderableType] = [_heading(status)]
     if not status.replicas:
         views.append(Text("no replica has joined yet", style="dim"))
@@ -99,14 +99,14 @@ def status_view(status: Status) -> RenderableType:
 
 
 def _absent(replica: ReplicaStatus) -> str:
-    """The ranks that are named as missing, and how many more are."""
+    """Listed missing ranks, and the number of further ones."""
     more = replica.world_size - len(replica.ranks) - len(replica.missing)
     return ", ".join(map(str, replica.missing)) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _heading(status: Status) -> Text:
     shelves = (
-        "nothing to seed from"
+        "no version to seed"
         if status.version is None
         else f"version {_number(status.version.number, status.version.epoch)} can be seeded ({status.version.digest})"
     )
@@ -124,13 +124,13 @@ def _table(title: str) -> Table:
 
 
 def _notes(notes: Iterable[tuple[str, Text]]) -> Iterator[RenderableType]:
-    """``name: text`` below a table, as many lines as the text needs, indented under its beginning."""
+    """Lines ``name: text`` below a table, wrapped and indented."""
     for name, text in notes:
         yield Padding(_said(f"{name}: ").append_text(text), (0, 0, 0, 2))
 
 
 def age(seconds: float) -> str:
-    """A span in its largest unit: ``12 s``, ``3 min``, ``2 h``, ``5 d``."""
+    """Format a duration in its largest unit: ``12 s``, ``3 min``, ``2 h``, ``5 d``."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
@@ -143,7 +143,7 @@ def _clock(when: float, now: float) -> str:
 
 
 def _number(number: int | None, epoch: int | None) -> str:
-    """A version within its run: ``400``, in the second epoch ``2@400``."""
+    """Version within its run: ``400``, in the second epoch ``2@400``."""
     return _cell(number) if epoch in (None, FIRST_EPOCH) else f"{epoch}@{_cell(number)}"
 
 
@@ -177,7 +177,7 @@ def _rounds(status: Status) -> Iterator[RenderableType]:
 
 
 def _failure(result: RoundResult, shown: Collection[tuple[str, str | None]]) -> str:
-    """Why a round failed; of the replicas whose error is ``shown`` already, only the name."""
+    """Why a round failed. Replicas whose error is in ``shown`` already are only named."""
     text = result.error or "failed"
     for replica in result.replicas:
         if replica.error and (replica.name, replica.error) in shown:
@@ -186,7 +186,7 @@ def _failure(result: RoundResult, shown: Collection[tuple[str, str | None]]) -> 
 
 
 def round_view(result: RoundResult) -> RenderableType:
-    """One round: a row a replica, with the milliseconds of each phase; how the bytes came and what failed follow the table."""
+    """One round: a row for each replica with milliseconds by phase. Delivery and errors follow the table."""
     phases = [
         name
         for name in ("agree", "wait", "pause", "move", "verify", "commit")
@@ -221,7 +221,7 @@ def _outcome(result: RoundResult) -> Text:
 
 
 def event_line(event: Event) -> str:
-    """One event as one line, whatever the texts in it hold."""
+    """Format one event as one line, whatever its texts contain."""
     return " ".join(readable(_event_line(event)).split())
 
 

@@ -1,4 +1,4 @@
-"""``weightsync token``: the token of a coordinator, where it comes from, and a link that opens the status page with it."""
+"""``weightsync token``: the token of a coordinator, its source, and a link that opens the status page with it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,24 @@ __all__ = ["FoundToken", "find", "show_token"]
 
 
 class FoundToken(msgspec.Struct, frozen=True):
-    """A coordinator's token as this process would present it."""
+    """Token that this process would present to a coordinator."""
 
     token: str
     source: str
-    """The option, variable or file that it comes from."""
+    """Option, variable or file that holds it."""
     page: str
-    """A link to the status page that logs in."""
+    """Link to the status page that logs in."""
 
 
 def find(settings: ClientSettings, option: str | None) -> FoundToken:
-    """The token for ``settings.coordinator``; ``option`` is the file that ``--token-file`` named, if any.
+    """Find the token for ``settings.coordinator``.
 
-    Raises :class:`~weightsync.errors.AuthenticationError` if there is none.
+    Args:
+        settings: The client settings.
+        option: File given by ``--token-file``, if any.
+
+    Raises:
+        AuthenticationError: There is no token.
     """
     token, where = settings.token, settings.coordinator
     if token is None:
@@ -43,16 +48,16 @@ def _missing(settings: ClientSettings) -> str:
     if not is_loopback(where.host):
         return (
             f"no token for the coordinator at {where}: it is on another machine, so set WEIGHTSYNC_TOKEN or WEIGHTSYNC_TOKEN_FILE "
-            "to the one that it was started with"
+            "to the token with which it was started"
         )
     return (
-        f"no token for the coordinator at {where}: none of your processes left one in {token_path(where.port)}. Is `weightsync "
-        "serve` running, by this user, at this port? One that was started with WEIGHTSYNC_TOKEN leaves none: set it here too"
+        f"no token for the coordinator at {where}: {token_path(where.port)} does not exist. Check that `weightsync serve` runs at "
+        "this port as this user. If it was started with WEIGHTSYNC_TOKEN, which writes no file, set that variable here too"
     )
 
 
 def show_token(settings: ClientSettings, option: str | None, *, part: str | None, as_json: bool) -> None:
-    """Print the token, its source and the link; or only ``part``, one of the names of :class:`FoundToken`."""
+    """Print the token, its source and the link, or only ``part``, the name of a field of :class:`FoundToken`."""
     found = find(settings, option)
     if as_json:
         typer.echo(msgspec.json.encode(found).decode())

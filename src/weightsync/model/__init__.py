@@ -1,4 +1,4 @@
-"""The vocabulary: manifest, box, layout, version. Plain data, no torch, no I/O."""
+"""Basic value types: manifest, box, layout, version, results. Plain data without torch and I/O."""
 
 from weightsync.model.box import Box
 from weightsync.model.dtypes import ITEMSIZE, itemsize

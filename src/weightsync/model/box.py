@@ -1,4 +1,4 @@
-"""One half-open N-dimensional region of one checkpoint tensor."""
+"""N-dimensional half-open region of a checkpoint tensor."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["Box"]
 
 
 class Box(msgspec.Struct, frozen=True):
-    """A region ``starts <= index < stops`` of a tensor, one entry a dimension, counted in elements. A scalar's box is ``()``.
+    """Region ``starts <= index < stops`` of a tensor, one entry for each dimension, in elements. The box of a scalar is ``()``.
 
-    For one box at a time: messages, tests, adapters. Thousands of them live in the columns of a
-    :class:`~weightsync.model.layout.Layout`.
+    Used for single boxes in messages, tests and adapters. A :class:`~weightsync.model.layout.Layout` stores thousands of boxes as
+    columns.
     """
 
     starts: tuple[int, ...]
@@ -21,12 +21,12 @@ class Box(msgspec.Struct, frozen=True):
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """The box that covers a tensor of ``shape``."""
+        """Box of a whole tensor of ``shape``."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extent in each dimension, in elements."""
+        """Extent of each dimension, in elements."""
         return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
 
     @property
@@ -41,7 +41,7 @@ class Box(msgspec.Struct, frozen=True):
         )
 
     def intersect(self, other: Box) -> Box | None:
-        """The region in both, or ``None`` where it would be empty."""
+        """Intersection with ``other``; ``None`` if it is empty."""
         starts = tuple(map(max, self.starts, other.starts))
         stops = tuple(map(min, self.stops, other.stops))
         return Box(starts, stops) if all(a < b for a, b in zip(starts, stops, strict=True)) else None

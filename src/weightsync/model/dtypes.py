@@ -1,4 +1,4 @@
-"""Element types, named as torch names them, with their sizes in bytes."""
+"""Element types by torch's names, with their sizes in bytes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ ITEMSIZE: dict[str, int] = {
     "int64": 8,
     "float64": 8,
 }
-"""Bytes an element, by torch's attribute name (``torch.bfloat16`` is ``"bfloat16"``)."""
+"""Bytes of an element, by torch's attribute name (``torch.bfloat16`` is ``"bfloat16"``)."""
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes an element of ``dtype``. Raises :class:`ConfigurationError` for a name that is not in :data:`ITEMSIZE`."""
+    """Return the bytes of an element of ``dtype``.
+
+    Raises:
+        ConfigurationError: The name is not in :data:`ITEMSIZE`.
+    """
     try:
         return ITEMSIZE[dtype]
     except KeyError:

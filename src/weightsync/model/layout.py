@@ -1,4 +1,4 @@
-"""All shards of one rank, as columns: a hundred thousand shards are seven arrays, not objects."""
+"""Layout of all shards of one rank, stored as columns: seven arrays instead of a hundred thousand objects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class LayoutColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A layout on the wire: little-endian columns, checked by :meth:`Layout.from_columns` before anything is believed."""
+    """Layout in a message: little-endian columns, validated by :meth:`Layout.from_columns`."""
 
     rows: int
     dims: int
@@ -35,22 +35,25 @@ class LayoutColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Layout:
-    """The shards that one rank holds, a row each, and where in its memory they lie.
+    """Shards of one rank, one in each row, and their location in its memory.
 
     ========  ==================  ==========================================================================
     column    type                meaning
     ========  ==================  ==========================================================================
     tensor    int32[rows]         index into the manifest; ascending
     starts    int64[rows, dims]   first index of the shard's box in each dimension, in elements
-    stops     int64[rows, dims]   one past the last
-    region    int32[rows]         which of the rank's memory regions holds it
+    stops     int64[rows, dims]   one past the last index
+    region    int32[rows]         which of the rank's memory regions holds the shard
     offset    int64[rows]         bytes from the region's start to the box's first element
-    strides   int64[rows, dims]   bytes between neighbours in each dimension; not negative
+    strides   int64[rows, dims]   bytes between neighbors in each dimension; not negative
     regions   tuple of int        bytes of each region
     ========  ==================  ==========================================================================
 
-    ``dims`` is the manifest's; tensors of fewer dimensions are padded in front with extent-one dimensions. Empty shards are
-    left out. Raises :class:`~weightsync.errors.LayoutError` where a box is outside its tensor or a shard outside its region.
+    ``dims`` is the manifest's. Tensors of fewer dimensions are padded in front with dimensions of extent one. Empty shards are left
+    out.
+
+    Raises:
+        LayoutError: A box is outside its tensor, or a shard outside its region.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Layout:
         if not len(self.tensor):
             return
         if self.tensor.min() < 0 or self.tensor.max() >= len(manifest) or np.any(np.diff(self.tensor) < 0):
-            raise LayoutError("layout names tensors that the manifest lacks, or not in ascending order")
+            raise LayoutError("layout names tensors that are not in the manifest, or not in ascending order")
         bad = (self.starts < 0) | (self.starts >= self.stops) | (self.stops > manifest.shapes[self.tensor])
         if bad.any():
             row = int(np.argmax(bad.any(axis=1)))
@@ -89,7 +92,7 @@ class Layout:
         sizes = np.array([*self.regions, 0], np.int64)
         if self.region.min() < 0 or self.region.max() >= len(self.regions) or self.strides.min() < 0 or self.offset.min() < 0:
             raise LayoutError("layout names a region that does not exist, or a negative offset or stride")
-        # In floating point first: a forged stride must not wrap the exact arithmetic around to something that looks legal.
+        # Floating point first, because a forged stride could wrap the exact arithmetic around to a legal value.
         steps = self.stops - self.starts - 1
         rough = self.offset + (steps.astype(np.float64) * self.strides).sum(axis=1)
         if np.any(rough > 2.0**62) or np.any(self.ends(manifest) > sizes[self.region]):
@@ -104,7 +107,7 @@ class Layout:
         return len(self.tensor)
 
     def box(self, row: int, manifest: Manifest) -> Box:
-        """The box of one row, without padding."""
+        """Box of one row, without padding."""
         rank = len(manifest[int(self.tensor[row])].shape)
         first = manifest.dims - rank
         return Box(tuple(self.starts[row, first:].tolist()), tuple(self.stops[row, first:].tolist()))
@@ -120,14 +123,14 @@ class Layout:
 
     @cached_property
     def digest(self) -> str:
-        """32 hexadecimal digits that change with any row; two ends compare it to know that a plan still fits."""
+        """32 hexadecimal digits over all rows. Both ends compare it to check that a plan still fits."""
         state = hashlib.blake2b(digest_size=16)
         columns = self.to_columns()
         state.update(msgspec.msgpack.encode(columns))
         return state.hexdigest()
 
     def to_columns(self) -> LayoutColumns:
-        """This layout as a message."""
+        """Encode the layout as a message."""
         return LayoutColumns(
             rows=len(self),
             dims=int(self.starts.shape[1]),
@@ -142,7 +145,11 @@ class Layout:
 
     @classmethod
     def from_columns(cls, manifest: Manifest, columns: LayoutColumns) -> Layout:
-        """The layout in a message. Raises :class:`~weightsync.errors.LayoutError` for anything that does not fit ``manifest``."""
+        """Decode and validate the layout in a message.
+
+        Raises:
+            LayoutError: The layout does not fit ``manifest``.
+        """
         rows, dims = columns.rows, columns.dims
         if rows < 0 or dims != manifest.dims or any(not 0 <= size <= MAX_BYTES for size in columns.regions):
             raise LayoutError(f"a layout message of {rows} rows and {dims} dimensions does not fit the manifest")

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: names, global shapes, dtypes, ties. Compared by both sides before a byte moves."""
+"""Manifest of a checkpoint: names, global shapes, dtypes, ties. Both ends compare it before any byte moves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weightsync.model.dtypes import itemsize
 __all__ = ["MAX_BYTES", "Manifest", "TensorSpec"]
 
 MAX_BYTES = 1 << 60
-"""Most bytes of a whole model, a tensor, or a region. No real one comes near; a forged one must not overflow the arithmetic."""
+"""Most bytes of a model, a tensor or a region. Real ones are far smaller; the bound prevents overflow by forged ones."""
 _MAX_RANK = 16
 _MAX_NAME = 1024
 _EXAMPLES = 3  # names in a line
@@ -30,7 +30,7 @@ _SHOWN = 10
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One checkpoint tensor: Hugging Face name, global shape in elements, dtype by torch's name, and the names tied to it.
 
-    ``name`` is the one of tied names under which this rank's loader or module knows the tensor; another rank may choose another.
+    ``name`` is the tied name that this rank's loader or module uses. Another rank may use another one.
     """
 
     name: str
@@ -40,7 +40,7 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names in natural order: the same on every rank that ties the same names."""
+        """All names in natural order. Equal on every rank that ties the same names."""
         return tuple(sorted((self.name, *self.aliases), key=_order)) if self.aliases else (self.name,)
 
     @property
@@ -55,7 +55,7 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
-    """Sort key that puts ``layers.2`` before ``layers.10``: layer order, whatever order a state dict had."""
+    """Sort key that puts ``layers.2`` before ``layers.10``, so that layers are in order whatever the order of the state dict."""
     return tuple((0, int(part)) if "0" <= part[0] <= "9" else (1, part) for part in re.split(r"([0-9]+)", name) if part)
 
 
@@ -64,12 +64,15 @@ def _order(name: str) -> tuple[tuple[tuple[int, int | str], ...], str]:
 
 
 class Manifest:
-    """The tensors of one model in their one canonical order, with a fingerprint.
+    """Tensors of one model in their canonical order, with a fingerprint. Immutable.
 
-    The order is natural by name (``layers.2`` before ``layers.10``), of tied names by the first, so trainer and engine agree on it
-    without asking, and a tensor's index means the same everywhere. Manifests are equal if they hold the same tensors, whichever of
-    tied names comes first in each. Immutable. Raises :class:`~weightsync.errors.ConfigurationError` for duplicate
-    names (aliases included) or unprintable ones, a negative extent, an unknown dtype, more than 16 dimensions or an absurd size.
+    The order is natural by name (``layers.2`` before ``layers.10``), by the first of tied names. So trainer and engine agree on it
+    without communication, and a tensor's index means the same everywhere. Manifests are equal if they hold the same tensors,
+    whichever of the tied names is first in each.
+
+    Raises:
+        ConfigurationError: A name is a duplicate (aliases included) or unprintable, an extent is negative, a dtype is unknown, or a
+            tensor has more than 16 dimensions or an impossible size.
     """
 
     def __init__(self, tensors: Iterable[TensorSpec]) -> None:
@@ -83,7 +86,7 @@ class Manifest:
                 raise ConfigurationError(f"tensor {spec.name[:_MAX_NAME]!r} has an impossible shape {spec.shape[:_MAX_RANK]}")
             for name in (spec.name, *spec.aliases):
                 if not 0 < len(name) <= _MAX_NAME or not name.isprintable():
-                    raise ConfigurationError(f"a tensor's name has 1 to {_MAX_NAME} printable characters, unlike {name[:80]!r}")
+                    raise ConfigurationError(f"a tensor name must have 1 to {_MAX_NAME} printable characters, not {name[:80]!r}")
                 if name in seen:
                     raise ConfigurationError(f"tensor name {name!r} occurs twice in the manifest")
                 seen.add(name)
@@ -116,12 +119,12 @@ class Manifest:
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Position of each tensor by name; an alias finds the tensor that it is tied to."""
+        """Index of each tensor by name. An alias maps to the tensor to which it is tied."""
         return {name: i for i, spec in enumerate(self.tensors) for name in (spec.name, *spec.aliases)}
 
     @cached_property
     def dims(self) -> int:
-        """Columns of a layout of this manifest: the largest number of dimensions, and at least one."""
+        """Number of columns of a layout: the largest number of dimensions, and at least one."""
         return max([1, *(len(spec.shape) for spec in self.tensors)])
 
     @cached_property
@@ -135,7 +138,7 @@ class Manifest:
 
     @cached_property
     def itemsizes(self) -> npt.NDArray[np.int64]:
-        """Bytes an element, ``int64[tensors]``."""
+        """Bytes of an element, ``int64[tensors]``."""
         return np.array([itemsize(spec.dtype) for spec in self.tensors], np.int64)
 
     @cached_property
@@ -144,7 +147,15 @@ class Manifest:
         return sum(spec.nbytes for spec in self.tensors)
 
     def check_same(self, engine: Manifest, who: str = "the engine") -> None:
-        """Raise :class:`~weightsync.errors.ManifestMismatch` naming what differs in ``engine`` (at most ten, with the count)."""
+        """Check that ``engine`` is the same manifest.
+
+        Args:
+            engine: The other manifest.
+            who: Subject of the error message.
+
+        Raises:
+            ManifestMismatch: It differs. The message lists at most ten differences, and their number.
+        """
         if self.fingerprint == engine.fingerprint:
             return
         ours = {spec.names[0]: spec for spec in self.tensors}
@@ -183,12 +194,12 @@ def _dtype_line(published: str, held: str, names: list[str]) -> str:
 def _remedy(
     dtypes: Mapping[tuple[str, str], Sequence[str]], ours: Mapping[str, TensorSpec], theirs: Mapping[str, TensorSpec]
 ) -> str:
-    """The argument with which the trainer publishes what the engine holds, if a conversion does it."""
+    """Suggest the trainer's ``dtype`` argument that publishes what the engine holds, if a conversion is all that is needed."""
     if not dtypes or not all(here in _CONVERTIBLE and there in _CONVERTIBLE for here, there in dtypes):
         return ""
-    # A single dtype converts every floating-point tensor, so it fits only an engine that holds all of them in it.
+    # A single dtype converts every floating-point tensor, so it fits only an engine that holds all of them in that dtype.
     wanted = {theirs[name].dtype for name, spec in ours.items() if spec.dtype in _CONVERTIBLE and name in theirs}
     if len(wanted) == 1:
-        return f"\nto publish what the engine holds: Trainer(..., dtype=torch.{wanted.pop()})"
+        return f"\nto publish what the engine holds, use Trainer(..., dtype=torch.{wanted.pop()})"
     (_, there), names = next(iter(dtypes.items()))
-    return f"\nto publish what the engine holds, give dtypes by name: Trainer(..., dtype={{{names[0]!r}: torch.{there}, ...}})"
+    return f"\nto publish what the engine holds, pass dtypes by name: Trainer(..., dtype={{{names[0]!r}: torch.{there}, ...}})"

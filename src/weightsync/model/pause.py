@@ -1,4 +1,4 @@
-"""What a pause does to the requests that an engine is answering."""
+"""Effect of a pause on running requests."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from typing import Literal
 __all__ = ["PauseMode"]
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""``abort`` ends running requests with what they have, ``wait`` lets them finish, ``keep`` holds them and goes on afterwards."""
+"""``abort`` ends running requests with partial output, ``wait`` lets them finish, ``keep`` suspends and later continues them."""

@@ -1,4 +1,4 @@
-"""What came of a round: for each replica, and in all."""
+"""Results of a round: for each replica, and overall."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ __all__ = ["GUARANTEES", "ReplicaResult", "RoundResult"]
 _SHOWN, _LINE = 8, 320  # items, and characters of each, in a summary
 
 GUARANTEES = {
-    "installed": "the digests of the engine's own parameters are the published ones",
-    "received": "weaker: digests were compared of what was handed to the engine's loader, not of what it made of it",
+    "installed": "the digests of the engine's own parameters equal the published ones",
+    "received": "weaker: the digests compared are of the tensors passed to the engine's loader, not of the result of loading",
 }
-"""What :attr:`ReplicaResult.verified` means."""
+"""Meaning of :attr:`ReplicaResult.verified`."""
 
 
 class ReplicaResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What became of one replica in one round.
+    """Result of one replica in one round.
 
-    ``state`` is the replica's state after the round; of a replica that the round could not take in it is ``refused`` (its tensors
-    differ from the trainer's), ``lost`` (a rank's connection is gone) or ``registered`` (ranks have not joined), and ``error``
-    says why.
+    ``state`` is the replica's state after the round. A replica that the round could not take in is ``refused`` (its tensors differ
+    from the trainer's), ``lost`` (a rank's connection is gone) or ``registered`` (ranks have not joined); ``error`` says why.
     """
 
     name: str
@@ -33,26 +32,26 @@ class ReplicaResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     delivery: str
     transports: tuple[str, ...]
     verified: str
-    """``installed``, ``received`` or nothing: a key of :data:`GUARANTEES`, which says what each means."""
+    """``installed``, ``received`` or empty, see :data:`GUARANTEES`."""
     phases: dict[str, float]
-    """Seconds by phase: agree, pause, move, verify, commit."""
+    """Seconds by phase: agree, wait, pause, move, verify, commit."""
     paused_seconds: float
     error: str | None = None
     parts: dict[str, float] = {}
-    """Seconds inside the move: receive, load, digest; of the slowest rank each. Parts overlap, so they need not add up."""
+    """Seconds within the move: receive, load, digest, each of the slowest rank. Parts overlap, so they need not add up."""
     delivery_reason: str = ""
-    """Why this delivery and not the other."""
+    """Why this delivery was chosen."""
     epoch: int | None = None
-    """The epoch of ``version``."""
+    """Epoch of ``version``."""
 
     @property
     def guarantee(self) -> str:
-        """What ``verified`` means, as a sentence; empty where nothing was verified."""
+        """Meaning of ``verified`` as a sentence; empty if nothing was verified."""
         return GUARANTEES.get(self.verified, "")
 
 
 class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One attempt to bring replicas to a version: a result for each of them. ``str()`` of it is a summary of three lines."""
+    """Result of one attempt to bring replicas to a version. ``str()`` gives a summary of three lines."""
 
     round: int
     version: Version
@@ -60,11 +59,11 @@ class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nbytes: int
     seconds: float
     phases: dict[str, float]
-    """Seconds by phase that concern all replicas: agree, place."""
+    """Seconds by phase common to all replicas: agree, place."""
     replicas: tuple[ReplicaResult, ...]
     error: str | None = None
     ended: float = 0.0
-    """When it was over, seconds since the epoch, by the coordinator's clock; for people."""
+    """Time of the end by the coordinator's clock, in seconds since the Unix epoch; for display."""
 
     def __str__(self) -> str:
         good = [one for one in self.replicas if one.error is None]

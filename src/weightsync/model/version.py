@@ -1,4 +1,4 @@
-"""What was published: a run, an epoch, an increasing number, and the digests that every copy must add up to."""
+"""Identity of published weights: a run, an epoch, an increasing number, and digests."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import numpy.typing as npt
 __all__ = ["FIRST_EPOCH", "Version", "fold", "label_of", "parse_label"]
 
 FIRST_EPOCH = 1
-"""A run begins in this epoch. A trainer that asks for a new epoch may use numbers again that earlier epochs used."""
+"""First epoch of a run. In a later epoch a trainer may reuse numbers of earlier epochs."""
 
 _EPOCH_SUFFIX = re.compile(r"\.([1-9][0-9]{0,8})\Z")
 _LABEL = re.compile(r"(?:(.*)@)?([0-9]{1,19})", re.DOTALL)
 
 
 def fold(digests: npt.NDArray[np.uint64]) -> str:
-    """One printable digest (16 hexadecimal digits, BLAKE2b-64) of the per-tensor digests, ``uint64[tensors]``."""
+    """Hash the per-tensor digests, ``uint64[tensors]``, to 16 hexadecimal digits (BLAKE2b-64)."""
     return hashlib.blake2b(np.ascontiguousarray(digests, "<u8").tobytes(), digest_size=8).hexdigest()
 
 
 def label_of(run: str, epoch: int, number: int) -> str:
-    """``run@400`` in the first epoch, ``run.2@400`` in the second.
+    """Return the label of a version: ``run@400`` in the first epoch, ``run.2@400`` in the second.
 
-    A run whose id ends like that, in a dot and a number, always has its epoch in the label, so that no label has two meanings.
+    If the run's id itself ends in a dot and a number, its label always contains the epoch, so that no label is ambiguous.
     """
     plain = epoch == FIRST_EPOCH and _EPOCH_SUFFIX.search(run) is None
     return f"{run}@{number}" if plain else f"{run}.{epoch}@{number}"
 
 
 def parse_label(label: str) -> tuple[str | None, int, int] | None:
-    """Run (``None`` if the label is a bare number), epoch and number of a label; ``None`` for text that is no label."""
+    """Return the run (``None`` for a bare number), epoch and number of a label; ``None`` if the text is not a label."""
     match = _LABEL.fullmatch(label)
     if match is None:
         return None
@@ -62,5 +62,5 @@ class Version(msgspec.Struct, frozen=True):
 
     @property
     def order(self) -> tuple[int, int]:
-        """Epoch and number: what versions of one run are ordered by."""
+        """Epoch and number, by which versions of one run are ordered."""
         return self.epoch, self.number

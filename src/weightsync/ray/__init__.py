@@ -1,6 +1,6 @@
-"""weightsync on a Ray cluster: one manager for trainer and engine actors that a user already has.
+"""weightsync on a Ray cluster: one manager for the trainer and engine actors of the user.
 
-Ray carries who does what and when; tensors go from shard to shard as everywhere else. See ``docs/guides/ray.md``.
+Ray carries control calls only. Tensors move between shards as without Ray. See ``docs/guides/ray.md``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 try:
-    import ray as _ray  # noqa: F401 - whether it is there, said once for the whole package
+    import ray as _ray  # noqa: F401 - one check for the whole package
 except ModuleNotFoundError as error:
     if error.name != "ray":
         raise
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Manager", "start_coordinator"]
 
 
-if not TYPE_CHECKING:  # when first used: an actor with a coordinator needs no tensor library
+if not TYPE_CHECKING:  # imported on first use: an actor with a coordinator needs no tensor library
 
     def __getattr__(name: str) -> object:
         if name == "Manager":

@@ -1,4 +1,4 @@
-"""Calls to several actors at a time, one a rank: waited for with or without an event loop, and their errors in our words."""
+"""Concurrent calls to several actors, one for each rank, for code with or without an event loop, with errors of this package."""
 
 from __future__ import annotations
 
@@ -18,46 +18,64 @@ __all__ = ["Calls", "call", "handles", "in_our_words"]
 
 
 def handles(workers: object) -> tuple[Any, ...]:
-    """The actors of a worker group in the order of their ranks: handles, one handle, or an object that has them as ``workers``."""
+    """Return the actors of a worker group in rank order.
+
+    Args:
+        workers: A sequence of handles, one handle, or an object with an attribute ``workers`` that is a sequence of handles.
+
+    Raises:
+        ConfigurationError: It is none of these.
+    """
     if isinstance(workers, ray.actor.ActorHandle):
         return (workers,)
     found = getattr(workers, "workers", workers)
     actors = tuple(found) if isinstance(found, Sequence) else ()
     if not actors or not all(isinstance(one, ray.actor.ActorHandle) for one in actors):
         raise ConfigurationError(
-            f"{type(workers).__name__} is no worker group: give the handles of its actors in the order of their ranks, or an "
-            "object that has them as `workers`"
+            f"{type(workers).__name__} is not a worker group: pass the handles of its actors in rank order, or an object that "
+            "has them as `workers`"
         )
     return actors
 
 
 def call(actor: Any, function: Callable[..., object], *arguments: object, retries: int = 0) -> Any:  # noqa: ANN401 - Ray's types
-    """Run ``function(worker, *arguments)`` in an actor, whatever its class; ``retries`` times again if the actor was restarted.
+    """Run ``function(worker, *arguments)`` in an actor of any class.
 
-    Returns Ray's reference to the result.
+    Args:
+        actor: The actor's handle.
+        function: Runs in the actor, with the actor's object.
+        arguments: Further arguments.
+        retries: How often Ray repeats the call if the actor was restarted.
+
+    Returns:
+        Ray's reference to the result.
     """
     return actor.__ray_call__.options(max_task_retries=retries).remote(function, *arguments)
 
 
 _OTHERS = 0.5
-"""Seconds that others may still answer after one failed: what they say may be nearer to the cause."""
+"""Seconds that other calls may still answer after one failed, because their errors may be closer to the cause."""
 _UNDER_WAY = 2.0
-"""Seconds after which a call has surely reached its actor. Where one is cancelled before, the actor may wait half a minute for it,
-and then drops whatever was asked after it (Ray 2.60: "timed out waiting for seq_no")."""
+"""Seconds after which a call has certainly reached its actor. If one is cancelled earlier, the actor may wait half a minute for it
+and then drop the calls after it (Ray 2.60: "timed out waiting for seq_no")."""
 
 
 class Calls:
-    """Calls under way, one a place. Either :meth:`wait` or ``await`` :meth:`join`, once."""
+    """Running calls, one for each place. Call either :meth:`wait` or ``await`` :meth:`join`, once."""
 
     def __init__(self, what: str, asked: Sequence[tuple[Place, Any]]) -> None:
         self._what, self._since = what, time.monotonic()
         self._asked = [(place, ref, ref.future()) for place, ref in asked]
 
     def wait(self, timeout: float) -> list[Any]:
-        """All results, in order, within ``timeout`` seconds.
+        """Wait for all results and return them in order.
 
-        Raises soon after the first of them failed, and then the error that is nearest to the cause: that an actor died, else what
-        the first rank raised; or :class:`~weightsync.errors.DeadlineExceeded`. Calls that have not begun are withdrawn then.
+        Calls that have not started are withdrawn if this raises.
+
+        Raises:
+            PeerLost: An actor died. This error takes precedence over what other ranks raised.
+            DeadlineExceeded: ``timeout`` seconds passed.
+            Exception: The error of the first rank that failed.
         """
         try:
             futures = [future for _, _, future in self._asked]
@@ -69,10 +87,10 @@ class Calls:
             raise
 
     async def join(self, timeout: float) -> list[Any]:
-        """The same for an event loop. Cancelling it withdraws what has not begun after some seconds; before, it goes on unheard."""
+        """Do the same on an event loop. Cancellation withdraws calls that have not started; started calls run on."""
         try:
             futures = [asyncio.wrap_future(future) for _, _, future in self._asked]
-            for one in futures:  # looked at, whenever it comes, so that asyncio does not complain
+            for one in futures:  # retrieve every result, so that asyncio does not warn
                 one.add_done_callback(lambda done: done.cancelled() or done.exception())
             _, others = await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
             if others:
@@ -93,8 +111,8 @@ class Calls:
         late = [str(place) for place, _, future in self._asked if not future.done()]
         if late:
             raise DeadlineExceeded(
-                f"{self._what} did not finish within {timeout:g} s; no answer from {'; '.join(late)}. Is the actor busy with "
-                "another call? Its calls run one after the other"
+                f"{self._what} did not finish within {timeout:g} s; no answer from {'; '.join(late)}. The actor may be busy with "
+                "another call, because its calls run one after the other"
             )
         return [future.result(0) for _, _, future in self._asked]
 
@@ -107,11 +125,11 @@ class Calls:
 
 
 class _ActorLost(PeerLost):
-    """An actor's own death, and not another rank's report of it."""
+    """The death of an actor itself, not another rank's report of it."""
 
 
 def in_our_words(place: Place, error: BaseException) -> BaseException:
-    """What an actor raised, or an error of this package for its death; errors of a user's own code stay as Ray gives them."""
+    """Convert Ray's errors to errors of this package. Errors of the user's code are returned unchanged."""
     if isinstance(error, RayTaskError):
         cause = error.cause
         return cause if isinstance(cause, WeightSyncError) else error

@@ -1,4 +1,4 @@
-"""A coordinator on a Ray cluster: in the driver's process, or in an actor of its own."""
+"""Coordinator on a Ray cluster, in the driver's process or in its own actor."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ __all__ = ["CoordinatorActor", "cluster_settings", "start_coordinator"]
 
 
 def cluster_settings(port: int = 0, **given: object) -> ServerSettings:
-    """Settings of a coordinator that the cluster's other nodes reach: this node's address, a token; the environment wins.
+    """Settings of a coordinator that other nodes can reach: this node's address and a token.
 
-    ``given`` wins over the environment, as everywhere.
+    The environment takes precedence over these defaults, and ``given`` over the environment.
     """
     defaults = {"WEIGHTSYNC_HOST": ray.util.get_node_ip_address(), "WEIGHTSYNC_PORT": str(port)}
     return with_token(ServerSettings.load({**defaults, **os.environ}, **given))
 
 
 def with_token(settings: ServerSettings) -> ServerSettings:
-    """The same with a token, generated if there is none: who joins through Ray is told it."""
+    """Return the settings with a token, generated if there is none. Processes that join through Ray receive it."""
     return settings if settings.token is not None else msgspec.structs.replace(settings, token=generate())
 
 
 class CoordinatorActor:
-    """Holds a coordinator. Made by :func:`start_coordinator`, which calls :meth:`begin` first.
+    """Actor that runs a coordinator. :func:`start_coordinator` makes it and calls :meth:`begin` first.
 
-    The token comes by that call and not by the constructor, whose arguments Ray stores in clear for as long as the actor may be
-    restarted. For its restart the actor keeps the token in a file of its node that only this user can read.
+    The token is an argument of that call instead of the constructor, because Ray stores a constructor's arguments in clear as long
+    as the actor may be restarted. For its restart the actor keeps the token in a file of its node that only this user can read.
     """
 
     def __init__(self, port: int, run: str) -> None:
@@ -47,16 +47,20 @@ class CoordinatorActor:
             self._serve(self._kept())
 
     def begin(self, token: str, restartable: bool) -> None:
-        """Serve, with this token."""
+        """Start to serve with this token."""
         secret = Secret(token)
         if restartable:
             TokenFile(self._port, secret, _kept_in())
         self._serve(secret)
 
     def access(self) -> Access:
-        """Where it is, and its token."""
+        """Return the coordinator's URL and token.
+
+        Raises:
+            ConfigurationError: The coordinator does not run.
+        """
         if self._server is None:
-            raise ConfigurationError("the coordinator's actor does not serve: start_coordinator() did not get through to it")
+            raise ConfigurationError("the coordinator's actor does not serve: the call of start_coordinator() did not reach it")
         return Access(self._server.url, self._server.token)
 
     def _serve(self, token: Secret) -> None:
@@ -68,13 +72,13 @@ class CoordinatorActor:
         if token is None:
             raise ConfigurationError(
                 f"the coordinator was restarted on {ray.util.get_node_ip_address()}, which does not have its token: pin its actor "
-                "to one node by a scheduling_strategy, or set WEIGHTSYNC_TOKEN_FILE on every node"
+                "to one node with a scheduling_strategy, or set WEIGHTSYNC_TOKEN_FILE on every node"
             )
         return token
 
 
 def _kept_in() -> Path:
-    """Not where clients look: who ends an actor by ``ray.kill`` leaves the file behind."""
+    """Directory of the token file. Clients do not search it, because ``ray.kill`` leaves the file behind."""
     directory = runtime_directory()
     return directory.with_name(f"{directory.name}-ray")
 
@@ -82,19 +86,25 @@ def _kept_in() -> Path:
 def start_coordinator(*, port: int = 0, token: str | None = None, run: str = "", **options: object) -> Any:  # noqa: ANN401 - a handle
     """Start a coordinator in an actor and return its handle, for ``Manager(coordinator=handle)``.
 
-    It holds no tensor and needs no GPU. ``options`` are those of a Ray actor: ``name``, ``lifetime``, ``scheduling_strategy``, ...;
-    it takes no CPU unless you say so. With ``max_restarts`` it needs a ``port`` of its own and should be pinned to a node:
-    agents look for it where it was, and after a restart it is the same run with the same token, which it keeps in a file of that
-    node that only this user can read. It ends with its actor.
+    The actor holds no tensor and needs neither a GPU nor, by default, a CPU. The coordinator ends with its actor. With
+    ``max_restarts`` it needs a fixed ``port`` and should be pinned to a node, because agents reconnect to the same address. After a
+    restart it is the same run with the same token, which it keeps in a file of that node that only this user can read.
 
-    Raises :class:`~weightsync.errors.ConfigurationError`.
+    Args:
+        port: Port to listen on; 0 selects a free one.
+        token: Token; by default that of the environment, or a new one.
+        run: Id of the run; by default that of the environment, or a new one.
+        options: Options of the Ray actor, such as ``name``, ``lifetime`` or ``scheduling_strategy``.
+
+    Raises:
+        ConfigurationError: ``max_restarts`` is given without a ``port``, or a setting is wrong.
     """
     if options.get("max_restarts") and not port:
         raise ConfigurationError(
-            "a coordinator that may be restarted needs a port, so that agents find it again: "
+            "a coordinator that may be restarted needs a fixed port, so that agents find it again: "
             "start_coordinator(port=7400, max_restarts=...)"
         )
-    # Chosen here and not in the actor, so that a restarted one has the same.
+    # Chosen here instead of in the actor, so that a restarted actor uses the same.
     here = ServerSettings.load(token=Secret(token) if token else None, run=run or None)
     secret = here.token or generate()
     name = here.run or f"run-{secrets.token_hex(4)}"

@@ -1,4 +1,4 @@
-"""One object for a program that owns a trainer's and its replicas' Ray actors."""
+"""Manager of a trainer's and its replicas' Ray actors."""
 
 from __future__ import annotations
 
@@ -33,32 +33,38 @@ __all__ = ["Manager"]
 _log = logging.getLogger(__name__)
 _LEAVE_SECONDS = 10.0
 _ALIVE_SECONDS = 2.0
-"""Seconds in which an actor that lives says so, unless it is busy."""
+"""Seconds in which a live actor answers, unless it is busy."""
 _GRACE = 5.0
-"""Seconds that an update is waited for beyond its own timeout, so that the error of whoever knows more arrives first."""
+"""Seconds that an update may exceed its own timeout, so that a more specific error can arrive first."""
 
 
 class Manager:
-    """Trainer workers and replicas in Ray actors, brought to a version by one call.
+    """Brings trainer workers and replicas in Ray actors to a version with one call.
 
-    The actors are yours, of any class, wherever you placed them; the manager has them join a coordinator, and from then on asks
-    the trainer's ranks to publish. ``coordinator`` is ``None`` for one in this process, which listens on this node's address; the
-    URL of one that runs (``token`` as for :class:`weightsync.Trainer`); or the handle that :func:`start_coordinator` returned.
-    ``settings`` are those of a coordinator in this process. Ray must be initialised, and close the manager before Ray.
+    The actors belong to the user and may have any class and placement. The manager lets them join a coordinator and then asks the
+    trainer's ranks to publish. Initialize Ray first, and close the manager before Ray shuts down.
 
-    An actor that dies is a lost rank, which the coordinator notices by its connection. If Ray restarts it, it joins again by
-    itself, and its replica is brought to the published version. Replicas that join by themselves (vLLM with :attr:`environment`,
-    say) take part like all others.
+    An actor that dies is a lost rank, which the coordinator detects by its connection. If Ray restarts it, it rejoins automatically
+    and its replica receives the published version. Replicas that join on their own, such as vLLM with :attr:`environment`, take
+    part like all others.
 
-    Raises :class:`~weightsync.errors.ConfigurationError`, :class:`~weightsync.errors.CoordinatorUnreachable` and
-    :class:`~weightsync.errors.AuthenticationError`.
-
-    ::
+    Example::
 
         manager = weightsync.ray.Manager()
         manager.add_trainer(workers, state=lambda worker: worker.model)
         manager.add_replica("policy-0", engines, adapter=lambda worker: MyAdapter(worker.engine))
         report = manager.update_weights(7)
+
+    Args:
+        coordinator: ``None`` runs one in this process, on this node's address. Otherwise the URL of a running one, or the handle
+            that :func:`start_coordinator` returned.
+        token: Token for a coordinator given by URL, as for :class:`weightsync.Trainer`.
+        settings: Settings of a coordinator in this process.
+
+    Raises:
+        ConfigurationError: Ray is not initialized, or a setting is wrong.
+        CoordinatorUnreachable: The coordinator does not answer.
+        AuthenticationError: The coordinator rejects the token.
     """
 
     def __init__(
@@ -93,12 +99,12 @@ class Manager:
 
     @property
     def coordinator(self) -> str:
-        """The coordinator's URL."""
+        """URL of the coordinator."""
         return self._access.url
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables with which a process of another kind joins by itself (a ``runtime_env``'s ``env_vars``). Holds the token."""
+        """Variables with which another process joins on its own (``env_vars`` of a ``runtime_env``). They include the token."""
         token = self._access.token
         return agent_environment(
             ClientSettings.load(coordinator=self._access.url, token=Secret(token) if token is not None else None)
@@ -112,14 +118,20 @@ class Manager:
         timeout: float = 300.0,
         **options: Any,  # noqa: ANN401 - those of weightsync.Trainer
     ) -> None:
-        """Make these actors the trainer's ranks, in their order; returns when all have joined.
+        """Make these actors the trainer's ranks, and wait until all have joined. Workers of an earlier trainer leave.
 
-        ``workers`` are handles, or an object that has them as ``workers``. ``state`` runs in each actor, with the actor's object,
-        and returns the module or state dict that it publishes. ``options`` are those of :class:`weightsync.Trainer`. Workers
-        that were the trainer before leave.
+        If this raises, no rank stays joined.
 
-        Raises what :class:`weightsync.Trainer` raises, :class:`~weightsync.errors.PeerLost` for an actor that died, and
-        :class:`~weightsync.errors.DeadlineExceeded`; nobody stays joined then.
+        Args:
+            workers: Handles in rank order, or an object that has them as ``workers``.
+            state: Runs in each actor, with the actor's object. Returns the module or state dict to publish.
+            timeout: Seconds for all ranks to join.
+            options: Options of :class:`weightsync.Trainer`.
+
+        Raises:
+            PeerLost: An actor died.
+            DeadlineExceeded: ``timeout`` passed.
+            WeightSyncError: :class:`weightsync.Trainer` raised it.
         """
         self._add(Group(None, handles(workers), join_trainer, state, options), timeout)
 
@@ -132,10 +144,22 @@ class Manager:
         timeout: float = 300.0,
         **options: Any,  # noqa: ANN401 - those of weightsync.Engine
     ) -> None:
-        """Make these actors the ranks of replica ``name``; returns when all have joined, and the replica is then seeded by itself.
+        """Make these actors the ranks of replica ``name``, and wait until all have joined. The replica is then seeded.
 
-        ``adapter`` runs in each actor, with the actor's object, and returns its :class:`weightsync.EngineAdapter`. ``options`` are
-        those of :class:`weightsync.Engine`. May be called at any time, during an update as well. Raises as :meth:`add_trainer`.
+        May be called at any time, also during an update.
+
+        Args:
+            name: Name of the replica.
+            workers: Handles in rank order, or an object that has them as ``workers``.
+            adapter: Runs in each actor, with the actor's object. Returns its :class:`weightsync.EngineAdapter`.
+            timeout: Seconds for all ranks to join.
+            options: Options of :class:`weightsync.Engine`.
+
+        Raises:
+            ConfigurationError: ``name`` is empty.
+            PeerLost: An actor died.
+            DeadlineExceeded: ``timeout`` passed.
+            WeightSyncError: :class:`weightsync.Engine` raised it.
         """
         if not name:
             raise ConfigurationError("a replica needs a name")
@@ -153,43 +177,50 @@ class Manager:
         self._members.add(group)
 
     def remove_replica(self, name: str) -> None:
-        """Let a replica's ranks leave: it keeps its weights, and takes part in no update any more.
+        """Disconnect a replica's ranks. The replica keeps its weights and receives no further updates.
 
-        Raises :class:`~weightsync.errors.MembershipError` if this manager has no such replica.
+        Raises:
+            MembershipError: This manager has no such replica.
         """
         if not self._remove(name):
             raise MembershipError(f"this manager has no replica {name!r}")
 
     def update_weights(self, version: int, timeout: float = 300.0) -> RoundResult:
-        """Publish the trainer's weights as ``version`` to every replica; returns the round's result when they serve it.
+        """Publish the trainer's weights as ``version`` to every replica, and wait until they serve it.
 
-        The actors' calls run in order, so this comes after what the trainer's actors were asked to do before. Raises what
-        :meth:`weightsync.Trainer.publish` raises, and :class:`~weightsync.errors.PeerLost` if a trainer's actor died.
+        Ray runs an actor's calls in order, so the trainer's actors first finish earlier calls.
+
+        Returns:
+            The result of the round.
+
+        Raises:
+            PeerLost: A trainer's actor died.
+            WeightSyncError: :meth:`weightsync.Trainer.publish` raised it.
         """
         return _report(self._publish(version, timeout).wait(timeout + _GRACE))
 
     async def update_weights_async(self, version: int, timeout: float = 300.0) -> RoundResult:
-        """The same for an event loop."""
+        """Do the same on an event loop."""
         return _report(await self._publish(version, timeout).join(timeout + _GRACE))
 
     def _publish(self, version: int, timeout: float) -> Calls:
-        Deadline(timeout)  # is a timeout
+        Deadline(timeout)  # validates the timeout
         group = self._members.group(None)
         if group is None:
             raise ConfigurationError("this manager has no trainer: call add_trainer() first")
-        if self._members.trainer_lost():  # else the trainer's other ranks would wait for the lost one until the timeout
+        if self._members.trainer_lost():  # otherwise the other ranks would wait for the lost one until the timeout
             self._refuse_lost(group)
         asked = [(place, call(group.actors[place.rank], publish, place, version, timeout)) for place in group.places]
         return Calls(f"publishing version {version}", asked)
 
     def _refuse_lost(self, group: Group) -> None:
-        """Raise if an actor of the trainer is gone. A rank whose connection alone broke comes back by itself, and is waited for."""
+        """Raise PeerLost if a trainer's actor is gone. A rank whose connection broke reconnects, so it is waited for."""
         try:
             missing = group.missing(self.status())
         except CoordinatorUnreachable:
             missing = group.places
         asked = {call(group.actors[place.rank], is_joined, place): place for place in missing}
-        # One that does not answer so soon is busy with another call, after which it publishes.
+        # An actor that does not answer in this time is busy with another call, and publishes after it.
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ALIVE_SECONDS) if asked else ([], [])
         for ref in answered:
             try:
@@ -198,19 +229,19 @@ class Manager:
                 there = False
             if not there:
                 raise PeerLost(
-                    f"{asked[ref]}: its actor died or is being restarted. Go on when it has its model again, or call add_trainer() "
-                    "with other actors"
+                    f"{asked[ref]}: its actor died or is being restarted. Continue when it has its model again, or call "
+                    "add_trainer() with other actors"
                 )
 
     def status(self) -> Status:
-        """Who serves which version."""
+        """Status of the coordinator: which version each replica serves."""
         with Client(self._settings) as client:
             return client.status()
 
     def close(self) -> None:
-        """Let everybody leave; replicas keep what they have, and the actors live on. Ends a coordinator in this process.
+        """Disconnect all ranks and stop a coordinator in this process. Replicas keep their weights, and the actors stay alive.
 
-        In a forked child: nothing.
+        Does nothing in a forked child.
         """
         if self._origin.elsewhere:
             return
@@ -233,13 +264,13 @@ class Manager:
             self._remove(name)
 
     def _leave(self, group: Group) -> None:
-        """Ask all ranks to leave; one that cannot be asked has left already."""
+        """Ask all ranks to leave. A rank that cannot be reached has left already."""
         if not ray.is_initialized():
             return
         try:
             Calls("leaving", [(place, call(group.actors[place.rank], leave, place)) for place in group.places]).wait(_LEAVE_SECONDS)
         except (WeightSyncError, ray.exceptions.RayError) as error:
-            _log.info("leaving: %s", error)
+            _log.info("could not ask all ranks to leave: %s", error)
 
 
 def _report(results: list[Any]) -> RoundResult:
@@ -248,9 +279,9 @@ def _report(results: list[Any]) -> RoundResult:
 
 
 def _refuse_captured(function: Callable[[Any], Any]) -> None:
-    """Raise if ``function`` would take a model of this process along: the actor would publish that copy for ever, not its own."""
+    """Reject a function that captures a model of this process: the actor would publish that copy instead of its own model."""
     if not callable(function):
-        raise ConfigurationError(f"give a function of the actor's object, not {function!r}")
+        raise ConfigurationError(f"pass a function of the actor's object, not {function!r}")
     if not inspect.isfunction(function):
         return
     found = inspect.getclosurevars(function)
@@ -258,6 +289,6 @@ def _refuse_captured(function: Callable[[Any], Any]) -> None:
     for name, value in taken.items():
         if isinstance(value, torch.Tensor | torch.nn.Module):
             raise ConfigurationError(
-                f"{name!r} is a {type(value).__name__} of this process: a copy of it would travel through Ray. Find it in the "
-                "actor instead, by the function's argument: lambda worker: worker.model"
+                f"{name!r} is a {type(value).__name__} of this process, so Ray would send a copy of it. Get it from the actor "
+                "instead, through the function's argument: lambda worker: worker.model"
             )

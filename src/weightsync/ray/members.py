@@ -1,7 +1,7 @@
-"""What runs inside an actor, called through Ray: join the coordinator, publish, leave.
+"""Functions that run inside an actor, called through Ray: join the coordinator, publish, leave.
 
-An actor's process keeps what it joined as here, so that joining again changes nothing while it lives, and a process that Ray
-started anew has nothing of it.
+The actor's process remembers here what it joined as. So joining again changes nothing while the process lives, and a process that
+Ray restarted has joined nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _joined: dict[tuple[str | None, int], tuple[Access, Trainer | Engine]] = {}
 
 
 def join_trainer(worker: Any, access: Access, place: Place, state: Callable[[Any], Any], options: Mapping[str, Any]) -> None:  # noqa: ANN401
-    """Make this actor a trainer rank that publishes ``state(worker)``. Nothing happens if it is one already."""
+    """Make this actor a trainer rank that publishes ``state(worker)``. Idempotent."""
 
     def make() -> Trainer:
         return Trainer(state(worker), access.url, token=access.token, rank=place.rank, world_size=place.world_size, **options)
@@ -34,7 +34,7 @@ def join_trainer(worker: Any, access: Access, place: Place, state: Callable[[Any
 
 
 def join_engine(worker: Any, access: Access, place: Place, adapter: Callable[[Any], Any], options: Mapping[str, Any]) -> None:  # noqa: ANN401
-    """Make this actor an engine rank around ``adapter(worker)``. Nothing happens if it is one already."""
+    """Make this actor an engine rank around ``adapter(worker)``. Idempotent."""
 
     def make() -> Engine:
         name = place.replica or ""
@@ -51,30 +51,35 @@ def _join(access: Access, place: Place, make: Callable[[], Trainer | Engine]) ->
         before = _joined.get(key)
         if before is not None and before[0] == access:
             return
-        if before is not None:  # of another coordinator, whose manager is gone
+        if before is not None:  # it belongs to another coordinator, whose manager is gone
             del _joined[key]
             before[1].close()
         _joined[key] = (access, make())
 
 
 def is_joined(_worker: Any, place: Place) -> bool:  # noqa: ANN401
-    """Whether this actor is that rank, connected or connecting again; not in a process that Ray started anew."""
+    """Whether this actor's process has joined as that rank, connected or reconnecting. False in a process that Ray restarted."""
     return (place.replica, place.rank) in _joined
 
 
 def publish(_worker: Any, place: Place, number: int, timeout: float) -> RoundResult | None:  # noqa: ANN401
-    """This rank's part of a publication; rank 0 has the result. Raises what :meth:`weightsync.Trainer.publish` raises."""
+    """Publish on this rank. Rank 0 returns the result.
+
+    Raises:
+        MembershipError: This actor has not joined as that rank.
+        WeightSyncError: :meth:`weightsync.Trainer.publish` raised it.
+    """
     _, agent = _joined.get((place.replica, place.rank), (None, None))
     if not isinstance(agent, Trainer):
         raise MembershipError(
-            f"{place} is not joined in this actor: if Ray restarted it, restore the model and call add_trainer() again"
+            f"{place} has not joined in this actor: if Ray restarted it, restore the model and call add_trainer() again"
         )
     result = agent.publish(number, timeout=timeout)
     return result if place.rank == 0 else None
 
 
 def leave(_worker: Any, place: Place) -> None:  # noqa: ANN401
-    """Leave the coordinator; an engine keeps the weights that it has. Safe twice."""
+    """Leave the coordinator. An engine keeps its weights. Idempotent."""
     with _lock, ExitStack() as left:
         _, agent = _joined.pop((place.replica, place.rank), (None, None))
         if agent is not None:

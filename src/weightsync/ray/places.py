@@ -1,4 +1,4 @@
-"""What a manager tells an actor: where the coordinator is, and which rank it is. Crosses Ray; knows no tensor library."""
+"""Values that a manager sends to an actor: the coordinator's address, and the actor's rank. Needs no tensor library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Access", "Place"]
 
 @dataclass(frozen=True)
 class Access:
-    """Where the coordinator is and what it wants to see."""
+    """URL and token of the coordinator."""
 
     url: str
     token: str | None = field(repr=False)
@@ -17,7 +17,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank of what an actor is: of the trainer (``replica`` is ``None``) or of a replica."""
+    """Rank of an actor, in the trainer (``replica`` is ``None``) or in a replica."""
 
     replica: str | None
     rank: int

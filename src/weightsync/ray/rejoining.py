@@ -1,4 +1,4 @@
-"""Bringing back the ranks whose actors Ray restarted: the coordinator says that one is missing, and it is asked to join again."""
+"""Rejoining of ranks whose actors Ray restarted: when the coordinator reports one as missing, it is asked to join again."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ __all__ = ["Group", "Rejoining"]
 
 _log = logging.getLogger(__name__)
 _RETRIES = 900
-"""How often Ray may try one call to join again: about once a second while an actor is being restarted."""
+"""How often Ray repeats one call to rejoin: about once a second while an actor is being restarted."""
 _CLOSE_SECONDS = 5.0
 
 
 @dataclass
 class Group:
-    """The actors of the trainer (``replica`` is ``None``) or of one replica, in the order of their ranks, and how they join."""
+    """Actors of the trainer (``replica`` is ``None``) or of one replica, in rank order, and how they join."""
 
     replica: str | None
     actors: tuple[Any, ...]
@@ -40,13 +40,13 @@ class Group:
     source: Callable[[Any], Any]
     options: Mapping[str, Any]
     busy: set[int] = field(default_factory=set)
-    """Ranks that are being asked to join again."""
+    """Ranks that have been asked to rejoin and have not answered."""
     given_up: set[int] = field(default_factory=set)
-    """Ranks whose actors will not come back, or could not join."""
+    """Ranks whose actors will not return, or could not join."""
 
     @property
     def places(self) -> list[Place]:
-        """Which rank each actor is."""
+        """Rank of each actor."""
         return [Place(self.replica, rank, len(self.actors)) for rank in range(len(self.actors))]
 
     def join(self, place: Place, access: Access, retries: int = 0) -> Any:  # noqa: ANN401 - Ray's reference
@@ -54,7 +54,7 @@ class Group:
         return call(self.actors[place.rank], self.function, access, place, self.source, self.options, retries=retries)
 
     def missing(self, status: Status) -> list[Place]:
-        """The ranks that the coordinator does not have."""
+        """Ranks that the coordinator does not list."""
         if self.replica is None:
             there = {rank.rank for rank in status.trainer}
         else:
@@ -63,7 +63,7 @@ class Group:
 
 
 class Rejoining:
-    """Watches the coordinator from a thread of its own, from :meth:`start` to :meth:`close`. Safe from any thread."""
+    """Watches the coordinator on its own thread, from :meth:`start` to :meth:`close`. Thread-safe."""
 
     def __init__(self, settings: ClientSettings, access: Access) -> None:
         self._settings, self._access = settings, access
@@ -75,7 +75,7 @@ class Rejoining:
         self._thread = threading.Thread(target=self._run, name="weightsync-ray-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start to watch."""
         self._thread.start()
 
     def add(self, group: Group) -> None:
@@ -84,33 +84,33 @@ class Rejoining:
             self._groups[group.replica] = group
 
     def remove(self, replica: str | None) -> Group | None:
-        """Leave a group alone from now on, and return it."""
+        """Stop watching a group, and return it."""
         with self._lock:
             return self._groups.pop(replica, None)
 
     def group(self, replica: str | None) -> Group | None:
-        """The group of this name."""
+        """Return the group of this name."""
         return self._groups.get(replica)
 
     def trainer_lost(self) -> bool:
-        """Whether the trainer lacked a rank when the coordinator last said who is there."""
+        """Whether a trainer rank was missing in the coordinator's last status."""
         group, status = self._groups.get(None), self._status
         return group is not None and status is not None and bool(group.missing(status))
 
     def names(self) -> list[str | None]:
-        """All groups' names."""
+        """Names of all groups."""
         return list(self._groups)
 
     def close(self) -> None:
-        """End the thread. Safe twice."""
+        """End the thread. Idempotent."""
         loop, main = self._loop, self._main
         if loop is not None and main is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended by itself
+            with contextlib.suppress(RuntimeError):  # the loop has ended already
                 loop.call_soon_threadsafe(main.cancel)
         if self._thread.is_alive():
             self._thread.join(_CLOSE_SECONDS)
 
-    # From here on: the thread of its own, and Ray's for what an actor answered.
+    # The rest runs on the watching thread, and actors' answers on Ray's.
 
     def _run(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):
@@ -123,7 +123,7 @@ class Rejoining:
             await asyncio.wait([watch.ended])
             watch.ended.result()
         except AuthenticationError as error:
-            _log.error("restarted actors will not join again: %s", error)
+            _log.error("restarted actors will not rejoin: %s", error)
         finally:
             await watch.aclose()
 
@@ -136,7 +136,7 @@ class Rejoining:
                 for place in group.missing(status)
                 if place.rank not in group.busy | group.given_up
             ]
-            # Asked under the lock: who removes the group then asks it to leave afterwards, and an actor keeps that order.
+            # Under the lock: a later remove() asks the actor to leave after this call, and actors keep the order of calls.
             for group, place in asked if ray.is_initialized() else ():
                 group.busy.add(place.rank)
                 future: Future[None] = group.join(place, self._access, _RETRIES).future()
@@ -149,6 +149,6 @@ class Rejoining:
             if error is not None:
                 group.given_up.add(place.rank)
         if error is None:
-            _log.info("%s has joined again", place)
+            _log.info("%s has rejoined", place)
         else:
-            _log.warning("%s did not join again: %s", place, in_our_words(place, error))
+            _log.warning("%s did not rejoin: %s", place, in_our_words(place, error))

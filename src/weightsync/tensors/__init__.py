@@ -1,1 +1,1 @@
-"""Where tensors become bytes: shards, layouts of memory, copies, digests."""
+"""Conversion of tensors to bytes: shards, memory layouts, copies, digests."""

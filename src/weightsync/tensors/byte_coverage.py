@@ -1,4 +1,4 @@
-"""Which bytes of a storage strided views cover."""
+"""Bytes of a storage that strided views cover."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class LocalView(NamedTuple):
-    """Which memory of this rank a tensor is: equal for tensors that are the same elements in the same order."""
+    """Memory of a tensor on this rank. Equal for tensors that are the same elements in the same order."""
 
     storage: int
     offset: int
@@ -25,7 +25,7 @@ class LocalView(NamedTuple):
 
 
 class Coverage:
-    """The bytes of one storage that any of ``views`` covers: sorted ranges that neither overlap nor touch."""
+    """Bytes of one storage that any of ``views`` covers: sorted ranges that neither overlap nor touch."""
 
     def __init__(self, views: Iterable[LocalView]) -> None:
         ranges = [_ranges(view) for view in views]
@@ -39,13 +39,13 @@ class Coverage:
         self._totals: Int64 = np.cumsum(self._stops - self._starts)
 
     def lacking(self, view: LocalView) -> int:
-        """Return how many bytes of ``view`` are not covered. A byte that ``view`` holds several times counts once."""
+        """Number of bytes of ``view`` that are not covered. A byte that ``view`` holds several times counts once."""
         other = Coverage([view])
         whole = int((other._stops - other._starts).sum())
         return whole - int((self._before(other._stops) - self._before(other._starts)).sum())
 
     def _before(self, places: Int64) -> Int64:
-        """The number of covered bytes before each of ``places``."""
+        """Number of covered bytes before each of ``places``."""
         if not len(self._starts):
             return np.zeros_like(places)
         index = np.searchsorted(self._starts, places, side="right") - 1
@@ -53,7 +53,7 @@ class Coverage:
 
 
 def _ranges(view: LocalView) -> tuple[Int64, int]:
-    """Where the contiguous ranges of a view start, in bytes, and the length that all of them have."""
+    """Starts of the contiguous ranges of a view, in bytes, and their common length."""
     size = view.dtype.itemsize
     if 0 in view.shape:
         return np.empty(0, np.int64), size

@@ -1,4 +1,4 @@
-"""Copies of tiles: memory to memory, gathered into a bucket, scattered out of one. Compiled, without the GIL, abortable."""
+"""Copies of tiles: from memory to memory, gathered into a bucket, or scattered from one. Compiled, abortable, without the GIL."""
 
 from __future__ import annotations
 
@@ -25,11 +25,17 @@ def _bases(source_addresses: Sequence[int]) -> npt.NDArray[np.int64]:
 
 
 def copy_tiles(tiles: Tiles, source_addresses: Sequence[int], stop: Stop | None = None) -> int:
-    """Copy every tile from ``source_addresses[region] + source`` to its target; return the bytes copied.
+    """Copy every tile from ``source_addresses[region] + source`` to its target.
 
-    Another thread that sets ``stop[0]`` makes this return early, after at most about half a MiB more: the caller sees that less
-    than ``tiles.nbytes`` were copied. The caller has checked that tiles and memory fit (:func:`check_tiles`). An ``int64``
-    array as ``source_addresses`` is used without a copy.
+    The caller has checked that the tiles fit the memory (:func:`check_tiles`).
+
+    Args:
+        tiles: The copy table.
+        source_addresses: Address of each source region. An ``int64`` array is used without a copy.
+        stop: Another thread sets ``stop[0]`` to abort the copy, which then ends after at most about 0.5 MiB more.
+
+    Returns:
+        Bytes copied. Less than ``tiles.nbytes`` if the copy was aborted.
     """
     bases = _bases(source_addresses)
     flag = _NEVER if stop is None else stop
@@ -39,9 +45,12 @@ def copy_tiles(tiles: Tiles, source_addresses: Sequence[int], stop: Stop | None 
 def gather_tiles(
     tiles: Tiles, source_addresses: Sequence[int], bucket_address: int, first: int, last: int, stop: Stop | None = None
 ) -> int:
-    """Pack the runs of tiles ``first <= i < last`` into one bucket, in order and without gaps; return the bytes packed.
+    """Pack the runs of tiles ``first <= i < last`` into one bucket, in order and without gaps. Targets are ignored.
 
-    The caller has checked the source (:func:`check_tiles`) and that the bucket holds the tiles' bytes. Targets are not looked at.
+    The caller has checked the source (:func:`check_tiles`), and that the bucket is large enough.
+
+    Returns:
+        Bytes packed.
     """
     bases = _bases(source_addresses)
     flag = _NEVER if stop is None else stop
@@ -50,9 +59,12 @@ def gather_tiles(
 
 
 def scatter_tiles(tiles: Tiles, bucket_address: int, first: int, last: int, stop: Stop | None = None) -> int:
-    """Unpack a bucket that :func:`gather_tiles` packed to the targets of tiles ``first <= i < last``; return the bytes unpacked.
+    """Unpack a bucket of :func:`gather_tiles` to the targets of tiles ``first <= i < last``. Sources are ignored.
 
-    The caller has checked that the bucket holds that many bytes. Sources are not looked at.
+    The caller has checked that the bucket holds that many bytes.
+
+    Returns:
+        Bytes unpacked.
     """
     flag = _NEVER if stop is None else stop
     first, last = _range(tiles, first, last)
@@ -60,13 +72,20 @@ def scatter_tiles(tiles: Tiles, bucket_address: int, first: int, last: int, stop
 
 
 def copy_and_digest(tiles: Tiles, source_addresses: Sequence[int], out: UInt64, stop: Stop | None = None) -> int:
-    """:func:`copy_tiles`, and each tile's digest, read back from its target, added to ``out[row]`` of the target layout.
+    """Copy as :func:`copy_tiles` does, and add the digest of each tile, read back from its target, to ``out[row]``.
 
-    ``out`` is ``uint64[rows of the layout]``, zero before the first tile of a row. As digests add up and tiles fill each row
-    exactly once, ``out`` then equals what :func:`~weightsync.tensors.digest.digest_rows` reads from the same rows. The digest
-    follows the copy by a few cache lines, so both together take no longer than a plain copy (docs/benchmarks/cpu-copies.md).
+    As digests are additive and tiles fill each row exactly once, ``out`` then equals the result of
+    :func:`~weightsync.tensors.digest.digest_rows` for the same rows. The digest follows the copy by a few cache lines, so that both
+    together take no longer than a plain copy (docs/benchmarks/cpu-copies.md).
 
-    Raises :class:`~weightsync.errors.LayoutError` for tiles without keys or with rows that ``out`` does not have.
+    Args:
+        tiles: The copy table, with keys.
+        source_addresses: Address of each source region.
+        out: ``uint64[rows of the target layout]``, zero before the first tile of a row.
+        stop: See :func:`copy_tiles`.
+
+    Raises:
+        LayoutError: The tiles have no keys, or name rows that ``out`` does not have.
     """
     bases = _bases(source_addresses)
     flag = _NEVER if stop is None else stop
@@ -77,7 +96,7 @@ def copy_and_digest(tiles: Tiles, source_addresses: Sequence[int], out: UInt64, 
 
 
 def scatter_and_digest(tiles: Tiles, bucket_address: int, first: int, last: int, out: UInt64, stop: Stop | None = None) -> int:
-    """:func:`scatter_tiles`, with digests as :func:`copy_and_digest` takes them."""
+    """Scatter as :func:`scatter_tiles` does, with digests as in :func:`copy_and_digest`."""
     flag = _NEVER if stop is None else stop
     check_keys(tiles, out)
     first, last = _range(tiles, first, last)
@@ -89,9 +108,9 @@ def scatter_and_digest(tiles: Tiles, bucket_address: int, first: int, last: int,
 def check_keys(tiles: Tiles, out: UInt64) -> None:
     """Raise :class:`~weightsync.errors.LayoutError` unless digests of ``tiles`` can be added to ``out``."""
     if out.dtype != np.uint64 or out.ndim != 1 or not (out.flags.c_contiguous and out.flags.writeable):
-        raise LayoutError(f"digests go to a contiguous uint64 array, not to {out.dtype}{list(out.shape)}")
+        raise LayoutError(f"digests need a contiguous uint64 array, not {out.dtype}{list(out.shape)}")
     if tiles.rows_named > len(out) or tiles.rows_named < 0:
-        raise LayoutError(f"tiles without keys, or of rows that {len(out)} digests do not have")
+        raise LayoutError(f"tiles have no keys, or name rows beyond the {len(out)} digests")
 
 
 def _range(tiles: Tiles, first: int, last: int) -> tuple[int, int]:
@@ -101,9 +120,9 @@ def _range(tiles: Tiles, first: int, last: int) -> tuple[int, int]:
 
 
 def check_tiles(tiles: Tiles, region_sizes: Sequence[int]) -> None:
-    """Raise :class:`~weightsync.errors.ProtocolError` if any tile leaves its source region of ``region_sizes[region]`` bytes.
+    """Raise :class:`~weightsync.errors.ProtocolError` if a tile leaves its source region of ``region_sizes[region]`` bytes.
 
-    Safe for a forged table: negative or huge numbers do not wrap around. Targets are the reader's own business.
+    Safe for a forged table: negative or huge numbers do not wrap around. The reader checks the targets.
     """
     if not len(tiles):
         return
@@ -115,7 +134,7 @@ def check_tiles(tiles: Tiles, region_sizes: Sequence[int]) -> None:
     if negative or min(int(column.min()) for column in (tiles.rows, tiles.row_bytes)) < 1:
         raise ProtocolError("a copy table holds a negative offset or stride, or an empty run")
     sizes = np.asarray(region_sizes, np.int64)[tiles.region]
-    # In floating point first, which cannot wrap; what passes is small enough for the exact arithmetic.
+    # Floating point first, because it cannot wrap; what passes is small enough for exact arithmetic.
     steps = (tiles.rows - 1).astype(np.float64)
     rough = tiles.source.astype(np.float64) + steps * tiles.source_stride + tiles.row_bytes
     moved = tiles.rows.astype(np.float64) * tiles.row_bytes

@@ -1,4 +1,4 @@
-"""The copy table: strided pieces cut into two-dimensional tiles, built by array operations, used by every copy kernel."""
+"""Copy table: strided pieces cut into two-dimensional tiles by array operations. All copy kernels use it."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ Int64 = npt.NDArray[np.int64]
 TILE_BYTES = 1 << 20
 """Most bytes of one tile that :func:`tiles_of` makes."""
 
-_MOST_TILES = 1 << 23  # a table of 830 MiB; a forged stride could ask for one copy an element
+_MOST_TILES = 1 << 23  # a table of 830 MiB; a forged stride could request one copy for each element
 _KEYS = 7  # columns of a table before the keys
 
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """Strided 2-D byte copies, one row each: ``rows`` runs of ``row_bytes`` bytes.
+    """Strided 2-D byte copies, one in each row: ``rows`` runs of ``row_bytes`` bytes.
 
     =============  ===========  ========================================================================
     column         type         meaning
     =============  ===========  ========================================================================
     region         int32[n]     the source owner's memory region
     source         int64[n]     bytes from that region's start to the first run
-    source_stride  int64[n]     bytes between runs there
-    target         int64[n]     absolute address of the first run here
-    target_stride  int64[n]     bytes between runs here
+    source_stride  int64[n]     bytes between runs in the source
+    target         int64[n]     absolute address of the first run in this process
+    target_stride  int64[n]     bytes between runs in the target
     rows           int64[n]     number of runs, at least one
     row_bytes      int64[n]     bytes of a run, at least one
-    keys           int64[n, 6]  the tile's place in its tensor, for its digest; ``None``: not known
+    keys           int64[n, 6]  the tile's position in its tensor, for its digest; ``None`` if unknown
     =============  ===========  ========================================================================
 
-    ``keys`` are: the target layout's row; the first run's index over the tensor's leading dimensions, and the distance of the
-    next run's; the first run's byte in the last dimension, and the distance of the next; the digest's blocks in a tensor row.
-    A run with ``keys`` lies within one tensor row. They never cross a process.
+    The six ``keys`` are: the target layout's row; the first run's index over the tensor's leading dimensions, and the distance to
+    the next run's; the first run's byte in the last dimension, and the distance to the next run's; the digest blocks of a tensor
+    row. A run with ``keys`` lies within one tensor row. Keys never leave the process.
     """
 
     region: Int32
@@ -68,12 +68,12 @@ class Tiles:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that these tiles move."""
+        """Bytes that the tiles move."""
         return int((self.rows * self.row_bytes).sum())
 
     @cached_property
     def table(self) -> Int64:
-        """All columns side by side, ``int64[n, 13]``, as the compiled copies read them. Made once: columns must not change."""
+        """All columns side by side, ``int64[n, 13]``, as the compiled copies read them. Cached: the columns must not change."""
         columns = (self.source, self.source_stride, self.target, self.target_stride, self.rows, self.row_bytes)
         table = np.zeros((len(self), _KEYS + 6), np.int64)
         table[:, 0] = self.region
@@ -85,26 +85,26 @@ class Tiles:
 
     @cached_property
     def table_address(self) -> int:
-        """Where :attr:`table` lies."""
+        """Address of :attr:`table`."""
         return self.table.ctypes.data
 
     @cached_property
     def rows_named(self) -> int:
-        """One more than the last layout row in ``keys``; -1 where keys are missing or negative."""
+        """One more than the largest layout row in ``keys``; -1 if keys are missing or negative."""
         if self.keys is None or (len(self.keys) and self.keys[:, 0].min() < 0):
             return -1
         return int(self.keys[:, 0].max()) + 1 if len(self.keys) else 0
 
     @classmethod
     def of_table(cls, table: Int64) -> Tiles:
-        """Tiles from ``int64[n, 13]``, columns in the order above."""
+        """Make tiles from ``int64[n, 13]``, with columns in the order above."""
         source, source_stride, target, target_stride, rows, row_bytes = (np.ascontiguousarray(c) for c in table[:, 1:_KEYS].T)
         region = table[:, 0].astype(np.int32)
         return cls(region, source, source_stride, target, target_stride, rows, row_bytes, table[:, _KEYS:])
 
     @classmethod
     def empty(cls) -> Tiles:
-        """No tiles."""
+        """Return no tiles."""
         return cls.of_table(np.empty((0, _KEYS + 6), np.int64))
 
 
@@ -115,15 +115,22 @@ def tiles_of(
     addresses: Sequence[int],
     groups: Sequence[tuple[int, int]],
 ) -> list[list[Tiles]]:
-    """The pieces that one target rank receives as copy tables, ``[source][group]``.
+    """Convert the pieces that one target rank receives to copy tables, ``[source][group]``.
 
-    ``layout`` is the target's own (``pieces.target_row`` are its rows), ``addresses`` the base address of each of its regions,
-    ``groups`` ascending ranges of its rows, half-open. Tiles have keys (:class:`Tiles`); dimensions that lie close on both sides
-    are merged; what is left beyond two dimensions becomes several tiles, of at most :data:`TILE_BYTES` each.
-
-    Raises :class:`~weightsync.errors.PlanMismatch` for a piece that leaves its target row or a row that no group holds, and
-    :class:`~weightsync.errors.LayoutError` unless there is one address for each region. Source bounds are the owner's to check
+    Tiles have keys (:class:`Tiles`). Dimensions that are contiguous at both ends are merged. What is left beyond two dimensions
+    becomes several tiles of at most :data:`TILE_BYTES` each. The owner checks the source bounds
     (:func:`~weightsync.tensors.copies.check_tiles`).
+
+    Args:
+        manifest: The tensors.
+        pieces: The pieces.
+        layout: The target's layout; ``pieces.target_row`` are its rows.
+        addresses: Base address of each of its regions.
+        groups: Ascending half-open ranges of its rows.
+
+    Raises:
+        PlanMismatch: A piece leaves its target row, or fills a row that no group holds, or there would be too many tiles.
+        LayoutError: The number of addresses differs from the number of regions.
     """
     if len(addresses) != len(layout.regions):
         raise LayoutError(f"{len(layout.regions)} memory regions, but {len(addresses)} addresses")
@@ -157,10 +164,12 @@ def tiles_of(
 
 
 def tiles_between(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Tiles:
-    """The copy of each of ``sources`` onto the tensor of ``targets`` at the same position, as one table without keys.
+    """Make one table, without keys, that copies each of ``sources`` to the tensor of ``targets`` at the same position.
 
-    Any strides; ``source`` is an absolute address, so the one region begins at address 0. Raises
-    :class:`~weightsync.errors.LayoutError` for a pair that differs in shape or element size.
+    Any strides are allowed. ``source`` is an absolute address, so the only region starts at address 0.
+
+    Raises:
+        LayoutError: The tensors of a pair differ in shape or element size.
     """
     pairs = [(target, source) for target, source in zip(targets, sources, strict=True) if target.numel()]
     for target, source in pairs:
@@ -170,7 +179,7 @@ def tiles_between(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
             )
     if not pairs:
         return Tiles.empty()
-    # Contiguous pairs, which most are, are one run; only the others' dimensions are looked at.
+    # Contiguous pairs, the usual case, are one run; only other pairs need their dimensions.
     solid = [target.is_contiguous() and source.is_contiguous() for target, source in pairs]
     count, dims = len(pairs), max((target.ndim for (target, _), flat in zip(pairs, solid, strict=True) if not flat), default=1)
     itemsize = np.array([target.element_size() for target, _ in pairs], np.int64)
@@ -183,7 +192,7 @@ def tiles_between(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
         steps[1, row, dims - target.ndim :] = target.stride()
     steps *= itemsize[:, None]
     first = np.array([[source.data_ptr(), target.data_ptr()] for target, source in pairs], np.int64).T
-    # Nothing is digested: the strides of the two digest columns follow the source's, so that they never keep dimensions apart.
+    # Nothing is digested. The strides of the digest columns follow the source's, so that they never prevent a merge.
     size, strides = _merge(extents, np.stack([steps[0], steps[1], np.zeros_like(steps[0]), steps[0]]), itemsize)
     fixed = np.zeros((count, 3), np.int64)
     table, _ = _expand(size, strides, np.stack([first[0], first[1], np.zeros(count, np.int64), first[0]]), fixed)
@@ -194,7 +203,7 @@ def _check_targets(pieces: Pieces, layout: Layout, row: Int64) -> None:
     if not len(row):
         return
     if row.min() < 0 or row.max() >= len(layout) or pieces.source.min() < 0 or pieces.source.max() >= len(pieces.sources):
-        raise PlanMismatch("the plan names rows or sources that are not there")
+        raise PlanMismatch("the plan names rows or sources that do not exist")
     outside = (pieces.starts < layout.starts[row]) | (pieces.stops > layout.stops[row]) | (pieces.starts >= pieces.stops)
     if np.any(outside):
         raise PlanMismatch("the plan holds a piece that is empty or outside the row that it fills")
@@ -210,10 +219,10 @@ def _group_of(row: Int64, groups: Sequence[tuple[int, int]]) -> Int64:
 
 
 def _merge(extents: Int64, strides: Int64, itemsizes: Int64) -> tuple[Int64, Int64]:
-    """Merge neighbouring dimensions that any of the four ``strides`` (source, target, index, byte) steps through evenly.
+    """Merge neighboring dimensions through which all four ``strides`` (source, target, index, byte) step evenly.
 
-    ``strides`` is ``int64[4, n, dims]``. Returns extents ``int64[n, dims + 1]`` and strides ``int64[4, n, dims + 1]``: column 0
-    is the run of bytes, column 1 the longest other dimension, further ones as they come.
+    ``strides`` is ``int64[4, n, dims]``. Returns extents ``int64[n, dims + 1]`` and strides ``int64[4, n, dims + 1]``. Column 0 is
+    the run of bytes, column 1 the longest other dimension, further columns are the rest.
     """
     count, dims = extents.shape
     every = np.arange(count)
@@ -232,7 +241,7 @@ def _merge(extents: Int64, strides: Int64, itemsizes: Int64) -> tuple[Int64, Int
         level[new] += 1
         size[new, level[new]] = extent[new]
         merged[:, new, level[new]] = strides[:, new, dim]
-    # Fewest tiles if the rows of a tile run along the longest of the dimensions that are left.
+    # The number of tiles is smallest if a tile's rows run along the longest remaining dimension.
     longest = 1 + np.argmax(size[:, 1:], axis=1)
     for column in (size, *merged):
         column[every, longest], column[:, 1] = column[:, 1].copy(), column[every, longest].copy()
@@ -257,8 +266,8 @@ def _expand(size: Int64, strides: Int64, firsts: Int64, fixed: Int64) -> tuple[I
     counts = np.prod(size[:, 2:], axis=1) * down * across
     if float(counts.sum(dtype=np.float64)) > _MOST_TILES:
         raise PlanMismatch(
-            f"the plan falls into more than {_MOST_TILES:,} separate copies, because the shards of the two sides interleave too "
-            'finely: use delivery="streamed", or contiguous shards at the trainer'
+            f"the plan needs more than {_MOST_TILES:,} separate copies, because the shards of both ends interleave too finely: "
+            'use delivery="streamed", or contiguous shards at the trainer'
         )
     piece = np.repeat(np.arange(len(size)), counts)
     rest = _ranks(counts)

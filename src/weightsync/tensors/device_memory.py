@@ -1,4 +1,4 @@
-"""Which device holds shards, and their layout and digests where they lie there."""
+"""Shards in device memory: their device, their layout in place, and their digests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
 
 def device_of(shards: Sequence[Shard]) -> torch.device | None:
-    """The one device that holds all of ``shards`` (the CPU if there is nothing to hold); ``None`` if they are on several."""
+    """Return the device that holds all of ``shards`` (the CPU if they are empty); ``None`` if there are several."""
     devices = {one.tensor.device for one in shards if one.tensor.numel()}
     if len(devices) > 1:
         return None
@@ -29,26 +29,29 @@ def device_of(shards: Sequence[Shard]) -> torch.device | None:
 
 
 def wait_for_devices(shards: Sequence[Shard], deadline: Deadline) -> None:
-    """Return when all that this process has queued on the CUDA devices that hold ``shards`` is done, in whatever stream.
+    """Wait for all work that this process has queued, in any stream, on the CUDA devices that hold ``shards``.
 
-    Raises :class:`~weightsync.errors.DeadlineExceeded`, or what a device reports as a TransportError.
+    Raises:
+        DeadlineExceeded: ``deadline`` passed.
+        TransportError: A device reported an error.
     """
     for device in {one.tensor.device for one in shards}:
         if device.type == "cuda":
-            wait_until_idle(device, deadline, f"what this trainer rank has queued on {device}")
+            wait_until_idle(device, deadline, f"waiting for work that this trainer rank has queued on {device}")
 
 
 def forms_of(tensors: Sequence[torch.Tensor]) -> list[Form]:
-    """Shape, strides, dtype and device of each tensor: all that says how its memory is read, but for where it is."""
+    """Shape, strides, dtype and device of each tensor: all that determines how its memory is read, except the address."""
     return [(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors]
 
 
 def layout_by_shard(manifest: Manifest, shards: Sequence[Shard]) -> Layout:
-    """The layout of ``shards`` (in manifest order) where they lie, each a region of its own.
+    """Layout of ``shards`` (in manifest order) in place, with one region for each shard.
 
-    So it stays the same, and plans stay valid, when a shard gets memory elsewhere. Raises
-    :class:`~weightsync.errors.LayoutError` for what cannot be read as it is: another dtype than the manifest's, or an expanded
-    tensor.
+    So the layout stays the same, and plans stay valid, when a shard moves to other memory.
+
+    Raises:
+        LayoutError: A shard cannot be read in place: its dtype differs from the manifest's, or it is an expanded tensor.
     """
     found, _ = layout_in_place(manifest, shards, block_bytes=None)
     last = ((found.stops - found.starts - 1) * found.strides).sum(axis=1)
@@ -66,9 +69,9 @@ def layout_by_shard(manifest: Manifest, shards: Sequence[Shard]) -> Layout:
 
 
 class DeviceDigest:
-    """The digest of every row of ``layout`` in the memory of a CUDA device, wherever its regions are at the time.
+    """Digests of all rows of ``layout`` in CUDA memory, wherever its regions are at the time.
 
-    Tables are built when addresses are first seen, and again when they change. Used by one thread at a time.
+    Tables are built on the first use of an address, and again when addresses change. Not thread-safe.
     """
 
     def __init__(self, manifest: Manifest, layout: Layout, device: torch.device) -> None:
@@ -77,34 +80,36 @@ class DeviceDigest:
         self._digest: LayoutDigest
 
     def build(self, addresses: Sequence[int]) -> None:
-        """Make tables for regions at ``addresses``, unless those in hand are of the same."""
+        """Build tables for regions at ``addresses``, unless the current tables are for the same."""
         if addresses is not self._addresses and tuple(addresses) != self._addresses:
             with torch.cuda.device(self._device):
                 self._digest = LayoutDigest(self._manifest, self._layout, addresses, self._device)
             self._addresses = tuple(addresses)
 
     def take(self, addresses: Sequence[int], deadline: Deadline) -> npt.NDArray[np.uint64]:
-        """The digests of all rows, ``uint64[rows]``, of what this process has written on the device by now, in whatever stream.
+        """Digests of all rows, ``uint64[rows]``, after all work that this process has queued on the device, in any stream.
 
-        Raises :class:`~weightsync.errors.DeadlineExceeded`, or what the device reports as a TransportError.
+        Raises:
+            DeadlineExceeded: ``deadline`` passed.
+            TransportError: The device reported an error.
         """
-        wait_until_idle(self._device, deadline, f"what is queued on {self._device} before its digests")
+        wait_until_idle(self._device, deadline, f"waiting for work queued on {self._device} before digesting")
         self.build(addresses)
         with torch.cuda.device(self._device):
             self._digest.launch()
-            wait_for_device(self._device, deadline, f"taking digests on {self._device}")
+            wait_for_device(self._device, deadline, f"digesting on {self._device}")
             return self._digest.taken()
 
     def launch(self, first: int, end: int) -> None:
-        """Begin to digest rows ``first <= row < end`` in the device's current stream, with the tables in hand."""
+        """Start to digest rows ``first <= row < end`` in the device's current stream, with the current tables."""
         self._digest.launch(first, end)
 
     def taken(self) -> npt.NDArray[np.uint64]:
-        """The digests of all rows that were launched; waits for the device's current stream."""
+        """Digests of all launched rows. Waits for the device's current stream."""
         with torch.cuda.device(self._device):
             return self._digest.taken()
 
     @property
     def table_bytes(self) -> int:
-        """Device memory that the tables take."""
+        """Device memory of the tables, in bytes."""
         return self._digest.table_bytes

@@ -1,14 +1,14 @@
-r"""The digest: 64 bits a box, additive over disjoint boxes, keyed by global position, the same for every dtype and on every device.
+r"""Digest of boxes: 64 bits, additive over disjoint boxes, keyed by global position, equal on every device.
 
-A tensor of global shape ``(..., L)`` is a matrix: row ``r`` is the index over all leading dimensions flattened in C order, and
-holds the last dimension as a string of ``L * itemsize`` bytes, cut into 4-byte words ``w`` and blocks of ``B = 4096`` words
-(``blocks`` to a row). The value of a word is its bytes that lie in the box, little-endian, with zeros elsewhere.
+A tensor of global shape ``(..., L)`` is treated as a matrix. Row ``r`` is the index over all leading dimensions, flattened in C
+order. It holds the last dimension as ``L * itemsize`` bytes, cut into 4-byte words ``w`` and blocks of ``B = 4096`` words
+(``blocks`` for each row). The value of a word is its bytes that lie in the box, little-endian, with zeros elsewhere.
 
 .. math:: digest(box) = \sum_{r, w} R(r \cdot blocks + \lfloor w / B \rfloor) \cdot C[w \bmod B] \cdot word(r, w) \mod 2^{64}
 
 with ``R(k) = splitmix64(k) | 1`` and ``C[j] = (splitmix64(2**63 + j) & 0xFFFFFFFF) | 1`` (all distinct). Scalars and vectors are
-one row. Any error in a single element changes the sum, as ``R`` and ``C`` are odd; and since it is linear in the words, boxes
-may cut words and still add up.
+one row. An error in a single element always changes the sum, because ``R`` and ``C`` are odd. The sum is linear in the words, so
+boxes may cut words and still add up.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NEVER = np.zeros(1, np.int8)
 
 
 def _splitmix64(x: UInt64) -> UInt64:
-    """Steele, Lea and Flood's 64-bit mixer, elementwise."""
+    """Mix 64 bits elementwise (Steele, Lea and Flood)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -43,18 +43,19 @@ def _splitmix64(x: UInt64) -> UInt64:
 _MIXED = _splitmix64(np.arange(BLOCK, dtype=np.uint64) + np.uint64(1 << 63))
 
 COLUMNS: npt.NDArray[np.uint32] = (_MIXED | np.uint64(1)).astype(np.uint32)
-"""The C table, ``uint32[4096]``; a GPU kernel takes it from here."""
+"""The C table, ``uint32[4096]``. GPU kernels use a copy of it."""
 COLUMNS.flags.writeable = False
 
 columns_address: int = COLUMNS.ctypes.data
-"""Where :data:`COLUMNS` lies."""
+"""Address of :data:`COLUMNS`."""
 
 
 def positions(shapes: Int64, itemsizes: Int64) -> tuple[Int64, Int64, Int64]:
-    """How the digest numbers elements of tensors of ``shapes`` (``int64[n, dims]``).
+    """Numbering of elements in the digest, for tensors of ``shapes`` (``int64[n, dims]``).
 
-    Returns, for each dimension, how far its next index is in the flattened leading index, and in bytes of the last dimension
-    (``int64[n, dims]`` each); and the blocks in a tensor row.
+    Returns:
+        For each dimension, the distance of neighbors in the flattened leading index, and in bytes of the last dimension (``int64[n,
+        dims]`` each); and the blocks of a tensor row, ``int64[n]``.
     """
     index = np.zeros_like(shapes)
     if shapes.shape[1] > 1:
@@ -67,10 +68,15 @@ def positions(shapes: Int64, itemsizes: Int64) -> tuple[Int64, Int64, Int64]:
 
 
 def row_table(addresses: Int64, starts: Int64, stops: Int64, strides: Int64, shapes: Int64, itemsizes: Int64) -> Int64:
-    """The table that :func:`~weightsync.tensors.kernels.digest_table` reads.
+    """Build the table that :func:`~weightsync.tensors.kernels.digest_table` reads.
 
-    ``addresses[rows]`` are those of the boxes' first elements; ``starts``, ``stops``, ``strides`` (bytes) and global ``shapes``
-    are ``int64[rows, dims]``, padded in front.
+    Args:
+        addresses: Address of each box's first element, ``int64[rows]``.
+        starts: First index of each box, ``int64[rows, dims]``, padded in front like all that follow.
+        stops: End index of each box.
+        strides: Bytes between neighbors in memory.
+        shapes: Global shapes.
+        itemsizes: Bytes of an element, ``int64[rows]``.
     """
     rows, dims = starts.shape
     table = np.zeros((rows, LEAD + 3 * (dims - 1)), np.int64)
@@ -91,7 +97,7 @@ def row_table(addresses: Int64, starts: Int64, stops: Int64, strides: Int64, sha
 
 
 def layout_table(manifest: Manifest, layout: Layout, addresses: Sequence[int]) -> Int64:
-    """:func:`row_table` of all rows of ``layout`` whose regions lie at ``addresses``."""
+    """Build :func:`row_table` for all rows of ``layout``, whose regions lie at ``addresses``."""
     if len(addresses) != len(layout.regions):
         raise LayoutError(f"{len(layout.regions)} memory regions, but {len(addresses)} addresses")
     firsts = np.array([*addresses, 0], np.int64)[layout.region] + layout.offset
@@ -99,7 +105,7 @@ def layout_table(manifest: Manifest, layout: Layout, addresses: Sequence[int]) -
     return row_table(firsts, layout.starts, layout.stops, layout.strides, manifest.shapes[tensor], manifest.itemsizes[tensor])
 
 
-# One table a layout, as callers ask for its rows group by group: (manifest, addresses, table).
+# One cached table for each layout, because callers digest its rows group by group: (manifest, addresses, table).
 _tables: weakref.WeakKeyDictionary[Layout, tuple[Manifest, Sequence[int], Int64, int]] = weakref.WeakKeyDictionary()
 
 
@@ -111,13 +117,21 @@ def digest_rows(
     last: int,
     out: UInt64,
 ) -> None:
-    """Read rows ``first <= i < last`` of ``layout`` from memory and write their digests to ``out[first:last]`` (``uint64[rows]``).
+    """Digest rows ``first <= i < last`` of ``layout`` in memory, without the GIL.
 
-    ``addresses`` is the base address of each region, which must hold what the layout says. Without the GIL.
-    Raises :class:`~weightsync.errors.LayoutError` for a row that does not exist or an ``out`` of another length.
+    Args:
+        manifest: The tensors.
+        layout: The layout.
+        addresses: Base address of each region, which must hold what the layout describes.
+        first: First row.
+        last: End of the rows.
+        out: ``uint64[rows of the layout]``; the digests are written to ``out[first:last]``.
+
+    Raises:
+        LayoutError: A row does not exist, or ``out`` has the wrong shape or dtype.
     """
     if not 0 <= first <= last <= len(layout) or out.shape != (len(layout),) or out.dtype != np.uint64 or not out.flags.c_contiguous:
-        raise LayoutError(f"rows {first}:{last} of a layout of {len(layout)} rows, into {out.dtype}{list(out.shape)}")
+        raise LayoutError(f"cannot digest rows {first}:{last} of a layout of {len(layout)} rows into {out.dtype}{list(out.shape)}")
     known = _tables.get(layout)
     if known is None or known[0] is not manifest or not (known[1] is addresses or tuple(known[1]) == tuple(addresses)):
         table = layout_table(manifest, layout, addresses)
@@ -127,7 +141,7 @@ def digest_rows(
 
 
 def digest_box(tensor: torch.Tensor, shape: Sequence[int], starts: Sequence[int]) -> int:
-    """Digest of the box that ``tensor`` (on a CPU, any strides) holds; it starts at ``starts`` in a tensor of ``shape``."""
+    """Digest the box that ``tensor`` (on a CPU, any strides) holds, which starts at ``starts`` in a tensor of ``shape``."""
     _, _, bounds, strides = _padded(tensor, shape, starts)
     if tensor.numel() == 0:
         return 0
@@ -142,7 +156,9 @@ def _padded(
     tensor: torch.Tensor, shape: Sequence[int], starts: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Int64, Int64, Int64], Int64]:
     if tensor.device.type != "cpu" or not tensor.dim() == len(shape) == len(starts):
-        raise LayoutError(f"a {tensor.device.type} tensor of shape {list(tensor.shape)} at {list(starts)} of {list(shape)}")
+        raise LayoutError(
+            f"cannot digest a {tensor.device.type} tensor of shape {list(tensor.shape)} at {list(starts)} of {list(shape)}"
+        )
     whole, first = tuple(shape) or (1,), tuple(starts) or (0,)
     extents = tuple(tensor.shape) or (1,)
     if any(not 0 <= a <= a + n <= extent for a, n, extent in zip(first, extents, whole, strict=True)):
@@ -154,7 +170,7 @@ def _padded(
 
 
 def reference_digest(values: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int], starts: Sequence[int]) -> int:
-    """The definition in plain NumPy, slowly: for tests.
+    """Compute the definition in plain NumPy, slowly, for tests.
 
     ``values`` are the bytes of the box, ``uint8[*box shape, itemsize]``.
     """

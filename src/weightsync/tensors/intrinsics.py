@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN201, ANN202, ANN401
-# numba compiles what is here; the signatures are those that each intrinsic declares.
-"""What numba cannot say by itself: loads and stores at an address, memcpy, prefetch, and the C library's calls on a socket.
+# numba compiles these functions. Each intrinsic declares its own signature.
+"""Primitives that numba lacks: loads and stores at an address, memcpy, prefetch, and the C library's socket calls.
 
-numba's cache of :mod:`weightsync.tensors.kernels` looks only at that file: change it, too, when you change this one.
+numba's cache of :mod:`weightsync.tensors.kernels` depends only on that file, so change it too when you change this one.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(signature: str) -> Callable[[F], F]:
-    """Compile for exactly one signature at import, from the cache if there is one. The function releases the GIL."""
+    """Compile for exactly one signature at import, using the cache if possible. The function releases the GIL."""
 
     def decorate(function: F) -> F:
-        # Files of the cache are named after this. Of two releases of numba that share a source tree (an environment for vLLM
-        # beside another, say) one else loads what the other just put in the place of what the index promised.
+        # Cache files are named after the qualified name. Without the version in it, two releases of numba that share a source
+        # tree (an environment for vLLM beside another) would load each other's code.
         function.__qualname__ += f"-{numba.__version__}"
         try:
             return njit(signature, nogil=True, cache=True, boundscheck=False)(function)
@@ -63,12 +63,12 @@ def compiled(signature: str) -> Callable[[F], F]:
 
 
 inlined = njit(nogil=True, boundscheck=False)
-"""Compile as a part of the functions that call it."""
+"""Compile as part of the calling functions."""
 
 
 @intrinsic
 def copy_bytes(typing: Any, target: Any, source: Any, count: Any) -> Any:
-    """The C library's memcpy of ``count`` bytes."""
+    """Copy ``count`` bytes with the C library's memcpy."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         to, start, size = args
@@ -82,9 +82,9 @@ def copy_bytes(typing: Any, target: Any, source: Any, count: Any) -> Any:
 
 
 def _loader(kind: Any, bits: int) -> Any:
-    """``load(address, index)``: element ``index`` of an array of ``bits``-bit words, not necessarily aligned.
+    """Make ``load(address, index)``: element ``index`` of an array of ``bits``-bit words, which need not be aligned.
 
-    With the index in a GEP, not in the integer, LLVM sees neighbouring loads and vectorises the loop.
+    The index is in a GEP instead of the integer, so that LLVM recognizes neighboring loads and vectorizes the loop.
     """
 
     @intrinsic
@@ -99,7 +99,7 @@ def _loader(kind: Any, bits: int) -> Any:
 
 
 def _storer(kind: Any, bits: int) -> Any:
-    """``store(address, index, value)``, the counterpart of :func:`_loader`."""
+    """Make ``store(address, index, value)``, the counterpart of :func:`_loader`."""
 
     @intrinsic
     def store(typing: Any, address: Any, index: Any, value: Any) -> Any:
@@ -121,7 +121,7 @@ put = _storer(types.uint64, 64)
 
 @intrinsic
 def prefetch(typing, address):
-    """Ask for the cache line of ``address``; never faults."""
+    """Prefetch the cache line of ``address``. Never faults."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -136,7 +136,7 @@ def prefetch(typing, address):
 
 @intrinsic
 def stopped(typing: Any, address: Any) -> Any:
-    """The byte at ``address``, read each time: another thread sets it."""
+    """Read the byte at ``address``, which another thread sets. Not cached in a register."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load_atomic(builder.inttoptr(args[0], ir.IntType(8).as_pointer()), "monotonic", 1)
@@ -144,7 +144,7 @@ def stopped(typing: Any, address: Any) -> Any:
     return types.int8(types.int64), generate
 
 
-# Found by name when compiled code is loaded, so that it can be cached; a pointer from ctypes could not.
+# Resolved by name when compiled code is loaded. Code with a pointer from ctypes could not be cached.
 _recv = types.ExternalFunction("recv", types.int64(types.int32, types.int64, types.int64, types.int32))
 _send = types.ExternalFunction("send", types.int64(types.int32, types.int64, types.int64, types.int32))
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
@@ -169,15 +169,18 @@ def _told(count, status):
 
 @inlined
 def receive(fd, place, count, until, status):
-    """Receive up to ``count`` bytes, all of them if nothing goes wrong; return how many.
+    """Receive ``count`` bytes.
 
-    Zero once the monotonic clock reads ``until`` (nanoseconds), or if the call fails: then ``status[0]`` is the error number, or
-    -1 at the end of the stream. ``status`` is the address of an ``int64[3]``, of which the clock needs two.
+    ``status`` is the address of an ``int64[3]``, of which the clock uses two.
+
+    Returns:
+        Bytes received: normally ``count``, and zero if the monotonic clock reads ``until`` (nanoseconds) or the call fails. Then
+        ``status[0]`` is the error number, or -1 at the end of the stream.
     """
     return np.int64(0) if _late(until, status) else _told(_recv(np.int32(fd), place, count, np.int32(_WAIT)), status)
 
 
 @inlined
 def send(fd, place, count, until, status):
-    """Send up to ``count`` bytes; as :func:`receive`."""
+    """Send up to ``count`` bytes. Parameters and result are those of :func:`receive`."""
     return np.int64(0) if _late(until, status) else _told(_send(np.int32(fd), place, count, np.int32(_QUIET)), status)

@@ -1,14 +1,14 @@
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN202
-# numba compiles this file and infers its types: the signatures that matter are those of the functions it exports.
-"""The compiled loops: copies of tiles, within memory and through sockets, and digests of rows. Addresses in, no objects.
+# numba compiles this file and infers its types. Only the exported functions declare their signatures.
+"""Compiled loops: copies of tiles, in memory and through sockets, and digests of rows. They take addresses, not objects.
 
-All of them are in this one file because numba's cache looks only at the file of a function: a change in an inlined function
-elsewhere would go unseen. Every array crosses as its address (``int64``), so that read-only arrays need no second compilation;
-the callers keep the arrays alive and have checked every bound. The GIL is released.
+All loops are in this file because numba's cache depends only on the file of a function: a change of an inlined function in another
+file would go unnoticed. Every array is passed as its address (``int64``), so that read-only arrays need no second compilation. The
+callers keep the arrays alive and have checked all bounds. The GIL is released.
 
-``numba`` writes its cache beside this file or below the user's cache directory; where neither can be written, each import
-compiles again.
+``numba`` writes its cache beside this file or below the user's cache directory. If it can write to neither, each import compiles
+again.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ BLOCK = 4096
 """Words that share one row factor in the digest."""
 
 TILE = 13
-"""Columns of a tile table; :class:`~weightsync.tensors.copy_table.Tiles` lists them."""
+"""Columns of a tile table, listed in :class:`~weightsync.tensors.copy_table.Tiles`."""
 
 LEAD = 7
-"""Columns of a row table before its leading dimensions; :func:`digest_table` lists them."""
+"""Columns of a row table before its leading dimensions, listed in :func:`digest_table`."""
 
 SLICE = 256 << 10
-"""Bytes that go through a socket in one call: they still lie in the second-level cache when they are looked at again."""
+"""Bytes that one socket call moves: few enough that they are still in the second-level cache afterwards."""
 
-_LONG = 32 << 10  # bytes that are worth a system call of their own
+_LONG = 32 << 10  # bytes that justify a separate system call
 _MOST = 1 << 20  # bytes of one send
 _NO_LIMIT = np.int64(1) << 62
 _LINE = 64  # bytes of a cache line
 _STEP = 256  # bytes copied, then digested from the cache, at a time
-_AHEAD = 2048  # bytes that the source is asked for in advance; docs/benchmarks/cpu-copies.md says why
-_AHEAD_APART = 6144  # the same for short runs with gaps between them, where the hardware's own prefetching is of no help
-_CHECK = 256 << 10  # bytes between two looks at the stop flag
+_AHEAD = 2048  # prefetch distance in bytes, see docs/benchmarks/cpu-copies.md
+_AHEAD_APART = 6144  # the same for short runs with gaps, for which the hardware prefetcher does not help
+_CHECK = 256 << 10  # bytes between two checks of the stop flag
 _MASK = BLOCK - 1
 
 
@@ -96,14 +96,14 @@ def _run(address, first, size, key, columns):
 
 @raw.inlined
 def _ahead(stride, size):
-    # How far ahead of a run of ``size`` bytes the source is asked for. Short runs with gaps between them: a run further on, since
-    # the hardware does not guess where that is.
+    # Prefetch distance for a run of ``size`` bytes. Short runs with gaps prefetch a later run, because the hardware does not
+    # predict its address.
     return _AHEAD if stride == size or size > _AHEAD else (_AHEAD_APART + size - 1) // size * stride
 
 
 @raw.inlined
 def _limit(stride, size, left):
-    # ... and where asking ends, counted from the run's start, when ``left`` runs are left: what is in a gap is not wanted.
+    # End of the prefetch, counted from the run's start, with ``left`` runs left: gaps are not prefetched.
     if stride == size:
         return _NO_LIMIT
     return size if size > _AHEAD else left * stride
@@ -111,7 +111,7 @@ def _limit(stride, size, left):
 
 @raw.inlined
 def _ask(source, start, count, ahead, limit):
-    # A few lines for each few that are copied: all of a run at once would fill the buffers that the copy's own reads need.
+    # A few lines at a time: prefetching a whole run would fill the buffers that the copy's own reads need.
     for line in range(start + ahead, min(start + ahead + count, limit), _LINE):
         raw.prefetch(source + line)
 
@@ -126,7 +126,7 @@ def _copy_run(target, source, size, ahead, limit):
 
 @raw.inlined
 def _copy_digest(target, source, read, first, size, key, columns, ahead, limit):
-    # Copy a run; its digest from ``read``, which is one of both, a few lines behind the copy and so from the cache.
+    # Copy a run and digest ``read``, the source or the target, a few lines behind the copy and so from the cache.
     total = np.uint64(0)
     start = 0
     while start < size:
@@ -140,7 +140,7 @@ def _copy_digest(target, source, read, first, size, key, columns, ahead, limit):
 
 @raw.inlined
 def _copy_runs(target, target_stride, source, source_stride, rows, size):
-    # Runs of one element are transposed copies: a call to memcpy for each would cost more than the element.
+    # Runs of one element are transposed copies, for which calls to memcpy would cost more than the elements.
     if size == 2:
         for row in range(rows):
             raw.store16(target + row * target_stride, 0, raw.load16(source + row * source_stride, 0))
@@ -162,7 +162,7 @@ def _copy_runs(target, target_stride, source, source_stride, rows, size):
 
 @raw.inlined
 def _digest_runs(row, begin, rows, target, target_stride, source, source_stride, size, columns):
-    # Runs ``begin`` and following of the tile at table row ``row``, copied and read back.
+    # Copy ``rows`` runs from ``begin`` on of the tile at table row ``row``, and digest them from their target.
     lead, lead_step = raw.int64(row, 8), raw.int64(row, 9)
     byte, byte_step, blocks = raw.int64(row, 10), raw.int64(row, 11), raw.int64(row, 12)
     total = np.uint64(0)
@@ -180,12 +180,22 @@ def _digest_runs(row, begin, rows, target, target_stride, source, source_stride,
 def copy_table(
     table: int, first: int, last: int, bases: int, packed_source: int, packed_target: int, out: int, columns: int, stop: int
 ) -> int:
-    """Copy the tiles ``first <= i < last`` of a tile table; return the bytes copied.
+    """Copy the tiles ``first <= i < last`` of a tile table.
 
-    ``bases`` is an array of the region addresses. Where ``packed_source`` is not zero the runs are read from there instead, one
-    after the other; where ``packed_target`` is not zero they are written there instead. Where ``out`` (an array of ``uint64``) is
-    not zero, each tile's digest is taken from its target after the copy and added to ``out[row]`` of the tile; ``columns`` is the
-    C table. ``stop`` is the address of a byte: once it is not zero this returns early.
+    Args:
+        table: Address of the tile table.
+        first: First tile.
+        last: End of the tiles.
+        bases: Address of the array of region addresses.
+        packed_source: If not zero, runs are read from this address instead, one after the other.
+        packed_target: If not zero, runs are written to this address instead, one after the other.
+        out: If not zero, address of an array of ``uint64``: each tile's digest, read back from its target, is added to
+            ``out[row]``.
+        columns: Address of the C table.
+        stop: Address of a byte. Once it is not zero, this returns early.
+
+    Returns:
+        Bytes copied.
     """
     done = 0
     unchecked = 0
@@ -223,7 +233,7 @@ def copy_table(
 
 @raw.inlined
 def _digest_part(row, start, count, columns):
-    # Bytes ``start`` and following of the tile at table row ``row``, from its target: of one run, or of runs that touch each other.
+    # Digest ``count`` bytes from ``start`` on of the tile at table row ``row``, in its target: one run, or adjacent runs.
     size = raw.int64(row, 6)
     run, into = start // size, start % size
     address = raw.int64(row, 3) + run * raw.int64(row, 4) + into
@@ -243,17 +253,19 @@ def _digest_part(row, start, count, columns):
 def receive_table(
     fd: int, table: int, first: int, last: int, done: int, nbytes: int, bucket: int, until: int, out: int, columns: int, status: int
 ) -> int:
-    """Receive the tiles ``first <= i < last`` to their targets, but for the first ``done`` of the ``nbytes`` bytes that they hold.
+    """Receive the tiles ``first <= i < last`` to their targets, except the first ``done`` of their ``nbytes`` bytes.
 
-    Return how many bytes are in place: all, or fewer once the monotonic clock reads ``until`` (nanoseconds) or a call fails; then
-    ``status[0]`` is its error number, or -1 at the end of the stream. To be called again with what was returned as ``done``.
+    Long runs are received in place, short ones through ``bucket`` (:data:`SLICE` bytes). Both go in slices whose digests (``out``
+    and ``columns`` as in :func:`copy_table`) are taken while they are in the cache. ``status`` is the address of an ``int64[3]``.
 
-    Long runs are received where they belong, short ones by way of ``bucket`` (:data:`SLICE` bytes); both in slices whose digests
-    (``out`` and ``columns`` as in :func:`copy_table`) are taken while they lie in the cache. ``status`` is ``int64[3]``.
-    With ``fd`` -1 nothing is received: ``status[1]`` bytes lie in ``bucket`` (or are already where :func:`run_of_table` said), and
-    it returns when they are where they belong.
+    With ``fd`` -1 nothing is received: ``status[1]`` bytes lie in ``bucket`` (or already at the address that :func:`run_of_table`
+    returned), and this returns when they are in place.
+
+    Returns:
+        Bytes in place: all, or fewer if the monotonic clock reads ``until`` (nanoseconds) or a call fails. Then ``status[0]`` is
+        the error number, or -1 at the end of the stream. Call again with the result as ``done``.
     """
-    taken = before = np.int64(0)  # where the bytes in the bucket begin, bytes of the tiles before
+    taken = before = np.int64(0)  # start of the bytes in the bucket; bytes of earlier tiles
     have = raw.int64(status, 1) if fd < 0 else np.int64(0)  # bytes in the bucket
     for tile in range(first, last):
         row = table + tile * (8 * TILE)
@@ -299,10 +311,10 @@ def receive_table(
 
 @raw.compiled("int64(int64, int64, int64, int64, int64)")
 def run_of_table(table: int, first: int, last: int, done: int, status: int) -> int:
-    """Return how many contiguous bytes of the targets of tiles ``first <= i < last`` begin at byte ``done``; 0 at their end.
+    """Return the number of contiguous target bytes, at byte ``done`` of tiles ``first <= i < last``; 0 at their end.
 
-    Writes the address of that byte to ``status[1]``. What is received there is passed to :func:`receive_table` as its ``bucket``,
-    which then takes the digest and copies nothing.
+    Writes the address of that byte to ``status[1]``. After receiving there, pass the address to :func:`receive_table` as
+    ``bucket``: it then digests the bytes and copies nothing.
     """
     before = np.int64(0)
     for tile in range(first, last):
@@ -320,14 +332,16 @@ def run_of_table(table: int, first: int, last: int, done: int, status: int) -> i
 
 @raw.compiled("int64(int32, int64, int64, int64, int64, int64, int64, int64, int64)")
 def send_table(fd: int, table: int, first: int, last: int, bases: int, done: int, bucket: int, until: int, status: int) -> int:
-    """Send the tiles ``first <= i < last`` but for their first ``done`` bytes; long runs from where they are, short ones packed.
+    """Send the tiles ``first <= i < last`` except their first ``done`` bytes: long runs in place, short ones packed in ``bucket``.
 
-    Return how many bytes were sent: all, or fewer as in :func:`receive_table`. ``bases`` as in :func:`copy_table`. With ``fd`` -1
-    nothing is sent: it returns when at most :data:`SLICE` bytes lie one after the other at the address that it leaves in
-    ``status[1]``, which is ``bucket``, or for a long run where that is.
+    ``bases`` is as in :func:`copy_table`. With ``fd`` -1 nothing is sent: this returns when at most :data:`SLICE` bytes are
+    contiguous at the address in ``status[1]``, which is ``bucket`` or, for a long run, the run itself.
+
+    Returns:
+        Bytes sent: all, or fewer as in :func:`receive_table`.
     """
     raw.put(status, 1, bucket)
-    have = before = np.int64(0)  # bytes that wait in the bucket, bytes of the tiles before
+    have = before = np.int64(0)  # bytes in the bucket; bytes of earlier tiles
     for tile in range(first, last):
         row = table + tile * (8 * TILE)
         source, stride = raw.int64(bases, raw.int64(row, 0)) + raw.int64(row, 1), raw.int64(row, 2)
@@ -367,7 +381,7 @@ def send_table(fd: int, table: int, first: int, last: int, bases: int, done: int
 
 @raw.inlined
 def _scattered(address, stride, itemsize, target, first, count, key, columns):
-    # As _run, for elements that are ``stride`` bytes apart. Linear in the word, so each element adds its own part of it.
+    # As _run, for elements that are ``stride`` bytes apart. The digest is linear in the word, so each element adds its part.
     total = np.uint64(0)
     block = np.int64(-1)
     value = np.uint64(0)
@@ -410,15 +424,27 @@ def _scattered(address, stride, itemsize, target, first, count, key, columns):
 
 @raw.compiled("int64(int64, int64, int64, int64, int64, int64, int64, int64)")
 def digest_table(table: int, dims: int, first: int, last: int, targets: int, out: int, columns: int, stop: int) -> int:
-    """Write the digest of each row ``first <= i < last`` of a row table to ``out[i - first]``; return how many were finished.
+    """Write the digest of each row ``first <= i < last`` of a row table to ``out[i - first]``.
 
-    A row of the table is ``int64[LEAD + 3 * (dims - 1)]``: address of the box's first element, index of its leading dimensions
-    flattened over the global shape, blocks in a row of the tensor, first byte in the last dimension, elements in the last
-    dimension, bytes between them, bytes an element; then for each leading dimension, outermost first: extent, bytes between
-    neighbours, distance of neighbours in the flattened index.
+    A row of the table is ``int64[LEAD + 3 * (dims - 1)]``:
 
-    Where ``targets`` (an array of addresses, one a table row) is not zero, each box is also copied there in the same pass,
-    contiguous in C order. ``columns`` is the C table, ``stop`` the address of a byte that ends the work early.
+    0. address of the box's first element
+    1. index of its leading dimensions, flattened over the global shape
+    2. blocks of a tensor row
+    3. first byte in the last dimension
+    4. elements in the last dimension
+    5. bytes between these elements
+    6. bytes of an element
+
+    followed for each leading dimension, outermost first, by: extent, bytes between neighbors, distance of neighbors in the
+    flattened index.
+
+    If ``targets`` (address of an array of addresses, one for each table row) is not zero, each box is also copied there in the same
+    pass, contiguous in C order. ``columns`` is the address of the C table. ``stop`` is the address of a byte that ends the work
+    early.
+
+    Returns:
+        Number of finished rows.
     """
     width = 8 * (LEAD + 3 * (dims - 1))
     unchecked = 0

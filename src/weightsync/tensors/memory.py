@@ -1,4 +1,4 @@
-"""Layouts of memory: parameters where they are, or shards packed into one region."""
+"""Memory layouts: parameters in place, or shards packed into one region."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ Int64 = npt.NDArray[np.int64]
 def layout_in_place(
     manifest: Manifest, shards: Iterable[Shard], block_bytes: int | None = 1 << 20
 ) -> tuple[Layout, tuple[int, ...]]:
-    """The layout of memory that is written where it is, and the base address of each of its regions.
+    """Layout of memory that is written in place.
 
-    A region is one storage, in the order of first use. Rows of more than ``block_bytes`` are split, so that their digests can be
-    taken while the bytes are still in cache; ``None``: one row a shard.
+    A region is one storage, in the order of first use. Rows of more than ``block_bytes`` are split, so that they can be digested
+    while they are in the cache; with ``None`` each shard is one row.
 
-    Raises :class:`~weightsync.errors.LayoutError` for memory of another dtype than the manifest's, or memory in which two
-    elements may be the same bytes (an expanded tensor).
+    Returns:
+        The layout, and the base address of each region.
+
+    Raises:
+        LayoutError: The dtype differs from the manifest's, or two elements may share bytes (an expanded tensor).
     """
     rows = ordered(manifest, shards)
     regions: dict[int, int] = {}
@@ -37,7 +40,7 @@ def layout_in_place(
     for row, one in enumerate(rows):
         spec = manifest[manifest.index[one.name]]
         if dtype_name(one.tensor.dtype) != spec.dtype:
-            raise LayoutError(f"memory of {one.name} is {dtype_name(one.tensor.dtype)}, but {spec.dtype} is published")
+            raise LayoutError(f"{one.name} is {dtype_name(one.tensor.dtype)} in memory, but is published as {spec.dtype}")
         _check_apart(one)
         storage = one.tensor.untyped_storage()
         base = storage.data_ptr()
@@ -56,10 +59,10 @@ def layout_in_place(
 
 
 def packed_layout(manifest: Manifest, shards: Iterable[Shard], alignment: int = 64) -> Layout:
-    """One region that holds all shards one after the other: contiguous, in the manifest's dtype, each ``alignment``-aligned."""
+    """Layout of one region that holds all shards, contiguous, in the manifest's dtype, each aligned to ``alignment`` bytes."""
     rows = ordered(manifest, shards)
     if alignment < 1 or alignment & (alignment - 1):
-        raise LayoutError(f"an alignment is a power of two, not {alignment}")
+        raise LayoutError(f"alignment must be a power of two, not {alignment}")
     tensor, starts, stops, _ = _columns(manifest, rows)
     extents = stops - starts
     strides = np.empty_like(extents)
@@ -86,20 +89,20 @@ def _columns(manifest: Manifest, rows: list[Shard]) -> tuple[npt.NDArray[np.int3
             stops[row, first:] = one.box.stops
             strides[row, first:] = one.tensor.stride()
             strides[row] *= one.tensor.element_size()
-    # The stride of a dimension of one element says nothing, and torch leaves anything there.
+    # The stride of a dimension of one element has no meaning, and torch leaves arbitrary values there.
     strides[stops - starts == 1] = 0
     return tensor, starts, stops, strides
 
 
 def _check_apart(one: Shard) -> None:
-    """Refuse memory in which writing one element may change another."""
-    reach = 0  # elements from the first to the last that the dimensions so far can address
+    """Reject memory in which writing one element may change another."""
+    reach = 0  # distance from the first to the last element that the dimensions so far can address
     sizes: torch.Size = one.tensor.shape
     for stride, extent in sorted(zip(one.tensor.stride(), sizes, strict=True)):
         if extent > 1:
             if stride <= reach:
                 raise LayoutError(
                     f"memory of {one.name} overlaps itself (shape {list(sizes)}, strides {list(one.tensor.stride())}): "
-                    "an expanded view cannot be written in place. Give it memory of its own with .contiguous()"
+                    "an expanded view cannot be written in place. Copy it with .contiguous()"
                 )
             reach += stride * (extent - 1)

@@ -1,4 +1,4 @@
-"""Which box of a DTensor this rank holds: arithmetic over placements, with no communication."""
+"""Box of a DTensor that this rank holds, computed from its placements without communication."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ __all__ = ["box_of", "local_box"]
 
 
 def local_box(name: str, tensor: DTensor) -> Box | None:
-    """The box of ``tensor`` that this rank holds, ``None`` if the rank is not in its mesh.
+    """Return the box of ``tensor`` that this rank holds; ``None`` if the rank is not in its mesh.
 
-    Raises :class:`~weightsync.errors.LayoutError` for placements that are not one box.
+    Raises:
+        LayoutError: The placements do not describe one box.
     """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
@@ -27,7 +28,11 @@ def local_box(name: str, tensor: DTensor) -> Box | None:
 
 
 def check_placements(name: str, placements: Sequence[Placement]) -> None:
-    """Raise :class:`~weightsync.errors.LayoutError` for a placement of which no rank holds final elements."""
+    """Reject placements for which no rank holds final elements.
+
+    Raises:
+        LayoutError: A placement is a pending reduction.
+    """
     for placement in placements:
         if placement.is_partial():
             raise LayoutError(
@@ -43,11 +48,11 @@ def box_of(
     placements: Sequence[Placement],
     coordinate: Sequence[int],
 ) -> Box:
-    """The box of a tensor of global ``shape`` at ``coordinate`` in a mesh of ``mesh_shape``, one placement a mesh dimension.
+    """Return the box of a tensor of global ``shape`` at ``coordinate`` in a mesh of ``mesh_shape``.
 
-    Sharding is torch's: along a dimension of ``n`` elements over ``k`` ranks each gets ``ceil(n / k)`` until nothing is left,
-    so the last ones may hold fewer or none. Several mesh dimensions may shard one tensor dimension; a ``_StridedShard`` (FSDP
-    over tensor parallel) is applied after those to its right.
+    There is one placement for each mesh dimension. Sharding follows torch: along a dimension of ``n`` elements over ``k`` ranks
+    each rank gets ``ceil(n / k)`` until nothing is left, so the last ranks may hold fewer or none. Several mesh dimensions may
+    shard one tensor dimension. A ``_StridedShard`` (FSDP over tensor parallel) is applied after the placements to its right.
     """
     check_placements(name, placements)
     starts, stops = [0] * len(shape), list(shape)
@@ -68,7 +73,7 @@ def _order(name: str, mesh_shape: tuple[int, ...], placements: Sequence[Placemen
     for axis, placement in enumerate(placements):
         if isinstance(placement, Replicate):
             continue
-        # By name: in some releases _StridedShard derives from Shard, in others not, and it is private in all.
+        # By name, because _StridedShard is private and derives from Shard only in some releases of torch.
         if type(placement).__name__ == "_StridedShard":
             later = 1
             for other in range(axis + 1, len(placements)):
@@ -86,6 +91,6 @@ def _order(name: str, mesh_shape: tuple[int, ...], placements: Sequence[Placemen
         elif isinstance(placement, Shard):
             plain.append(axis)
         else:
-            raise LayoutError(f"{name} has a placement that weightsync does not know: {placement}")
-    # A strided axis cuts what the axes to its right left over, so of several the rightmost cuts first.
+            raise LayoutError(f"{name} has a placement that weightsync does not support: {placement}")
+    # A strided axis cuts what the axes to its right leave, so of several the rightmost cuts first.
     return plain + strided[::-1]

@@ -1,4 +1,4 @@
-"""A loader that copies whole tensors into shards: on a CUDA device one launch for each batch, whatever the strides."""
+"""Loader that copies whole tensors into shards. On a CUDA device each batch is one launch, whatever the strides."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ _shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 
 
 class ShardLoader:
-    """Copies whole tensors into the parts of them that ``shards`` hold, bit for bit; several shards may be of one tensor.
+    """Copies each rank's parts of whole tensors into ``shards``, bit for bit. Several shards may belong to one tensor.
 
-    On a CUDA device (with Triton) a batch is one launch. Its table is built on first use and kept for later batches of the same
-    tensors in the same memory, as every round of a streamed update brings them; :attr:`table_bytes` is what the tables take.
-    Elsewhere torch copies. Make a new loader when a shard gets other memory. Work goes to the device's current stream. Not
-    thread-safe.
+    On a CUDA device with Triton a batch is one launch. Its table is built on first use and kept for later batches of the same
+    tensors in the same memory, as every round of a streamed update brings them. Elsewhere torch copies. Make a new loader when a
+    shard moves to other memory. Work goes to the device's current stream. Not thread-safe.
     """
 
     def __init__(self, shards: Iterable[Shard]) -> None:
@@ -38,17 +37,19 @@ class ShardLoader:
             self._shards.setdefault(one.name, []).append(one)
         self._copies: dict[Hashable, TileCopy] = {}
         self.table_bytes = 0
-        """Device memory that the tables take."""
+        """Device memory of the tables, in bytes."""
 
     def load(self, batch: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy this rank's part of each whole tensor in ``batch`` into the shards of the same name.
 
-        On a CUDA device, returns before the bytes have moved. Raises :class:`~weightsync.errors.LoadError` for a name without a
-        shard, and for a tensor that differs from it in dtype or whole shape.
+        On a CUDA device this returns before the bytes have moved.
+
+        Raises:
+            LoadError: No shard has the tensor's name, or the tensor differs from it in dtype or whole shape.
         """
         pairs = tuple(batch)
         names, tensors = tuple(name for name, _ in pairs), [tensor for _, tensor in pairs]
-        # Looked up rather than sliced anew: slicing ten thousands of tensors takes longer than copying them.
+        # Cached, because slicing tens of thousands of tensors takes longer than copying them.
         pointers, strides = tuple(map(torch.Tensor.data_ptr, tensors)), tuple(map(torch.Tensor.stride, tensors))
         key = (names, pointers, tuple(map(_shape, tensors)), strides, tuple(map(_dtype, tensors)))
         copy = self._copies.get(key)
@@ -62,19 +63,19 @@ class ShardLoader:
             self._copies[key] = copy
             copy.launch()
         elif targets:
-            # As integers: torch copies many tensors at once by way of float32, which gives a NaN other bits.
+            # As integers, because torch's batched copy goes through float32, which changes the bits of a NaN.
             torch._foreach_copy_([_bits(tensor) for tensor in targets], [_bits(tensor) for tensor in sources])
 
     def _parts(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         targets, sources = list[torch.Tensor](), list[torch.Tensor]()
         for name, tensor in zip(names, tensors, strict=True):
             shards = self._shards.get(name, [])
-            if not shards and tensor.numel():  # shards are of tensors with elements
+            if not shards and tensor.numel():  # tensors without elements have no shards
                 raise LoadError(f"this engine rank has no parameter named {name!r}")
             for shard in shards:
                 if tensor.dtype != shard.tensor.dtype or tuple(tensor.shape) != tuple(shard.shape):
                     came = f"{tensor.dtype}{list(tensor.shape)}"
-                    raise LoadError(f"{name} is {shard.tensor.dtype}{list(shard.shape)} in this engine, and came as {came}")
+                    raise LoadError(f"{name} is {shard.tensor.dtype}{list(shard.shape)} in this engine, but arrived as {came}")
                 if shard.tensor.numel():
                     region = tuple(slice(first, end) for first, end in zip(shard.box.starts, shard.box.stops, strict=True))
                     targets.append(shard.tensor)

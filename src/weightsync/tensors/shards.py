@@ -1,4 +1,4 @@
-"""Shards from state dicts: which boxes of which checkpoint tensors this rank's memory holds."""
+"""Shards of state dicts: the boxes of checkpoint tensors that this rank's memory holds."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ __all__ = [
 ]
 
 DTypes = torch.dtype | Mapping[str, torch.dtype] | None
-"""What to publish as: one dtype for all floating-point tensors of 16 bits and more, or one a name; ``None``: as they are."""
+"""Published dtype: one for all floating-point tensors of 16 bits and more, or one for each name; ``None`` keeps their own."""
 
 _dtype: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
-_COMPILED = "_orig_mod"  # the attribute in which torch.compile() keeps the module that it wraps
+_COMPILED = "_orig_mod"  # attribute in which torch.compile() keeps the wrapped module
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
     """A box of one checkpoint tensor of global ``shape``, and the strided local memory that holds it.
 
-    ``tensor`` has the box's shape and the dtype that the memory has, which may differ from the manifest's: it is converted when
-    it is placed. It is live: a later step of the optimizer changes it.
+    ``tensor`` has the box's shape and the memory's dtype. If that differs from the manifest's dtype, the shard is converted when it
+    is placed. The tensor is live: a later optimizer step changes it.
     """
 
     name: str
@@ -55,7 +55,11 @@ class Shard:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``"bfloat16"`` for ``torch.bfloat16``. Raises :class:`~weightsync.errors.ConfigurationError` for one that cannot be moved."""
+    """Return ``"bfloat16"`` for ``torch.bfloat16``.
+
+    Raises:
+        ConfigurationError: The dtype cannot be published.
+    """
     name = str(dtype).removeprefix("torch.")
     if name not in ITEMSIZE:
         raise ConfigurationError(f"{dtype} cannot be published; known: {', '.join(sorted(ITEMSIZE))}")
@@ -63,7 +67,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """``torch.bfloat16`` for ``"bfloat16"``. Raises :class:`~weightsync.errors.ConfigurationError` for an unknown name."""
+    """Return ``torch.bfloat16`` for ``"bfloat16"``.
+
+    Raises:
+        ConfigurationError: The name is unknown.
+    """
     if name not in ITEMSIZE:
         raise ConfigurationError(f"unknown dtype {name!r}; known: {', '.join(sorted(ITEMSIZE))}")
     dtype: torch.dtype = getattr(torch, name)
@@ -71,14 +79,14 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def checkpoint_name(name: str) -> str:
-    """``name`` without the parts that ``torch.compile`` adds: ``layers.0.w`` for ``_orig_mod.layers.0._orig_mod.w``."""
+    """Remove the parts that ``torch.compile`` adds: ``layers.0.w`` for ``_orig_mod.layers.0._orig_mod.w``."""
     return ".".join(part for part in name.split(".") if part != _COMPILED) if _COMPILED in name else name
 
 
 class Views:
-    """Where ``tensors`` are, and how their memory is read: address, size, dtype, and of what is not contiguous shape and strides.
+    """Snapshot of the addresses of ``tensors`` and of how they are read: size, dtype, and shape and strides if not contiguous.
 
-    Contiguous memory of the same size is read alike whatever its shape: its elements in order.
+    Contiguous memory of the same size is read alike whatever its shape.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -87,13 +95,14 @@ class Views:
         self._forms = [(tensors[index].shape, tensors[index].stride()) for index in self._strided]
 
     def are_at(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether ``tensors`` are where they were, however they are read."""
+        """Whether ``tensors`` have the same addresses as before."""
         return list(map(torch.Tensor.data_ptr, tensors)) == self._kept[0]
 
     def are_of(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether ``tensors`` are where they were, and read alike. Takes 0.2 microseconds each: it is asked in every round.
+        """Whether ``tensors`` have the same addresses as before and are read alike. Takes 0.2 microseconds for each tensor.
 
-        It makes no lists of shapes, as ten thousands of new tuples begin a garbage collection, which takes 100 milliseconds.
+        Every round calls this. It makes no lists of shapes, because tens of thousands of new tuples trigger a garbage collection of
+        100 milliseconds.
         """
         return _look(tensors) == self._kept and all(
             (tensors[index].shape, tensors[index].stride()) == form for index, form in zip(self._strided, self._forms, strict=True)
@@ -110,9 +119,16 @@ def _look(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[bool], list[
 
 
 def shard(name: str, tensor: torch.Tensor, global_shape: Sequence[int], starts: Sequence[int]) -> Shard:
-    """Declare by hand that ``tensor`` holds the box of ``name`` (of ``global_shape``) that begins at ``starts``, in elements.
+    """Declare that ``tensor`` holds the box of checkpoint tensor ``name`` that starts at ``starts``.
 
-    Raises :class:`~weightsync.errors.LayoutError` if the box would be outside the tensor.
+    Args:
+        name: Checkpoint name.
+        tensor: Local memory, with the box's shape.
+        global_shape: Shape of the whole checkpoint tensor, in elements.
+        starts: First index of the box in each dimension, in elements.
+
+    Raises:
+        LayoutError: The box lies outside the tensor.
     """
     shape, first = tuple(map(int, global_shape)), tuple(map(int, starts))
     if not len(shape) == len(first) == tensor.dim():
@@ -126,19 +142,23 @@ def shard(name: str, tensor: torch.Tensor, global_shape: Sequence[int], starts: 
 def shards_of(
     state: Mapping[str, torch.Tensor] | nn.Module, *, dtype: DTypes = None, buffers: bool = False
 ) -> tuple[Manifest, list[Shard]]:
-    """The manifest of the whole model (equal on every rank), and the shards that this rank holds, in manifest order.
+    """Return the manifest of the whole model (equal on every rank) and the shards that this rank holds, in manifest order.
 
-    ``state`` is a module, or tensors by checkpoint name: plain ones are held whole, DTensors as their placements say (FSDP,
-    HSDP, tensor parallel and combinations, uneven ones too). Names lose what ``torch.compile`` adds to them. Tensors that are the
-    same memory under several names are listed once, under the first name, the others being aliases; in which order names come makes
-    no difference to the manifest's order and fingerprint. Of a module, all parameters are taken under the names of its state dict,
-    whose hooks may rename and split them, and persistent ``buffers`` only on request; of a mapping, everything. Empty shards are
-    left out. No communication, and nothing is copied.
+    Plain tensors are held whole, DTensors as their placements say (FSDP, HSDP, tensor parallel and combinations, uneven ones too).
+    Parts of names that ``torch.compile`` adds are removed. Tensors that share the same memory under several names are listed once,
+    under the first name, with the others as aliases; the order of names affects neither the manifest's order nor its fingerprint.
+    Empty shards are left out. This needs no communication and copies nothing.
 
-    Raises :class:`~weightsync.errors.LayoutError` for a tensor of which this rank does not hold one box, or that has no memory
-    of its own (a tensor subclass that wraps others), and for a parameter that the state dict leaves out or copies;
-    :class:`~weightsync.errors.ConfigurationError` for a dtype that cannot be published, a name that is not there, or two tensors
-    of one name.
+    Args:
+        state: A module, or tensors by checkpoint name. Of a module, all parameters are taken under the names of its state dict,
+            whose hooks may rename and split them. Of a mapping, everything is taken.
+        dtype: See :data:`DTypes`.
+        buffers: Whether to include a module's persistent buffers.
+
+    Raises:
+        LayoutError: This rank does not hold one box of a tensor, a tensor has no memory of its own (a subclass that wraps others),
+            or the state dict omits or copies a parameter.
+        ConfigurationError: A dtype cannot be published, a name in ``dtype`` does not exist, or two tensors have one name.
     """
     manifest, held = _survey(state, dtype, buffers)
     for name, (_, box, local) in held.items():
@@ -149,7 +169,7 @@ def shards_of(
 
 
 def manifest_of(state: Mapping[str, torch.Tensor] | nn.Module, *, dtype: DTypes = None, buffers: bool = False) -> Manifest:
-    """The manifest of the whole model; see :func:`shards_of`. Meta tensors and subclasses that wrap others will do."""
+    """Return the manifest of the whole model, as :func:`shards_of` does. Meta tensors and wrapping subclasses are accepted too."""
     return _survey(state, dtype, buffers)[0]
 
 
@@ -157,12 +177,12 @@ def manifest_of(state: Mapping[str, torch.Tensor] | nn.Module, *, dtype: DTypes 
 def _survey(
     state: Mapping[str, torch.Tensor] | nn.Module, dtype: DTypes, buffers: bool
 ) -> tuple[Manifest, dict[str, tuple[tuple[int, ...], Box | None, torch.Tensor]]]:
-    """The manifest, and by canonical name the global shape, this rank's box, and its memory."""
+    """Return the manifest and, by canonical name, the global shape, this rank's box, and its memory."""
     found: dict[str, torch.Tensor] = {}
     for given, value in _entries(state, buffers):
         name = checkpoint_name(given)
         if name in found:
-            raise ConfigurationError(f"two tensors are named {name} when the parts that torch.compile adds are left out")
+            raise ConfigurationError(f"two tensors are named {name} once the parts that torch.compile adds are removed")
         found[name] = value
     canonical: dict[tuple[object, ...], str] = {}
     aliases: dict[str, list[str]] = {}
@@ -184,15 +204,16 @@ def _survey(
 
 
 def ordered(manifest: Manifest, shards: Iterable[Shard]) -> list[Shard]:
-    """The shards that hold anything, in the order of a layout's rows: by tensor, then as they came.
+    """Sort the nonempty shards in the order of a layout's rows: by tensor, then as given.
 
-    Raises :class:`~weightsync.errors.LayoutError` for a shard whose name, shape or box does not fit the manifest.
+    Raises:
+        LayoutError: A shard's name, shape or box does not fit the manifest.
     """
     rows: list[tuple[int, Shard]] = []
     for one in shards:
         index = manifest.index.get(one.name)
         if index is None:
-            raise LayoutError(f"shard of {one.name}, which the manifest does not name")
+            raise LayoutError(f"shard of {one.name}, which is not in the manifest")
         if manifest[index].shape != one.shape or not one.box.within(one.shape) or tuple(one.tensor.shape) != one.box.shape:
             place = f"{list(one.box.starts)}:{list(one.box.stops)} of {list(one.shape)}"
             raise LayoutError(
@@ -217,12 +238,14 @@ def _entries(state: Mapping[str, torch.Tensor] | nn.Module, buffers: bool) -> It
 
 
 def _module_entries(module: nn.Module, buffers: bool) -> list[tuple[str, torch.Tensor]]:
-    """The parts of the state dict that are memory of a parameter, or of a buffer if these are asked for.
+    """Entries of the state dict that are memory of a parameter or, on request, of a buffer.
 
-    State-dict hooks may hand out views of parameters as plain tensors, so the memory tells what belongs to a parameter. Raises
-    :class:`~weightsync.errors.LayoutError` unless all of every parameter is there.
+    State-dict hooks may return views of parameters as plain tensors, so the memory decides what belongs to a parameter.
+
+    Raises:
+        LayoutError: The state dict does not hold all of every parameter.
     """
-    state = module.state_dict(keep_vars=True)  # first: FSDP then puts its shards in the place of parameters that it had gathered
+    state = module.state_dict(keep_vars=True)  # first, because FSDP then replaces gathered parameters with its shards
     owned = {name: _view(parameter) for name, parameter in module.named_parameters()}
     others = dict(module.named_buffers(remove_duplicate=False))
     wanted = {_view(value).storage for value in (others.values() if buffers else ())} | {view.storage for view in owned.values()}
@@ -247,8 +270,8 @@ def _module_entries(module: nn.Module, buffers: bool) -> list[tuple[str, torch.T
         if left:
             raise LayoutError(
                 f"parameter {name} of {type(module).__name__} would not be published whole: {left:,} bytes of its memory are in no "
-                "tensor of the module's state_dict(). A state-dict hook leaves it out or copies it: give weightsync a dict of the "
-                "live tensors by checkpoint name instead of the module"
+                "tensor of the module's state_dict(). A state-dict hook omits or copies it: pass a dict of the live tensors by "
+                "checkpoint name instead of the module"
             )
     return entries
 
@@ -256,19 +279,19 @@ def _module_entries(module: nn.Module, buffers: bool) -> list[tuple[str, torch.T
 @torch.no_grad()
 def _view(value: torch.Tensor) -> LocalView:
     local = _here(value)
-    if local.layout is not torch.strided:  # its parts have storages, itself has none
+    if local.layout is not torch.strided:  # only its parts have storages
         return LocalView(-id(value), 0, (1,), (local.numel(),), local.dtype)
     return LocalView(local.untyped_storage()._cdata, int(local.storage_offset()), local.stride(), tuple(local.shape), local.dtype)
 
 
 def _here(value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; any other tensor itself."""
+    """Return the local part of a DTensor; any other tensor unchanged."""
     return value.to_local() if isinstance(value, _dtensor()) else value
 
 
 @cache
 def _dtensor() -> type[DTensor] | tuple[()]:
-    """The class, for isinstance(), once it is needed: its module takes long to import, and is not in every build of torch."""
+    """Return the DTensor class for isinstance(), imported on first use: the import is slow, and some builds of torch lack it."""
     if not torch.distributed.is_available():
         return ()
     from torch.distributed.tensor import DTensor
@@ -277,18 +300,18 @@ def _dtensor() -> type[DTensor] | tuple[()]:
 
 
 def _check_memory(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor whose elements are not at its address: kernels would read whatever is there."""
+    """Reject a tensor whose elements are not at its address, because kernels would read unrelated memory."""
     if tensor.is_meta:
         raise LayoutError(f"{name} is a meta tensor: it has no memory")
     if hasattr(tensor, "__tensor_flatten__") or not tensor.data_ptr():
         raise LayoutError(
             f"{name} is a {type(tensor).__module__}.{type(tensor).__qualname__}, which has no memory of its own (it wraps other "
-            "tensors, as quantized weights do): give weightsync a dict with the tensors inside it, or dequantize it first"
+            "tensors, as quantized weights do): pass a dict with the tensors inside it, or dequantize it first"
         )
 
 
 def _local(name: str, value: torch.Tensor) -> tuple[Box | None, torch.Tensor]:
-    """The box that this rank holds, and its memory."""
+    """Return the box that this rank holds, and its memory."""
     if value.layout is not torch.strided or value.is_quantized:
         raise LayoutError(f"{name} is not a plain strided tensor ({value.layout}, {value.dtype}); publish its parts instead")
     if isinstance(value, _dtensor()):
@@ -299,8 +322,8 @@ def _local(name: str, value: torch.Tensor) -> tuple[Box | None, torch.Tensor]:
         if box is not None and tuple(local.shape) != box.shape:
             if box.size or local.numel():
                 raise LayoutError(
-                    f"{name} holds {list(local.shape)} here, but its placements {value.placements} of {list(value.shape)} "
-                    f"say {list(box.shape)}"
+                    f"{name} has local shape {list(local.shape)}, but its placements {value.placements} of {list(value.shape)} "
+                    f"give {list(box.shape)}"
                 )
             local = local.new_empty(box.shape)
         return box, local
@@ -308,10 +331,10 @@ def _local(name: str, value: torch.Tensor) -> tuple[Box | None, torch.Tensor]:
 
 
 def _identity(name: str, shape: tuple[int, ...], box: Box | None, local: torch.Tensor) -> tuple[object, ...]:
-    """Equal for two names of the same memory.
+    """Key that is equal for two names of the same memory.
 
-    By the storage object, not by its address: ranks whose local shard is empty must find the same ties as the others, and
-    empty tensors all have the same address.
+    It uses the storage object instead of its address: ranks with an empty local shard must find the same ties as the others, and
+    all empty tensors have the same address.
     """
     if 0 in shape or box is None:
         return (name,)
@@ -320,33 +343,33 @@ def _identity(name: str, shape: tuple[int, ...], box: Box | None, local: torch.T
 
 
 def _published(dtype: DTypes, held: Mapping[str, torch.dtype], aliases: Mapping[str, list[str]]) -> dict[str, torch.dtype]:
-    """What each tensor is published as."""
+    """Return the dtype in which each tensor is published."""
     if dtype is None:
         return dict(held)
     if isinstance(dtype, torch.dtype):
-        # Integers, booleans and float8 (whose values mean nothing without their scales) are never converted by a blanket wish.
+        # A single dtype never converts integers, booleans and float8, whose values have no meaning without their scales.
         return {name: dtype if own.is_floating_point and own.itemsize > 1 else own for name, own in held.items()}
     owner = {alias: name for name, others in aliases.items() for alias in (name, *others)}
     dtype = {checkpoint_name(name): kind for name, kind in dtype.items()}
     unknown = sorted(set(dtype) - set(owner))
     if unknown:
-        raise ConfigurationError(f"dtype given for tensors that are not there: {', '.join(unknown[:10])} ({len(unknown)} in all)")
+        raise ConfigurationError(f"dtype given for tensors that do not exist: {', '.join(unknown[:10])} ({len(unknown)} in all)")
     wanted = dict(held)
     chosen: dict[str, str] = {}
     for name, kind in dtype.items():
         other = chosen.setdefault(owner[name], name)
         if dtype[other] != kind:
             both = f"{dtype[other]} and {kind}"
-            raise ConfigurationError(f"{other} and {name} are the same tensor, but are to be published as {both}")
+            raise ConfigurationError(f"{other} and {name} are the same tensor, but dtype asks for {both}")
         wanted[owner[name]] = kind
     return wanted
 
 
 class FollowedShards:
-    """The manifest and shards of ``state``, taken anew whenever a name has other memory, or is another view of the same.
+    """Manifest and shards of ``state``, recomputed whenever a tensor has other memory or is another view of the same memory.
 
-    Looking costs some microseconds a tensor, taking them anew tens. For a mapping, its tensors themselves must be the live ones:
-    what a module's ``state_dict()`` returned does not see that a parameter was replaced.
+    A check takes some microseconds for each tensor, recomputing tens. In a mapping the tensors themselves must be the live ones:
+    the result of a module's ``state_dict()`` does not reflect a parameter that is replaced later.
     """
 
     def __init__(
@@ -363,7 +386,7 @@ class FollowedShards:
 
     @torch.no_grad()
     def _look(self) -> tuple[list[str], list[torch.Tensor]]:
-        """All names, tied ones too, and the tensor of each. Not a list of pairs, for the reason that :class:`Views` gives."""
+        """Return all names, including tied ones, and their tensors: two lists instead of pairs, as explained in :class:`Views`."""
         names, tensors = list[str](), list[torch.Tensor]()
         for name, value in self._named():
             names.append(name)
@@ -378,7 +401,7 @@ class FollowedShards:
         return chain(state.named_parameters(remove_duplicate=False), buffers)
 
     def now(self) -> tuple[Manifest, list[Shard]]:
-        """As :func:`shards_of`, of the memory that the state has now: the very same objects if nothing moved."""
+        """Return :func:`shards_of` for the current memory; the identical objects if nothing has moved."""
         names, tensors = self._look()
         if names != self._names or not self._views.are_of(tensors):
             found = shards_of(self._state, dtype=self._dtype, buffers=self._buffers)

@@ -1,4 +1,4 @@
-"""The ring of buckets into which streamed delivery reads whole tensors, and from which the engine's own loader takes them."""
+"""Staging buckets, into which streamed delivery reads whole tensors and from which the engine's loader takes them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ Buffer = npt.NDArray[np.uint8] | torch.Tensor
 
 
 def check_size(manifest: Manifest, layout: Layout, bucket_bytes: int) -> None:
-    """Raise :class:`~weightsync.errors.LayoutError` for a staging layout that takes more memory than this rank's own settings say.
+    """Check that a staging layout from the wire respects this rank's own settings.
 
-    A layout comes over the wire: a bucket has at most ``bucket_bytes``, or the bytes of the largest tensor if that is more, and
-    there are no more buckets than tensors.
+    A bucket may have ``bucket_bytes``, or the bytes of the largest tensor if that is more. There may be no more buckets than rows.
+
+    Raises:
+        LayoutError: The layout needs more memory.
     """
     most = max([bucket_bytes, *(spec.nbytes for spec in manifest)])
     if any(size > most for size in layout.regions) or len(layout.regions) > len(layout):
@@ -36,12 +38,14 @@ def check_size(manifest: Manifest, layout: Layout, bucket_bytes: int) -> None:
 
 
 class Staging:
-    """Memory for a staging ``layout`` (region ``k`` is bucket ``k``, each row a whole tensor): few buffers, whatever the buckets.
+    """Memory for a staging ``layout`` (region ``k`` is bucket ``k``, each row a whole tensor), with a fixed number of buffers.
 
-    Bucket ``k`` lies in buffer ``k % buffers``, so with two of them one can be filled while the one before it is being loaded. A
-    buffer is as large as the largest bucket that it will hold. They are allocated (and in host memory touched) at once,
-    page-aligned and private, on ``device`` (``None``: in host memory). Raises :class:`~weightsync.errors.LayoutError` for rows that
-    are not whole, contiguous tensors. ``nbytes`` is what it costs.
+    Bucket ``k`` lies in buffer ``k % buffers``. With two buffers, one can be filled while the previous one is loaded. A buffer is
+    as large as the largest bucket that it will hold. Buffers are allocated at once (and touched, in host memory), page-aligned and
+    private, on ``device`` (``None`` for host memory). ``nbytes`` is their total size.
+
+    Raises:
+        LayoutError: A row is not a whole, contiguous tensor, or device memory is short.
     """
 
     def __init__(self, manifest: Manifest, layout: Layout, *, device: torch.device | None = None, buffers: int = _BUFFERS) -> None:
@@ -62,13 +66,16 @@ class Staging:
         self._views: dict[int, list[tuple[str, torch.Tensor]]] = {}
 
     def tensors(self, bucket: int) -> list[tuple[str, torch.Tensor]]:
-        """Name and tensor of everything in ``bucket``: views of the staging memory, valid until its buffer is filled again.
+        """Name and tensor of everything in ``bucket``, as views of the staging memory, valid until its buffer is filled again.
 
-        Tensors without elements are never sent; they come with bucket 0, as a loader may look for every name. The views are made
-        once, as making them takes longer than filling them on a GPU.
+        Tensors without elements are never sent. They come with bucket 0, because a loader may expect every name. The views are
+        cached, because making them takes longer than filling them on a GPU.
+
+        Raises:
+            LayoutError: The bucket does not exist.
         """
         if not 0 <= bucket < max(self.buckets, 1):
-            raise LayoutError(f"bucket {bucket} of {self.buckets}")
+            raise LayoutError(f"bucket {bucket} does not exist; there are {self.buckets}")
         if bucket not in self._views:
             self._views[bucket] = self._look(bucket)
         return list(self._views[bucket])
@@ -90,13 +97,13 @@ class Staging:
         return found
 
     def used_by(self, stream: torch.cuda.Stream) -> None:
-        """Tell torch that ``stream`` writes this memory too, so that nobody else gets it before that stream is done with it."""
+        """Tell torch that ``stream`` writes this memory too, so that it is not reused before that stream is done with it."""
         for one in self._buffers:
             if isinstance(one, torch.Tensor):
                 one.record_stream(stream)
 
     def close(self) -> None:
-        """Let go of the memory; it is freed with the last tensor that still looks at it."""
+        """Drop the buffers. Their memory is freed with the last tensor that views it."""
         self._buffers = []
         self._rows = []
         self._views = {}
@@ -117,18 +124,22 @@ class Staging:
 
 
 def _on(device: torch.device, size: int) -> torch.Tensor:
-    """Memory of a device, which torch aligns to 512 bytes. Raises LayoutError if there is not enough."""
+    """Allocate device memory, which torch aligns to 512 bytes.
+
+    Raises:
+        LayoutError: There is not enough.
+    """
     try:
         return torch.empty(size, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:
-        raise LayoutError(f"no room for a staging buffer of {size:,} bytes on {device}: give a smaller bucket_bytes") from error
+        raise LayoutError(f"no memory for a staging buffer of {size:,} bytes on {device}: use a smaller bucket_bytes") from error
 
 
 def _allocate(size: int) -> npt.NDArray[np.uint8]:
-    """Page-aligned memory, already backed by pages: the first round must not pay for faults while engines are paused."""
+    """Allocate page-aligned memory and touch it, so that the first round causes no page faults while engines are paused."""
     memory = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages: only slower
+        with contextlib.suppress(OSError):  # without huge pages it is only slower
             memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, np.uint8)
     array.fill(0)

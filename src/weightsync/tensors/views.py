@@ -1,4 +1,4 @@
-"""Arrays over memory that is known by its address."""
+"""NumPy arrays over memory at a given address."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["bytes_at"]
 
 
 def bytes_at(address: int, size: int) -> npt.NDArray[np.uint8]:
-    """``size`` bytes at ``address`` as a writable ``uint8`` array, which does not keep that memory alive."""
+    """Return ``size`` bytes at ``address`` as a writable ``uint8`` array. It does not keep the memory alive."""
     if not size:
         return np.empty(0, np.uint8)
     memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))

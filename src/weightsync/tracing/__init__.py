@@ -1,1 +1,1 @@
-"""What an engine's own weight loader does, recorded as copies of memory."""
+"""Tracing of an engine's weight loader: records what it does as copies of memory."""

@@ -1,8 +1,8 @@
-"""Walks: the same elements at their places in two memories, and what two walks have in common. Integers only, no tensors.
+"""Affine maps between the bytes of two memories, and their composition. Integer arithmetic only, no tensors.
 
-Following a chain of copies is composing walks; finding the box of a checkpoint tensor behind a strided view is reading a walk in
-the digits of the tensor's shape. Both are one piece of arithmetic: write places in mixed radix, and split a walk where it
-carries from one digit into the next.
+A chain of copies is a composition of maps. The box of a checkpoint tensor behind a strided view is a map read in the digits of the
+tensor's shape. Both use the same arithmetic: write positions in mixed radix, and split a map where it carries from one digit into
+the next.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ __all__ = ["BoxWalk", "Irregular", "Walk", "boxes", "contiguous", "meet"]
 _MOST_PARTS = 1 << 14
 
 Dim = tuple[int, int, int]
-"""Extent, bytes between neighbours here, and there."""
+"""Extent, and bytes between neighbors in the first and in the second memory."""
 
 
 class Irregular(Exception):
-    """A walk that would fall into too many parts to be worth following."""
+    """A map splits into too many parts to follow."""
 
 
 @dataclass(frozen=True)
 class Walk:
-    """``prod(extents)`` elements: one at byte ``here`` of one memory is the one at byte ``there`` of another, and so on by steps.
+    """Map of ``prod(extents)`` elements from one memory to another.
 
-    A step may be zero (one element, many times), never negative.
+    The first element lies at byte ``here`` of the first memory and at byte ``there`` of the second. Each of ``dims`` adds its
+    steps. A step may be zero (the same element several times), never negative.
     """
 
     here: int
@@ -42,11 +43,11 @@ class Walk:
 
     @cached_property
     def last(self) -> int:
-        """Largest place here."""
+        """Largest byte position in the first memory."""
         return self.here + sum((extent - 1) * step for extent, step, _ in self.dims)
 
     def folded(self) -> Walk:
-        """The same pairs of places in the fewest dimensions, largest step here first."""
+        """Return the same map in the fewest dimensions, ordered by descending step in the first memory."""
         dims: list[Dim] = []
         for extent, here, there in sorted((dim for dim in self.dims if dim[0] != 1), key=lambda dim: (-dim[1], -dim[2])):
             if dims and dims[-1][1] == extent * here and dims[-1][2] == extent * there:
@@ -55,17 +56,21 @@ class Walk:
         return Walk(self.here, self.there, tuple(dims))
 
     def swapped(self) -> Walk:
-        """The other memory first."""
+        """Return the inverse map."""
         return Walk(self.there, self.here, tuple((extent, there, here) for extent, here, there in self.dims))
 
     def cut(self, dim: int, first: int, last: int) -> Walk:
-        """Indices ``first <= i < last`` of one dimension only."""
+        """Restrict one dimension to the indices ``first <= i < last``."""
         _, here, there = self.dims[dim]
         dims = (*self.dims[:dim], (last - first, here, there), *self.dims[dim + 1 :])
         return Walk(self.here + first * here, self.there + first * there, dims)
 
     def each(self, dim: int) -> Iterator[Walk]:
-        """One walk for every index of a dimension. Raises :class:`Irregular` for very many."""
+        """Yield one map for every index of a dimension.
+
+        Raises:
+            Irregular: The dimension has too many indices.
+        """
         extent, here, there = self.dims[dim]
         if extent > _MOST_PARTS:
             raise Irregular
@@ -75,7 +80,7 @@ class Walk:
 
 
 def contiguous(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Bytes between neighbours in each dimension of a tensor in C order."""
+    """Bytes between neighbors in each dimension of a tensor in C order."""
     steps = [itemsize] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         steps[dim] = steps[dim + 1] * shape[dim + 1]
@@ -84,7 +89,7 @@ def contiguous(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Aligned:
-    """A walk that carries nowhere: its first digits, and for each dimension its digit (-1: stands still) and step in it."""
+    """A map without carries: its first digits, and for each dimension the digit that it moves (-1 for none) and by how much."""
 
     walk: Walk
     digits: tuple[int, ...]
@@ -92,7 +97,7 @@ class _Aligned:
 
 
 def _aligned(walk: Walk, origin: int, steps: Sequence[int]) -> Iterator[_Aligned]:
-    """Parts of ``walk`` that do not carry between digits of ``steps`` (descending, each a multiple of the next)."""
+    """Split ``walk`` into parts without carries between the digits of ``steps`` (descending, each a multiple of the next)."""
     todo, parts = [walk], 0
     while todo:
         parts += 1
@@ -123,7 +128,7 @@ def _place(step: int, steps: Sequence[int]) -> tuple[int, int]:
 
 
 def _split(walk: Walk, digits: Sequence[int], places: Sequence[tuple[int, int]], steps: Sequence[int]) -> list[Walk] | None:
-    """Parts of ``walk`` that carry less, ``None`` if it does not carry."""
+    """Split ``walk`` into parts with fewer carries; ``None`` if it has none."""
     for digit in range(len(steps) - 1, 0, -1):
         radix = steps[digit - 1] // steps[digit]
         mine = [dim for dim, (place, _) in enumerate(places) if place == digit]
@@ -134,7 +139,7 @@ def _split(walk: Walk, digits: Sequence[int], places: Sequence[tuple[int, int]],
         extent, here, there = walk.dims[longest]
         step = places[longest][1]
         others = sum(reach.values()) - reach[longest]
-        if digits[digit] + others < step and radix % step == 0:  # carries at every ``period``-th index, evenly
+        if digits[digit] + others < step and radix % step == 0:  # carries evenly at every ``period``-th index
             period = radix // step
             whole, rest = divmod(extent, period)
             dims = (*walk.dims[:longest], (whole, here * period, there * period), (period, here, there), *walk.dims[longest + 1 :])
@@ -150,14 +155,17 @@ def _without_ones(walk: Walk) -> Walk:
 
 
 def meet(walk: Walk, piece: Walk, itemsize: int) -> list[Walk]:
-    """From where ``walk`` goes to where ``piece`` goes, for all elements at which both are here.
+    """Map from the targets of ``walk`` to the targets of ``piece``, for all elements that both have in their first memory.
 
-    ``piece`` visits no place here twice. Raises :class:`Irregular` where that would take very many parts.
+    ``piece`` must not visit a position of its first memory twice.
+
+    Raises:
+        Irregular: The result has too many parts.
     """
     walk, piece = walk.folded(), piece.folded()
     if not walk.size or not piece.size or walk.last < piece.here or piece.last < walk.here:
         return []
-    if _plain(piece, walk, itemsize):  # by far the most common: a view of one contiguous piece
+    if _plain(piece, walk, itemsize):  # by far the most common case: a view of one contiguous piece
         there = piece.there + walk.here - piece.here
         return [Walk(walk.there, there, tuple((extent, to, here) for extent, here, to in walk.dims)).folded()]
     if _plain(walk, piece, itemsize):
@@ -179,7 +187,7 @@ def meet(walk: Walk, piece: Walk, itemsize: int) -> list[Walk]:
     while todo:
         part = todo.pop()
         bounds = _within(part, lows, extents)
-        if isinstance(bounds, int):  # several dimensions move this digit in and out of the piece: one index at a time
+        if isinstance(bounds, int):  # several dimensions move this digit into and out of the piece: split one of them by index
             if len(todo) > _MOST_PARTS:
                 raise Irregular
             todo += [again for one in part.walk.each(bounds) for again in _aligned(one, origin, steps)]
@@ -197,7 +205,7 @@ def meet(walk: Walk, piece: Walk, itemsize: int) -> list[Walk]:
 
 
 def _plain(one: Walk, other: Walk, itemsize: int) -> bool:
-    """Whether ``one`` is contiguous here and there, and holds all places of ``other``."""
+    """Whether ``one`` is contiguous in both memories and holds all first positions of ``other``."""
     return (
         len(one.dims) == 1
         and one.dims[0][1] == one.dims[0][2] == itemsize
@@ -209,7 +217,7 @@ def _plain(one: Walk, other: Walk, itemsize: int) -> bool:
 
 
 def _lows(apart: int, steps: Sequence[int], extents: Sequence[int]) -> list[int]:
-    """First value of each digit in the piece: where there is room such that the walk begins with zeros, and so carries nowhere."""
+    """First value of each digit in the piece, chosen so that the walk starts with zeros and does not carry, where possible."""
     lows, shift = [0] * len(steps), 0
     for digit in range(len(steps) - 1, 0, -1):
         radix = steps[digit - 1] // steps[digit]
@@ -221,7 +229,11 @@ def _lows(apart: int, steps: Sequence[int], extents: Sequence[int]) -> list[int]
 
 
 def _within(part: _Aligned, lows: Sequence[int], extents: Sequence[int]) -> list[tuple[int, int]] | int | None:
-    """Which indices of each dimension lie in the piece; ``None``: no element does; a dimension: it must be taken apart."""
+    """Range of indices of each dimension that lie in the piece.
+
+    Returns:
+        The ranges; ``None`` if no element lies in the piece; a dimension if that one must be split first.
+    """
     bounds = [(0, dim[0]) for dim in part.walk.dims]
     for place, (digit, low, extent) in enumerate(zip(part.digits, lows, extents, strict=True)):
         mine = [dim for dim, (where, _) in enumerate(part.places) if where == place]
@@ -243,7 +255,7 @@ def _within(part: _Aligned, lows: Sequence[int], extents: Sequence[int]) -> list
 
 @dataclass(frozen=True)
 class BoxWalk:
-    """A box of a tensor, and where its elements are there: the first one, and the step of each dimension of the box."""
+    """A box of a tensor and its place in the other memory: the first element's byte, and the step of each dimension of the box."""
 
     starts: tuple[int, ...]
     stops: tuple[int, ...]
@@ -252,9 +264,10 @@ class BoxWalk:
 
 
 def boxes(walk: Walk, shape: Sequence[int], itemsize: int, most: int) -> list[BoxWalk]:
-    """``walk`` over a C-ordered tensor of ``shape`` (here) as boxes of that tensor, of any permutation there.
+    """Express ``walk`` over a C-ordered tensor of ``shape`` as boxes of that tensor, in any permutation in the other memory.
 
-    Raises :class:`Irregular` if that takes more than ``most`` boxes.
+    Raises:
+        Irregular: That takes more than ``most`` boxes.
     """
     wide = [dim for dim, extent in enumerate(shape) if extent > 1]
     steps = [contiguous(shape, itemsize)[dim] for dim in wide] or [itemsize]

@@ -1,4 +1,4 @@
-"""Ops that make new tensors by copying, as pairs: this part of the result is that part of an argument."""
+"""ATen operators that copy elements into new tensors, described as pairs of a part of the result and a part of an argument."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["COPYING", "Pairs"]
 _MOST_ROWS = 4096
 
 Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]] | None
-"""Targets, which together are all that is no constant of the result, and sources of their shapes; ``None``: no plain copy."""
+"""Targets, which together are the whole result except constants, and sources of equal shapes; ``None`` if it is not a copy."""
 
 
 def _same(result: torch.Tensor, source: torch.Tensor, *_: object, **__: object) -> Pairs:
@@ -54,7 +54,7 @@ def _repeat(result: torch.Tensor, source: torch.Tensor, repeats: Sequence[int]) 
 
 
 def _picked(result: torch.Tensor, source: torch.Tensor, dim: int, index: torch.Tensor) -> Pairs:
-    """Rows by a list of numbers, neighbours together."""
+    """Rows selected by a list of numbers, with consecutive rows merged."""
     if index.is_meta or index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
         return None
     rows = [row % source.shape[dim] for row in index.tolist()]
@@ -84,4 +84,4 @@ COPYING: dict[str, Callable[..., Pairs]] = {
     "index_select": _picked,
     "index": _indexed,
 }
-"""By the op's name: called with its result and its arguments."""
+"""By name of the operator: a function of its result and its arguments."""

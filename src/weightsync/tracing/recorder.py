@@ -1,7 +1,7 @@
-"""What a loader does to meta tensors, op by op: which element of which memory is which element of which checkpoint tensor.
+"""Recording of a loader's operators on meta tensors: the checkpoint element behind each element of each memory.
 
-Views need no rules: they are other strides over the same storage. Copies of any kind compose walks. Everything else makes its
-results *mixed*: they remember which checkpoint tensors went in, and why they are no plain copy.
+Views need no rules: they are other strides over the same storage. Copies compose maps. Every other operator makes its results
+*mixed*: they remember which checkpoint tensors went in, and why they are no plain copy.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _READING = {"_local_scalar_dense", "equal", "is_nonzero"}
 class Piece:
     """Elements of one memory (``walk.here``, bytes) that came from a checkpoint.
 
-    Plain: element by element those of checkpoint tensor ``tensor`` (``walk.there``). Mixed (``tensor`` is -1): made in some other
-    way, for the ``reason``, of tensors ``touched``. ``stale``: some were overwritten since, and which is not kept.
+    A plain piece maps to checkpoint tensor ``tensor`` element by element (``walk.there``). A mixed piece (``tensor`` is -1) was
+    computed from tensors ``touched`` in another way, for the ``reason``. ``stale`` means that unknown parts were overwritten since.
     """
 
     walk: Walk
@@ -58,7 +58,7 @@ class Piece:
 
 @dataclass
 class _Memory:
-    """One storage. The reference keeps its address from being used again, but not its bytes."""
+    """One storage. The reference prevents reuse of its address but does not keep its bytes."""
 
     alive: StorageWeakRef
     parameter: str | None = None
@@ -70,7 +70,7 @@ class _Memory:
 
 
 def walk_of(tensor: torch.Tensor, there: int = 0, steps: Sequence[int] | None = None) -> Walk:
-    """``tensor``'s elements: here their bytes in its storage, there by ``steps`` (default: in C order)."""
+    """Map of ``tensor``'s elements from the bytes of its storage to positions by ``steps`` (default: C order)."""
     size = tensor.element_size()
     others = contiguous(tensor.shape, size) if steps is None else steps
     strides = [stride * size for stride in tensor.stride()]
@@ -86,9 +86,10 @@ def _tensors(values: object) -> list[torch.Tensor]:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows checkpoint tensors through everything that runs inside it. Parameters are looked at, never written.
+    """Follows checkpoint tensors through all operators that run inside it. Never writes to parameters.
 
-    ``changed`` says of tensors, by index, why they cannot be delivered as plain copies. ``stuck``: what ran when a loader raised.
+    ``changed`` gives, by tensor index, why a tensor cannot be delivered as plain copies. ``stuck`` is the operator that ran when a
+    loader raised.
     """
 
     def __init__(self) -> None:
@@ -98,16 +99,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._memories: dict[int, _Memory] = {}
 
     def checkpoint(self, index: int, tensor: torch.Tensor) -> None:
-        """``tensor`` (contiguous, of its own memory) is checkpoint tensor ``index``."""
+        """Declare ``tensor`` (contiguous, with its own memory) as checkpoint tensor ``index``."""
         piece = Piece(walk_of(tensor).folded(), tensor.element_size(), index, frozenset([index]))
         self._own(tensor).pieces.append(piece)
 
     def parameter(self, name: str, tensor: torch.Tensor) -> None:
-        """``tensor`` is a parameter: what is written to it counts once."""
+        """Declare ``tensor`` as a parameter. Writes to it are recorded."""
         self._own(tensor).parameter = name
 
     def change(self, tensors: Iterable[int], reason: str) -> None:
-        """These tensors are no plain copies; the first reason stays."""
+        """Mark tensors as no plain copies. The first reason of each is kept."""
         for index in sorted(tensors):
             self.changed.setdefault(index, reason)
 
@@ -119,7 +120,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._memories.get(tensor.untyped_storage()._cdata)
 
     def found(self, tensor: torch.Tensor, walk: Walk) -> list[Piece]:
-        """What ``tensor``'s elements are, at the places to which ``walk`` takes them. What is left out is no checkpoint's."""
+        """Origin of ``tensor``'s elements, at the positions to which ``walk`` maps them. Other elements are left out."""
         memory = self._known(tensor)
         if memory is None or not walk.size:
             return []
@@ -133,7 +134,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     return [_mixed(walk, size, old.touched, "its bytes are read as elements of another size")]
                 if not old.stale:
                     pieces += [replace(old, walk=part) for part in meet(walk, old.walk, size)]
-            # Plain pieces never lie on each other, mixed ones may: those do not show that nothing is left of what is stale.
+            # Plain pieces never overlap but mixed ones may, so only plain ones prove that nothing stale is left.
             if late and sum(piece.walk.size for piece in pieces if piece.tensor >= 0) < walk.size:
                 for old in late:
                     if meet(walk, old.walk, size):
@@ -143,14 +144,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return pieces
 
     def touched(self, tensors: Iterable[torch.Tensor]) -> frozenset[int]:
-        """Checkpoint tensors of which any element is in, or went into, any of these."""
+        """Checkpoint tensors that contributed an element to any of these tensors."""
         every: set[int] = set()
         for tensor in tensors:
             every |= _union(self.found(tensor, walk_of(tensor)))
         return frozenset(every)
 
     def _put(self, target: torch.Tensor, pieces: list[Piece], cause: str) -> None:
-        """``target``'s elements are ``pieces`` now, and nothing else."""
+        """Record that ``target``'s elements are exactly ``pieces`` now."""
         memory = self._own(target)
         region = walk_of(target, steps=[0] * target.dim()).folded()
         kept: list[Piece] = []
@@ -170,7 +171,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         memory.pieces = [*kept, *pieces]
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """``target.copy_(source)``."""
+        """Record ``target.copy_(source)``."""
         if not target.numel():
             return
         size = target.element_size()
@@ -187,7 +188,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: OpOverload[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> object:
-        """Record one op; run it unless it would write to a parameter or needs bytes that are not there."""
+        """Record one operator. Run it unless it would write to a parameter or needs bytes that do not exist."""
         del types
         keywords = dict(kwargs or {})
         if func.is_view:
@@ -205,7 +206,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = _tensors((args, keywords))
         touched = self.touched(inputs) if self._tracked(inputs) else frozenset()
         if name in _READING and touched:
-            self.change(touched, f"the loader looks at its values ({name.strip('_')})")
+            self.change(touched, f"the loader reads its values ({name.strip('_')})")
             return _plausible(name, args)
         result = self._run(func, args, keywords, touched)
         if touched:
@@ -227,7 +228,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _changed(
         self, func: OpOverload[..., Any], name: str, args: tuple[Any, ...], keywords: dict[str, Any], written: list[torch.Tensor]
     ) -> object:
-        """An op that writes to its arguments in some way of its own."""
+        """Record an operator, other than a copy, that writes to its arguments."""
         inputs = _tensors((args, keywords))
         others = [tensor for tensor in inputs if not (name in _FILLING and any(tensor is one for one in written))]
         touched = self.touched(others) if self._tracked(inputs) else frozenset()
@@ -243,7 +244,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None if not returns else written[0] if returns == 1 else tuple(written)
 
     def _run(self, func: OpOverload[..., Any], args: tuple[Any, ...], keywords: dict[str, Any], touched: frozenset[int]) -> object:
-        """Run an op for its shapes: where one tensor has no bytes, none needs any (but indices)."""
+        """Run an operator for its shapes. If one tensor has no bytes, no other tensor keeps its bytes, except indices."""
         inputs = _tensors((args, keywords))
         if any(tensor.is_meta for tensor in inputs):
             if "device" in keywords and func._schema.name == "aten::_to_copy":
@@ -253,7 +254,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 args, keywords = tree_map(_without_bytes, (args, keywords))
         try:
             return func(*args, **keywords)
-        except Exception:  # any op may raise anything; this only notes which one it was, and raises it again
+        except Exception:  # any operator may raise anything: record which one, and raise again
             self.stuck = (func._schema.name.removeprefix("aten::"), touched)
             raise
 
@@ -266,7 +267,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         touched: frozenset[int],
         inputs: list[torch.Tensor],
     ) -> None:
-        """Say what the new tensors of an op are."""
+        """Record the new tensors that an operator returned."""
         before = {tensor.untyped_storage()._cdata for tensor in inputs}
         new = [tensor for tensor in _tensors(result) if tensor.untyped_storage()._cdata not in before]
         copies = COPYING.get(name)
@@ -282,7 +283,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _mixed(walk: Walk, itemsize: int, touched: frozenset[int], reason: str) -> Piece:
-    """Everywhere that ``walk`` leads to."""
+    """Mixed piece at all targets of ``walk``."""
     return Piece(walk.swapped().folded(), itemsize, -1, touched, reason)
 
 
@@ -291,7 +292,7 @@ def _union(pieces: Iterable[Piece]) -> frozenset[int]:
 
 
 def _overlap(region: Walk, old: Piece, itemsize: int) -> int:
-    """Elements of ``old`` in ``region``; one, for not all, where that cannot be told."""
+    """Number of elements of ``old`` in ``region``; 1, meaning some, if that cannot be determined."""
     if old.itemsize != itemsize:
         return 1
     try:
@@ -316,14 +317,14 @@ def _written(func: OpOverload[..., Any], args: tuple[Any, ...], keywords: Mappin
 
 
 def _plausible(name: str, args: tuple[Any, ...]) -> bool | int | float:
-    """An answer to let the loader go on; what it does with it is no plain copy, and was said."""
+    """Return an arbitrary answer so that the loader continues. The tensor is already marked as changed."""
     if name != "_local_scalar_dense":
         return True
     return torch.ones((), dtype=args[0].dtype).item()
 
 
 class ValueReads(TorchFunctionMode):
-    """Python's own ways to look at values, which are no ops: the tensor is named, and ones are shown."""
+    """Intercepts reads of values that are no operators: marks the tensor as changed and returns ones."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -332,9 +333,9 @@ class ValueReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> object:
-        """Answer ``tolist`` and ``numpy`` of tensors that have no bytes."""
+        """Answer ``tolist`` and ``numpy`` for tensors without bytes."""
         del types
         if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__) and args[0].is_meta:
-            self._recorder.change(self._recorder.touched([args[0]]), f"the loader looks at its values ({func.__name__})")
+            self._recorder.change(self._recorder.touched([args[0]]), f"the loader reads its values ({func.__name__})")
             args = (torch.ones(args[0].shape, dtype=args[0].dtype), *args[1:])
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Loader tracing: learn where an engine puts checkpoint elements by running its own loader once on tensors without bytes."""
+"""Loader tracing: find where an engine puts checkpoint elements by running its loader once on tensors without bytes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from weightsync.tracing.recorder import Recorder, ValueReads, walk_of
 __all__ = ["Load", "Parameters", "ShardsByTracing", "Traced", "TracedCopy", "trace_loader"]
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
-"""An engine's own loader: takes checkpoint tensors under their names, in any number of steps."""
+"""An engine's weight loader. It takes checkpoint tensors by name and may call the iterable's tensors in any number of steps."""
 
 Parameters = nn.Module | Mapping[str, torch.Tensor]
-"""Parameters by name. A module's (its buffers, too) are looked up again after the load, as some loaders replace them."""
+"""Parameters by name. Those of a module, and its buffers, are looked up again after the load, as some loaders replace them."""
 
 _MOST_BOXES = 4096
 _SHOWN = 3
@@ -32,9 +32,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TracedCopy:
-    """The elements of one box of a checkpoint tensor, and where they lie in a parameter.
+    """Elements of one box of a checkpoint tensor, and where they lie in a parameter.
 
-    ``offset`` and ``strides`` (one a dimension of the box) count elements of the parameter in C order, whatever its memory.
+    ``offset`` and ``strides`` (one for each dimension of the box) count elements of the parameter in C order, whatever its memory
+    layout.
     """
 
     tensor: int
@@ -46,7 +47,7 @@ class TracedCopy:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A parameter of the traced instance: the names under which it is known, the first one first."""
+    """A parameter of the traced instance, with all of its names."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -55,12 +56,17 @@ class _Seen:
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """What a loader does with a checkpoint; made by :func:`trace_loader`.
+    """Result of :func:`trace_loader`: what a loader does with a checkpoint.
 
-    ``copies``: all plain copies, by tensor. ``fallback``: tensors that the loader transforms, and how: only the loader can deliver
-    them. ``unused``: tensors of which nothing reached a parameter, and why. ``partial``: of tensors that reached one in part, the
-    elements that did (the others belong to other ranks, or are dropped). ``unwritten``: of each parameter that the checkpoint
-    does not fill, the elements left (padding, or what the loader fills with constants): direct delivery never touches them.
+    ==============  =========================================================================================================
+    attribute       meaning
+    ==============  =========================================================================================================
+    ``copies``      all plain copies, by tensor
+    ``fallback``    tensors that the loader transforms, and how; only the loader can deliver them
+    ``unused``      tensors of which nothing reached a parameter, and why
+    ``partial``     tensors that reached a parameter in part, and how many elements did; the rest is on other ranks or dropped
+    ``unwritten``   parameters that the checkpoint does not fill, and how many elements are left; never written directly
+    ==============  =========================================================================================================
     """
 
     manifest: Manifest
@@ -74,8 +80,8 @@ class Traced:
     def reason(self, ranks: int = 1) -> str | None:
         """Why direct delivery cannot work, in one line; ``None`` if it can.
 
-        With several ranks a tensor may be on others, which this rank cannot know: the coordinator looks at all layouts together,
-        before anything is paused, and refuses a hole.
+        With several ranks a tensor may be on another rank. This rank cannot know that, so the coordinator checks all layouts
+        together and refuses a hole before it pauses anything.
         """
         if self.fallback:
             return f"the loader does more than copy {_some(self.fallback)}"
@@ -88,10 +94,15 @@ class Traced:
         return None
 
     def shards(self, parameters: Parameters) -> list[Shard]:
-        """The plain copies as shards over the memory of ``parameters``: those of the engine that serves.
+        """Return the plain copies as shards over the memory of the serving engine's ``parameters``.
 
-        They have the traced instance's names, shapes and dtypes; strides may differ. Shards of tensors in ``fallback`` are left
-        out. Raises :class:`~weightsync.errors.LayoutError` naming the first parameter that differs.
+        Tensors in ``fallback`` are left out.
+
+        Args:
+            parameters: Parameters with the traced instance's names, shapes and dtypes. Strides may differ.
+
+        Raises:
+            LayoutError: A parameter differs. The message names the first one.
         """
         real = _named(parameters)
         used = {copy.parameter for copy in self.copies}
@@ -102,7 +113,7 @@ class Traced:
             for memory in targets[copy.parameter]:
                 if memory.dtype.itemsize != torch_dtype(spec.dtype).itemsize:
                     raise LayoutError(
-                        f"parameter {copy.parameter} is {memory.dtype}, too wide or narrow for {spec.name} ({spec.dtype})"
+                        f"parameter {copy.parameter} is {memory.dtype}, but {spec.name} is {spec.dtype}: element sizes differ"
                     )
                 view = memory.view(torch_dtype(spec.dtype))
                 for box, tensor in _placed(copy, spec.shape, view):
@@ -110,34 +121,49 @@ class Traced:
         return found
 
     def _memories(self, seen: _Seen, real: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The parameter's memory; several, where names that were one parameter in the traced instance are not here."""
+        """Memory of the parameter; several tensors if names that shared it in the traced instance do not share it here."""
         different: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
         for name in seen.names:
             one = real.get(name)
             if one is None:
-                raise LayoutError(f"the engine has no parameter {name}, which the traced loader filled")
+                raise LayoutError(f"the engine has no parameter {name}, but the traced loader filled it")
             if tuple(one.shape) != seen.shape or one.dtype != seen.dtype:
                 raise LayoutError(
                     f"parameter {name} is {one.dtype}{list(one.shape)}, but {seen.dtype}{list(seen.shape)} was traced: the engine "
                     "changed it after loading"
                 )
-            if one.layout is not torch.strided or one.is_meta or hasattr(one, "__tensor_flatten__"):  # DTensor and its kin
+            if one.layout is not torch.strided or one.is_meta or hasattr(one, "__tensor_flatten__"):  # such as a DTensor
                 raise LayoutError(f"parameter {name} has no plain memory of its own ({type(one).__name__} on {one.device})")
             different.setdefault((one.data_ptr(), one.stride()), one.detach())
         return list(different.values())
 
 
 def trace_loader(load: Load, parameters: Parameters, manifest: Manifest, *, max_boxes: int = _MOST_BOXES) -> Traced:
-    """Run ``load`` on a meta tensor for every tensor of ``manifest``, and follow each to the ``parameters`` that it ends up in.
+    """Run ``load`` on a meta tensor for every tensor of ``manifest``, and follow each to the ``parameters`` that it reaches.
 
-    ``parameters`` are those that ``load`` fills: of an instance on the meta device, of a second one, or of the serving engine
-    itself, whose bytes are never written (but a loader that replaces parameters by new ones would leave meta tensors there).
-    Followed for free: views of any kind. Followed too: copies of copies (``clone``, ``contiguous``, ``to`` a device, ``cat``,
-    ``stack``, ``pad``, ``repeat``, rows by an index), buffers of the loader's own, parameters that are replaced. A tensor that
-    is computed with, converted, looked at, written over, or torn into more than ``max_boxes`` boxes is in ``fallback``. Only
-    what runs in the calling thread is seen; what is missed shows as unused and unwritten. Deterministic.
+    =========================================================================  ==============================================
+    the loader uses                                                            result
+    =========================================================================  ==============================================
+    views of any kind                                                          followed, at no cost
+    copies of copies (``clone``, ``contiguous``, ``to`` a device, ``cat``,     followed
+    ``stack``, ``pad``, ``repeat``, rows by an index), buffers of its own, parameters that it replaces
+    arithmetic, conversion, reads of values, overwritten elements, or more     the tensor is in ``fallback``
+    than ``max_boxes`` boxes
+    other threads                                                              not seen: shows as unused and unwritten
+    =========================================================================  ==============================================
 
-    Raises :class:`~weightsync.errors.LoadError` if ``load`` raises, naming the tensor that it was given last.
+    The result is deterministic.
+
+    Args:
+        load: The loader.
+        parameters: Those that ``load`` fills: of an instance on the meta device, of a second instance, or of the serving engine
+            itself. Their bytes are never written, but a loader that replaces parameters would leave meta tensors in a serving
+            engine.
+        manifest: The checkpoint.
+        max_boxes: Most boxes of one tensor.
+
+    Raises:
+        LoadError: ``load`` raised. The message names the last tensor that it was given.
     """
     recorder = Recorder()
     for name, tensor in _named(parameters).items():
@@ -167,7 +193,7 @@ def _raised(recorder: Recorder, manifest: Manifest, asked: Sequence[str], error:
     if recorder.stuck is not None:
         names = ", ".join(manifest[index].name for index in sorted(recorder.stuck[1])[:_SHOWN])
         stuck = f", in {recorder.stuck[0]}" + (f" of {names}" if names else "")
-    return f"the loader raised while it was traced, {last}{stuck}: {type(error).__name__}: {error}"
+    return f"the loader raised an error during tracing, {last}{stuck}: {type(error).__name__}: {error}"
 
 
 def _named(parameters: Parameters) -> dict[str, torch.Tensor]:
@@ -179,7 +205,7 @@ def _named(parameters: Parameters) -> dict[str, torch.Tensor]:
 
 def _concluded(recorder: Recorder, given: Parameters, manifest: Manifest, asked: set[str], max_boxes: int) -> Traced:
     parameters = _named(given)
-    # Buffers that no checkpoint tensor fills (rotary frequencies) are the engine's own business.
+    # Buffers that no checkpoint tensor fills (rotary frequencies) belong to the engine alone.
     required = set(dict(given.named_parameters())) if isinstance(given, nn.Module) else set(parameters)
     seen: dict[tuple[object, ...], list[str]] = {}
     for name, tensor in parameters.items():
@@ -225,16 +251,14 @@ def _copies(tensor: int, walk: Walk, name: str, manifest: Manifest, max_boxes: i
 
 
 def _checked(recorder: Recorder, manifest: Manifest, copies: list[TracedCopy], max_boxes: int) -> list[TracedCopy]:
-    """Without tensors that are in too many boxes, or in boxes that overlap without being equal: a plan cannot hold those."""
+    """Drop tensors that need too many boxes, or boxes that overlap without being equal, because a plan cannot hold them."""
     order = sorted(range(len(copies)), key=lambda place: copies[place].tensor)
     counts = np.bincount([copy.tensor for copy in copies], minlength=len(manifest))
     for index in np.flatnonzero(counts > max_boxes).tolist():
         recorder.change([index], f"parameters hold it in more than {max_boxes} boxes")
     kept = [copies[place] for place in order if copies[place].tensor not in recorder.changed]
     if kept:
-        recorder.change(
-            _index(manifest, kept).collisions(), "parameters hold parts of it twice, in boxes that overlap without being equal"
-        )
+        recorder.change(_index(manifest, kept).collisions(), "parameters hold parts of it twice, in boxes that overlap but differ")
     return [copy for copy in kept if copy.tensor not in recorder.changed]
 
 
@@ -249,7 +273,7 @@ def _index(manifest: Manifest, copies: Sequence[TracedCopy]) -> BoxIndex:
 
 
 def _held(manifest: Manifest, copies: Sequence[TracedCopy]) -> list[int]:
-    """Elements of each tensor that are in a parameter, each once however often it is there."""
+    """Number of elements of each tensor that are in a parameter, each counted once."""
     held = [0] * len(manifest)
     for tensor, box in {(copy.tensor, copy.box) for copy in copies}:
         held[tensor] += box.size
@@ -257,7 +281,7 @@ def _held(manifest: Manifest, copies: Sequence[TracedCopy]) -> list[int]:
 
 
 def _placed(copy: TracedCopy, shape: tuple[int, ...], memory: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-    """Box and memory of a copy in a parameter as it really lies: one, unless its strides cut the box."""
+    """Boxes of a copy and their memory in the actual parameter: one, unless the parameter's strides split the box."""
     if memory.is_contiguous():
         offset = memory.storage_offset() + copy.offset
         return [(copy.box, memory.as_strided(copy.box.shape, copy.strides, offset))]
@@ -272,10 +296,10 @@ def _placed(copy: TracedCopy, shape: tuple[int, ...], memory: torch.Tensor) -> l
     )
     found: list[BoxWalk] = []
     try:
-        for walk in meet(here, walk_of(memory).swapped(), size):  # checkpoint's place, to the place in this memory
+        for walk in meet(here, walk_of(memory).swapped(), size):  # from the checkpoint's positions to those in this memory
             found += boxes(walk, shape, size, _MOST_BOXES)
     except Irregular:
-        raise LayoutError(f"parameter {copy.parameter} lies in memory so that it takes very many boxes to fill") from None
+        raise LayoutError(f"parameter {copy.parameter} is strided in memory so that filling it takes too many boxes") from None
     return [
         (box := Box(one.starts, one.stops), memory.as_strided(box.shape, [step // size for step in one.steps], one.there // size))
         for one in found
@@ -289,9 +313,10 @@ def _some(reasons: Mapping[str, object]) -> str:
 
 
 class ShardsByTracing:
-    """Tracing for an adapter: the loader is traced once, when shards are first asked for, or why not is said.
+    """Tracing for an adapter: traces the loader once, when shards are first requested.
 
-    ``load`` and ``twin`` are those of :func:`trace_loader`; ``ranks`` is how many the replica has (:meth:`Traced.reason`).
+    ``load`` and ``twin`` are passed to :func:`trace_loader`. ``ranks`` is the number of ranks of the replica
+    (:meth:`Traced.reason`).
     """
 
     def __init__(self, load: Load, twin: Parameters, manifest: Manifest, *, ranks: int = 1) -> None:
@@ -302,7 +327,7 @@ class ShardsByTracing:
         self._failed: str | None = None
 
     def of(self, parameters: Parameters) -> list[Shard] | None:
-        """What an adapter's ``shards()`` returns: shards over ``parameters``, or ``None``: stream. A new reason is logged."""
+        """Return shards over ``parameters``, as an adapter's ``shards()`` does, or ``None`` to stream. Logs a new reason."""
         before, self.reason = self.reason, None
         try:
             if self.traced is None and self._failed is None:

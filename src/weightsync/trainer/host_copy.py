@@ -1,4 +1,4 @@
-"""Placing: one pass over a trainer's shards copies them to the shelf, converts what was asked for, and takes their digests."""
+"""Copy of a trainer rank's shards to its host region, with conversion and digests in the same pass."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ __all__ = ["Placer"]
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
-_CHUNK_BYTES = 512 << 10  # of converted bytes: small enough to be still in cache when they are copied on
+_CHUNK_BYTES = 512 << 10  # converted bytes of one chunk, which are still in the cache when they are copied
 _NEVER = np.zeros(1, np.int8)
 
 
 class Placer:
-    """Copies the ``shards`` of a trainer rank to a shelf at ``address``, laid out as ``layout`` says, as often as asked.
+    """Copies the ``shards`` of a trainer rank to a host region at ``address``, laid out by ``layout``, any number of times.
 
-    ``layout`` is :func:`~weightsync.tensors.memory.packed_layout` of the same shards. A shard of another dtype than the manifest's
-    is converted, in chunks of half a MiB. Shards on an accelerator are copied to the shelf by torch, and their digests are taken
-    there; those on the CPU are read exactly once, and the digest is of what was read.
+    ``layout`` is :func:`~weightsync.tensors.memory.packed_layout` of the same shards. Shards whose dtype differs from the
+    manifest's are converted in chunks of 0.5 MiB. CPU shards are read exactly once, and the digest covers what was read. Shards on
+    an accelerator are copied by torch, and the digest covers the region.
 
-    Raises :class:`~weightsync.errors.LayoutError` if shards and layout do not belong together.
+    Raises:
+        LayoutError: The shards do not match the layout.
     """
 
     def __init__(self, manifest: Manifest, shards: Iterable[Shard], layout: Layout, address: int) -> None:
@@ -43,10 +44,18 @@ class Placer:
         self._direct, self._converted, self._device = self._sort()
 
     def place(self, stop: npt.NDArray[np.int8] | None = None, deadline: Deadline | None = None) -> UInt64:
-        """Copy everything as it is now; return the digest of each row of the layout, ``uint64[rows]``.
+        """Copy the current contents.
 
-        Raises :class:`~weightsync.errors.Aborted` if another thread sets ``stop[0]``: the shelf then holds a mixture; and
-        :class:`~weightsync.errors.DeadlineExceeded` between two shards of an accelerator.
+        Args:
+            stop: Another thread sets ``stop[0]`` to abort the copy.
+            deadline: Checked between two shards of an accelerator.
+
+        Returns:
+            The digest of each row of the layout, ``uint64[rows]``.
+
+        Raises:
+            Aborted: ``stop`` was set. The region then holds a mixture of versions.
+            DeadlineExceeded: ``deadline`` passed.
         """
         flag = _NEVER if stop is None else stop
         out = np.zeros(len(self._shards), np.uint64)
@@ -55,11 +64,11 @@ class Placer:
         for row in self._converted:
             out[row] = self._place_converted(row, flag)
         if flag[0]:
-            raise Aborted("placing was stopped; the shelf holds a mixture of versions")
+            raise Aborted("the copy of this version was stopped; the published region holds a mixture of versions")
         return out
 
     def _sort(self) -> tuple[npt.NDArray[np.int64], list[int], list[int]]:
-        """Rows that are copied as they are, rows that are converted, rows that are not in the CPU's memory."""
+        """Return the rows that are copied unchanged, the rows that are converted, and the rows on an accelerator."""
         direct, converted, device = [], [], []
         for row, one in enumerate(self._shards):
             if one.tensor.device.type != "cpu":
@@ -77,7 +86,7 @@ class Placer:
         rows = self._direct
         if not len(rows):
             return
-        # Addresses anew each time: a storage may have moved. Other views of it have to be found by whoever made the shards.
+        # Read the addresses each time, because a storage may have moved. The maker of the shards must detect changed views.
         addresses = np.array([self._shards[row].tensor.data_ptr() for row in rows], np.int64)
         strides = np.zeros((len(rows), self._manifest.dims), np.int64)
         for index, row in enumerate(rows):
@@ -101,11 +110,11 @@ class Placer:
             flag.ctypes.data,
         )
         if finished < len(rows):
-            raise Aborted("placing was stopped; the shelf holds a mixture of versions")
+            raise Aborted("the copy of this version was stopped; the published region holds a mixture of versions")
         out[rows] = digests
 
     def _place_converted(self, row: int, flag: npt.NDArray[np.int8]) -> int:
-        """Convert a chunk to a small buffer, then copy it on with its digest taken, until the shard is done."""
+        """Convert one shard chunk by chunk to a small buffer, and copy each chunk to the region while digesting it."""
         one, dtype = self._shards[row], self._dtype(row)
         dims = max(len(one.shape), 1)
         source = one.tensor.reshape(1) if not one.shape else one.tensor
@@ -123,16 +132,16 @@ class Placer:
             table = row_table(
                 np.array([part.data_ptr()], np.int64), starts, starts + np.array([part.shape], np.int64), strides, whole, itemsizes
             )
-            # A chunk is a run of the shard in C order, so it lands in one contiguous stretch of the shelf.
+            # A chunk is a run of the shard in C order, so its target is contiguous.
             target = np.array([self._targets[row] + int((first * target_strides).sum())], np.int64)
             arguments = (target.ctypes.data, digest.ctypes.data, columns_address, flag.ctypes.data)
             if digest_table(table.ctypes.data, dims, 0, 1, *arguments) < 1 or flag[0]:
-                raise Aborted("placing was stopped; the shelf holds a mixture of versions")
+                raise Aborted("the copy of this version was stopped; the published region holds a mixture of versions")
             total += int(digest[0])
         return total % 2**64
 
     def _place_device(self, out: UInt64, flag: npt.NDArray[np.int8], deadline: Deadline | None) -> None:
-        """Copy each device shard to the shelf, then take the digests from the shelf; looks at ``flag`` between two of them."""
+        """Copy each accelerator shard to the region, then digest the region. Checks ``flag`` between two shards."""
         for row in self._device:
             if flag[0]:
                 return
@@ -162,12 +171,12 @@ class Placer:
         close = manifest.itemsizes[layout.tensor]
         for dim in range(manifest.dims - 1, -1, -1):
             if np.any((layout.strides[:, dim] != close) & (extents[:, dim] > 1)):
-                raise LayoutError("a shelf's rows are contiguous")
+                raise LayoutError("the rows of a published region must be contiguous")
             close = close * extents[:, dim]
 
 
 def _chunks(shape: tuple[int, ...], most: int) -> Iterator[tuple[slice, ...]]:
-    """Consecutive runs, in C order, of at most ``most`` elements of a tensor of ``shape``; each is a box."""
+    """Yield consecutive runs, in C order, of at most ``most`` elements of a tensor of ``shape``. Each run is a box."""
     inner, dim = 1, len(shape)
     while dim and inner * shape[dim - 1] <= most:
         dim -= 1
@@ -175,7 +184,7 @@ def _chunks(shape: tuple[int, ...], most: int) -> Iterator[tuple[slice, ...]]:
     if not dim:
         yield tuple(slice(0, extent) for extent in shape)
         return
-    # Dimensions from ``dim`` on fit whole; the one before is cut in steps; those before that go one by one.
+    # Dimensions from ``dim`` on fit whole, the one before is cut into steps, earlier ones are split by index.
     step = max(most // inner, 1)
     rest = tuple(slice(0, extent) for extent in shape[dim:])
     for index in np.ndindex(*shape[: dim - 1]):

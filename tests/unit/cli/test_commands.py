@@ -205,7 +205,7 @@ def test_a_configured_token_is_shown_with_its_source(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("url", "words"), [("http://127.0.0.1:1", "Is `weightsync serve` running"), ("http://head:7400", "another machine")]
+    ("url", "words"), [("http://127.0.0.1:1", "Check that `weightsync serve` runs"), ("http://head:7400", "another machine")]
 )
 def test_no_token_says_where_it_was_looked_for(url: str, words: str) -> None:
     done = run("token", "--coordinator", url)
@@ -285,7 +285,7 @@ def test_doctor_asks_the_coordinator_and_tries_the_token(server: BackgroundServe
     assert "token is accepted" in seen["found"]
     seen = checks(*where, "--token-file", str(tmp_path / "wrong"))["coordinator"]
     assert seen["status"] == "limited"
-    assert "refuses the token" in seen["found"]
+    assert "rejects the token" in seen["found"]
     seen = checks("--coordinator", "http://127.0.0.1:1")["coordinator"]
     assert seen["status"] == "missing"
     assert "weightsync serve" in seen["cost"]

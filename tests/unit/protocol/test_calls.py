@@ -265,7 +265,7 @@ def test_a_hello_becomes_a_rank() -> None:
         ({"transports": ("x",) * 1000}, ProtocolError, "transports"),
         ({"role": "trainer", "name": "trainer"}, ConfigurationError, "transport offer"),
         ({"manifest": MANIFEST.tensors * 2}, ConfigurationError, "twice"),
-        ({"manifest": MANIFEST.tensors[:1]}, LayoutError, "tensors that the manifest lacks"),
+        ({"manifest": MANIFEST.tensors[:1]}, LayoutError, "tensors that are not in the manifest"),
     ],
 )
 def test_a_hello_that_is_wrong_says_why(changes: dict[str, object], error: type[Exception], text: str) -> None:

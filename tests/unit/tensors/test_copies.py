@@ -244,12 +244,12 @@ def test_pieces_outside_their_row_are_refused() -> None:
     with pytest.raises(LayoutError, match="addresses"):
         tiles_of(manifest, pieces, layout, (*addresses, 0), groups)
     pieces.target_row[0] = 1
-    with pytest.raises(PlanMismatch, match="not there"):
+    with pytest.raises(PlanMismatch, match="do not exist"):
         tiles_of(manifest, pieces, layout, addresses, groups)
 
 
 def test_digests_need_keys() -> None:
-    with pytest.raises(LayoutError, match="without keys"):
+    with pytest.raises(LayoutError, match="have no keys"):
         copy_and_digest(one_tile(), [0], np.zeros(1, np.uint64))
 
 

@@ -87,9 +87,9 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     loader = ShardLoader([shard("w", torch.zeros(2, 3), (2, 3), (0, 0))])
     with pytest.raises(LoadError, match="no parameter named 'v'"):
         loader.load([("v", torch.zeros(2, 3))])
-    with pytest.raises(LoadError, match=r"w is torch.float32\[2, 3\] in this engine, and came as torch.float64\[2, 3\]"):
+    with pytest.raises(LoadError, match=r"w is torch.float32\[2, 3\] in this engine, but arrived as torch.float64\[2, 3\]"):
         loader.load([("w", torch.zeros(2, 3, dtype=torch.float64))])
-    with pytest.raises(LoadError, match=r"came as torch.float32\[3, 2\]"):
+    with pytest.raises(LoadError, match=r"arrived as torch.float32\[3, 2\]"):
         loader.load([("w", torch.zeros(3, 2))])
     with pytest.raises(LayoutError, match="cannot be copied"):
         tiles_between([torch.zeros(2, 3)], [torch.zeros(3, 2)])

@@ -126,7 +126,7 @@ def test_declared_by_hand() -> None:
     manifest = Manifest([TensorSpec("w", (8, 4), "float32")])
     with pytest.raises(LayoutError, match=r"manifest says \[8, 4\]"):
         ordered(manifest, [one])
-    with pytest.raises(LayoutError, match="does not name"):
+    with pytest.raises(LayoutError, match="not in the manifest"):
         ordered(manifest, [shard("v", torch.zeros(1), (1,), (0,))])
 
 
@@ -191,7 +191,7 @@ def test_memory_that_cannot_be_written_in_place() -> None:
         with pytest.raises(LayoutError, match="overlaps itself"):
             layout_in_place(manifest, shards)
     manifest, shards = shards_of({"t": torch.zeros(3)}, dtype=torch.bfloat16)
-    with pytest.raises(LayoutError, match="float32, but bfloat16"):
+    with pytest.raises(LayoutError, match="float32 in memory, but is published as bfloat16"):
         layout_in_place(manifest, shards)
 
 

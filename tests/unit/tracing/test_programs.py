@@ -197,7 +197,7 @@ def test_plain_programs_are_followed_element_by_element(seed: int, round_: int) 
         delivered += len({copy.tensor for copy in traced.copies})
         # Nothing but views and copies: only these two may keep a tensor from being delivered, the second where constants were
         # staged over what a buffer held before.
-        twice = "parameters hold parts of it twice, in boxes that overlap without being equal"
+        twice = "parameters hold parts of it twice, in boxes that overlap but differ"
         for reason in traced.fallback.values():
             assert reason == twice or reason.startswith("it is partly overwritten in a buffer, then read from it")
     assert followed

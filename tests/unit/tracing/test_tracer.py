@@ -79,12 +79,12 @@ def test_whole_copies_are_one_box(store: Store) -> None:
         (lambda p, w: p.add_(w), "it goes through add_ on its way to p"),
         (lambda p, w: p.copy_(w.to(torch.bfloat16)), "it is converted from torch.float32 to torch.bfloat16 on its way to p"),
         (lambda p, w: p.copy_(w.flip(0)), "it goes through flip on its way to p"),
-        (lambda p, w: p.fill_(w[0, 0].item()), "the loader looks at its values (local_scalar_dense)"),
+        (lambda p, w: p.fill_(w[0, 0].item()), "the loader reads its values (local_scalar_dense)"),
         (lambda p, w: p.fill_(w[0, 0]), "it goes through fill_ on its way to p"),
-        (lambda p, w: p.copy_(w) if w.tolist() else None, "the loader looks at its values (tolist)"),
-        (lambda p, w: p.copy_(w) if w.numpy() is not None else None, "the loader looks at its values (numpy)"),
-        (lambda p, w: p.copy_(w) if torch.equal(w, w) else None, "the loader looks at its values (equal)"),
-        (lambda p, w: p.copy_(w) if w.sum() else None, "the loader looks at its values (local_scalar_dense)"),
+        (lambda p, w: p.copy_(w) if w.tolist() else None, "the loader reads its values (tolist)"),
+        (lambda p, w: p.copy_(w) if w.numpy() is not None else None, "the loader reads its values (numpy)"),
+        (lambda p, w: p.copy_(w) if torch.equal(w, w) else None, "the loader reads its values (equal)"),
+        (lambda p, w: p.copy_(w) if w.sum() else None, "the loader reads its values (local_scalar_dense)"),
         (lambda p, w: (p.copy_(w), p[0].zero_()), "zero_ overwrites it in p"),
         (lambda p, w: (p.copy_(w), p[1:].copy_(w[:-1])), "a later copy overwrites it in p"),
         (lambda p, w: p.view(torch.uint8).copy_(w.view(torch.uint8)), "its bytes are read as elements of another size"),
@@ -151,7 +151,7 @@ def test_replicated_heads_are_equal_boxes_and_parts_used_twice_are_not() -> None
     assert [copy.offset // 8 for copy in traced.copies] == [0, 1, 2, 3, 4, 5]
     assert traced.reason() is None
     traced = traced_by(lambda p, w: (p[:6].copy_(w), p[6:8].copy_(w[:2])), 8, 4)
-    assert traced.fallback == {"w": "parameters hold parts of it twice, in boxes that overlap without being equal"}
+    assert traced.fallback == {"w": "parameters hold parts of it twice, in boxes that overlap but differ"}
 
 
 def test_padding_is_unwritten_and_the_rest_is_direct() -> None:
@@ -283,7 +283,7 @@ def test_an_engine_that_changed_its_parameters_is_refused(real: Mapping[str, tor
 
 
 def test_a_loader_that_raises_is_named_with_its_tensor() -> None:
-    with pytest.raises(LoadError, match=r"traced, after w: KeyError: 'nobody'"):
+    with pytest.raises(LoadError, match=r"during tracing, after w: KeyError: 'nobody'"):
         traced_by(lambda p, w: dict[str, int]()["nobody"], 6, 4)
     with pytest.raises(LoadError, match=r"after w, in index of w: "):
         traced_by(lambda p, w: p.copy_(w[w > 0]), 6, 4)

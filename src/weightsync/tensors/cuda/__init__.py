@@ -1,4 +1,4 @@
-"""Kernels for tensors in GPU memory: one launch copies every tile of a rank, one launch digests every row of its layout."""
+"""GPU kernels: one launch copies all tiles of a rank, one launch digests all rows of its layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All tiles of an engine rank in one launch, from any memory that its GPU can address straight to where they belong."""
+"""Copy of all tiles of an engine rank in one launch, from any memory that its GPU can address directly to the targets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightsync.tensors.cuda.device_copy_table import TILE_BYTES, CopyTable
 __all__ = ["LANES", "WARPS", "TileCopy"]
 
 LANES = 1024
-"""16-byte lanes of a program's step. Measured: docs/benchmarks/gpu-kernels.md."""
+"""16-byte lanes in one step of a program. Measured in docs/benchmarks/gpu-kernels.md."""
 
 WARPS = 16
 """Warps of a program."""
@@ -24,7 +24,7 @@ _NOTHING = nullcontext()
 
 @lru_cache(maxsize=64)
 def _warm(device: torch.device, lanes: int, warps: int) -> None:
-    """Compile and load the kernel now, by copying 16 bytes, so that the first transfer does not have to."""
+    """Compile and load the kernel by copying 16 bytes, so that the first transfer does not pay for it."""
     from weightsync.tensors.cuda.kernels import copy_kernel
 
     scratch = torch.zeros(32, dtype=torch.uint8, device=device)
@@ -35,11 +35,18 @@ def _warm(device: torch.device, lanes: int, warps: int) -> None:
 
 
 class TileCopy:
-    """Copies tiles, group by group or all at once, as often as wanted. The table is built and sent to the device once.
+    """Copies tiles, one group or all groups at a time, any number of times. The table is built and sent to the device once.
 
-    ``groups`` holds for each group the tiles by owner, with the device address of each of that owner's regions as this process
-    sees it. Both ends must stay mapped while this object is used, and must not overlap. Used by one thread at a time. Work goes
-    to the device's current stream. With ``programs``, never more than that many run at once: slower, but beside other kernels.
+    Both memories must stay mapped while this object is used, and must not overlap. Not thread-safe. Work goes to the device's
+    current stream.
+
+    Args:
+        groups: For each group, the tiles by owner, with the device address of each of that owner's regions in this process.
+        device: The GPU that copies.
+        lanes: 16-byte lanes in one step of a program.
+        warps: Warps of a program.
+        tile_bytes: Most bytes of a tile.
+        programs: Most programs that run at the same time, to leave room for other kernels; 0 for no limit.
     """
 
     def __init__(
@@ -64,11 +71,11 @@ class TileCopy:
 
     @property
     def table_bytes(self) -> int:
-        """Device memory that this object holds."""
+        """Device memory of this object, in bytes."""
         return self._table.nbytes
 
     def launch(self, start: int = 0, stop: int | None = None) -> None:
-        """Begin to copy the groups ``start <= group < stop``: one launch. Returns before the bytes have moved."""
+        """Start to copy the groups ``start <= group < stop`` in one launch. Returns before the bytes have moved."""
         from weightsync.tensors.cuda.kernels import copy_few_kernel, copy_kernel
 
         stop = len(self._first) - 1 if stop is None else stop

@@ -1,4 +1,4 @@
-"""What the copy kernel does, as a table: strided pieces cut into tiles of at most 64 KiB, shuffled. No torch."""
+"""Table for the copy kernel: strided pieces cut into tiles of at most 64 KiB, shuffled. Uses no torch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["TILE_BYTES", "CopyTable"]
 Int64 = npt.NDArray[np.int64]
 
 TILE_BYTES = 1 << 16
-"""Most bytes of one tile, so of one program."""
+"""Most bytes of one tile, which is the work of one program."""
 
 _MOST_STRIDE = 1 << 31
 
 
 def _spread(counts: Int64) -> tuple[Int64, Int64]:
-    """For ``counts[i]`` parts of each row ``i``: the row of every part and its number within the row."""
+    """Split each row ``i`` into ``counts[i]`` parts. Returns the row of every part and its number within the row."""
     rows = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     first = np.cumsum(counts) - counts
     return rows, np.arange(len(rows), dtype=np.int64) - first[rows]
@@ -30,11 +30,11 @@ def _spread(counts: Int64) -> tuple[Int64, Int64]:
 
 @dataclass(frozen=True, eq=False)
 class CopyTable:
-    """Device tiles, ``int64[4, tiles]`` as :mod:`weightsync.tensors.cuda.kernels` describes them; ``nbytes`` is what they move.
+    """Device tiles, ``int64[4, tiles]`` as :mod:`weightsync.tensors.cuda.kernels` describes them. ``nbytes`` is what they move.
 
-    The tiles of one owner go in the order of their targets, which both memories like best. With several owners the order is
-    random, the same every time: so every link is busy to the end, no owner is read by all readers at once, and tiles that wait
-    for a link mix with tiles that do not. With several groups, group ``i`` is the tiles from ``first[i]`` to ``first[i + 1]``.
+    The tiles of a single owner are ordered by target, the fastest order for both memories. With several owners the order is random
+    but reproducible. So every link is busy to the end, readers do not all read the same owner at once, and tiles that wait for a
+    link mix with tiles that do not. Group ``i`` is the tiles from ``first[i]`` to ``first[i + 1]``.
     """
 
     columns: Int64
@@ -46,9 +46,10 @@ class CopyTable:
 
     @classmethod
     def build(cls, groups: Sequence[Sequence[tuple[Tiles, Sequence[int]]]], *, tile_bytes: int = TILE_BYTES) -> CopyTable:
-        """The table of ``groups``: of each, the tiles by owner, with the device address of each region they name.
+        """Build the table of ``groups``: for each, the tiles by owner, with the device address of each region.
 
-        Raises :class:`~weightsync.errors.ProtocolError` where a tile names a region that has no address.
+        Raises:
+            ProtocolError: A tile names a region without an address.
         """
         parts = [_ordered([_cut(tiles, bases, tile_bytes) for tiles, bases in group if len(tiles)]) for group in groups]
         first = np.cumsum([0, *(part.shape[1] for part in parts)]).astype(np.int64)
@@ -57,7 +58,7 @@ class CopyTable:
 
 
 def _ordered(owners: Sequence[Int64]) -> Int64:
-    """The tiles of all owners in one table."""
+    """Merge the tiles of all owners into one table."""
     if not owners:
         return np.empty((4, 0), np.int64)
     if len(owners) == 1:
@@ -67,29 +68,29 @@ def _ordered(owners: Sequence[Int64]) -> Int64:
 
 
 def _cut(tiles: Tiles, bases: Sequence[int], tile_bytes: int) -> Int64:
-    """One owner's tiles as columns, none above ``tile_bytes``."""
+    """Convert one owner's tiles to columns, cut to at most ``tile_bytes``."""
     if len(tiles) and (tiles.region.min() < 0 or tiles.region.max() >= len(bases)):
         raise ProtocolError(f"a tile names memory region {int(tiles.region.max())} of an owner that has {len(bases)}")
     source = np.array([*bases, 0], np.int64)[tiles.region] + tiles.source
     target, source_stride, target_stride = tiles.target, tiles.source_stride, tiles.target_stride
     runs, size = tiles.rows, tiles.row_bytes
-    # Runs that follow each other without a gap on both sides are one run.
+    # Runs that are contiguous at both ends are merged into one run.
     solid = (runs == 1) | ((source_stride == size) & (target_stride == size))
     size, runs = np.where(solid, size * runs, size), np.where(solid, 1, runs)
 
-    # Long runs are cut into columns, each with all its runs; then runs are dealt out, as many as fit a tile.
+    # Cut long runs into columns, each with all its runs; then distribute the runs, as many as fit a tile.
     tile, part = _spread(-(-size // tile_bytes))
     before = part * tile_bytes
     source, target, runs = source[tile] + before, target[tile] + before, runs[tile]
     source_stride, target_stride = source_stride[tile], target_stride[tile]
     size = np.minimum(size[tile] - before, tile_bytes)
-    # A stride that its column cannot hold is never used: such runs are tiles of their own.
+    # Runs whose stride does not fit its column become separate tiles, which need no stride.
     most = np.where(np.maximum(source_stride, target_stride) < _MOST_STRIDE, tile_bytes // size, 1)
     tile, part = _spread(-(-runs // most))
     before = part * most[tile]
     source_stride, target_stride, size = source_stride[tile], target_stride[tile], size[tile]
     source, target = source[tile] + before * source_stride, target[tile] + before * target_stride
     runs = np.minimum(most[tile], runs[tile] - before)
-    single = runs == 1  # its strides say nothing, and must not spoil the test for alignment
+    single = runs == 1  # its strides are arbitrary and must not affect the alignment test
     source_stride, target_stride = np.where(single, 0, source_stride), np.where(single, 0, target_stride)
     return np.stack([source, target, source_stride << 32 | target_stride, runs << 32 | size])

@@ -1,4 +1,4 @@
-"""The additive digest of every row of a layout in GPU memory, in one launch, equal bit for bit to the CPU's."""
+"""Additive digest of every row of a layout in GPU memory, in one launch, bit for bit equal to the CPU's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _weights(device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _warm(device: torch.device, quads: int, warps: int) -> None:
-    """Compile and load the kernel now, by digesting 16 bytes, so that the first version does not have to."""
+    """Compile and load the kernel by digesting 16 bytes, so that the first version does not pay for it."""
     from weightsync.tensors.cuda.kernels import digest_kernel
 
     scratch = torch.zeros(2, dtype=torch.int64, device=device)
@@ -37,10 +37,10 @@ def _warm(device: torch.device, quads: int, warps: int) -> None:
 
 
 class LayoutDigest:
-    """Digests one layout's rows where they lie, as often as wanted. The table is built and sent to the device once.
+    """Digests the rows of one layout in place, any number of times. The table is built and sent to the device once.
 
-    ``bases[i]`` is the address on ``device`` of the layout's region ``i``; the memory must stay where it is. Used by one thread
-    at a time. Work goes to the device's current stream.
+    ``bases[i]`` is the address on ``device`` of the layout's region ``i``; the memory must not move. Not thread-safe. Work goes to
+    the device's current stream.
     """
 
     def __init__(
@@ -67,13 +67,15 @@ class LayoutDigest:
 
     @property
     def table_bytes(self) -> int:
-        """Device memory that this object holds."""
+        """Device memory of this object, in bytes."""
         return self._table.nbytes + self._out.nbytes
 
     def launch(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Begin to digest layout rows ``start <= row < stop``; the result is ``int64[stop - start]`` on the device.
+        """Start to digest layout rows ``start <= row < stop``.
 
-        The bits are those of the unsigned digest. The tensor is this object's own: the next launch for these rows overwrites it.
+        Returns:
+            ``int64[stop - start]`` on the device, with the bits of the unsigned digests. It is a view of this object's buffer,
+            which the next launch for these rows overwrites.
         """
         from weightsync.tensors.cuda.kernels import digest_kernel
 
@@ -88,11 +90,11 @@ class LayoutDigest:
         return out
 
     def digests(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint64]:
-        """The digests of layout rows ``start <= row < stop``, ``uint64[stop - start]``; waits for the device."""
+        """Digest layout rows ``start <= row < stop`` and wait for the device. Returns ``uint64[stop - start]``."""
         values: npt.NDArray[np.int64] = self.launch(start, stop).cpu().numpy()
         return values.view(np.uint64).copy()
 
     def taken(self) -> npt.NDArray[np.uint64]:
-        """What :meth:`launch` found for every row, the last time that it was launched for it; waits for the current stream."""
+        """Digests of the last :meth:`launch` of each row, ``uint64[rows]``. Waits for the current stream."""
         values: npt.NDArray[np.int64] = self._out.cpu().numpy()
         return values.view(np.uint64).copy()

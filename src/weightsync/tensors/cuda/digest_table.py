@@ -1,4 +1,4 @@
-"""What the digest kernel does, as a table: a layout's rows cut into windows of runs by array operations. No torch."""
+"""Table for the digest kernel: a layout's rows cut into windows of runs by array operations. Uses no torch."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["BLOCK_BYTES", "QUADS", "STEPS", "DigestTable"]
 Int64 = npt.NDArray[np.int64]
 
 BLOCK_BYTES = 4 * 4096
-"""Bytes of a tensor's last dimension that share one R (4096 words)."""
+"""Bytes of a tensor's last dimension that share one factor R (4096 words)."""
 
 QUADS = 256
-"""16-byte lanes of a program; a window is at most this wide, so that it never crosses a block."""
+"""16-byte lanes of a program. A window is at most this wide, so it never crosses a block."""
 
 STEPS = 32
-"""Steps of a program: an item has at most ``STEPS * QUADS * 16`` bytes (128 KiB)."""
+"""Steps of a program. An item has at most ``STEPS * QUADS * 16`` bytes (128 KiB)."""
 
 
 def _spread(counts: Int64) -> tuple[Int64, Int64]:
-    """For ``counts[i]`` parts of each row ``i``: the row of every part and its number within the row."""
+    """Split each row ``i`` into ``counts[i]`` parts. Returns the row of every part and its number within the row."""
     rows = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     first = np.cumsum(counts) - counts
     return rows, np.arange(len(rows), dtype=np.int64) - first[rows]
@@ -35,9 +35,9 @@ def _spread(counts: Int64) -> tuple[Int64, Int64]:
 
 @dataclass(frozen=True, eq=False)
 class _Runs:
-    """Leading dimensions of every layout row, merged where both memory and global position continue evenly.
+    """Leading dimensions of every layout row, merged where both the memory and the global position continue evenly.
 
-    ``extents``, ``strides`` (bytes) and ``steps`` (global leading index) are ``int64[rows, groups]``; group 0 is the longest.
+    ``extents``, ``strides`` (bytes) and ``steps`` (global leading index) are ``int64[rows, groups]``. Group 0 is the longest.
     """
 
     extents: Int64
@@ -90,9 +90,10 @@ class DigestTable:
     def build(
         cls, manifest: Manifest, layout: Layout, bases: Sequence[int], *, quads: int = QUADS, steps: int = STEPS
     ) -> DigestTable:
-        """The table of ``layout`` whose region ``i`` begins at address ``bases[i]``.
+        """Build the table of ``layout``, whose region ``i`` starts at address ``bases[i]``.
 
-        Raises :class:`~weightsync.errors.LayoutError` if there is not one address for each region.
+        Raises:
+            LayoutError: The number of addresses differs from the number of regions.
         """
         if len(bases) != len(layout.regions):
             raise LayoutError(f"{len(bases)} addresses for a layout of {len(layout.regions)} memory regions")
@@ -103,13 +104,13 @@ class DigestTable:
         blocks = -(-width // BLOCK_BYTES)
         start, stop = layout.starts[:, -1] * sizes, layout.stops[:, -1] * sizes
         element = np.where(stop - start == sizes, sizes, layout.strides[:, -1])
-        # Keys count modulo 2^64, so the wrapping of int64 is right.
+        # Keys are modulo 2^64, so int64 may wrap around.
         leading = np.zeros(len(layout), np.int64)
         for dim in range(shapes.shape[1] - 1):
             leading = leading * shapes[:, dim] + layout.starts[:, dim]
         address = np.array([*bases, 0], np.int64)[layout.region] + layout.offset
 
-        # Dimensions that could not be merged, one entry for each index of theirs.
+        # Dimensions that could not be merged: one entry for each index.
         row, part = _spread(np.prod(runs.extents[:, 1:], axis=1, dtype=np.int64))
         address, leading = address[row], leading[row]
         for group in range(1, runs.extents.shape[1]):
@@ -118,7 +119,7 @@ class DigestTable:
             address = address + index * runs.strides[row, group]
             leading = leading + index * runs.steps[row, group]
 
-        # Windows of the last dimension, cut where positions are multiples of the window.
+        # Windows of the last dimension, cut at multiples of the window.
         source, part = _spread((stop[row] - 1) // window - start[row] // window + 1)
         row, address, leading = row[source], address[source], leading[source]
         index = start[row] // window + part
@@ -129,7 +130,7 @@ class DigestTable:
         key_step = runs.steps[row, 0] * blocks[row]
         stride = runs.strides[row, 0]
 
-        # Runs, as many as fit the steps of a program.
+        # As many runs as fit the steps of a program.
         lanes = -(-high // 16) - low // 16
         most = quads // lanes * steps
         source, part = _spread(-(-runs.extents[row, 0] // most))

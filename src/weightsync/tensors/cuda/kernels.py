@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN201, ANN202
-# Triton reads this file as its own language: its functions carry no Python types, and their argument lists are the contract.
-"""The Triton kernels: the additive digest and the tile copy. Tables of what to do come from the files beside this one."""
+# Triton compiles this file as its own language, so its functions have no Python type annotations.
+"""Triton kernels of the additive digest and of the tile copy. The other files of this folder build their tables."""
 
 from __future__ import annotations
 
@@ -11,18 +11,28 @@ import triton.language as tl
 __all__ = ["COPY_COLUMNS", "DIGEST_COLUMNS", "copy_few_kernel", "copy_kernel", "digest_kernel"]
 
 DIGEST_COLUMNS = 8
-"""Rows of the digest's table, ``int64[8, items]``: address of the window's first position, stride between runs, stride between
-elements, position key of the first run, key step, output row << 32 | runs, first byte << 32 | end byte (both within the window),
-first C index << 8 | log2(itemsize) << 4 | path (0: whole 16-byte quads, 1: words, 2: bytes)."""
+"""Rows of the digest table, ``int64[8, items]``:
+
+0. address of the window's first position
+1. stride between runs
+2. stride between elements
+3. position key of the first run
+4. key step
+5. output row << 32 | runs
+6. first byte << 32 | end byte (both within the window)
+7. first C index << 8 | log2(itemsize) << 4 | path (0: whole 16-byte quads, 1: words, 2: bytes)
+"""
 
 COPY_COLUMNS = 4
-"""Rows of the copy's table, ``int64[4, tiles]``: source, target, source stride << 32 | target stride, runs << 32 | bytes of a run.
-A tile has at most 2^16 bytes; strides are below 2^31."""
+"""Rows of the copy table, ``int64[4, tiles]``: source, target, source stride << 32 | target stride, runs << 32 | bytes of a run.
+
+A tile has at most 2^16 bytes; strides are below 2^31.
+"""
 
 
 @triton.jit
 def _row_weight(key):
-    """R(key) of the digest: splitmix64, made odd."""
+    """Compute R(key) of the digest: splitmix64, made odd."""
     x = key + 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -31,13 +41,13 @@ def _row_weight(key):
 
 @triton.jit
 def _bytes_below(count):
-    """A word whose lowest ``count`` bytes (0 to 4) are ones."""
+    """Return a word whose lowest ``count`` bytes (0 to 4) are ones."""
     return ((tl.full(count.shape, 1, tl.uint64) << (count * 8).to(tl.uint64)) - 1).to(tl.uint32)
 
 
 @triton.jit
 def _word_masks(byte, low, high):
-    """Which bytes of the word at position ``byte`` lie in ``[low, high)``, as a mask."""
+    """Mask of the bytes in ``[low, high)`` of the word at position ``byte``."""
     first = tl.minimum(tl.maximum(low - byte, 0), 4)
     last = tl.minimum(tl.maximum(high - byte, 0), 4)
     return _bytes_below(last) & (_bytes_below(first) ^ 0xFFFFFFFF)
@@ -45,15 +55,15 @@ def _word_masks(byte, low, high):
 
 @triton.jit
 def _digest_quads(address, stride, key, key_step, runs, first, wide, weights, out, QUADS: tl.constexpr):
-    """Runs of whole, aligned 16-byte quads: ``wide`` of them from ``first`` on.
+    """Digest runs of whole, aligned 16-byte quads: ``wide`` of them from ``first`` on.
 
-    A lane keeps its column from step to step, so C is multiplied in once at the end; the loop only sums R times word.
+    A lane keeps its column from step to step, so the loop only sums R times word and C is multiplied in once at the end.
     """
     group = QUADS // wide
     lane = tl.arange(0, QUADS)
     run = lane // wide
     quad = first + lane % wide
-    last = tl.where(run < group, runs, 0)  # lanes beyond the last whole run of a step rest
+    last = tl.where(run < group, runs, 0)  # lanes beyond the last whole run of a step are idle
     word = tl.arange(0, 4)
     keys = key + run.to(tl.uint64) * key_step
     key_step = key_step * group.to(tl.uint64)
@@ -77,7 +87,7 @@ def _digest_quads(address, stride, key, key_step, runs, first, wide, weights, ou
 def _digest_words(
     address, stride, element, key, key_step, runs, low, high, shift, weights, out, UNIT: tl.constexpr, LANES: tl.constexpr
 ):
-    """Anything else, a lane a word: read whole (``UNIT`` 4) and masked, or put together from its bytes (``UNIT`` 1)."""
+    """Digest all other runs, one lane for each word: read whole and masked (``UNIT`` 4), or assembled from bytes (``UNIT`` 1)."""
     first = low // 4
     words = (high + 3) // 4 - first
     magic = ((1 << 32) + words.to(tl.int64) - 1) // words  # division as multiplication, exact for so few words
@@ -167,7 +177,7 @@ def _copy_runs(source, target, source_stride, target_stride, runs, run_bytes, UN
 
 @triton.jit
 def _copy_tile(tile, tiles, LANES: tl.constexpr):
-    """Copy one tile, by the widest unit that its addresses, strides and run length allow."""
+    """Copy one tile in the widest unit that its addresses, strides and run length allow."""
     source = tl.load(tile)
     target = tl.load(tile + tiles)
     strides = tl.load(tile + 2 * tiles)
@@ -195,6 +205,6 @@ def copy_kernel(table, tiles, first, LANES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tiles", "first", "last"])
 def copy_few_kernel(table, tiles, first, last, LANES: tl.constexpr):
-    """Copy the tiles from ``first`` to ``last`` with however few programs there are, which leaves room for other kernels."""
+    """Copy the tiles from ``first`` to ``last`` with any number of programs. A small number leaves room for other kernels."""
     for tile in range(first + tl.program_id(0), last, tl.num_programs(0)):
         _copy_tile(table + tile, tiles, LANES)

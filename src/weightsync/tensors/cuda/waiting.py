@@ -1,4 +1,4 @@
-"""Waits for a CUDA device that end by themselves."""
+"""Bounded waits for a CUDA device."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ __all__ = ["wait_for_device", "wait_for_event", "wait_until_idle"]
 
 
 def wait_for_event(event: torch.cuda.Event, deadline: Deadline, what: str) -> None:
-    """Wait for ``event``. Raises :class:`~weightsync.errors.DeadlineExceeded`, or what the device reports as a TransportError."""
+    """Wait for ``event``.
+
+    Raises:
+        DeadlineExceeded: ``deadline`` passed.
+        TransportError: The device reported an error.
+    """
     if not event.query():  # type: ignore[no-untyped-call]
         _wait(event.synchronize, deadline, what)
 
 
 def _wait(synchronize: Callable[[], object], deadline: Deadline, what: str) -> None:
-    """CUDA offers no wait that ends by itself, so a thread waits, and is left behind if the device never answers."""
+    """Run ``synchronize`` on a thread, because CUDA offers no wait with a timeout. The thread is abandoned if the device hangs."""
     done = threading.Event()
     failed: list[RuntimeError] = []
 
@@ -40,12 +45,12 @@ def _wait(synchronize: Callable[[], object], deadline: Deadline, what: str) -> N
 
 
 def wait_for_device(device: torch.device, deadline: Deadline, what: str) -> None:
-    """Wait for all that is in the current stream of ``device``. Raises as :func:`wait_for_event` does."""
+    """Wait for all work in the current stream of ``device``. Raises as :func:`wait_for_event` does."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     wait_for_event(event, deadline, what)
 
 
 def wait_until_idle(device: torch.device | int | None, deadline: Deadline, what: str) -> None:
-    """Wait for all that this process has queued on ``device``, in whatever stream. Raises as :func:`wait_for_event` does."""
+    """Wait for all work that this process has queued on ``device``, in any stream. Raises as :func:`wait_for_event` does."""
     _wait(lambda: torch.cuda.synchronize(device), deadline, what)

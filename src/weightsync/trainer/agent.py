@@ -369,8 +369,8 @@ def _version_number(number: int) -> int:
 
 def _from_rank_zero(text: str) -> str:
     """What rank 0 holds, on every rank, as a tensor of bytes (an object broadcast would be a pickle)."""
-    backend = dist.get_backend()
-    buffer = torch.zeros(_MAX_ADDRESS, dtype=torch.uint8, device="cuda" if backend == "nccl" else "cpu")
+    device = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
+    buffer = torch.zeros(_MAX_ADDRESS, dtype=torch.uint8, device=device)
     data = text.encode()
     buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     dist.broadcast(buffer, src=0)

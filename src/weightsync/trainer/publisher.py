@@ -25,10 +25,9 @@ from weightsync.tensors.memory import packed_layout
 from weightsync.tensors.shards import FollowedShards, Shard
 from weightsync.trainer.host_copy import Placer
 from weightsync.trainer.in_place import InPlacePublisher, obstacle_to_live
-from weightsync.transports.base import LOOPBACK, Network, Publisher, Transport
+from weightsync.transports.base import LOOPBACK, Key, Network, Publisher, Transport
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import PublishedRegion
-from weightsync.transports.net.handshake import Key
 
 __all__ = ["TrainerRole"]
 

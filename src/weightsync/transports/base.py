@@ -26,7 +26,7 @@ from weightsync.deadline import Deadline
 from weightsync.protocol.messages import Host, Offer, Traits
 from weightsync.tensors.copy_table import Tiles
 
-__all__ = ["LOOPBACK", "BlockingReader", "Completion", "Network", "Publisher", "Reader", "Transport"]
+__all__ = ["LOOPBACK", "BlockingReader", "Completion", "Key", "Network", "Publisher", "Reader", "Transport"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,22 @@ class Network:
 
 LOOPBACK = Network()
 """All engine ranks are on this host."""
+
+
+class Key:
+    """A run's key that shows in no ``repr``, log or list of variables. :meth:`reveal` gives the key itself."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: bytes) -> None:
+        self._value = value
+
+    def reveal(self) -> bytes:
+        """Return the key, for a proof or a Hello."""
+        return self._value
+
+    def __repr__(self) -> str:
+        return "<key>"
 
 
 class Publisher(Protocol):

@@ -22,7 +22,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, ConfigurationError, PeerLost, ProtocolError
 from weightsync.transports.net.channel import Channel
 
-__all__ = ["ENCRYPTED_ONLY", "HELLO_SECONDS", "ID_BYTES", "Key", "check_key", "greet_owner", "greet_reader"]
+__all__ = ["ENCRYPTED_ONLY", "HELLO_SECONDS", "ID_BYTES", "check_key", "greet_owner", "greet_reader"]
 
 HELLO_SECONDS = 5.0
 """How long a connection may take to prove itself."""
@@ -36,22 +36,6 @@ _ENCRYPTED_ONLY = b"\xff\xff"  # in the place of the protocol's number
 
 ENCRYPTED_ONLY = (_MAGIC[:6] + _ENCRYPTED_ONLY).ljust(len(_MAGIC) + ID_BYTES + _NONCE_BYTES + _PROOF_BYTES, b"\0")
 """What an owner that encrypts answers, in plain text, to a reader that does not."""
-
-
-class Key:
-    """A run's key that shows in no ``repr``, log or list of variables. :meth:`reveal` gives the key itself."""
-
-    __slots__ = ("_value",)
-
-    def __init__(self, value: bytes) -> None:
-        self._value = value
-
-    def reveal(self) -> bytes:
-        """Return the key, for a proof or a Hello."""
-        return self._value
-
-    def __repr__(self) -> str:
-        return "<key>"
 
 
 def check_key(key: bytes) -> bytes:

@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from weightsync import forks
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
+from weightsync.transports.base import Key
 from weightsync.transports.net.channel import Channel
-from weightsync.transports.net.handshake import HELLO_SECONDS, Key, greet_reader
+from weightsync.transports.net.handshake import HELLO_SECONDS, greet_reader
 
 __all__ = ["Listener", "same_user"]
 

@@ -1,0 +1,70 @@
+"""Nobody outside the transports knows one by its name, and every built-in one passes the contract, unmodified."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from weightsync.testing.transport_contract import TransportContract
+from weightsync.transports.base import Transport
+from weightsync.transports.registry import BUILT_IN
+
+ROOT = Path(__file__).resolve().parents[3]
+SRC = ROOT / "src" / "weightsync"
+NAMES_ALLOWED = ("transports", "cli", "bench", "testing")
+TORCH_BACKENDS = {"nccl", "gloo"}  # torch's words, which updates from outside use as torch does
+CONTRACTS = (
+    "tests.contract.transports.test_transports",
+    "tests.gpu.test_transport_contract",
+)
+
+
+def _literals(path: Path) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+def _updates_from_outside(path: Path) -> bool:
+    return path.relative_to(SRC).parts[0] == "external" or "weightsync.external" in path.read_text()
+
+
+def test_no_transport_is_named_outside_the_transports() -> None:
+    names = set(BUILT_IN) | TORCH_BACKENDS
+    named = [
+        f"{path.relative_to(ROOT)}:{line}: {value!r}"
+        for path in sorted(SRC.rglob("*.py"))
+        if path.relative_to(SRC).parts[0] not in NAMES_ALLOWED
+        for line, value in _literals(path)
+        if value in names and not (value in TORCH_BACKENDS and _updates_from_outside(path))
+    ]
+    assert not named, "decide by a transport's traits, not by its name:\n" + "\n".join(named)
+
+
+def _contracts() -> Iterator[type[TransportContract]]:
+    for name in CONTRACTS:
+        for value in vars(import_module(name)).values():
+            if isinstance(value, type) and issubclass(value, TransportContract) and value is not TransportContract:
+                yield value
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_transport_inherits_the_contract_and_overrides_no_test(name: str) -> None:
+    found = [one for one in _contracts() if one.where == BUILT_IN[name]]
+    assert found, f"no subclass of TransportContract for {name}: add one to {CONTRACTS[0]}, or to {CONTRACTS[1]} if it needs a GPU"
+    for one in found:
+        overridden = [attribute for attribute in vars(one) if attribute.startswith("test")]
+        assert not overridden, f"{one.__name__} overrides {overridden}"
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_transport_has_its_name_and_traits(name: str) -> None:
+    module, _, attribute = BUILT_IN[name].partition(":")
+    found: type[Transport] = getattr(import_module(module), attribute)
+    assert found.name == name
+    assert found.traits.reads
+    assert found.traits.writes

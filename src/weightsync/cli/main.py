@@ -290,7 +290,7 @@ def bench(
     source: Annotated[str, typer.Option(help="`gpu`: trainer ranks, `fsdp=N`.")] = "fsdp=1",
     target: Annotated[str, typer.Option(help="`gpu`: engine ranks, `tp=N`.")] = "tp=1",
     placement: Annotated[str, typer.Option(help="`gpu`: `separate` GPUs, or the same: `colocated`.")] = "colocated",
-    delivery: Annotated[str, typer.Option(help="`gpu`: `direct`, `streamed` (both if not given) or `broadcast`.")] = "",
+    delivery: Annotated[str, typer.Option(help="`gpu`: `direct` or `streamed`; both if not given.")] = "",
     transport: Annotated[str, typer.Option(help="`gpu`: `cuda_ipc`, or `nccl` to other GPUs.")] = "cuda_ipc",
     bucket: Annotated[str, typer.Option(help="`gpu`, streamed: one staging buffer; from the free memory if not given.")] = "",
     buffers: Annotated[int, typer.Option(min=1, max=2, help="`gpu`, streamed: how many.")] = 2,

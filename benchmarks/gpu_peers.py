@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN002, ANN201, ANN202, ANN204
-"""Measures direct transfers between processes on several GPUs: ``python -m tests.gpu.measure_peers OUT SECONDS [CASE ...]``.
+"""Measures direct transfers between processes on several GPUs: ``python -m benchmarks.gpu_peers OUT SECONDS [CASE ...]``.
 
 A process a rank, all regions through CudaRegion, CudaIpcPublisher and CudaIpcReader; every rank's clock is the machine's monotonic
 one, so a round lasts from the common start to the last rank's end. Weights are random and new in every round; per-tensor digests of
@@ -262,7 +262,7 @@ class Ranks:
 
     def __init__(self, devices, isolated):
         environment = [{**os.environ, **({"CUDA_VISIBLE_DEVICES": str(device)} if isolated else {})} for device in devices]
-        command = [sys.executable, "-W", "ignore", "-m", "tests.gpu.measure_peers"]
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu_peers"]
         self.processes = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) for env in environment
         ]

@@ -127,7 +127,7 @@ class Engine:
 
         from weightsync.tensors.copy_table import tiles_of
         from weightsync.tensors.cuda.digest import LayoutDigest
-        from weightsync.transports.cuda.ipc import CombinedRead, CudaIpc
+        from weightsync.transports.cuda.ipc import CombinedReader, CudaIpc
 
         torch.cuda.set_device(device)
         self.rank, self.ranks = rank, len(job["to"])
@@ -159,8 +159,7 @@ class Engine:
         started = time.perf_counter()
         self.copies = {}
         self.copy = self._copy(_SETTINGS[0])
-        self.together = CombinedRead(self.sources)
-        self.together.build()
+        self.together = CombinedReader(self.sources)
         self.digest = LayoutDigest(manifest, self.layout, [self.target.data_ptr()], self.device)
         torch.cuda.synchronize()
         self.setup = {

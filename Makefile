@@ -50,7 +50,7 @@ demo: $(DEMO_VENV)/.installed ## train, serve and update on this machine; ARGS="
 example-grpo: $(VLLM_VENV)/.installed ## asynchronous RL on real vLLM servers; ARGS="--mode one-step-off", or "--engine demo" without vLLM
 	@$(VLLM_VENV)/bin/python -m examples.grpo --engine vllm $(ARGS)
 
-bench: $(VENV)/.installed ## how far from the floor; ARGS="--json" ends with one JSON object
+bench: $(VENV)/.installed ## how far this machine is from the floor; ARGS="--json" ends with one JSON object; profiles: benchmarks/
 	@$(BIN)/weightsync bench $(ARGS)
 
 SEEDS ?= 10000

@@ -14,7 +14,10 @@ from weightsync.cli.options import JsonLast, Pausing
 from weightsync.errors import ConfigurationError
 
 app = typer.Typer(
-    rich_markup_mode="markdown", pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+    rich_markup_mode="markdown",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import platform
-import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import get_args
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from weightsync.bench.gpu_job import Delivery, Job, count_of, place
+from weightsync.bench.gpu_job import Delivery, Job, place
 from weightsync.bench.gpu_rounds import GpuCase, measured_rates, run_gpu_case
 from weightsync.bench.options import BenchOptions
+from weightsync.bench.report import gpu_machine, print_json
 from weightsync.errors import ConfigurationError
 
 __all__ = ["jobs_of", "run_gpu_suite"]
@@ -49,15 +45,6 @@ def _table(case: GpuCase) -> Table:
     return table
 
 
-def _machine() -> dict[str, object]:
-    import torch
-
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="minutes"), "device": torch.cuda.get_device_name(0),
-        "devices": torch.cuda.device_count(), "python": platform.python_version(), "torch": torch.__version__,
-    }  # fmt: skip
-
-
 def run_gpu_suite(options: BenchOptions) -> int:
     """Run the cases; tables and progress go to standard error, the JSON (if asked for) is standard output's last line.
 
@@ -67,10 +54,6 @@ def run_gpu_suite(options: BenchOptions) -> int:
 
     if not torch.cuda.is_available():
         raise ConfigurationError("the suite gpu needs a CUDA device, and torch sees none")
-    if options.delivery == "broadcast":
-        from weightsync.bench.gpu_broadcast import run_broadcast_suite
-
-        return run_broadcast_suite(options, count_of(options.target, "tp"), _machine())
     jobs = jobs_of(options, torch.cuda.device_count())
     console = Console(stderr=True, width=160)
     rates = measured_rates(sorted({*jobs[0].on, *jobs[0].to}))
@@ -79,6 +62,5 @@ def run_gpu_suite(options: BenchOptions) -> int:
         cases.append(run_gpu_case(job, rates, options.rounds, lambda text: console.print(text, style="dim", highlight=False)))
         console.print(_table(cases[-1]))
     if options.json:
-        print(json.dumps({"cases": [msgspec.to_builtins(case) for case in cases], **_machine()}))
-        sys.stdout.flush()
+        print_json(cases, gpu_machine())
     return 0

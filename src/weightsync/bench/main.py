@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import platform
-import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from weightsync.bench.compute import COMPUTE_CASES, Case, run_compute_case
 from weightsync.bench.options import BenchOptions
+from weightsync.bench.report import machine, print_json
 from weightsync.bench.transfer import TRANSFER_CASES, run_transfer_case
 from weightsync.errors import ConfigurationError
 
@@ -24,7 +20,7 @@ def select(options: BenchOptions) -> list[str]:
     """Names of the cases to run, in order. Raises :class:`~weightsync.errors.ConfigurationError` if none is left."""
     names = {"cpu": (*COMPUTE_CASES, *TRANSFER_CASES), "plan": COMPUTE_CASES, "transfer": TRANSFER_CASES}
     if options.suite not in names:
-        raise ConfigurationError(f"there is no suite {options.suite!r}; choose from {', '.join(names)}")
+        raise ConfigurationError(f"there is no suite {options.suite!r}; choose from {', '.join(names)}, gpu")
     chosen = [name for name in names[options.suite] if not options.only or any(part in name for part in options.only)]
     if options.tensors:
         chosen = [name for name in chosen if name in COMPUTE_CASES or int(name.rsplit("/", 1)[1]) == options.tensors]
@@ -60,29 +56,6 @@ def _table(cases: Sequence[Case]) -> Table:
     return table
 
 
-def _run_control(options: BenchOptions, console: Console) -> int:
-    from weightsync.bench.control import run_control_cases
-
-    cases = run_control_cases(options.only, options.rounds, lambda text: console.print(text, style="dim", highlight=False))
-    table = Table(title="control alone: no bytes to speak of")
-    table.add_column("case", no_wrap=True)
-    for heading in ("ms", "goal ms"):
-        table.add_column(heading, justify="right")
-    for case in cases:
-        style = "" if case.seconds <= case.goal_seconds else "yellow"
-        table.add_row(case.name, f"{case.seconds * 1000:.1f}", f"{case.goal_seconds * 1000:.0f}", style=style)
-    console.print(table)
-    if options.json:
-        _print_json(cases)
-    return 0
-
-
-def _print_json(cases: Sequence[msgspec.Struct]) -> None:
-    machine = {"python": platform.python_version(), "machine": platform.machine(), "date": datetime.now(UTC).date().isoformat()}
-    print(json.dumps({"cases": [msgspec.to_builtins(case) for case in cases], **machine}))
-    sys.stdout.flush()
-
-
 def run(options: BenchOptions) -> int:
     """Run the chosen cases; tables and progress go to standard error, the JSON (if asked for) is standard output's last line."""
     if options.suite == "gpu":
@@ -90,8 +63,6 @@ def run(options: BenchOptions) -> int:
 
         return run_gpu_suite(options)
     console = Console(stderr=True)
-    if options.suite == "control":
-        return _run_control(options, console)
     cases: list[Case] = []
     with console.status("starting") as status:
         for name in select(options):
@@ -107,5 +78,5 @@ def run(options: BenchOptions) -> int:
                 cases.append(run_transfer_case(name, options.size, options.rounds, note))
     console.print(_table(cases))
     if options.json:
-        _print_json(cases)
+        print_json(cases, machine())
     return 0

@@ -33,7 +33,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     placement: str = "colocated"
     """Suite ``gpu``: whether they share GPUs."""
     delivery: str = ""
-    """Suite ``gpu``: ``direct``, ``streamed``, or both; ``broadcast``: whole models from one GPU to ``target`` others over NCCL."""
+    """Suite ``gpu``: ``direct``, ``streamed``, or both."""
     transport: str = "cuda_ipc"
     """Suite ``gpu``: ``cuda_ipc``, or ``nccl`` (to other GPUs only)."""
     bucket_bytes: int = 0
@@ -47,8 +47,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigurationError(f"a benchmark needs at least 1 MiB, not {self.size} bytes")
         if self.rounds < 1:
             raise ConfigurationError("a benchmark needs at least one round")
-        if self.delivery not in ("", "direct", "streamed", "broadcast"):
-            raise ConfigurationError(f"delivery is direct, streamed or broadcast, not {self.delivery!r}")
+        if self.delivery not in ("", "direct", "streamed"):
+            raise ConfigurationError(f"delivery is direct or streamed, not {self.delivery!r}")
         if self.transport not in ("cuda_ipc", "nccl"):
             raise ConfigurationError(f"transport is cuda_ipc or nccl, not {self.transport!r}")
         if self.transport == "nccl" and self.placement != "separate":

@@ -272,7 +272,7 @@ def bench(
     source: Annotated[str, typer.Option(help="`gpu`: trainer ranks, `fsdp=N`.")] = "fsdp=1",
     target: Annotated[str, typer.Option(help="`gpu`: engine ranks, `tp=N`.")] = "tp=1",
     placement: Annotated[str, typer.Option(help="`gpu`: GPUs of trainer and engine: `separate` or `colocated`.")] = "colocated",
-    delivery: Annotated[str, typer.Option(help="`gpu`: `direct`, `streamed` (both if not given) or `broadcast`.")] = "",
+    delivery: Annotated[str, typer.Option(help="`gpu`: `direct` or `streamed`; both if not given.")] = "",
     transport: Annotated[str, typer.Option(help="`gpu`: `cuda_ipc`, or `nccl` to other GPUs.")] = "cuda_ipc",
     bucket: Annotated[str, typer.Option(help="`gpu`, streamed: size of a staging buffer; by default chosen by free memory.")] = "",
     buffers: Annotated[int, typer.Option(min=1, max=2, help="`gpu`, streamed: number of staging buffers.")] = 2,
@@ -280,9 +280,12 @@ def bench(
 ) -> None:
     """Measure whole rounds, and in the same run the copies that no implementation can avoid.
 
-    ``` weightsync bench weightsync bench --only shared_memory/direct --size 256MiB --tensors 300 weightsync bench --suite gpu
-    --model qwen3-30b-a3b --source fsdp=4 --target tp=4 --placement colocated weightsync bench --json | tail -1 | jq '.cases[] |
-    {name, ratio}' ```
+    ```
+    weightsync bench
+    weightsync bench --only shared_memory/direct --size 256MiB --tensors 300
+    weightsync bench --suite gpu --model qwen3-30b-a3b --source fsdp=4 --target tp=4 --placement colocated
+    weightsync bench --json | tail -1 | jq '.cases[] | {name, ratio}'
+    ```
     """
     with _needs("pip install . in a clone of weightsync"):
         options = importlib.import_module("weightsync.bench.options").BenchOptions(

@@ -1,1 +1,12 @@
 """Contract suites that a transport or an engine adapter of a third party inherits (extra ``testing``)."""
+
+from __future__ import annotations
+
+try:
+    import pytest as _pytest  # noqa: F401 - whether it is there, said once for the whole package
+except ModuleNotFoundError as error:
+    if error.name != "pytest":
+        raise
+    raise ModuleNotFoundError(
+        "weightsync.testing needs pytest: pip install '.[testing]' in a clone of weightsync", name="pytest"
+    ) from None

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN201, ANN202
-"""Orders in which colocated ranks read their own GPU's memory and each other's: ``python -m tests.gpu.measure_orders [GPUS]``.
+"""Orders in which colocated ranks read their own GPU's memory and each other's: ``python -m benchmarks.gpu_orders [GPUS]``.
 
 One process with peer access, FSDP N -> TP N of Qwen3-30B-A3B on the same N GPUs, all readers at once.
 Milliseconds of the slowest reader.

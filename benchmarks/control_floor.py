@@ -1,6 +1,6 @@
 """What a round's messages cost alone: bare WebSockets, as many, in the same processes and threads, nothing done with them.
 
-``python -m weightsync.bench.control_floor CONFIG`` is one process of agents' ends, each on a thread with an event loop of its own.
+``python -m benchmarks.control_floor CONFIG`` is one process of agents' ends, each on a thread with an event loop of its own.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ async def _measure(count: int, processes: int, rounds: int) -> float:
         with ExitStack() as owned:
             for rank in range(processes):
                 config = {"role": "floor", "rank": rank, "count": count // processes, "port": port}
-                owned.enter_context(Peer("weightsync.bench.control_floor", config))
+                owned.enter_context(Peer("benchmarks.control_floor", config))
             async with asyncio.timeout(_SECONDS):
                 await complete.wait()
                 taken = [await _round(sockets) for _ in range(rounds + 1)]

@@ -1,8 +1,8 @@
-"""Broadcasts from one GPU to others, each beside the flat broadcast of the same run and group: ``--delivery broadcast``."""
+"""Broadcasts from one GPU to others, beside the flat one of the same run and group: ``python -m benchmarks.gpu_broadcast``."""
 
 from __future__ import annotations
 
-import json
+import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -10,16 +10,17 @@ from contextlib import ExitStack
 from typing import Any
 
 import msgspec
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from weightsync.bench.gpu_job import manifest_for
-from weightsync.bench.options import BenchOptions
 from weightsync.bench.peer import Peer
+from weightsync.bench.report import gpu_machine, print_json
 from weightsync.errors import ConfigurationError, RoundFailed
 from weightsync.transports.broadcast.packed_broadcast import DEFAULT_BUFFER, PROGRAMS
 
-__all__ = ["BroadcastCase", "Variant", "run_broadcast_suite", "variants_of"]
+__all__ = ["BroadcastCase", "Variant", "main", "run_broadcast", "variants_of"]
 
 _SECONDS = 180.0
 
@@ -54,12 +55,11 @@ class BroadcastCase(msgspec.Struct, frozen=True, kw_only=True):
     """GPU memory of buffers and tables, the most of any rank."""
 
 
-def variants_of(options: BenchOptions) -> list[Variant]:
-    """What is measured: the floor, both baselines, and ours with the settings given (``--only sweep``: with many)."""
-    each, count = options.bucket_bytes or DEFAULT_BUFFER, options.buffers
+def variants_of(buffer_bytes: int = DEFAULT_BUFFER, buffers: int = 2, sweep: bool = False) -> list[Variant]:
+    """What is measured: the floor, both baselines, and ours with these settings; with ``sweep``, with many more."""
     found = [Variant(kind=kind) for kind in ("flat", "by_tensor", "concatenated")]
-    found.append(Variant(kind="packed", buffer_bytes=each, num_buffers=count, programs=PROGRAMS, priority=True))
-    if "sweep" in options.only:
+    found.append(Variant(kind="packed", buffer_bytes=buffer_bytes, num_buffers=buffers, programs=PROGRAMS, priority=True))
+    if sweep:
         found += [
             Variant(kind="packed", buffer_bytes=mib << 20, num_buffers=number, programs=programs, priority=priority)
             for mib, number, programs, priority in (
@@ -96,8 +96,7 @@ def run_broadcast(
     with ExitStack() as owned:
         settings = {"role": "broadcast", "model": model, "size": readers + 1}
         peers = [
-            owned.enter_context(Peer("weightsync.bench.gpu_broadcast_rank", settings | {"rank": rank}))
-            for rank in range(readers + 1)
+            owned.enter_context(Peer("benchmarks.gpu_broadcast_rank", settings | {"rank": rank})) for rank in range(readers + 1)
         ]
         _heard(peers)
 
@@ -133,21 +132,29 @@ def run_broadcast(
     return cases
 
 
-def run_broadcast_suite(options: BenchOptions, readers: int, machine: dict[str, object]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run it; a table goes to standard error, the JSON (if asked for) is standard output's last line.
 
     Raises :class:`~weightsync.errors.ConfigurationError` where there are too few GPUs, and what :func:`run_broadcast` raises.
     """
-    import torch
-
-    if torch.cuda.device_count() <= readers:
-        raise ConfigurationError(f"a broadcast to {readers} readers needs {readers + 1} GPUs; here are {torch.cuda.device_count()}")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_broadcast", description=__doc__)
+    parser.add_argument("--model", default="qwen3-8b", help="qwen3-8b, qwen3-30b-a3b, or a path to a config.json")
+    parser.add_argument("--readers", type=int, default=1, help="GPUs that receive, besides the one that sends")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--buffer-bytes", type=int, default=DEFAULT_BUFFER)
+    parser.add_argument("--buffers", type=int, default=2)
+    parser.add_argument("--sweep", action="store_true", help="with many other settings, too")
+    parser.add_argument("--json", action="store_true")
+    wanted = parser.parse_args(arguments)
+    gpus = torch.cuda.device_count()
+    if gpus <= wanted.readers:
+        raise ConfigurationError(f"a broadcast to {wanted.readers} readers needs {wanted.readers + 1} GPUs; here are {gpus}")
     console = Console(stderr=True, width=160)
     cases = run_broadcast(
-        options.model, readers, variants_of(options), options.rounds,
+        wanted.model, wanted.readers, variants_of(wanted.buffer_bytes, wanted.buffers, wanted.sweep), wanted.rounds,
         lambda text: console.print(text, style="dim", highlight=False),
     )  # fmt: skip
-    table = Table(title=f"{options.model}, 1 to {readers}: {cases[0].bytes / 1e9:.2f} GB in {cases[0].tensors:,} tensors")
+    table = Table(title=f"{wanted.model}, 1 to {wanted.readers}: {cases[0].bytes / 1e9:.2f} GB in {cases[0].tensors:,} tensors")
     for heading in ("way", "ms", "x flat", "GB/s", "extra GPU memory"):
         table.add_column(heading, justify="left" if heading == "way" else "right")
     for case in cases:
@@ -156,7 +163,10 @@ def run_broadcast_suite(options: BenchOptions, readers: int, machine: dict[str, 
         way = one.kind + (how if one.kind == "packed" else "")
         table.add_row(way, f"{case.ms:.1f}", f"{case.of_flat:.2f}", f"{case.bytes / case.ms / 1e6:.0f}", f"{case.extra_bytes:,}")
     console.print(table)
-    if options.json:
-        print(json.dumps({"cases": [msgspec.to_builtins(case) for case in cases], **machine}))
-        sys.stdout.flush()
+    if wanted.json:
+        print_json(cases, gpu_machine())
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""What mapping another process's device memory costs, handle by handle: ``python -m tests.gpu.measure_mapping [HANDLES]``.
+"""What mapping another process's device memory costs, handle by handle: ``python -m benchmarks.gpu_mapping [HANDLES]``.
 
 A process makes that many allocations of 2 MiB and exports them; this one opens a share of them with 1, 2, 4 and 8 threads.
 """
@@ -37,7 +37,7 @@ def own(count: int) -> None:
 def main() -> None:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 8000
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.gpu.measure_mapping", "own", str(count)]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu_mapping", "own", str(count)]
     owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     if owner.stdout is None or owner.stdin is None:
         raise RuntimeError("no pipes")

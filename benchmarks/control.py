@@ -1,27 +1,34 @@
 """What a round costs besides its bytes: real agents over real sockets, sixteen bytes of weights.
 
+``python -m benchmarks.control [--only CASE] [--rounds N] [--json]`` measures, each case beside its goal:
+
 * ``round/N``: ``Trainer.publish`` to N replicas of one rank each, from call to result; the median of several after one that plans;
 * ``notice/killed``: from SIGKILL of an engine's process to the coordinator's event that it left;
 * ``join/others-paused``: how long replicas that serve are paused while one joins and is seeded. They are not, so it is zero;
-* ``completion/push``: see :mod:`weightsync.bench.completions`.
+* ``completion/push``: see :mod:`benchmarks.completions`.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import msgspec
 import torch
+from rich.console import Console
+from rich.table import Table
 
-from weightsync.bench.completions import CompletionCase, completion_push_case
-from weightsync.bench.control_floor import EXCHANGES, floor_seconds
-from weightsync.bench.control_rank import NAME
+from benchmarks.completions import CompletionCase, completion_push_case
+from benchmarks.control_floor import EXCHANGES, floor_seconds
+from benchmarks.control_rank import NAME
 from weightsync.bench.peer import Peer
+from weightsync.bench.report import machine, print_json
 from weightsync.config import ClientSettings, Secret, ServerSettings
 from weightsync.coordinator.events import Joined, Left, ReplicaEnded, ReplicaPhase
 from weightsync.deadline import Deadline
@@ -30,7 +37,7 @@ from weightsync.server.client import Client
 from weightsync.server.server import BackgroundServer
 from weightsync.trainer.agent import Trainer
 
-__all__ = ["CONTROL_CASES", "ControlCase", "run_control_cases"]
+__all__ = ["CONTROL_CASES", "ControlCase", "main", "run_control_cases"]
 
 _PROCESSES = 4
 _ATTEMPTS = 10
@@ -73,7 +80,7 @@ class _Fleet:
     def start(self, role: str, count: int) -> Peer:
         """One more process with ``count`` replicas; :meth:`Peer.hear` it before use."""
         config = {**self._config, "role": role, "rank": 0, "count": count}
-        return self._owned.enter_context(Peer("weightsync.bench.control_rank", config, {"OMP_NUM_THREADS": "1"}))
+        return self._owned.enter_context(Peer("benchmarks.control_rank", config, {"OMP_NUM_THREADS": "1"}))
 
     def client(self) -> Client:
         """A client of the coordinator; close it."""
@@ -192,3 +199,29 @@ def run_control_cases(only: Sequence[str], rounds: int, note: Callable[[str], No
         else:
             cases.append(completion_push_case())
     return cases
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the cases; a table and progress go to standard error, the JSON (if asked for) is standard output's last line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.control")
+    parser.add_argument("--only", action="append", default=[], help="only cases whose name contains this; may be repeated")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    wanted = parser.parse_args(arguments)
+    console = Console(stderr=True)
+    cases = run_control_cases(wanted.only, wanted.rounds, lambda text: console.print(text, style="dim", highlight=False))
+    table = Table(title="control alone: no bytes to speak of")
+    table.add_column("case", no_wrap=True)
+    for heading in ("ms", "goal ms"):
+        table.add_column(heading, justify="right")
+    for case in cases:
+        style = "" if case.seconds <= case.goal_seconds else "yellow"
+        table.add_row(case.name, f"{case.seconds * 1000:.1f}", f"{case.goal_seconds * 1000:.0f}", style=style)
+    console.print(table)
+    if wanted.json:
+        print_json(cases, machine())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

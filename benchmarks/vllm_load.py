@@ -1,6 +1,6 @@
-"""A program: how much longer a streamed update of a real vLLM takes than vLLM's own loading from memory, in one run.
+"""How much longer a streamed update of a real vLLM takes than vLLM's own loading from memory, in one run.
 
-``python tests/integration/measure_vllm_load.py [ROUNDS [HIDDEN LAYERS]]``, with vLLM installed; the model is the demo's, or a
+``python -m benchmarks.vllm_load [ROUNDS [HIDDEN LAYERS]]``, with vLLM installed; the model is the demo's, or a
 Llama of that size. Prints one line of JSON. The floor is vLLM's own ``reload_weights`` of a checkpoint in the
 worker's memory.
 """
@@ -12,13 +12,14 @@ import os
 import statistics
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
     VLLM_LOGGING_LEVEL="ERROR",
 )  # fmt: skip
-os.environ["PYTHONPATH"] = os.path.dirname(os.path.abspath(__file__))
+os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])  # vLLM's workers import this folder, too
 
 
 def milliseconds(values: list[float]) -> float:
@@ -52,7 +53,8 @@ def main(rounds: int, sizes: tuple[int, ...]) -> None:
         model.save_pretrained(folder)
         llm = LLM(
             model=folder, skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_model_len=128,
-            weight_transfer_config=WeightTransferConfig(backend="weightsync"), worker_extension_cls="vllm_loading.Loading",
+            weight_transfer_config=WeightTransferConfig(backend="weightsync"),
+            worker_extension_cls="benchmarks.vllm_loading.Loading",
         )  # fmt: skip
         results, floors = [], []
         with weightsync.Trainer(model) as trainer:

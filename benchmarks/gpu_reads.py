@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN201, ANN202, B023, E501
-"""What reads of another GPU can reach by other means than Triton: ``python tests/gpu/measure_reads.py`` (needs CuPy, two GPUs).
+"""What reads of another GPU can reach by other means than Triton: ``python -m benchmarks.gpu_reads`` (needs CuPy, two GPUs).
 
 Vector loads with L2 hints, and bulk copies through shared memory (cp.async.bulk) with few programs; checked for equality.
 """

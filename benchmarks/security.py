@@ -1,4 +1,4 @@
-"""What the protection costs: ``python -m tests.integration.measure_security`` prints the tables of docs/benchmarks/security.md."""
+"""What the protection costs: ``python -m benchmarks.security`` prints the tables of docs/benchmarks/security.md."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ async def _measure(settings: ClientSettings) -> CompletionCase:
 def completion_push_case() -> CompletionCase:
     """Measure with the coordinator in a process of its own; the sender and the trainer share one event loop, and one clock."""
     with subprocess.Popen(
-        [sys.executable, "-m", "weightsync.bench.completions"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "benchmarks.completions"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             line = process.stdout.readline() if process.stdout is not None else ""

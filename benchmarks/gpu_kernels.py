@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN202
-"""Measures digest and tile copy on one GPU against floors of the same run: ``python tests/gpu/measure_kernels.py OUT``.
+"""Measures digest and tile copy on one GPU against floors of the same run: ``python -m benchmarks.gpu_kernels OUT``.
 
 Weights are random bytes. The shards of four FSDP ranks and of four TP ranks lie on the one GPU, a target rank at a time.
 """

@@ -1,4 +1,4 @@
-"""Engine ranks of the control benchmark, many in a process: ``python -m weightsync.bench.control_rank CONFIG``."""
+"""Engine ranks of the control benchmark, many in a process: ``python -m benchmarks.control_rank CONFIG``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN002, ANN201, ANN202, ANN204
-"""Measures direct transfers between processes on several GPUs: ``python -m tests.gpu.measure_peers OUT SECONDS [CASE ...]``.
+"""Measures direct transfers between processes on several GPUs: ``python -m benchmarks.gpu_peers OUT SECONDS [CASE ...]``.
 
 A process a rank, all regions through CudaRegion, CudaIpcPublisher and CudaIpcReader; every rank's clock is the machine's monotonic
 one, so a round lasts from the common start to the last rank's end. Weights are random and new in every round; per-tensor digests of
@@ -127,7 +127,7 @@ class Engine:
 
         from weightsync.tensors.copy_table import tiles_of
         from weightsync.tensors.cuda.digest import LayoutDigest
-        from weightsync.transports.cuda.ipc import CombinedRead, CudaIpc
+        from weightsync.transports.cuda.ipc import CombinedReader, CudaIpc
 
         torch.cuda.set_device(device)
         self.rank, self.ranks = rank, len(job["to"])
@@ -159,8 +159,7 @@ class Engine:
         started = time.perf_counter()
         self.copies = {}
         self.copy = self._copy(_SETTINGS[0])
-        self.together = CombinedRead(self.sources)
-        self.together.build()
+        self.together = CombinedReader(self.sources)
         self.digest = LayoutDigest(manifest, self.layout, [self.target.data_ptr()], self.device)
         torch.cuda.synchronize()
         self.setup = {
@@ -262,7 +261,7 @@ class Ranks:
 
     def __init__(self, devices, isolated):
         environment = [{**os.environ, **({"CUDA_VISIBLE_DEVICES": str(device)} if isolated else {})} for device in devices]
-        command = [sys.executable, "-W", "ignore", "-m", "tests.gpu.measure_peers"]
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu_peers"]
         self.processes = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) for env in environment
         ]

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN003, ANN201, ANN202
-"""Direct delivery into a real vLLM by its plugin: ``python -m tests.gpu.measure_vllm tiny|MODEL [ROUNDS [RANKS [TRANSPORT]]]``.
+"""Direct delivery into a real vLLM by its plugin: ``python -m benchmarks.gpu_vllm tiny|MODEL [ROUNDS [RANKS [TRANSPORT]]]``.
 
 ``tiny``: a small random Qwen3 checkpoint, graphs captured, updates; prints one line of JSON that ``test_vllm_direct.py`` looks at.
 ``MODEL``: a model of the GPU suite, shapes only; the time from pause to resume. vLLM has the first GPUs (``RANKS``, tensor

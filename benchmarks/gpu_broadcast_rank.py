@@ -1,4 +1,4 @@
-"""A rank of the broadcast cases: ``python -m weightsync.bench.gpu_broadcast_rank CONFIG`` answers commands line by line.
+"""A rank of the broadcast cases: ``python -m benchmarks.gpu_broadcast_rank CONFIG`` answers commands line by line.
 
 Rank 0 holds a model, every tensor an allocation of its own; the others receive it into theirs. ``flat`` is the floor: one buffer,
 broadcast in pieces of 1 GiB until as many bytes have moved. ``by_tensor`` and ``concatenated`` are what others do, in a few lines.

@@ -1,0 +1,34 @@
+"""What a benchmark prints for programs: its cases and the machine that they ran on, as one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+
+import msgspec
+
+__all__ = ["gpu_machine", "machine", "print_json"]
+
+
+def machine() -> dict[str, object]:
+    """This machine, for cases on its processors."""
+    return {"python": platform.python_version(), "machine": platform.machine(), "date": datetime.now(UTC).date().isoformat()}
+
+
+def gpu_machine() -> dict[str, object]:
+    """This machine, for cases on its GPUs."""
+    import torch
+
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="minutes"), "device": torch.cuda.get_device_name(0),
+        "devices": torch.cuda.device_count(), "python": platform.python_version(), "torch": torch.__version__,
+    }  # fmt: skip
+
+
+def print_json(cases: Sequence[msgspec.Struct], where: Mapping[str, object]) -> None:
+    """Print the cases and where they ran as one line."""
+    print(json.dumps({"cases": [msgspec.to_builtins(case) for case in cases], **where}))
+    sys.stdout.flush()

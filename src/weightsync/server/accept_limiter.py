@@ -1,6 +1,6 @@
-"""Taking connections in: at a bounded rate, and with few in the middle of TLS, so that a flood waits in the kernel's queue.
+"""Accepting connections at a bounded rate, with few in the middle of TLS, so that a flood waits in the kernel's queue.
 
-Whoever has shown the token gives back the turn that their connection took: a thousand agents that return at once are not slowed.
+A connection that authenticates gives back the turn that it took: a thousand agents that return at once are not slowed.
 """
 
 from __future__ import annotations
@@ -9,21 +9,23 @@ import asyncio
 import contextlib
 import logging
 import socket
+from asyncio import StreamReader, StreamReaderProtocol, StreamWriter
 from collections import Counter
 from collections.abc import Callable
 from ssl import SSLContext
 
 from weightsync.config import Limits
 from weightsync.server.connections import Connections
+from weightsync.server.http_connection import HttpConnection
 
-__all__ = ["Door"]
+__all__ = ["AcceptLimiter"]
 
 _log = logging.getLogger(__name__)
 _RETRY_SECONDS = 0.2
 
 
-class Door:
-    """Accepts on ``listener`` from :meth:`open` to :meth:`close`, and gives each connection a protocol of ``make``.
+class AcceptLimiter:
+    """Accepts on ``listener`` from :meth:`open` to :meth:`aclose`, and serves each connection with what ``make`` returns.
 
     Over TLS with ``context``. Used on the event loop only.
     """
@@ -31,7 +33,7 @@ class Door:
     def __init__(
         self,
         listener: socket.socket,
-        make: Callable[[], asyncio.Protocol],
+        make: Callable[[StreamReader, StreamWriter], HttpConnection],
         context: SSLContext | None,
         connections: Connections,
         limits: Limits,
@@ -40,21 +42,35 @@ class Door:
         self._connections, self._limits = connections, limits
         self._loop = asyncio.get_running_loop()
         self._later: asyncio.TimerHandle | None = None
-        self._greeting: dict[asyncio.Task[None], tuple[str, socket.socket]] = {}  # in order of arrival
+        self._handshakes: dict[asyncio.Task[None], tuple[str, socket.socket]] = {}  # in order of arrival
+        self._serving: dict[asyncio.Task[None], HttpConnection] = {}
         listener.setblocking(False)
 
     def open(self) -> None:
-        """Take connections in from now on."""
+        """Accept connections from now on."""
         self._later = None
         self._loop.add_reader(self._listener.fileno(), self._ready)
 
-    def close(self) -> None:
-        """Take in no more, and drop whoever is still in the middle of TLS. The listener stays the caller's."""
+    async def aclose(self, timeout: float) -> None:
+        """Accept no more, drop unfinished handshakes, and let requests under way end; after ``timeout`` seconds cancel them.
+
+        The listener stays the caller's.
+        """
         self._loop.remove_reader(self._listener.fileno())
         if self._later is not None:
             self._later.cancel()
-        for task in list(self._greeting):
+        unfinished = list(self._handshakes)
+        for task in unfinished:
             self._drop(task)
+        if unfinished:
+            await asyncio.wait(unfinished)
+        for connection in self._serving.values():
+            connection.close()
+        for deadline in (timeout, None):
+            if self._serving:
+                await asyncio.wait(list(self._serving), timeout=deadline)
+            for task in self._serving:
+                task.cancel()
 
     def _pause(self, seconds: float) -> None:
         self._loop.remove_reader(self._listener.fileno())
@@ -78,21 +94,52 @@ class Door:
             self._pause(_RETRY_SECONDS)
             return
         sock.setblocking(False)
-        if len(self._greeting) >= self._limits.strangers:
-            most, _ = Counter(host for host, _ in self._greeting.values()).most_common(1)[0]
-            self._drop(next(task for task, (host, _) in self._greeting.items() if host == most))
-        task = asyncio.ensure_future(self._greet(sock))
-        self._greeting[task] = str(peer[0]), sock
-        task.add_done_callback(lambda done: self._greeting.pop(done, None))
+        if len(self._handshakes) >= self._limits.strangers:
+            most, _ = Counter(host for host, _ in self._handshakes.values()).most_common(1)[0]
+            self._drop(next(task for task, (host, _) in self._handshakes.items() if host == most))
+        task = asyncio.ensure_future(self._connect(sock))
+        self._handshakes[task] = str(peer[0]), sock
+        task.add_done_callback(self._ended)
 
-    async def _greet(self, sock: socket.socket) -> None:
-        """Give the connection its protocol, after the TLS handshake if there is one."""
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._handshakes.pop(task, None)
+        self._serving.pop(task, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a connection ended by an unexpected error", exc_info=error)
+
+    async def _connect(self, sock: socket.socket) -> None:
+        """Do the TLS handshake, if there is one, and serve the connection to its end."""
+        reader = StreamReader()
+        protocol = StreamReaderProtocol(reader)
         patience = None if self._context is None else self._limits.hello_seconds
-        with contextlib.suppress(OSError):  # also what a failed handshake is
-            await self._loop.connect_accepted_socket(self._make, sock, ssl=self._context, ssl_handshake_timeout=patience)
+        try:
+            transport, _ = await self._loop.connect_accepted_socket(
+                lambda: protocol, sock, ssl=self._context, ssl_handshake_timeout=patience, ssl_shutdown_timeout=patience
+            )
+        except OSError:  # also what a failed handshake is
+            return
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a connection is served by a task")
+        self._handshakes.pop(task, None)
+        writer = StreamWriter(transport, protocol, reader, self._loop)
+        connection = self._serving[task] = self._make(reader, writer)
+        peer = transport.get_extra_info("peername")
+        peer = (str(peer[0]), int(peer[1]))
+        self._connections.opened(transport, peer)
+        try:
+            await connection.serve()
+            writer.close()
+            async with asyncio.timeout(self._limits.hello_seconds):
+                await writer.wait_closed()
+        except (OSError, TimeoutError):
+            pass
+        finally:
+            transport.abort()
+            self._connections.closed(transport, peer)
 
     def _drop(self, task: asyncio.Task[None]) -> None:
-        _, sock = self._greeting.pop(task)
+        _, sock = self._handshakes.pop(task)
         task.cancel()
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)  # the peer learns it at once, whoever closes the descriptor

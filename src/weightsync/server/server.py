@@ -10,14 +10,10 @@ import signal
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from email.utils import formatdate
 from types import TracebackType
 from typing import Self
-
-import uvicorn
-from uvicorn.server import ServerState
 
 from weightsync import forks
 from weightsync.config import Address, Secret, ServerSettings, control_settings
@@ -25,9 +21,9 @@ from weightsync.coordinator.coordinator import Coordinator
 from weightsync.errors import ConfigurationError, DeadlineExceeded
 from weightsync.protocol.endpoint import reason
 from weightsync.protocol.tokens import TokenFile, check_bind, generate
-from weightsync.server.accept_limiter import Door
+from weightsync.server.accept_limiter import AcceptLimiter
 from weightsync.server.app import Service
-from weightsync.server.connections import Config, HttpProtocol
+from weightsync.server.http_connection import HttpConnection
 
 __all__ = ["BackgroundServer", "run_server", "serve"]
 
@@ -36,41 +32,7 @@ _log = logging.getLogger(__name__)
 _START_SECONDS = 15.0
 _STOP_SECONDS = 30.0
 _BACKLOG = 1024  # connections that the kernel keeps until there is time for them
-_HEADER_BYTES = 16 << 10  # of a request, before it is known who makes it
 _STOPPING = "the coordinator is shutting down"
-
-
-class _State(ServerState):
-    """Uvicorn's, with a date that is looked up for each answer, where uvicorn writes a new one ten times a second."""
-
-    @property
-    def default_headers(self) -> list[tuple[bytes, bytes]]:
-        return [(b"date", formatdate(usegmt=True).encode())]
-
-    @default_headers.setter
-    def default_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """What uvicorn sets is not used."""
-
-
-class _Uvicorn(uvicorn.Server):
-    """Uvicorn without signal handlers, and without its look ten times a second whether it should end: it is told."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.server_state = _State()
-        self._ending = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def main_loop(self) -> None:
-        await self._ending.wait()  # ends with end(), which whoever started this server calls
-
-    def end(self) -> None:
-        """Let ``serve`` shut down and return."""
-        self.should_exit = True
-        self._ending.set()
 
 
 def _listen(settings: ServerSettings) -> socket.socket:
@@ -105,33 +67,19 @@ def _reachable(settings: ServerSettings, listener: socket.socket) -> Address:
     return Address(settings.scheme, host, bound[1])
 
 
-def _configure(settings: ServerSettings, service: Service) -> uvicorn.Config:
-    config = Config(
-        service.asgi,
-        service.connections,
-        h11_max_incomplete_event_size=_HEADER_BYTES,
-        ws_max_size=settings.limits.frame_bytes,
-        ws_ping_interval=settings.heartbeat,
-        ws_ping_timeout=settings.heartbeat,
-        ws_per_message_deflate=False,
-        lifespan="off",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_graceful_shutdown=max(1, round(settings.shutdown_seconds)),
-        ssl_certfile=settings.tls_certificate,
-        ssl_keyfile=settings.tls_key,
-    )
+def _tls_context(settings: ServerSettings) -> ssl.SSLContext | None:
+    if settings.tls_certificate is None or settings.tls_key is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        config.load()
-    except (ssl.SSLError, OSError) as error:
+        # With a password, so that an encrypted key is an error and not a prompt.
+        context.load_cert_chain(settings.tls_certificate, settings.tls_key, password="")
+    except OSError as error:  # ssl.SSLError among them
         raise ConfigurationError(
             f"WEIGHTSYNC_TLS_CERTIFICATE={str(settings.tls_certificate)!r}, WEIGHTSYNC_TLS_KEY={str(settings.tls_key)!r}: "
             f"{reason(error)}"
         ) from None
-    return config
+    return context
 
 
 async def run_server(
@@ -144,6 +92,7 @@ async def run_server(
     unusable TLS files.
     """
     check_bind(settings)
+    context = _tls_context(settings)
     with contextlib.ExitStack() as undo:
         listener = undo.enter_context(_listen(settings))
         address = _reachable(settings, listener)
@@ -152,26 +101,23 @@ async def run_server(
             token = generate()
         coordinator = Coordinator(control_settings(settings))
         service = Service(coordinator, settings, token)
-        server = _Uvicorn(_configure(settings, service))
+        limiter = AcceptLimiter(
+            listener,
+            lambda reader, writer: HttpConnection(service.asgi, settings, reader, writer),
+            context,
+            service.connections,
+            settings.limits,
+        )
         if settings.token is None:
             undo.callback(TokenFile(address.port, token).remove)
-        serving = asyncio.create_task(server.serve(sockets=[]))  # without a listener: connections come through our own door
-        config = server.config
-        door = Door(
-            listener, lambda: HttpProtocol(config, server.server_state, {}), config.ssl, service.connections, settings.limits
-        )
-        door.open()
-        stopping = asyncio.create_task(stop.wait())
+        limiter.open()
         try:
             if started is not None:
                 started(address, token, coordinator)
-            await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+            await stop.wait()
         finally:
-            stopping.cancel()
             await service.aclose(_STOPPING)
-            door.close()
-            server.end()
-            await serving
+            await limiter.aclose(settings.shutdown_seconds)
 
 
 def serve(settings: ServerSettings, started: Callable[[Address, Secret, Coordinator], None] | None = None) -> None:

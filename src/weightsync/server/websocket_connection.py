@@ -1,0 +1,228 @@
+"""A WebSocket on one connection, for an ASGI application: websockets' sans-I/O protocol over asyncio's streams."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from asyncio import StreamReader, StreamWriter, TimerHandle
+from collections import deque
+from http import HTTPStatus
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Scope
+from websockets.datastructures import Headers
+from websockets.frames import Frame, Opcode
+from websockets.http11 import Request, Response
+from websockets.protocol import State
+from websockets.server import ServerProtocol
+
+from weightsync.config import ServerSettings
+
+__all__ = ["WebSocketConnection"]
+
+_log = logging.getLogger(__name__)
+
+# At DEBUG the WebSocket library logs headers and frames: the bearer token, and data keys.
+_wire_log = logging.getLogger("weightsync.server.wire")
+_wire_log.setLevel(logging.ERROR)
+
+_CHUNK = 256 << 10
+_FRAMES = 4096.0  # frames that are no whole message (fragments, pings, pongs) that one peer may send at once
+_FRAMES_PER_SECOND = 100.0  # and in the long run; an agent sends a few a minute, and never a fragment
+_ABNORMAL = 1006
+_INTERNAL_ERROR = 1011
+
+
+class WebSocketConnection:
+    """One WebSocket, from its upgrade request to its end.
+
+    The application's own ``receive`` reads from the connection, so a peer whose messages nobody takes is not read from. Answers to
+    pings are written before anything more is read, so neither is a peer that does not read. A peer that misses a pong is cut off.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, reader: StreamReader, writer: StreamWriter) -> None:
+        self._app, self._settings = app, settings
+        self._reader, self._writer = reader, writer
+        self._protocol = ServerProtocol(max_size=settings.limits.frame_bytes, logger=_wire_log)
+        self._events: deque[Any] = deque()
+        self._parts: list[bytes] = []
+        self._text = False
+        self._response: Response | None = None
+        self._refusal: Message | None = None
+        self._connect_sent = self._ended = False
+        self._frames_left, self._since = _FRAMES, time.monotonic()
+        self._ping: bytes | None = None
+        self._timer: TimerHandle | None = None
+
+    async def serve(self, scope: Scope, head: bytes) -> None:
+        """Do the handshake of the request in ``head`` and run the application. The caller closes the writer."""
+        self._take(head)
+        request = self._events.popleft() if self._events else None
+        if not isinstance(request, Request):
+            return  # the library's parser is stricter than h11
+        response = self._protocol.accept(request)
+        if response.status_code != HTTPStatus.SWITCHING_PROTOCOLS:
+            self._protocol.send_response(response)
+            await self._flush()
+            return
+        del response.headers["Date"]
+        self._response = response
+        offered = ",".join(request.headers.get_all("Sec-WebSocket-Protocol"))
+        scope["subprotocols"] = [name.strip() for name in offered.split(",") if name.strip()]
+        scope["extensions"] = {"websocket.http.response": {}}
+        code = 1000
+        try:
+            await self._app(scope, self._receive, self._send)
+        except OSError:
+            pass  # the peer is gone
+        except Exception as error:  # noqa: BLE001 - whatever it is, the peer is told that the connection ends by an error
+            _log.error("the WebSocket %s failed unexpectedly", scope["path"], exc_info=error)
+            code = _INTERNAL_ERROR
+        try:
+            await self._finish(code)
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+
+    async def _finish(self, code: int) -> None:
+        """Send what ends the connection, unless it was sent, and give the peer a while to answer it."""
+        if self._response is not None:
+            self._protocol.send_response(self._protocol.reject(HTTPStatus.INTERNAL_SERVER_ERROR, ""))
+        elif self._protocol.state is State.OPEN:
+            self._protocol.send_close(code)
+        try:
+            async with asyncio.timeout(self._settings.limits.hello_seconds):
+                await self._flush()
+                while self._protocol.state is State.CLOSING and self._protocol.close_rcvd is None:
+                    self._take(await self._reader.read(_CHUNK))
+                    self._events.clear()
+                await self._flush()
+        except (OSError, TimeoutError):
+            self._writer.transport.abort()
+
+    def _take(self, data: bytes) -> None:
+        if data:
+            self._protocol.receive_data(data)
+        else:
+            self._protocol.receive_eof()
+        self._events.extend(self._protocol.events_received())
+
+    async def _flush(self) -> None:
+        """Write what the protocol has to send, and wait while the peer does not read."""
+        pieces = self._protocol.data_to_send()
+        for piece in pieces:
+            if piece:
+                self._writer.write(piece)
+            else:  # both sides have said that they close
+                self._writer.close()
+        if pieces:
+            await self._writer.drain()
+
+    async def _receive(self) -> Message:
+        if not self._connect_sent:
+            self._connect_sent = True
+            return {"type": "websocket.connect"}
+        while not self._ended:
+            while self._events:
+                message = self._message(self._events.popleft())
+                if message is not None:
+                    return message
+            try:
+                data = await self._reader.read(_CHUNK)
+                self._take(data)
+                await self._flush()
+            except OSError:
+                data = b""
+            if not data or self._protocol.parser_exc is not None:
+                self._ended = not self._events
+        close = self._protocol.close_rcvd or self._protocol.close_sent
+        if close is None:
+            return {"type": "websocket.disconnect", "code": _ABNORMAL}
+        return {"type": "websocket.disconnect", "code": close.code, "reason": close.reason}
+
+    def _message(self, event: object) -> Message | None:
+        """The application's event for one frame: a whole message, the peer's close, or nothing."""
+        if not isinstance(event, Frame):
+            return None
+        if event.opcode is Opcode.CLOSE:
+            self._ended = True
+            return None
+        if event.opcode in (Opcode.PING, Opcode.PONG, Opcode.CONT) and not self._may_send_frame():
+            return None
+        if event.opcode is Opcode.PONG and bytes(event.data) == self._ping:
+            self._ping = None
+        if event.opcode not in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT) or self._protocol.state is not State.OPEN:
+            return None
+        if event.opcode is not Opcode.CONT:
+            self._text = event.opcode is Opcode.TEXT
+        self._parts.append(bytes(event.data))
+        if not event.fin:
+            return None
+        data, self._parts = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts), []
+        return {"type": "websocket.receive", "text": data.decode("utf-8", "replace")} if self._text else _received(data)
+
+    def _may_send_frame(self) -> bool:
+        """Count one frame that is no whole message. Returns ``False`` for a peer that sent too many, which is cut off."""
+        now = time.monotonic()
+        self._frames_left = min(_FRAMES, self._frames_left + (now - self._since) * _FRAMES_PER_SECOND) - 1
+        self._since = now
+        if self._frames_left >= 0:
+            return True
+        self._ended = True
+        self._events.clear()
+        self._parts = []
+        host = (self._writer.get_extra_info("peername") or ("an unknown address",))[0]
+        _log.warning("dropped the agent at %s: it sent thousands of fragments, pings or pongs", host)
+        self._writer.transport.abort()
+        return False
+
+    async def _send(self, message: Message) -> None:
+        """Send one event of the application. Raises :class:`OSError` if the connection is closed."""
+        kind = message["type"]
+        if self._response is not None:
+            if kind == "websocket.accept":
+                self._accept(self._response, message)
+            elif kind == "websocket.http.response.start":
+                self._refusal = message
+                return
+            else:
+                start = self._refusal or {"status": HTTPStatus.FORBIDDEN}
+                headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in start.get("headers", ())]
+                status = HTTPStatus(start["status"])
+                body = message.get("body", b"") if self._refusal else b""
+                self._protocol.send_response(Response(status, status.phrase, Headers([*headers, ("Connection", "close")]), body))
+            self._response = None
+        elif self._protocol.state is not State.OPEN:
+            raise ConnectionResetError("the WebSocket is closed")
+        elif kind == "websocket.close":
+            self._protocol.send_close(message.get("code", 1000), message.get("reason") or "")
+        elif message.get("bytes") is not None:
+            self._protocol.send_binary(message["bytes"])
+        else:
+            self._protocol.send_text(message["text"].encode())
+        await self._flush()
+
+    def _accept(self, response: Response, message: Message) -> None:
+        for name, value in message.get("headers", ()):
+            response.headers[name.decode("latin-1")] = value.decode("latin-1")
+        if message.get("subprotocol"):
+            response.headers["Sec-WebSocket-Protocol"] = message["subprotocol"]
+        self._protocol.send_response(response)
+        self._timer = asyncio.get_running_loop().call_later(self._settings.heartbeat, self._beat)
+
+    def _beat(self) -> None:
+        """Send a ping, or cut the peer off if the one before has no pong or a close no answer."""
+        if self._ping is not None or self._protocol.state is not State.OPEN:
+            self._writer.transport.abort()
+            return
+        self._ping = os.urandom(4)
+        self._protocol.send_ping(self._ping)
+        for piece in self._protocol.data_to_send():
+            self._writer.write(piece)
+        self._timer = asyncio.get_running_loop().call_later(self._settings.heartbeat, self._beat)
+
+
+def _received(data: bytes) -> Message:
+    return {"type": "websocket.receive", "bytes": data}

@@ -126,11 +126,16 @@ def serve(
 
     On one machine nothing else is needed: a token is generated, and your own processes find it.
 
-    ``` weightsync serve ```
+    ```
+    weightsync serve
+    ```
 
     For several machines, set the same token on all of them:
 
-    ``` export WEIGHTSYNC_TOKEN=$(python -c 'import secrets; print(secrets.token_urlsafe(32))') weightsync serve --host 0.0.0.0 ```
+    ```
+    export WEIGHTSYNC_TOKEN=$(python -c 'import secrets; print(secrets.token_urlsafe(32))')
+    weightsync serve --host 0.0.0.0
+    ```
 
     Ctrl-C stops it. You can restart it at any time: agents reconnect, and engines keep serving meanwhile.
     """
@@ -154,8 +159,11 @@ def status(
 ) -> None:
     """Show which version each replica serves, how stale it is, and how the last rounds went.
 
-    ``` weightsync status weightsync status --watch -c http://head:7400 weightsync status --json | jq '.replicas[] | select(.state
-    != "loaded")' ```
+    ```
+    weightsync status
+    weightsync status --watch -c http://head:7400
+    weightsync status --json | jq '.replicas[] | select(.state != "loaded")'
+    ```
     """
     from weightsync.cli.status import show
 
@@ -177,7 +185,10 @@ def run_round(
 ) -> None:
     """Update replicas to the version that is published now, after a failure or a late join.
 
-    ``` weightsync round weightsync round replica-1 --timeout 60 ```
+    ```
+    weightsync round
+    weightsync round replica-1 --timeout 60
+    ```
 
     The exit status is 0 only if the round succeeded.
     """
@@ -208,7 +219,9 @@ def token(
 
     Anyone with the token can replace the weights that your engines serve. Do not share it or the link.
 
-    ``` weightsync token curl -H "Authorization: Bearer $(weightsync token --only token)" \
+    ```
+    weightsync token
+    curl -H "Authorization: Bearer $(weightsync token --only token)" \
       http://127.0.0.1:7400/metrics
     ```
     """
@@ -229,7 +242,9 @@ def revoke(
 ) -> None:
     """Disconnect one rank, so that another process can take its place.
 
-    ``` weightsync revoke trainer/0 ```
+    ```
+    weightsync revoke trainer/0
+    ```
 
     Its connection is closed, and its process is refused until it is restarted. A process with the token can still join, so after a
     theft restart the coordinator with a new token.
@@ -243,7 +258,10 @@ def revoke(
 def doctor(coordinator: Coordinator = None, token_file: TokenFile = None, ca_file: CaFile = None, json: Json = False) -> None:
     """Check this machine and the coordinator, and report missing capabilities with their impact. Changes nothing.
 
-    ``` weightsync doctor weightsync doctor -c http://head:7400 weightsync doctor --json | jq '.checks[] | select(.status != "ok")'
+    ```
+    weightsync doctor
+    weightsync doctor -c http://head:7400
+    weightsync doctor --json | jq '.checks[] | select(.status != "ok")'
     ```
     """
     import msgspec
@@ -280,9 +298,12 @@ def bench(
 ) -> None:
     """Measure whole rounds, and in the same run the copies that no implementation can avoid.
 
-    ``` weightsync bench weightsync bench --only shared_memory/direct --size 256MiB --tensors 300 weightsync bench --suite gpu
-    --model qwen3-30b-a3b --source fsdp=4 --target tp=4 --placement colocated weightsync bench --json | tail -1 | jq '.cases[] |
-    {name, ratio}' ```
+    ```
+    weightsync bench
+    weightsync bench --only shared_memory/direct --size 256MiB --tensors 300
+    weightsync bench --suite gpu --model qwen3-30b-a3b --source fsdp=4 --target tp=4 --placement colocated
+    weightsync bench --json | tail -1 | jq '.cases[] | {name, ratio}'
+    ```
     """
     with _needs("pip install . in a clone of weightsync"):
         options = importlib.import_module("weightsync.bench.options").BenchOptions(

@@ -68,8 +68,10 @@ def push(
     vllm` a draft model keeps its weights, because vLLM loads it in a separate session from a checkpoint that is not pushed; rounds
     from a trainer update both.
 
-    ``` weightsync push ./step-400 --to http://head:30000 --engine sglang --label 400 --ranks 8 weightsync push ./step-400 --to
-    http://a:8000 --to http://b:8000 --engine weightsync --backend gloo --json ```
+    ```
+    weightsync push ./step-400 --to http://head:30000 --engine sglang --label 400 --ranks 8
+    weightsync push ./step-400 --to http://a:8000 --to http://b:8000 --engine weightsync --backend gloo --json
+    ```
     """
     import torch
 

@@ -295,7 +295,7 @@ def test_doctor_says_on_which_address_a_trainer_would_serve(monkeypatch: pytest.
     assert checks("-c", "http://127.0.0.1:1")["data interface"]["found"].startswith("127.0.0.1, ")
     monkeypatch.setattr("weightsync.cli.doctor_network.reachable_address", lambda host, port: f"{host}:{port}")
     monkeypatch.setattr("weightsync.cli.doctor._NETWORK", {"data interface": look_at_data_interface})
-    assert checks("-c", "http://head:1")["data interface"]["found"].startswith("head:1, by which head is reached")
+    assert checks("-c", "http://head:1")["data interface"]["found"].startswith("head:1, which has the route to head")
     monkeypatch.setenv("WEIGHTSYNC_DATA_HOST", "lo")
     assert checks("-c", "http://head:1")["data interface"]["found"] == "127.0.0.1 (WEIGHTSYNC_DATA_HOST=lo)"
 
@@ -319,7 +319,7 @@ def test_doctor_has_room_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     shown = run("doctor", "-c", "http://127.0.0.1:1").output
     assert all(len(line) <= 80 for line in shown.splitlines())
-    assert re.search(r"^coordinator +missing +nobody answers at http://127.0.0.1:1", shown, re.MULTILINE)
+    assert re.search(r"^coordinator +missing +no coordinator answers at http://127.0.0.1:1", shown, re.MULTILINE)
 
 
 def test_doctor_fails_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from weightsync.deadline import Deadline
 from weightsync.engines.hf_checkpoint import Checkpoint, checkpoint_of
 from weightsync.engines.vllm.adapter import UNLABELLED, VllmWorkerAdapter
-from weightsync.engines.vllm.control_server import Front
-from weightsync.engines.vllm.controls import HttpControls
+from weightsync.engines.vllm.controls import Controls, HttpControls
 from weightsync.engines.vllm.loading import load_in_sessions
+from weightsync.engines.vllm.local_controls import ControlsServer, LocalControls, controls_at, is_local
 from weightsync.engines.vllm.push_receiver import PushedUpdates
 from weightsync.engines.vllm.releases import check_release
 from weightsync.errors import (
+    AuthenticationError,
     ConfigurationError,
     DeadlineExceeded,
     LoadError,
@@ -36,6 +37,7 @@ from weightsync.model import Manifest, PauseMode, TensorSpec, Version
 from weightsync.tensors.digest import digest_box
 from weightsync.tensors.shards import manifest_of
 from weightsync.transports.broadcast.process_groups import Rendezvous, init_custom_process_group
+from weightsync.transports.host.unix_socket import connect_local
 
 CPU = torch.device("cpu")
 VERSION = Version("run", 7, "0" * 32, "0" * 16)
@@ -108,21 +110,21 @@ class Fake:
             self.fail = None
             raise RuntimeError(f"injected into {call}")
 
-    async def pause(self, mode: PauseMode) -> None:
+    def pause(self, mode: PauseMode, timeout: float) -> None:
         self._note(f"pause {mode}")
         self.hold.wait(5)
 
-    async def install(self) -> None:
+    def install(self, timeout: float) -> None:
         self._note("install")
 
-    async def reset_prefix_cache(self) -> bool:
+    def flush(self, timeout: float) -> bool:
         self._note("flush")
         return self.flushed
 
-    async def label(self, version: str) -> None:
+    def label(self, version: str, timeout: float) -> None:
         self._note(f"label {version}")
 
-    async def resume(self) -> None:
+    def resume(self, timeout: float) -> None:
         self._note("resume")
 
 
@@ -131,13 +133,21 @@ def fake() -> Fake:
     return Fake()
 
 
-@pytest.fixture
-def controls(fake: Fake, no_leaks: None) -> Iterator[HttpControls]:
-    with Front(fake) as front:
-        yield HttpControls(front.url, front.token)
+@pytest.fixture(params=["this process", "another process"])
+def controls(fake: Fake, no_leaks: None, request: pytest.FixtureRequest) -> Iterator[Controls]:
+    with ControlsServer(fake) as server:
+        yield controls_at(server.address) if request.param == "this process" else LocalControls(server.address)
 
 
-def test_controls_reach_their_owner(fake: Fake, controls: HttpControls) -> None:
+def test_the_process_that_owns_the_engine_is_handed_its_own_controls(fake: Fake, no_leaks: None) -> None:
+    with ControlsServer(fake) as server:
+        assert is_local(server.address)
+        assert controls_at(server.address) is fake
+    assert isinstance(controls_at(server.address), LocalControls)
+    assert isinstance(controls_at("http://host:8000"), HttpControls)
+
+
+def test_controls_reach_their_owner(fake: Fake, controls: Controls) -> None:
     for mode in ("abort", "wait", "keep"):
         controls.pause(mode, 5)
     controls.install(5)
@@ -151,9 +161,9 @@ def test_controls_reach_their_owner(fake: Fake, controls: HttpControls) -> None:
     ]  # fmt: skip
 
 
-def test_a_load_that_failed_can_be_tried_again(fake: Fake, controls: HttpControls) -> None:
+def test_a_call_that_failed_can_be_tried_again(fake: Fake, controls: Controls) -> None:
     fake.fail = "install"
-    with pytest.raises(LoadError, match="injected into install"):
+    with pytest.raises(Exception, match="injected into install"):
         controls.install(5)
     controls.install(5)
     assert fake.calls == ["install", "install"]
@@ -214,16 +224,19 @@ def test_a_worker_that_failed_has_no_session_open(failing: str) -> None:
 
 
 def test_strangers_slow_engines_and_nobody(fake: Fake, no_leaks: None) -> None:
-    with Front(fake) as front:
-        with pytest.raises(WeightSyncError, match="401"):
-            HttpControls(front.url, "guess").resume(5)
+    with ControlsServer(fake) as server:
+        place = server.address.partition(":")[0]
+        with pytest.raises((AuthenticationError, PeerLost)):
+            LocalControls(f"{place}:{'0' * 64}").resume(5)
+        with pytest.raises(ConfigurationError, match="key"):
+            LocalControls(f"{place}:guess")
         fake.hold.clear()
-        with pytest.raises(DeadlineExceeded, match="/pause"):
-            HttpControls(front.url, front.token).pause("abort", 0.2)
+        with pytest.raises(DeadlineExceeded, match="pause"):
+            LocalControls(server.address).pause("abort", 0.2)
         fake.hold.set()
     assert "resume" not in fake.calls
-    with pytest.raises(PeerLost, match="/resume"):
-        HttpControls(front.url, front.token).resume(5)
+    with pytest.raises(PeerLost, match="does not listen"):
+        LocalControls(server.address).resume(5)
 
 
 @pytest.mark.parametrize("url", ["", "host:8000", "ftp://host", "http://"])
@@ -262,13 +275,18 @@ def test_whatever_is_answered_is_no_success_or_one_of_our_errors(said: bytes, er
         answering.result(5)
 
 
-def test_workers_are_called_for_one_thing_alone(fake: Fake, controls: HttpControls) -> None:
-    with pytest.raises(WeightSyncError, match="not for 'shutdown'"):
-        controls._post("/collective_rpc", 5, body={"method": "shutdown"})
+def test_what_is_no_call_is_refused(fake: Fake, no_leaks: None) -> None:
+    with ControlsServer(fake) as server:
+        place, _, key = server.address.partition(":")
+        for data in (b"nonsense", b"\xff" * 9):
+            with closing(connect_local("weightsync-vllm-", place, bytes.fromhex(key), "owner", Deadline(5))) as channel:
+                channel.send([len(data).to_bytes(4, "little"), data], Deadline(5))
+                with pytest.raises(PeerLost):
+                    channel.receive(1, Deadline(5))
     assert fake.calls == []
 
 
-def test_a_rank_stages_lends_nothing_and_resumes_only_what_it_loaded(fake: Fake, controls: HttpControls) -> None:
+def test_a_rank_stages_lends_nothing_and_resumes_only_what_it_loaded(fake: Fake, controls: Controls) -> None:
     specs = [TensorSpec("a", (4,), "float32", ("tied",)), TensorSpec("b", (2, 2), "bfloat16")]
     adapter = VllmWorkerAdapter(Checkpoint(Manifest(specs), ("b", "a", "tied")), controls)
     adapter.pause("keep", 5)
@@ -297,7 +315,7 @@ def test_a_rank_stages_lends_nothing_and_resumes_only_what_it_loaded(fake: Fake,
         adapter.finish(VERSION)
 
 
-def test_a_draft_models_tensors_are_told_apart_by_their_prefix(fake: Fake, controls: HttpControls) -> None:
+def test_a_draft_models_tensors_are_told_apart_by_their_prefix(fake: Fake, controls: Controls) -> None:
     main = Checkpoint(Manifest([TensorSpec("a", (2,), "float32", ("tied",))]), ("a", "tied"))
     both = main.with_draft(main, "draft.")
     assert both.names == ("a", "tied", "draft.a", "draft.tied")

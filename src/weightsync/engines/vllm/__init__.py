@@ -7,8 +7,8 @@
 * :func:`~weightsync.engines.vllm.attach.attach_server` a running HTTP server.
 
 The coordinator sees one replica with as many ranks as vLLM has workers. Every worker receives whole checkpoint tensors and
-stages them. Rank 0 alone asks for what concerns the whole engine (pause, install, flush, label, resume), by vLLM's own HTTP
-routes: one protocol, whether a server answers or a small stand-in for them inside the process that owns the engine.
+stages them. Rank 0 alone asks for what concerns the whole engine (pause, install, flush, label, resume): a server by vLLM's own
+HTTP routes, the process that owns an ``LLM`` or ``AsyncLLM`` directly, or over a Unix socket from another process.
 """
 
 from __future__ import annotations

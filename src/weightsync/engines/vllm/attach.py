@@ -11,10 +11,10 @@ from typing import Any, Self, TypeVar
 
 from weightsync.config import ClientSettings
 from weightsync.engines.vllm.adapter import UNLABELLED
-from weightsync.engines.vllm.control_server import Front
 from weightsync.engines.vllm.controls import INSTALL, HttpControls
 from weightsync.engines.vllm.engines import AsyncEngine, OfflineLLM
-from weightsync.errors import DeadlineExceeded
+from weightsync.engines.vllm.local_controls import ControlsServer
+from weightsync.errors import DeadlineExceeded, LoadError, WeightSyncError
 from weightsync.model import PauseMode
 from weightsync.protocol.messages import Delivery
 
@@ -52,38 +52,33 @@ class _Gate:
                 self._busy = False
                 self._changed.notify_all()
 
-    def _take(self) -> None:
-        with self._changed:
-            self._paused, self.version = True, None  # whoever comes now waits
-            if not self._changed.wait_for(lambda: not self._busy, _PATIENCE):
-                raise DeadlineExceeded(f"vLLM was in use for more than {_PATIENCE:g} s (in_use() never ended)")
-
-    def _give(self) -> None:
-        with self._changed:
-            self._paused = False
-            self._changed.notify_all()
-
     def _call(self, work: Callable[[], T]) -> T:
         with self._calls:
             return work()
 
-    async def pause(self, mode: PauseMode) -> None:
-        await asyncio.to_thread(self._take)
+    def pause(self, mode: PauseMode, timeout: float) -> None:
+        with self._changed:
+            self._paused, self.version = True, None  # whoever comes now waits
+            if not self._changed.wait_for(lambda: not self._busy, timeout):
+                raise DeadlineExceeded(f"vLLM was in use for more than {timeout:.3g} s (in_use() never ended)")
 
-    async def install(self) -> None:
-        await asyncio.to_thread(self._call, lambda: self._llm.collective_rpc(INSTALL))
+    def install(self, timeout: float) -> None:
+        with _loading():
+            self._call(lambda: self._llm.collective_rpc(INSTALL, timeout))
 
-    async def reset_prefix_cache(self) -> bool:
-        return bool(await asyncio.to_thread(self._call, lambda: self._llm.reset_prefix_cache(True, True)))
+    def flush(self, timeout: float) -> bool:
+        return bool(self._call(lambda: self._llm.reset_prefix_cache(True, True)))
 
-    async def label(self, version: str) -> None:
+    def label(self, version: str, timeout: float) -> None:
         label = getattr(self._llm, "update_weight_version", None)  # vLLM 0.25 has no names for weights
         if label is not None:
-            await asyncio.to_thread(self._call, lambda: label(version))
+            self._call(lambda: label(version))
         self.version = None if version == UNLABELLED else version
 
-    async def resume(self) -> None:
-        await asyncio.to_thread(self._give)
+    def resume(self, timeout: float) -> None:
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
 
 
 class _AsyncOwner:
@@ -92,26 +87,42 @@ class _AsyncOwner:
     def __init__(self, engine: AsyncEngine, loop: asyncio.AbstractEventLoop, on_label: Callable[[str], None]) -> None:
         self._engine, self._loop, self._on_label = engine, loop, on_label
 
-    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+    def _there(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
+        running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return running.result(timeout)
+        except TimeoutError:
+            running.cancel()
+            raise DeadlineExceeded(f"vLLM did not answer within {timeout:.3g} s") from None
 
-    async def pause(self, mode: PauseMode) -> None:
-        await self._there(self._engine.pause_generation(mode=mode, clear_cache=False))
+    def pause(self, mode: PauseMode, timeout: float) -> None:
+        self._there(self._engine.pause_generation(mode=mode, clear_cache=False), timeout)
 
-    async def install(self) -> None:
-        await self._there(self._engine.collective_rpc(INSTALL))
+    def install(self, timeout: float) -> None:
+        with _loading():
+            self._there(self._engine.collective_rpc(INSTALL), timeout)
 
-    async def reset_prefix_cache(self) -> bool:
-        return bool(await self._there(self._engine.reset_prefix_cache(True, True)))
+    def flush(self, timeout: float) -> bool:
+        return bool(self._there(self._engine.reset_prefix_cache(True, True), timeout))
 
-    async def label(self, version: str) -> None:
+    def label(self, version: str, timeout: float) -> None:
         label = getattr(self._engine, "update_weight_version", None)  # vLLM 0.25 has no names for weights
         if label is not None:
-            await self._there(label(version))
-        await asyncio.to_thread(self._on_label, version)
+            self._there(label(version), timeout)
+        self._on_label(version)
 
-    async def resume(self) -> None:
-        await self._there(self._engine.resume_generation())
+    def resume(self, timeout: float) -> None:
+        self._there(self._engine.resume_generation(), timeout)
+
+
+@contextmanager
+def _loading() -> Iterator[None]:
+    try:
+        yield
+    except WeightSyncError:
+        raise
+    except Exception as error:
+        raise LoadError(f"vLLM did not load what was staged: {type(error).__name__}: {error}") from error
 
 
 class Attached:
@@ -145,11 +156,11 @@ class Attached:
 
 
 def _init_info(
-    control: str, control_token: str, replica: str | None, coordinator: str | None, token: str | None, run: str,
+    control: str, replica: str | None, coordinator: str | None, token: str | None, run: str,
     bucket_bytes: int, transports: Sequence[str] | None, delivery: Delivery | None, draft_prefix: str | None,
 ) -> dict[str, object]:  # fmt: skip
     return {
-        "control": control, "control_token": control_token, "replica": replica, "coordinator": coordinator, "token": token,
+        "control": control, "replica": replica, "coordinator": coordinator, "token": token,
         "run": run, "bucket_bytes": bucket_bytes, "transports": None if transports is None else list(transports),
         "delivery": delivery, "draft_prefix": draft_prefix,
     }  # fmt: skip
@@ -180,10 +191,9 @@ def attach(
     """
     gate = _Gate(llm)
     with ExitStack() as owned:
-        front = owned.enter_context(Front(gate))
+        server = owned.enter_context(ControlsServer(gate))
         info = _init_info(
-            front.url,
-            front.token,
+            server.address,
             replica,
             coordinator,
             _own_token(coordinator, token),
@@ -223,9 +233,9 @@ async def attach_async(
     anew. ``on_label`` is told of every new name of the weights, on another thread, while the engine is paused. Other arguments and
     errors as for :func:`attach`.
     """
-    front = await asyncio.to_thread(Front, _AsyncOwner(engine, asyncio.get_running_loop(), on_label))
+    server = ControlsServer(_AsyncOwner(engine, asyncio.get_running_loop(), on_label))
     info = _init_info(
-        front.url, front.token, replica, coordinator, _own_token(coordinator, token), run, bucket_bytes, transports, delivery,
+        server.address, replica, coordinator, _own_token(coordinator, token), run, bucket_bytes, transports, delivery,
         draft_prefix,
     )  # fmt: skip
 
@@ -233,12 +243,12 @@ async def attach_async(
         try:
             await engine.collective_rpc(_INIT, kwargs=_LEAVE)
         finally:
-            await asyncio.to_thread(front.close)
+            await asyncio.to_thread(server.close)
 
     try:
         await engine.collective_rpc(_INIT, timeout=_PATIENCE, kwargs={"init_info": info})
     except BaseException:
-        await asyncio.to_thread(front.close)
+        await asyncio.to_thread(server.close)
         raise
     return leave
 
@@ -266,5 +276,5 @@ def attach_server(
     Raises :class:`~weightsync.errors.PeerLost` if nobody answers, :class:`~weightsync.errors.DeadlineExceeded`, and
     :class:`~weightsync.errors.WeightSyncError` with what the server said.
     """
-    info = _init_info(url, "", replica, coordinator, token, run, bucket_bytes, transports, delivery, draft_prefix)
+    info = _init_info(url, replica, coordinator, token, run, bucket_bytes, transports, delivery, draft_prefix)
     HttpControls(url).join(info, timeout)

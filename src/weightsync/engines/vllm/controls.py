@@ -1,4 +1,4 @@
-"""What concerns a whole vLLM engine, asked for by rank 0's worker over vLLM's own HTTP routes."""
+"""What concerns a whole vLLM engine, asked for by rank 0's worker; of a vLLM server, over its own HTTP routes."""
 
 from __future__ import annotations
 
@@ -48,20 +48,18 @@ class Controls(Protocol):
 
 
 class HttpControls:
-    """:class:`Controls` of the vLLM server at ``url``, or of its stand-in (:mod:`weightsync.engines.vllm.control_server`).
+    """:class:`Controls` of the vLLM server at ``url``.
 
-    ``token`` is sent as a bearer token. Raises :class:`~weightsync.errors.PeerLost` if nobody answers,
+    Raises :class:`~weightsync.errors.PeerLost` if nobody answers,
     :class:`~weightsync.errors.DeadlineExceeded`, and :class:`~weightsync.errors.WeightSyncError` with what the server said;
     :class:`~weightsync.errors.ConfigurationError` if ``url`` is none of HTTP.
     """
 
     # Not httpx: an engine stands still meanwhile, and that takes twice as long for a small request.
 
-    def __init__(self, url: str, token: str = "") -> None:
+    def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
         self._headers = {"Content-Type": "application/json"}
-        if token:
-            self._headers["Authorization"] = f"Bearer {token}"
         found = urlsplit(self._url)
         if found.scheme not in ("http", "https") or not found.hostname:
             raise ConfigurationError(f"{url!r} is not the URL of a vLLM server; write it as http://host:port")

@@ -20,9 +20,10 @@ from weightsync.engine.agent import Engine
 from weightsync.engines.hf_checkpoint import Checkpoint, checkpoint_of
 from weightsync.engines.traced_shards import DirectShards, find_direct
 from weightsync.engines.vllm.adapter import VllmWorkerAdapter
-from weightsync.engines.vllm.controls import INSTALL, HttpControls
+from weightsync.engines.vllm.controls import INSTALL
 from weightsync.engines.vllm.direct import why_streamed
 from weightsync.engines.vllm.loading import install, install_some, load_in_sessions
+from weightsync.engines.vllm.local_controls import controls_at, is_local
 from weightsync.engines.vllm.push_receiver import PushedUpdates, is_group
 from weightsync.engines.vllm.releases import check_release, has_labels, installed_release
 from weightsync.errors import ConfigurationError, LoadError
@@ -40,14 +41,13 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """What a worker needs to join: ``init_info`` of vLLM's ``/init_weight_transfer_engine``."""
 
     control: str
-    """Where rank 0 reaches vLLM's control routes."""
+    """Where rank 0 reaches what owns the engine: a vLLM server's URL, or an address that ``attach`` made."""
     replica: str | None = None
     """The replica's name; else ``WEIGHTSYNC_REPLICA``."""
     coordinator: str | None = None
     """Its URL; else ``WEIGHTSYNC_COORDINATOR``."""
     token: str | None = None
     """The coordinator's token; better in the server's environment, which must name the same coordinator then."""
-    control_token: str = ""
     run: str = ""
     bucket_bytes: int = 64 << 20
     transports: list[str] | None = None
@@ -114,7 +114,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         wish = init_info.delivery or os.environ.get("WEIGHTSYNC_DELIVERY") or "auto"
         if wish not in get_args(Delivery):
             raise ConfigurationError(f"delivery {wish!r} is none of {', '.join(get_args(Delivery))}")
-        if not init_info.control_token and not has_labels(installed_release()):
+        if not is_local(init_info.control) and not has_labels(installed_release()):
             raise ConfigurationError(
                 f"the server of vLLM {installed_release()} does not say whether it dropped its prefix cache: set "
                 "WEIGHTSYNC_COORDINATOR for it, so that it joins by itself, or use attach or attach_async"
@@ -126,7 +126,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
             wish = "streamed" if wish == "auto" else wish  # two models, two loaders
         direct = self._find_direct(checkpoint, wish, parallel.world_size_across_dp)
         with ExitStack() as owned:
-            controls = HttpControls(init_info.control, init_info.control_token) if rank == 0 else None
+            controls = controls_at(init_info.control) if rank == 0 else None
             adapter = VllmWorkerAdapter(checkpoint, controls, direct, self.device, prefix)
             adapter.no_shards = self._streams_because
             owned.enter_context(

@@ -1,0 +1,190 @@
+"""Controls of a vLLM whose engine object another process of this machine owns, or this one: no HTTP, no port.
+
+``vllm.LLM`` and ``AsyncLLM`` usually run their workers in other processes. Rank 0's worker reaches the process that owns the engine
+over an authenticated Unix socket. Where it is the same process, it is handed the controls themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import closing
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from weightsync.deadline import Deadline
+from weightsync.engines.vllm.controls import Controls, HttpControls
+from weightsync.errors import ConfigurationError, DeadlineExceeded, ProtocolError, from_wire, to_wire
+from weightsync.model import PauseMode
+from weightsync.protocol.messages import UNREADABLE
+from weightsync.transports.host.unix_socket import connect_local, listen_local
+from weightsync.transports.net.channel import Channel
+
+__all__ = ["ControlsServer", "LocalControls", "controls_at", "is_local"]
+
+_PREFIX = "weightsync-vllm-"
+_PEER = "the process that owns vLLM's engine"
+_LENGTH_BYTES = 4
+_LONGEST = 1 << 16  # bytes of a message
+_HELLO_SECONDS = 5.0
+
+
+class _Pause(msgspec.Struct, frozen=True, tag=True):
+    timeout: float
+    mode: PauseMode
+
+
+class _Install(msgspec.Struct, frozen=True, tag=True):
+    timeout: float
+
+
+class _Flush(msgspec.Struct, frozen=True, tag=True):
+    timeout: float
+
+
+class _Label(msgspec.Struct, frozen=True, tag=True):
+    timeout: float
+    version: str
+
+
+class _Resume(msgspec.Struct, frozen=True, tag=True):
+    timeout: float
+
+
+class _Done(msgspec.Struct, frozen=True, tag=True):
+    flushed: bool = False
+
+
+class _Failed(msgspec.Struct, frozen=True, tag=True):
+    kind: str
+    message: str
+
+
+_Call = _Pause | _Install | _Flush | _Label | _Resume
+
+_owned: dict[str, tuple[int, Controls]] = {}
+"""Controls that a process serves, with the process's number, by their address."""
+
+
+def is_local(address: str) -> bool:
+    """Whether ``address`` is that of a :class:`ControlsServer`, not a server's URL."""
+    return address.startswith(_PREFIX)
+
+
+def controls_at(address: str) -> Controls:
+    """The controls behind ``address``: a server's URL, or the address of a :class:`ControlsServer`.
+
+    Raises :class:`~weightsync.errors.ConfigurationError` if it is neither.
+    """
+    if not is_local(address):
+        return HttpControls(address)
+    process, controls = _owned.get(address, (0, None))
+    return controls if controls is not None and process == os.getpid() else LocalControls(address)
+
+
+class ControlsServer:
+    """Serves ``controls`` to processes of this user that know :attr:`address`. Close it, or use it in a ``with``."""
+
+    def __init__(self, controls: Controls) -> None:
+        self._controls = controls
+        key = secrets.token_bytes(32)
+        self._listener, place = listen_local(_PREFIX, "vllm-controls", key, self._serve)
+        self.address = f"{place}:{key.hex()}"
+        _owned[self.address] = os.getpid(), controls
+
+    def _serve(self, channel: Channel) -> None:
+        call = _receive(channel, _Call, Deadline(_HELLO_SECONDS))
+        try:
+            answer: _Done | _Failed = self._run(call)
+        except Exception as error:  # noqa: BLE001 - the asker's to see
+            answer = _Failed(*to_wire(error))
+        _send(channel, answer, Deadline(_HELLO_SECONDS))
+
+    def _run(self, call: _Call) -> _Done:
+        match call:
+            case _Pause():
+                self._controls.pause(call.mode, call.timeout)
+            case _Install():
+                self._controls.install(call.timeout)
+            case _Flush():
+                return _Done(self._controls.flush(call.timeout))
+            case _Label():
+                self._controls.label(call.version, call.timeout)
+            case _Resume():
+                self._controls.resume(call.timeout)
+        return _Done()
+
+    def close(self) -> None:
+        """Stop serving. Safe twice."""
+        _owned.pop(self.address, None)
+        self._listener.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class LocalControls:
+    """:class:`~weightsync.engines.vllm.controls.Controls` served by a :class:`ControlsServer` of another process.
+
+    Every method raises what the owner's raised, :class:`~weightsync.errors.PeerLost` if nobody serves there,
+    :class:`~weightsync.errors.AuthenticationError`, and :class:`~weightsync.errors.DeadlineExceeded`.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._place, _, key = address.partition(":")
+        try:
+            self._key = bytes.fromhex(key)
+        except ValueError:
+            raise ConfigurationError(f"{self._place!r} comes without the key of {_PEER}") from None
+
+    def pause(self, mode: PauseMode, timeout: float) -> None:
+        """See :meth:`Controls.pause`."""
+        self._ask(_Pause(timeout, mode))
+
+    def install(self, timeout: float) -> None:
+        """See :meth:`Controls.install`."""
+        self._ask(_Install(timeout))
+
+    def flush(self, timeout: float) -> bool:
+        """See :meth:`Controls.flush`."""
+        return self._ask(_Flush(timeout)).flushed
+
+    def label(self, version: str, timeout: float) -> None:
+        """See :meth:`Controls.label`."""
+        self._ask(_Label(timeout, version))
+
+    def resume(self, timeout: float) -> None:
+        """See :meth:`Controls.resume`."""
+        self._ask(_Resume(timeout))
+
+    def _ask(self, call: _Call) -> _Done:
+        deadline, what = Deadline(call.timeout), type(call).__name__.strip("_").lower()
+        try:
+            with closing(connect_local(_PREFIX, self._place, self._key, _PEER, deadline)) as channel:
+                _send(channel, call, deadline)
+                answer: _Done | _Failed = _receive(channel, _Done | _Failed, deadline)
+        except DeadlineExceeded:
+            raise DeadlineExceeded(f"{_PEER} did not answer {what} within {call.timeout:.3g} s") from None
+        if isinstance(answer, _Failed):
+            raise from_wire(answer.kind, answer.message)
+        return answer
+
+
+def _send(channel: Channel, message: msgspec.Struct, deadline: Deadline) -> None:
+    data = msgspec.msgpack.encode(message)
+    channel.send([len(data).to_bytes(_LENGTH_BYTES, "little"), data], deadline)
+
+
+def _receive(channel: Channel, kind: Any, deadline: Deadline) -> Any:  # noqa: ANN401 - a union is no type
+    length = int.from_bytes(channel.receive(_LENGTH_BYTES, deadline), "little")
+    if length > _LONGEST:
+        raise ProtocolError(f"a message of {length:,} bytes from {channel.peer}")
+    try:
+        return msgspec.msgpack.decode(channel.receive(length, deadline), type=kind)
+    except UNREADABLE as error:
+        raise ProtocolError(f"{channel.peer} said what is no message: {error}") from None

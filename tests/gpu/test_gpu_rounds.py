@@ -16,6 +16,7 @@ from tests.gpu.engine_process import Model, fingerprint
 from tests.gpu.processes import Joined, change, far, fingerprint_of, line_of
 
 from weightsync.config import ServerSettings
+from weightsync.engine.fill.device_streamed import DeviceStreamed
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import ConfigurationError, LayoutError, RoundFailed, TransportUnavailable
 from weightsync.server.server import BackgroundServer
@@ -279,9 +280,9 @@ def test_streamed_through_gpu_memory(joined: Joined, source: Model, target: Mode
         assert replica.verified == ("received" if own_loader else "installed")
         assert fingerprint(target) == fingerprint(source)
     route = engine._role._route
-    assert route is not None and route.staging is not None
-    assert route.staging.device == torch.device(far())
-    assert route.staging.nbytes <= buffers * (6001 * 2048 * 2) + 2048
+    assert isinstance(route, DeviceStreamed)
+    assert route.device == torch.device(far())
+    assert 0 < route.staging_bytes <= buffers * (6001 * 2048 * 2) + 2048
     if isinstance(adapter, Loading):
         assert len(adapter.buckets) >= 9  # three rounds of several buckets
 

@@ -17,8 +17,10 @@ from tests.simulation.world import World
 import weightsync.coordinator.replicas
 import weightsync.deadline
 import weightsync.engine.adapter_calls
-import weightsync.engine.filling
-import weightsync.engine.links
+import weightsync.engine.fill.host_direct
+import weightsync.engine.fill.receive_ahead
+import weightsync.engine.fill.streamed
+import weightsync.engine.readers
 import weightsync.engine.session
 import weightsync.engine.state_machine
 import weightsync.protocol.connection
@@ -77,15 +79,18 @@ def installed(world: World) -> Iterator[None]:
         (weightsync.engine.session, "time", clock),
         (weightsync.engine.state_machine, "time", clock),
         (weightsync.engine.state_machine, "threading", locks),
-        (weightsync.engine.filling, "time", clock),
-        (weightsync.engine.filling, "ThreadPoolExecutor", simulated.Executor),
+        (weightsync.engine.readers, "time", clock),
+        (weightsync.engine.fill.host_direct, "time", clock),
+        (weightsync.engine.fill.streamed, "time", clock),
+        (weightsync.engine.fill.receive_ahead, "time", clock),
+        (weightsync.engine.fill.receive_ahead, "ThreadPoolExecutor", simulated.Executor),
         (weightsync.trainer.publisher, "time", clock),
         (weightsync.trainer.publisher, "threading", locks),
         (weightsync.trainer.publisher, "FollowedShards", followed),
         (
-            weightsync.engine.links,
+            weightsync.engine.fill.host_direct,
             "row_groups",
-            functools.partial(weightsync.engine.links.row_groups, group_bytes=_GROUP_BYTES),
+            functools.partial(weightsync.engine.fill.host_direct.row_groups, group_bytes=_GROUP_BYTES),
         ),
         (weightsync.protocol.worker, "threading", locks),
         (weightsync.protocol.worker, "queue", SimpleNamespace(SimpleQueue=simulated.SimpleQueue)),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import weightsync.coordinator.remote_ranks
-import weightsync.engine.links
+import weightsync.engine.fill.filler
 import weightsync.engine.read_back
 import weightsync.engine.session
 import weightsync.protocol.dial
@@ -116,8 +116,8 @@ REMEMBERED: tuple[tuple[Any, str, Any], ...] = (
     (weightsync.coordinator.remote_ranks, "Manifest", _remembering(Manifest, lambda specs: specs)),
     (weightsync.engine.session, "layout_in_place", _in_place),
     (weightsync.engine.read_back, "layout_in_place", _in_place),
-    (weightsync.engine.links, "cover", _cover),
-    (weightsync.engine.links, "tiles_of", _remembering(tiles_of, _tiles_key)),
+    (weightsync.engine.fill.filler, "cover", _cover),
+    (weightsync.engine.fill.filler, "tiles_of", _remembering(tiles_of, _tiles_key)),
     (weightsync.trainer.publisher, "packed_layout", _remembering(packed_layout, _boxes)),
     (weightsync.transports.host.memory, "available_bytes", functools.cache(available_bytes)),
     (Layout, "_check", _remembering(Layout._check, _columns_of)),

@@ -159,10 +159,9 @@ class _EngineRank:
         route, serving = self._engine._role._route, self._engine.serving
         if route is None or serving is None:
             raise WeightSyncError("the round left nothing behind")
-        tables = route.combined.build().table_bytes if route.combined else 0
         return {
             **self._adapter.times, "serving": serving.number, "bytes": route.nbytes, "staging_bytes": route.staging_bytes,
-            "table_bytes": tables, "times": route.times,
+            "table_bytes": route.table_bytes, "times": route.prepare_seconds,
         }  # fmt: skip
 
 

@@ -61,14 +61,6 @@ class ReadBack:
             self._digest = DeviceDigest(self._manifest, self._layout, self._device)
             self._digest.build(self._addresses)
 
-    def digests(
-        self, shards: Sequence[Shard] | None, tensors: npt.NDArray[np.int32], deadline: Deadline
-    ) -> npt.NDArray[np.uint64] | None:
-        """The digest of each of ``tensors`` (manifest indices, as the plan names them); ``None`` where they cannot be read back."""
-        if not self.look(shards) or self._layout is None or not np.array_equal(self._layout.tensor, tensors):
-            return None
-        return self._take(self._layout, deadline)
-
     def all_digests(
         self, shards: Sequence[Shard] | None, deadline: Deadline
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,9 +12,10 @@ import torch
 from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
-from weightsync.engine.device_streaming import bucket_bytes_for
-from weightsync.engine.filling import Clock, Filling
-from weightsync.engine.links import Route, StagingSettings, writing
+from weightsync.engine.fill.choose import filler_for
+from weightsync.engine.fill.filler import FillContext, Filler
+from weightsync.engine.fill.streamed import bucket_bytes_for
+from weightsync.engine.readers import writing
 from weightsync.engine.state_machine import EngineSession, Ticket
 from weightsync.errors import Aborted, PlanMismatch, ProtocolError
 from weightsync.gc_pause import no_collection
@@ -98,11 +99,10 @@ class EngineRole:
         member: str = "this engine rank",
     ) -> None:
         self.adapter = adapter
-        self._route: Route | None = None
-        self._opening: Route | None = None
+        self._route: Filler | None = None
+        self._opening: Filler | None = None
         self._closed = False
-        self.session = calls = EngineSession(adapter, member, self._abort_routes)
-        self._rank, self._encrypted = rank, encrypted
+        self.session = EngineSession(adapter, member, self._abort_routes)
         self.transports = transports_for(transports)
         self.here = here
         self.manifest: Manifest = self.session.manifest
@@ -110,9 +110,13 @@ class EngineRole:
         self.layout, self._addresses = self._look()
         self.device_memory = self._device is not None and adapter.can_load
         self._staging_on = self._staging_device()
-        self._settings = StagingSettings(bucket_bytes or bucket_bytes_for(self._staging_on), buffers)
-        self._read_back, self._check_abort = self.session.parameters, self.session.check_abort
-        self._filling = Filling(adapter, calls, self._read_back, self._check_abort, self._check_memory, progress)
+        self.bucket_bytes = bucket_bytes or bucket_bytes_for(self._staging_on)
+        """The most that a plan may ask for as one staging bucket (the largest tensor, if that is more)."""
+        self._filling = FillContext(
+            engine=self.session, manifest=self.manifest, transports=self.transports, host=here, staging_device=self._staging_on,
+            bucket_bytes=self.bucket_bytes, buffers=buffers, encrypted=encrypted, rank=rank, check_memory=self._check_memory,
+            progress=progress,
+        )  # fmt: skip
 
     def _look(self) -> tuple[Layout | None, tuple[int, ...]]:
         """The engine's parameters as they lie in memory now; ``None`` if it can only be streamed to.
@@ -138,11 +142,6 @@ class EngineRole:
         if device is None or device.type != "cuda" or not writing(device, self.transports):
             return None
         return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-
-    @property
-    def bucket_bytes(self) -> int:
-        """The most that a plan may ask for as one staging bucket (the largest tensor, if that is more)."""
-        return self._settings.bucket_bytes
 
     def receive(self, body: Body) -> ReceivedCall:
         """Take note of a call when it arrives, before it waits for its turn. Never blocks. A :class:`Quarantine` aborts here."""
@@ -199,21 +198,16 @@ class EngineRole:
             self._drop_route()
             self._route = self._new_route(body.plan, layout, addresses, deadline)
         failpoints.reached("engine.prepared")
-        return Prepared(digest=self._route.digest, transports=tuple(dict.fromkeys(self._route.schemes)))
+        return Prepared(digest=self._route.digest, transports=self._route.transports)
 
-    def _new_route(self, plan: PlanSlice, layout: Layout | None, addresses: tuple[int, ...], deadline: Deadline) -> Route:
-        device, settings = self._device, self._settings
-        if plan.delivery == "streamed":
-            device = self._staging_on
-            if device is not None and self.session.can_read_back(build=True):
-                settings = replace(settings, reads_back=True)
-        route = Route(self.manifest, plan, layout, addresses, device, settings, self._rank)
+    def _new_route(self, plan: PlanSlice, layout: Layout | None, addresses: tuple[int, ...], deadline: Deadline) -> Filler:
+        route = filler_for(self._filling, plan, layout, addresses, self._device)
         self._opening = route
         try:
             if self._closed:
                 raise Aborted("this engine rank was closed")
-            self._check_abort()  # an abort before the route was in its place did not reach it
-            route.open(self.transports, self.here, deadline, self._encrypted)
+            self.session.check_abort()  # an abort before the route was in its place did not reach it
+            route.prepare(deadline)
         except BaseException:
             route.close()
             raise
@@ -241,7 +235,7 @@ class EngineRole:
         self.session.pause(body.mode, timeout)
 
     def _move(self, number: int, deadline: Deadline) -> Moved:
-        route, clock = self._route, Clock()
+        route = self._route
         if route is None:
             raise ProtocolError("a move needs a prepared plan")
         self.session.require("paused", "written")
@@ -252,21 +246,21 @@ class EngineRole:
                 if self.session.sleeps:
                     route = self._follow_memory(route, deadline)
                 with no_collection():
-                    digests, verified = self._filling.run(route, number, clock, deadline)
+                    filled = route.run(number, deadline)
         except BaseException:
             self._drop_route()  # connections may be beyond use, or aborted: the next round makes new ones
             raise
         failpoints.reached("engine.moved")
         return Moved(
             nbytes=route.nbytes,
-            digests=digests.astype("<u8").tobytes(),
-            receive_seconds=clock.receive,
-            load_seconds=clock.load,
-            digest_seconds=clock.digest,
-            verified=verified,
+            digests=filled.digests.astype("<u8").tobytes(),
+            receive_seconds=filled.receive_seconds,
+            load_seconds=filled.load_seconds,
+            digest_seconds=filled.digest_seconds,
+            verified=filled.verified,
         )
 
-    def _follow_memory(self, route: Route, deadline: Deadline) -> Route:
+    def _follow_memory(self, route: Filler, deadline: Deadline) -> Filler:
         """The route to where the parameters are now: an engine may have given them other memory since it prepared."""
         if route.plan.delivery != "direct":
             return route

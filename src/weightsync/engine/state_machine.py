@@ -282,7 +282,9 @@ class EngineSession:
 
         Returns the tensors' indices in the manifest and their digests.
         """
-        return self.parameters.all_digests(self._calls.shards(), deadline) if self.can_read_back() else None
+        if any(one.loads_late for one in self._adapters):
+            return None
+        return self.parameters.all_digests(self._calls.shards(), deadline)
 
     def finish(self, version: Version) -> None:
         """Let the engine rebuild what it derives from its weights: all bytes of ``version`` are in place and verified."""

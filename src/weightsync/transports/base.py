@@ -102,6 +102,11 @@ class Reader(ABC):
     stream_ordered: ClassVar[bool] = False
     """A submitted group is work on the device's current CUDA stream: what is queued there later sees the bytes without waiting."""
 
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of device memory that its copy tables take."""
+        return 0
+
     @abstractmethod
     def prepare(self, groups: Sequence[Tiles], layout_digest: str, deadline: Deadline) -> None:
         """Say which bytes will be wanted, group by group (a group may be empty).

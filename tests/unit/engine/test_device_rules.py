@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.engine.links import _connect
+from weightsync.engine.readers import connect
 from weightsync.errors import LayoutError, TransportUnavailable
 from weightsync.protocol.messages import Offer, SourceAddress
 from weightsync.tensors.device_memory import device_of, forms_of, layout_by_shard
@@ -81,4 +81,4 @@ def test_host_memory_is_copied_and_says_why() -> None:
 def test_who_cannot_reach_the_other_is_told_what_to_change(offered: Transport, device: torch.device | None, advice: str) -> None:
     address = SourceAddress("trainer/0", "d" * 32, (Offer(offered.name, "weightsync-gpu-x", this_host(), offered.traits),), _KEY)
     with pytest.raises(TransportUnavailable, match=advice):
-        _connect(address, [CudaIpc(), SharedMemory(), Tcp()], device, this_host(), Deadline(5))
+        connect(address, [CudaIpc(), SharedMemory(), Tcp()], device, this_host(), Deadline(5))

@@ -10,12 +10,11 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
-from weightsync.engine.device_streaming import bucket_bytes_for
-from weightsync.engine.links import Route, StagingSettings
+from weightsync.engine.fill.streamed import bucket_bytes_for
 from weightsync.engine.read_back import ReadBack
 from weightsync.engine.session import EngineRole
 from weightsync.engines.module import ModuleAdapter
-from weightsync.errors import Aborted, ConfigurationError, LayoutError, ProtocolError
+from weightsync.errors import ConfigurationError, LayoutError, ProtocolError
 from weightsync.model import Layout, Manifest, TensorSpec
 from weightsync.planning.buckets import staging_layout
 from weightsync.protocol.messages import Move, PlanSlice, Prepare
@@ -67,9 +66,11 @@ def _plan() -> PlanSlice:
     return PlanSlice(digest="0" * 32, delivery="streamed", reason="", sources=(), layout=layout, pieces=nothing, nbytes=0)
 
 
-def test_a_route_refuses_a_larger_staging_than_its_own_settings() -> None:
+def test_a_plan_for_larger_buckets_than_this_rank_allows_is_refused() -> None:
+    role = EngineRole(Slow(), ["inproc"], this_host(), bucket_bytes=2048)
     with pytest.raises(LayoutError, match="this engine rank allows 2,048 bytes"):
-        Route(MANIFEST, _plan(), None, (), None, StagingSettings(2048))
+        role.handle(Prepare(_plan()), 10)
+    role.close()
 
 
 class Slow(EngineAdapter):
@@ -115,31 +116,22 @@ def test_closing_while_a_call_hangs_leaves_nothing_when_it_ends() -> None:
         role.handle(Move(1), 1)
 
 
-def test_a_route_that_was_aborted_while_it_opened_stops_and_lets_go() -> None:
-    route = Route.__new__(Route)
-    route._aborted = threading.Event()
-    route.sources = []
-    route.abort()
-    with pytest.raises(Aborted):
-        route._check()
-
-
 def test_reading_back_needs_whole_tensors_and_follows_memory() -> None:
     module = torch.nn.Linear(8, 4)
     manifest, shards = shards_of(module)
     read = ReadBack(manifest)
-    tensors = torch.arange(len(manifest), dtype=torch.int32).numpy()
-    before = read.digests(shards, tensors, Deadline(10))
+    before = read.all_digests(shards, Deadline(10))
     assert before is not None
+    assert before[0].tolist() == list(range(len(manifest)))
     with torch.no_grad():
         module.weight.add_(1)
-    after = read.digests(shards, tensors, Deadline(10))
+    after = read.all_digests(shards, Deadline(10))
     assert after is not None
-    assert (before != after).any()
+    assert (before[1] != after[1]).any()
     module.weight.data = torch.zeros(4, 8)
-    moved = read.digests(shards_of(module)[1], tensors, Deadline(10))
+    moved = read.all_digests(shards_of(module)[1], Deadline(10))
     assert moved is not None
-    assert (moved != after).any()
+    assert (moved[1] != after[1]).any()
     assert not read.look(None)
 
 

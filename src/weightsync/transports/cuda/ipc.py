@@ -301,6 +301,11 @@ class CombinedReader(Reader):
                 self._copy, self._made_of = TileCopy(groups, device), made_of
         return self._copy
 
+    @property
+    def table_bytes(self) -> int:
+        """See :attr:`weightsync.transports.base.Reader.table_bytes`."""
+        return self._copy.table_bytes
+
     def prepare(self, groups: Sequence[Tiles], layout_digest: str, deadline: Deadline) -> None:
         """Raise: each reader is prepared by itself, with what it has to read."""
         raise ProtocolError("prepare each reader before they are combined")

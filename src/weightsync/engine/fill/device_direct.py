@@ -1,0 +1,77 @@
+"""Direct delivery on a CUDA device: readers write the engine's parameters, then one launch digests them."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from weightsync import failpoints
+from weightsync.deadline import Deadline
+from weightsync.engine.fill.filler import FillContext, Filled, Filler
+from weightsync.model import Layout
+from weightsync.protocol.messages import PlanSlice
+from weightsync.tensors.device_memory import DeviceDigest
+
+__all__ = ["DeviceDirect"]
+
+
+class DeviceDirect(Filler):
+    """Writes the engine's parameters, on ``device`` at ``addresses``, all at once.
+
+    All readers are in flight together, except those that may wait for other engine ranks: they are begun, read and ended one after
+    the other, because a GPU must not wait for two senders of which each waits for another reader. Each rank of a replica begins
+    with another one of these, so that the ranks do not all ask the same trainer rank at once. Where readers work on the device's
+    stream, the digests are queued before the bytes are in place: the device does not wait for the host in between.
+    """
+
+    device: torch.device
+
+    def __init__(
+        self, context: FillContext, plan: PlanSlice, layout: Layout, addresses: tuple[int, ...], device: torch.device
+    ) -> None:
+        super().__init__(context, plan, layout, [(0, len(layout))], device, addresses)
+        self._digest = DeviceDigest(context.manifest, layout, device)
+
+    def prepare(self, deadline: Deadline) -> None:
+        """See :meth:`Filler.prepare`."""
+        super().prepare(deadline)
+        in_turn = self._readers.sharing_fate
+        first = self._context.rank % max(len(in_turn), 1)
+        self._in_turn = in_turn[first:] + in_turn[:first]
+        self._together = [reader for reader in self._readers if reader not in in_turn]
+        self._digest.build(self._addresses)
+        self._stopwatch.lap("tables")
+
+    def run(self, version: int, deadline: Deadline) -> Filled:
+        """See :meth:`Filler.run`. Complete on the device when it returns."""
+        for reader in self._together:
+            reader.begin(version, deadline)
+        started = time.perf_counter()
+        check_abort = self._context.engine.check_abort
+        check_abort()
+        with torch.cuda.device(self.device):
+            reads = [(reader, reader.submit(0, deadline)) for reader in self._together]
+            for reader in self._in_turn:
+                check_abort()
+                reader.begin(version, deadline)
+                check_abort()  # a begin forgets that it was aborted before
+                reader.read(0, deadline)
+                failpoints.reached("engine.group")
+                reader.end(deadline)
+            for reader, completion in reads:
+                if not reader.stream_ordered:
+                    completion.wait(deadline)
+                    failpoints.reached("engine.group")
+            self._digest.build(self._addresses)
+            self._digest.launch(0, len(self.layout))
+            self._context.check_memory()  # while the device copies
+            for reader, completion in reads:
+                if reader.stream_ordered:
+                    completion.wait(deadline)
+            received = time.perf_counter()
+            digests = self._digest.taken()
+        finished = time.perf_counter()
+        for reader in self._together:
+            reader.end(deadline)
+        return Filled(digests, "installed", received - started, digest_seconds=finished - received)

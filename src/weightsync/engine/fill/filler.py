@@ -1,0 +1,208 @@
+"""What all fillers have in common: a checked plan, connected readers, and the lifecycle prepare, run, abort, close."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.deadline import Deadline
+from weightsync.engine.readers import Readers, Stopwatch
+from weightsync.errors import PlanMismatch
+from weightsync.model import Layout, Manifest
+from weightsync.planning.coverage import Cover, cover
+from weightsync.planning.pieces import Pieces
+from weightsync.protocol.messages import Host, PlanSlice
+from weightsync.tensors.copy_table import tiles_of
+from weightsync.tensors.digest import digest_rows
+from weightsync.transports.base import Transport
+
+__all__ = ["FillContext", "Filled", "FilledEngine", "Filler"]
+
+
+class FilledEngine(Protocol):
+    """What fillers ask of the engine rank whose memory they fill."""
+
+    def check_abort(self) -> None:
+        """Raise :class:`~weightsync.errors.Aborted` if the call that is running was aborted."""
+        ...
+
+    def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Hand one bucket to the engine's loader. Raises :class:`~weightsync.errors.LoadError` unless it takes all tensors."""
+        ...
+
+    def can_read_back(self, *, build: bool = False) -> bool:
+        """Returns True if the parameters can be digested after loading. With ``build``, tables for that are made now."""
+        ...
+
+    def read_back(self, deadline: Deadline) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]] | None:
+        """Digest the parameters: tensors (indices of the manifest) and their digests; ``None`` if they cannot be read back."""
+        ...
+
+
+@dataclass(frozen=True)
+class FillContext:
+    """What every filler of one engine rank needs, whatever the plan.
+
+    Attributes:
+        engine: The engine rank.
+        manifest: The tensors that this engine takes.
+        transports: Those that may be used, best first.
+        host: Where this engine rank runs.
+        staging_device: The CUDA device on which buckets for the loader belong; ``None`` for host memory.
+        bucket_bytes: The largest staging bucket that a plan may ask for (or the largest tensor, if that is more).
+        buffers: Staging buckets: two, or one, which saves memory and overlaps nothing.
+        encrypted: Bytes must not leave the machine in clear.
+        rank: The number of this rank in its replica.
+        check_memory: Raises :class:`~weightsync.errors.PlanMismatch` if the parameters are other views than those of the plan.
+        progress: Called with the bytes in place so far, except after the last ones, which the result reports.
+    """
+
+    engine: FilledEngine
+    manifest: Manifest
+    transports: Sequence[Transport]
+    host: Host
+    staging_device: torch.device | None
+    bucket_bytes: int
+    buffers: int
+    encrypted: bool
+    rank: int
+    check_memory: Callable[[], None]
+    progress: Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What one run of a filler brought.
+
+    Attributes:
+        digests: ``uint64[rows]``, the digest of each row of the plan's layout.
+        verified: ``"installed"`` if they are of the engine's parameters, ``"received"`` if of what its loader was handed.
+        receive_seconds: Spent waiting for bytes. Digests that are taken in the same pass over memory are included.
+        load_seconds: Spent in the engine's loader. Overlaps with ``receive_seconds``; both are counted in full.
+        digest_seconds: Spent on digests of what was read again.
+    """
+
+    digests: npt.NDArray[np.uint64]
+    verified: Literal["installed", "received"]
+    receive_seconds: float
+    load_seconds: float = 0.0
+    digest_seconds: float = 0.0
+
+
+class Filler(ABC):
+    """Fills one engine rank's memory with the rows of one plan, in every round of it.
+
+    The lifecycle is :meth:`prepare` once, while the engine still serves; :meth:`run` once a round, while it is paused;
+    :meth:`close`, also after an error of either. After an error of :meth:`run` a filler is closed, not used again. Not thread-safe,
+    except :meth:`abort`.
+
+    Args:
+        groups: Ascending, half-open ranges of rows that are read together.
+        device: The CUDA device that is written to; ``None`` for host memory.
+        addresses: Where each region of ``layout`` begins; streamed delivery sets them in :meth:`prepare`.
+
+    Raises:
+        PlanMismatch: The plan is not the one that the coordinator computed.
+    """
+
+    staging_bytes = 0
+    """Bytes of staging memory that this filler holds."""
+
+    def __init__(
+        self,
+        context: FillContext,
+        plan: PlanSlice,
+        layout: Layout,
+        groups: list[tuple[int, int]],
+        device: torch.device | None,
+        addresses: tuple[int, ...] = (),
+    ) -> None:
+        self.plan, self.layout, self.device = plan, layout, device
+        self.nbytes = 0
+        """Bytes that one round brings."""
+        self._stopwatch = Stopwatch()
+        self.prepare_seconds = self._stopwatch.seconds
+        """Seconds of each part of :meth:`prepare`: ``tiles``, ``connect``, ``map`` (which prepares the readers), ``tables``."""
+        self._context, self._groups, self._addresses = context, groups, addresses
+        self._group_bytes: list[int] = []
+        self._owned = ExitStack()
+        self._readers = Readers(context.transports, context.host, context.encrypted, context.engine.check_abort)
+        self._pieces = Pieces.from_columns(context.manifest, layout, len(plan.sources), plan.pieces)
+        self.digest = self._pieces.digest
+        if self.digest != plan.digest:
+            raise PlanMismatch(f"the plan arrived with digest {self.digest}, not {plan.digest} as the coordinator computed it")
+
+    def prepare(self, deadline: Deadline) -> None:
+        """Allocate staging, connect to every source and build the tables, so that the first round does not have to."""
+        self._owned.callback(self._readers.close)
+        tables = tiles_of(self._context.manifest, self._pieces, self.layout, self._addresses, self._groups)
+        del self._pieces
+        self._stopwatch.lap("tiles")
+        self._group_bytes = [sum(groups[index].nbytes for groups in tables) for index in range(len(self._groups))]
+        self.nbytes = sum(self._group_bytes)
+        self._readers.connect(self.plan.sources, tables, self.device, deadline, self._stopwatch)
+
+    @abstractmethod
+    def run(self, version: int, deadline: Deadline) -> Filled:
+        """Bring every byte of ``version`` to its place, and return its digests.
+
+        Raises what readers raise (:class:`~weightsync.errors.StaleSource`, :class:`~weightsync.errors.PeerLost`,
+        :class:`~weightsync.errors.ProtocolError`), what loaders raise, :class:`~weightsync.errors.Aborted`,
+        :class:`~weightsync.errors.DeadlineExceeded`, and :class:`~weightsync.errors.PlanMismatch` if the parameters were replaced.
+        """
+
+    def _read_host(self, group: int, digests: npt.NDArray[np.uint64], deadline: Deadline) -> None:
+        """Read one group into host memory. Rows are digested by the readers, or afterwards if one of them cannot."""
+        self._context.engine.check_abort()
+        if self._readers.digest_inline:
+            self._readers.read(group, deadline, digests)
+        else:
+            self._readers.read(group, deadline)
+            digest_rows(self._context.manifest, self.layout, self._addresses, *self._groups[group], digests)
+
+    def _report(self, nbytes: int) -> None:
+        """Report progress, except of the last bytes, which the result reports."""
+        if nbytes < self.nbytes:
+            self._context.progress(nbytes)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of device memory that the copy tables of the readers take."""
+        return sum(reader.table_bytes for reader in self._readers)
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Names of the transports in use, each once."""
+        return self._readers.transports
+
+    def require(self, version: int, deadline: Deadline) -> None:
+        """Raise :class:`~weightsync.errors.StaleSource` if a trainer rank is known not to hold ``version``. Begins nothing."""
+        self._readers.require(version, deadline)
+
+    def fits(self, plan: PlanSlice, addresses: tuple[int, ...]) -> bool:
+        """Returns True if this filler serves ``plan``, with the engine's parameters at ``addresses``."""
+        return self._serves(plan) and addresses == self._addresses
+
+    def _serves(self, plan: PlanSlice) -> bool:
+        return plan.digest == self.plan.digest and plan.sources == self.plan.sources
+
+    @cached_property
+    def cover(self) -> Cover:
+        """The coverage of what this rank receives. Raises :class:`~weightsync.errors.LayoutError` unless it is everything."""
+        return cover(self._context.manifest, {"": self.layout}, "this engine rank")
+
+    def abort(self) -> None:
+        """Make a :meth:`prepare` or :meth:`run` in another thread end soon. Never blocks."""
+        self._readers.abort()
+
+    def close(self) -> None:
+        """Close the connections and free the staging."""
+        self._owned.close()

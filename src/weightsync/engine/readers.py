@@ -1,0 +1,198 @@
+"""Connections of one engine rank to the trainer ranks that its plan names."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync import failpoints
+from weightsync.deadline import Deadline
+from weightsync.errors import AuthenticationError, DeadlineExceeded, TransportError, TransportUnavailable
+from weightsync.protocol.messages import Host, Offer, PlanSlice, SourceAddress
+from weightsync.tensors.copy_table import Tiles
+from weightsync.transports.base import Reader, Transport
+from weightsync.transports.select import choose
+
+__all__ = ["Readers", "Stopwatch", "connect", "reaches", "writing"]
+
+_log = logging.getLogger(__name__)
+
+
+class Stopwatch:
+    """Adds up the seconds between laps under the name of each lap, in :attr:`seconds`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Add the time since the last lap to ``name``."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+
+class Readers:
+    """The connections to the trainer ranks of one plan. Iterating gives the readers to use: some stand for several connections.
+
+    Not thread-safe, except :meth:`abort`. ``check_abort`` raises :class:`~weightsync.errors.Aborted` once the call that is running
+    was aborted. An abort must become visible to ``check_abort`` before it calls :meth:`abort`: then none is lost while connections
+    are being made.
+    """
+
+    def __init__(self, allowed: Sequence[Transport], host: Host, encrypted: bool, check_abort: Callable[[], None]) -> None:
+        self._allowed, self._host, self._encrypted = allowed, host, encrypted
+        self._check_abort = check_abort
+        self._connections: list[Reader] = []
+        self._transports: dict[str, Transport] = {}
+        self._by_transport: dict[str, list[Reader]] = {}
+
+    def connect(
+        self,
+        sources: Sequence[SourceAddress],
+        tables: Sequence[Sequence[Tiles]],
+        device: torch.device | None,
+        deadline: Deadline,
+        stopwatch: Stopwatch,
+    ) -> None:
+        """Connect to every source and prepare its reader for its copy tables. Targets are on ``device`` (``None``: the host).
+
+        Readers of one transport that combine are used as one.
+        """
+        for source, groups in zip(sources, tables, strict=True):
+            self._check_abort()
+            transport, reader = connect(source, self._allowed, device, self._host, deadline, self._encrypted)
+            self._connections.append(reader)
+            self._transports[transport.name] = transport
+            self._by_transport.setdefault(transport.name, []).append(reader)
+            self._check_abort()  # an abort that came before the reader was in the list did not reach it
+            stopwatch.lap("connect")
+            reader.prepare(groups, source.layout_digest, deadline)
+            stopwatch.lap("map")
+        self._check_abort()
+        for name, transport in self._transports.items():
+            combined = transport.combine(self._by_transport[name])
+            if combined is not None:
+                self._by_transport[name] = [combined]
+
+    def __iter__(self) -> Iterator[Reader]:
+        return (reader for readers in self._by_transport.values() for reader in readers)
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Names of the transports in use, each once."""
+        return tuple(self._transports)
+
+    @property
+    def digest_inline(self) -> bool:
+        """Whether all readers can take digests while they write."""
+        return all(transport.traits.digests == "inline" for transport in self._transports.values())
+
+    @property
+    def sharing_fate(self) -> list[Reader]:
+        """The readers that may wait for other engine ranks."""
+        waiting = [name for name, transport in self._transports.items() if transport.traits.shared_fate]
+        return [reader for name in waiting for reader in self._by_transport[name]]
+
+    def require(self, version: int, deadline: Deadline) -> None:
+        """Raise :class:`~weightsync.errors.StaleSource` if a trainer rank is known not to hold ``version``. Begins nothing."""
+        for reader in self:
+            reader.require(version, deadline)
+
+    def begin(self, version: int, deadline: Deadline) -> None:
+        """Begin the transfer of ``version`` on every reader."""
+        for reader in self:
+            reader.begin(version, deadline)
+
+    def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
+        """Read one group from every source, as :meth:`Reader.submit` says: all are asked before the first is waited for."""
+        for completion in [reader.submit(group, deadline, digests) for reader in self]:
+            completion.wait(deadline)
+            failpoints.reached("engine.group")
+
+    def end(self, deadline: Deadline) -> None:
+        """End what :meth:`begin` began."""
+        for reader in self:
+            reader.end(deadline)
+
+    def abort(self) -> None:
+        """Make whatever a reader does in another thread raise ``Aborted`` soon. Never blocks."""
+        for reader in list(self._connections):
+            reader.abort()
+
+    def close(self) -> None:
+        """Close all connections, the newest first. Safe twice."""
+        connections, self._connections, self._by_transport = self._connections, [], {}
+        for reader in reversed(connections):
+            reader.close()
+
+
+def connect(
+    source: SourceAddress,
+    allowed: Sequence[Transport],
+    device: torch.device | None,
+    host: Host,
+    deadline: Deadline,
+    encrypted: bool = False,
+) -> tuple[Transport, Reader]:
+    """The best transport that reaches this trainer rank, and a reader that writes on CUDA ``device`` (``None``: in host memory).
+
+    With ``encrypted``, offers whose bytes would cross a network in clear are refused.
+    """
+    failures: list[str] = []
+    try:
+        choices = choose(source.offers, writing(device, allowed), host)
+    except TransportUnavailable as error:
+        advice = _advice(source.offers, allowed, device)
+        raise TransportUnavailable(f"{error}{advice}") from None
+    for transport, offer in choices:
+        try:
+            if encrypted and transport.traits.reach == "network" and not (transport.traits.encrypted and offer.traits.encrypted):
+                raise TransportUnavailable(
+                    "not encrypted, and this engine rank insists on it: set WEIGHTSYNC_DATA_ENCRYPTION alike on both sides"
+                )
+            if device is None:
+                return transport, transport.open(offer, source.key, deadline)
+            with torch.cuda.device(device):
+                return transport, transport.open(offer, source.key, deadline)
+        except TransportUnavailable as error:
+            failures.append(f"{offer.scheme}: {error}")
+        except (TransportError, AuthenticationError, DeadlineExceeded) as error:
+            _log.warning("trainer rank %s cannot be reached by %s: %a", source.member, offer.scheme, str(error))
+            # The reason stays here: offers come from others, who could look around with them in this engine's network.
+            failures.append(f"{offer.scheme}: it cannot be reached (this engine rank's own log says why)")
+    raise TransportUnavailable(f"no way to trainer rank {source.member} works: {'; '.join(failures)}")
+
+
+def writing(device: torch.device | None, transports: Sequence[Transport]) -> list[Transport]:
+    """The transports that write to the memory of ``device``, or (``None``, or the CPU) to that of the host."""
+    memory = "host" if device is None or device.type == "cpu" else device.type
+    return [transport for transport in transports if memory in transport.traits.writes]
+
+
+def reaches(device: torch.device | None, plan: PlanSlice, allowed: Sequence[Transport]) -> bool:
+    """Returns True if every source of this plan offers an allowed transport that writes to ``device``."""
+    usable = {transport.name for transport in writing(device, allowed)}
+    return all(any(offer.scheme in usable for offer in source.offers) for source in plan.sources)
+
+
+def _advice(offers: Sequence[Offer], allowed: Sequence[Transport], device: torch.device | None) -> str:
+    """What to change where one side is in GPU memory and the other is not."""
+    offered = {offer.scheme for offer in offers}
+    if device is not None and not any(transport.name in offered for transport in writing(device, allowed)):
+        return (
+            f".\nThis engine rank's parameters are on {device}, where only cuda_ipc (this host) and nccl write. Give the trainer "
+            "transports with cuda_ipc, all its shards on one CUDA device and no dtype to convert to; or give both sides nccl; "
+            "or this engine delivery='streamed'"
+        )
+    if device is None and not any("host" in offer.traits.writes for offer in offers) and writing(None, allowed):
+        return (
+            ".\nThe trainer's GPU memory is read in place, by engine ranks on a CUDA device of the same host; this one receives in "
+            "host memory. Give the trainer transports=['shared_memory', 'tcp'], or let the adapter's device() name a CUDA device"
+        )
+    return ""

@@ -132,7 +132,7 @@ class Loop:
             return
         if self._publication is not None:
             self._publication.result(_PATIENCE)  # the one before; its failure is ours
-        self._publication = self._trainer.publish(version, timeout=_PATIENCE, snapshot=True)  # returns when it is copied
+        self._publication = self._trainer.publish_async(version, timeout=_PATIENCE)  # returns when it is copied
 
     def _tell(
         self,

@@ -37,23 +37,41 @@ if TYPE_CHECKING:
     from weightsync.model.layout import Layout as Layout
     from weightsync.model.manifest import Manifest as Manifest
     from weightsync.model.manifest import TensorSpec as TensorSpec
+    from weightsync.model.pause import PauseMode as PauseMode
+    from weightsync.model.result import ReplicaResult as ReplicaResult
+    from weightsync.model.result import RoundResult as RoundResult
     from weightsync.model.version import Version as Version
     from weightsync.tensors.shards import Shard as Shard
     from weightsync.tensors.shards import manifest_of as manifest_of
     from weightsync.tensors.shards import shard as shard
     from weightsync.tensors.shards import shards_of as shards_of
     from weightsync.trainer.agent import Trainer as Trainer
+    from weightsync.transports.broadcast.gloo import Collective as Collective
+    from weightsync.transports.broadcast.nccl import Nccl as Nccl
+    from weightsync.transports.cuda.ipc import CudaIpc as CudaIpc
+    from weightsync.transports.host.inproc import InProcess as InProcess
+    from weightsync.transports.host.shared_memory import SharedMemory as SharedMemory
+    from weightsync.transports.tcp.transport import Tcp as Tcp
 
 __version__ = "0.1.0"
 
 _WHERE = {
     "Box": "weightsync.model.box",
+    "Collective": "weightsync.transports.broadcast.gloo",
+    "CudaIpc": "weightsync.transports.cuda.ipc",
     "Engine": "weightsync.engine.agent",
     "EngineAdapter": "weightsync.engine.adapter",
+    "InProcess": "weightsync.transports.host.inproc",
     "Layout": "weightsync.model.layout",
     "Manifest": "weightsync.model.manifest",
     "ModuleAdapter": "weightsync.engines.module",
+    "Nccl": "weightsync.transports.broadcast.nccl",
+    "PauseMode": "weightsync.model.pause",
+    "ReplicaResult": "weightsync.model.result",
+    "RoundResult": "weightsync.model.result",
     "Shard": "weightsync.tensors.shards",
+    "SharedMemory": "weightsync.transports.host.shared_memory",
+    "Tcp": "weightsync.transports.tcp.transport",
     "TensorSpec": "weightsync.model.manifest",
     "Trainer": "weightsync.trainer.agent",
     "Version": "weightsync.model.version",
@@ -66,11 +84,14 @@ __all__ = [
     "Aborted",
     "AuthenticationError",
     "Box",
+    "Collective",
     "ConfigurationError",
     "CoordinatorUnreachable",
+    "CudaIpc",
     "DeadlineExceeded",
     "Engine",
     "EngineAdapter",
+    "InProcess",
     "Layout",
     "LayoutError",
     "LoadError",
@@ -78,13 +99,19 @@ __all__ = [
     "ManifestMismatch",
     "MembershipError",
     "ModuleAdapter",
+    "Nccl",
+    "PauseMode",
     "PeerLost",
     "PlanMismatch",
     "ProtocolError",
+    "ReplicaResult",
     "RoundFailed",
+    "RoundResult",
     "Shard",
+    "SharedMemory",
     "SharedMemoryTooSmall",
     "StaleSource",
+    "Tcp",
     "TensorSpec",
     "Trainer",
     "TransportError",

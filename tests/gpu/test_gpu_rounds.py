@@ -191,11 +191,11 @@ def test_work_that_is_still_queued_on_another_stream_is_waited_for(joined: Joine
 
 def test_a_snapshot_needs_a_copy(joined: Joined, source: Model, target: Model) -> None:
     with joined.trainer(source) as trainer, pytest.raises(ConfigurationError, match="shared_memory"):
-        trainer.publish(1, snapshot=True)
+        trainer.publish_async(1)
     trainer = joined.trainer(source, transports=["shared_memory"])
     joined.engine(ModuleAdapter(target), delivery="streamed", bucket_bytes=1 << 20)
     expected = fingerprint(source)
-    future = trainer.publish(1, timeout=30, snapshot=True)
+    future = trainer.publish_async(1, timeout=30)
     change(source, 2)
     (replica,) = future.result(30).replicas
     assert (replica.delivery, replica.transports, replica.verified) == ("streamed", ("shared_memory",), "installed")
@@ -269,7 +269,7 @@ class Loading(ModuleAdapter):
 def test_streamed_through_gpu_memory(joined: Joined, source: Model, target: Model, buffers: int, own_loader: bool) -> None:
     trainer = joined.trainer(source)
     adapter = Loading(target) if own_loader else ModuleAdapter(target)
-    engine = joined.engine(adapter, delivery="streamed", bucket_bytes=2048, buffers=buffers)
+    engine = joined.engine(adapter, delivery="streamed", bucket_bytes=2048, staging_buckets=buffers)
     for number in (1, 2, 5):
         change(source, number)
         with torch.no_grad():

@@ -109,7 +109,7 @@ CASES: dict[str, Case] = {
 
 
 def report(state: nn.Module | dict[str, torch.Tensor], folder: Path, name: str, rank: int) -> None:
-    manifest, shards = shards_of(state, buffers=True)
+    manifest, shards = shards_of(state, include_buffers=True)
     tensors = state.state_dict() if isinstance(state, nn.Module) else state
     with torch.no_grad():  # after shards_of: the shards must see it
         for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():

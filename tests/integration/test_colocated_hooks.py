@@ -71,7 +71,7 @@ def test_phases_in_order_and_restored_after_a_failure(server: BackgroundServer, 
     with (
         Trainer(source, server.url, token=server.token, transports=["shared_memory"], **hooks) as trainer,  # type: ignore[arg-type]
         Engine(
-            adapter, "r", server.url, token=server.token, delivery="streamed", bucket_bytes=1 << 10, buffers=buffers,
+            adapter, "r", server.url, token=server.token, delivery="streamed", bucket_bytes=1 << 10, staging_buckets=buffers,
             transports=["shared_memory"],
         ),
     ):  # fmt: skip

@@ -158,7 +158,7 @@ def test_numbers_that_nobody_counts(run: Run) -> None:
     assert trainer.wait_for_replicas(1, timeout=SECONDS) == ("r",)
     assert [trainer.publish(timeout=SECONDS).version.number for _ in range(2)] == [0, 1]
     assert trainer.publish(7, timeout=SECONDS).version.number == 7
-    result = trainer.publish(snapshot=True, timeout=SECONDS).result(SECONDS)
+    result = trainer.publish_async(timeout=SECONDS).result(SECONDS)
     assert (result.version.number, [*known, trainer.last_version]) == (8, [None, 8])
     assert "updated: r (installed: the digests" in str(result)
     assert torch.equal(target.weight, module.weight)
@@ -259,7 +259,7 @@ def test_garbage_is_collected_while_a_round_runs_in_the_trainers_process(run: Ru
     trainer, adapter = run.trainer(linear()), ModuleAdapter(torch.nn.Linear(6, 5))
     run.stack.enter_context(Engine(adapter, "r", run.server.url, token=run.server.token))
     with adapter.in_use():
-        result = trainer.publish(1, timeout=SECONDS, snapshot=True)
+        result = trainer.publish_async(1, timeout=SECONDS)
         assert gc.isenabled()
         assert gc.get_threshold()[0] > 0
     assert result.result(SECONDS).ok

@@ -179,7 +179,7 @@ def test_after_publish_returns_the_trainers_memory_is_not_read(joined: Joined) -
     with ExitStack() as held:
         held.enter_context(adapter.in_use())  # the engine is busy, so the round cannot move anything yet
         joined.engine(adapter)
-        future = trainer.publish(1, timeout=20, snapshot=True)
+        future = trainer.publish_async(1, timeout=20)
         change(source, 2)  # the next optimizer step
     assert future.result(20).ok
     assert all(torch.equal(expected[name], tensor) for name, tensor in target.state_dict().items())

@@ -105,7 +105,7 @@ def test_no_value_that_holds_a_secret_shows_it() -> None:
 def test_nothing_that_a_traceback_with_variables_would_show_holds_a_key() -> None:
     role = TrainerRole({"w": torch.zeros(4)}, [Tcp(), SharedMemory(), InProcess()], KEY, this_host())
     try:
-        shown = [repr(vars(holder)) for holder in (role, *role._owners, *(getattr(o, "_listener", o) for o in role._owners))]
+        shown = [repr(vars(holder)) for holder in (role, *role._publishers, *(getattr(o, "_listener", o) for o in role._publishers))]
         assert not any(KEY.decode() in text for text in shown)
         assert role.key == KEY
     finally:
@@ -146,6 +146,6 @@ def test_a_trainer_that_cannot_publish_says_what_to_do(server: BackgroundServer,
                 trainer.publish(1, timeout=timeout)
     finally:
         trainer.close()
-    for snapshot in (False, True):
+    for publish in (trainer.publish, trainer.publish_async):
         with pytest.raises(Aborted, match="make a new Trainer"):
-            trainer.publish(2, snapshot=snapshot)
+            publish(2)

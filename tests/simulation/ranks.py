@@ -338,7 +338,7 @@ class TrainerProcess(Agent):
         outcome: RoundResult | BaseException
         try:
             if snapshot and not self.role.live:
-                future = self.trainer.publish(number, timeout=timeout, snapshot=True)
+                future = self.trainer.publish_async(number, timeout=timeout)
                 self.scribble()
                 outcome = future.result(timeout + 2 * _LINK_GRACE)
             else:

@@ -150,7 +150,7 @@ class _EngineRank:
         started = time.perf_counter()
         self._engine = Engine(
             self._adapter, "replica", url, token=token, rank=self._rank, world_size=len(self._job.to), delivery=self._job.delivery,
-            bucket_bytes=self._job.bucket_bytes or None, buffers=self._job.buffers, transports=[self._job.transport],
+            bucket_bytes=self._job.bucket_bytes or None, staging_buckets=self._job.buffers, transports=[self._job.transport],
         )  # fmt: skip
         return {"seconds": time.perf_counter() - started}
 

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self, get_args
 
 from weightsync.config import ClientSettings, Secret, replica_name
+from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.session import EngineRole
 from weightsync.errors import ConfigurationError
@@ -35,7 +36,7 @@ class Engine:
     launch (``torch.distributed``, torchrun, Slurm). ``coordinator`` is its URL, else that in ``WEIGHTSYNC_COORDINATOR``.
 
     ``delivery`` is ``"direct"`` (into the adapter's shards), ``"streamed"`` (through its loader) or ``"auto"``. ``bucket_bytes`` is
-    the size of one of the ``buffers`` (2, or 1) staging buckets of streamed delivery; a tensor larger than that gets a bucket of
+    the size of one of the ``staging_buckets`` (2, or 1) of streamed delivery; a tensor larger than that gets a bucket of
     its own size. Not given: 256 MiB; where the buckets are GPU memory, a 32nd of what is free there, from 64 MiB to 1 GiB.
     ``transports`` are the schemes allowed, best first. Close it, or use it in a ``with``.
 
@@ -61,7 +62,7 @@ class Engine:
         run: str = "",
         delivery: Delivery = "auto",
         bucket_bytes: int | None = None,
-        buffers: int = 2,
+        staging_buckets: int = 2,
         transports: Sequence[Transport | str] | None = None,
     ) -> None:
         if not isinstance(adapter, EngineAdapter):
@@ -76,8 +77,8 @@ class Engine:
             raise ConfigurationError(f"delivery {delivery!r} is none of {', '.join(get_args(Delivery))}")
         if bucket_bytes is not None and bucket_bytes <= 0:
             raise ConfigurationError(f"bucket_bytes must be positive, not {bucket_bytes}")
-        if buffers not in (1, 2):
-            raise ConfigurationError(f"buffers must be 1 or 2, not {buffers!r}")
+        if staging_buckets not in (1, 2):
+            raise ConfigurationError(f"staging_buckets must be 1 or 2, not {staging_buckets!r}")
         self._origin = Origin()
         self.replica, self.rank, self.world_size = replica, rank, world_size
         self._run, self._session, self._delivery = run, uuid.uuid4().hex, delivery
@@ -85,7 +86,7 @@ class Engine:
         settings = ClientSettings.load(coordinator=coordinator, token=Secret(token) if token else None)
         with ExitStack() as owned:
             self._role = EngineRole(
-                adapter, transports, self._here, progress=self._progress, bucket_bytes=bucket_bytes, buffers=buffers,
+                adapter, transports, self._here, progress=self._progress, bucket_bytes=bucket_bytes, buffers=staging_buckets,
                 encrypted=settings.data_encryption == "on", rank=rank, member=f"{replica}/{rank}",
             )  # fmt: skip
             if delivery == "direct" and self._role.layout is None:
@@ -122,6 +123,18 @@ class Engine:
     def serving(self) -> Version | None:
         """The version whose bytes this rank holds, verified and committed; ``None`` before the first and during an update."""
         return self._role.serving
+
+    def wait_for_version(self, version: int | Version, timeout: float = 600.0) -> Version:
+        """Wait until this rank serves ``version`` or a later one, and return the one that it serves.
+
+        A number is compared with the number alone, a :class:`~weightsync.Version` with its epoch first. Raises
+        :class:`~weightsync.errors.DeadlineExceeded`, :class:`~weightsync.errors.Aborted` once the engine is closed, and
+        :class:`~weightsync.errors.ConfigurationError` for a version that cannot come.
+        """
+        self._origin.require("this engine")
+        if not isinstance(version, Version) and (isinstance(version, bool) or not isinstance(version, int) or version < 0):
+            raise ConfigurationError(f"a version to wait for is a number from 0, or a Version, not {version!r}")
+        return self._role.session.wait_for_version(version, Deadline(timeout))
 
     def close(self) -> None:
         """Leave the coordinator. The engine keeps the weights that it has. Safe twice. In a forked child: nothing."""

@@ -95,7 +95,8 @@ class EngineSession:
         self._due: Ticket | None = None  # a quarantine that waits for its turn, or has given up waiting
         self._paused_by = 0
         # Held for the moment in which an abort is noted or the state changes, so that what attests says after an abort stays true.
-        self._changing = threading.Lock()
+        self._changing = threading.Condition(threading.Lock())
+        self._closed = False
 
     # Any thread, at any time.
 
@@ -171,11 +172,26 @@ class EngineSession:
     def close(self, timeout: float, last: Callable[[], None]) -> None:
         """Abort what runs, and call ``last`` in a turn if one comes within ``timeout`` seconds."""
         self.abort()
+        with self._changing:
+            self._closed = True
+            self._changing.notify_all()
         if self._calls.turn.acquire(timeout):
             try:
                 last()
             finally:
                 self._calls.turn.release()
+
+    def wait_for_version(self, version: int | Version, deadline: Deadline) -> Version:
+        """Wait until this rank serves ``version`` (a number, or a version with its epoch) or a later one, and return that.
+
+        Raises :class:`~weightsync.errors.DeadlineExceeded`, and :class:`~weightsync.errors.Aborted` once the session is closed.
+        """
+        with self._changing:
+            while (served := self.attests) is None or not _reaches(served, version):
+                if self._closed:
+                    raise Aborted(f"{self.member} was closed while somebody waited for version {version}")
+                self._changing.wait(deadline.remaining(f"waiting for {self.member} to serve version {version}"))
+            return served
 
     # Within a turn.
 
@@ -192,6 +208,7 @@ class EngineSession:
         with self._changing:
             self.check_abort()
             self.state = state
+            self._changing.notify_all()
 
     def _forget(self) -> None:
         """Attest nothing; without a pause this rank is not written. In this rank's turn, or that of who takes the engine."""
@@ -330,6 +347,10 @@ class EngineSession:
     def _pause_late(self, deadline: Deadline) -> None:
         """Pause what must not generate, also when the time for it is over."""
         self._calls.pause("abort", max(deadline.at - time.monotonic(), _PAUSE_SECONDS))
+
+
+def _reaches(served: Version, version: int | Version) -> bool:
+    return served.order >= version.order if isinstance(version, Version) else served.number >= version
 
 
 def _split(tensors: Iterable[tuple[str, torch.Tensor]], prefix: str) -> list[list[tuple[str, torch.Tensor]]]:

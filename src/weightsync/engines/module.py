@@ -26,10 +26,10 @@ class ModuleAdapter(EngineAdapter):
     name = "module"
     pauses_twice = True
 
-    def __init__(self, module: torch.nn.Module, *, buffers: bool = False) -> None:
+    def __init__(self, module: torch.nn.Module, *, include_buffers: bool = False) -> None:
         self.module = module
         self.version: Version | None = None
-        self._followed = FollowedShards(module, buffers=buffers)
+        self._followed = FollowedShards(module, include_buffers=include_buffers)
         self._changed = threading.Condition()
         self._paused = False
         self._users = 0

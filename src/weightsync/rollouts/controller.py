@@ -210,7 +210,7 @@ class RolloutController(Generic[T]):
         """The next ``settings.batch`` rollouts, in the order of their completion, as soon as they are there.
 
         ``version`` is the trainer's own, by which ``max_age`` counts. Give it where the trainer goes on before its publication is
-        served (``snapshot=True``); without it the last version that is served counts.
+        served (``publish_async``); without it the last version that is served counts.
 
         Raises :class:`~weightsync.errors.DeadlineExceeded` (nothing is lost: ask again), the error of a task that raised,
         :class:`~weightsync.errors.Aborted` if no task is left to fill a batch, or when the controller is closed.

@@ -140,7 +140,7 @@ def shard(name: str, tensor: torch.Tensor, global_shape: Sequence[int], starts: 
 
 
 def shards_of(
-    state: Mapping[str, torch.Tensor] | nn.Module, *, dtype: DTypes = None, buffers: bool = False
+    state: Mapping[str, torch.Tensor] | nn.Module, *, dtype: DTypes = None, include_buffers: bool = False
 ) -> tuple[Manifest, list[Shard]]:
     """Return the manifest of the whole model (equal on every rank) and the shards that this rank holds, in manifest order.
 
@@ -153,14 +153,14 @@ def shards_of(
         state: A module, or tensors by checkpoint name. Of a module, all parameters are taken under the names of its state dict,
             whose hooks may rename and split them. Of a mapping, everything is taken.
         dtype: See :data:`DTypes`.
-        buffers: Whether to include a module's persistent buffers.
+        include_buffers: Whether to include a module's persistent buffers.
 
     Raises:
         LayoutError: This rank does not hold one box of a tensor, a tensor has no memory of its own (a subclass that wraps others),
             or the state dict omits or copies a parameter.
         ConfigurationError: A dtype cannot be published, a name in ``dtype`` does not exist, or two tensors have one name.
     """
-    manifest, held = _survey(state, dtype, buffers)
+    manifest, held = _survey(state, dtype, include_buffers)
     for name, (_, box, local) in held.items():
         if box is not None and box.size:
             _check_memory(name, local)
@@ -168,18 +168,18 @@ def shards_of(
     return manifest, ordered(manifest, shards)
 
 
-def manifest_of(state: Mapping[str, torch.Tensor] | nn.Module, *, dtype: DTypes = None, buffers: bool = False) -> Manifest:
+def manifest_of(state: Mapping[str, torch.Tensor] | nn.Module, *, dtype: DTypes = None, include_buffers: bool = False) -> Manifest:
     """Return the manifest of the whole model, as :func:`shards_of` does. Meta tensors and wrapping subclasses are accepted too."""
-    return _survey(state, dtype, buffers)[0]
+    return _survey(state, dtype, include_buffers)[0]
 
 
 @torch.no_grad()
 def _survey(
-    state: Mapping[str, torch.Tensor] | nn.Module, dtype: DTypes, buffers: bool
+    state: Mapping[str, torch.Tensor] | nn.Module, dtype: DTypes, include_buffers: bool
 ) -> tuple[Manifest, dict[str, tuple[tuple[int, ...], Box | None, torch.Tensor]]]:
     """Return the manifest and, by canonical name, the global shape, this rank's box, and its memory."""
     found: dict[str, torch.Tensor] = {}
-    for given, value in _entries(state, buffers):
+    for given, value in _entries(state, include_buffers):
         name = checkpoint_name(given)
         if name in found:
             raise ConfigurationError(f"two tensors are named {name} once the parts that torch.compile adds are removed")
@@ -228,9 +228,9 @@ def ordered(manifest: Manifest, shards: Iterable[Shard]) -> list[Shard]:
     return [one for _, one in rows]
 
 
-def _entries(state: Mapping[str, torch.Tensor] | nn.Module, buffers: bool) -> Iterable[tuple[str, torch.Tensor]]:
+def _entries(state: Mapping[str, torch.Tensor] | nn.Module, include_buffers: bool) -> Iterable[tuple[str, torch.Tensor]]:
     if isinstance(state, nn.Module):
-        return _module_entries(state, buffers)
+        return _module_entries(state, include_buffers)
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise ConfigurationError(f"{name} is a {type(value).__name__}, not a tensor")
@@ -248,11 +248,13 @@ def _module_entries(module: nn.Module, buffers: bool) -> list[tuple[str, torch.T
     state = module.state_dict(keep_vars=True)  # first, because FSDP then replaces gathered parameters with its shards
     owned = {name: _view(parameter) for name, parameter in module.named_parameters()}
     others = dict(module.named_buffers(remove_duplicate=False))
-    wanted = {_view(value).storage for value in (others.values() if buffers else ())} | {view.storage for view in owned.values()}
+    wanted = {_view(value).storage for value in (others.values() if include_buffers else ())} | {
+        view.storage for view in owned.values()
+    }
     entries: list[tuple[str, torch.Tensor]] = []
     seen: dict[int, set[LocalView]] = {}  # by storage
     for name, value in state.items():
-        if not isinstance(value, torch.Tensor) or (name in others and not buffers):
+        if not isinstance(value, torch.Tensor) or (name in others and not include_buffers):
             continue
         view = _view(value)
         if view.storage not in wanted and not isinstance(value, nn.Parameter):
@@ -377,12 +379,12 @@ class FollowedShards:
         state: Mapping[str, torch.Tensor] | torch.nn.Module,
         *,
         dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
-        buffers: bool = False,
+        include_buffers: bool = False,
     ) -> None:
-        self._state, self._dtype, self._buffers = state, dtype, buffers
+        self._state, self._dtype, self._include_buffers = state, dtype, include_buffers
         self._names, tensors = self._look()
         self._views = Views(tensors)
-        self._found = shards_of(state, dtype=dtype, buffers=buffers)
+        self._found = shards_of(state, dtype=dtype, include_buffers=include_buffers)
 
     @torch.no_grad()
     def _look(self) -> tuple[list[str], list[torch.Tensor]]:
@@ -397,13 +399,13 @@ class FollowedShards:
         state = self._state
         if isinstance(state, Mapping):
             return state.items()
-        buffers = state.named_buffers(remove_duplicate=False) if self._buffers else ()
+        buffers = state.named_buffers(remove_duplicate=False) if self._include_buffers else ()
         return chain(state.named_parameters(remove_duplicate=False), buffers)
 
     def now(self) -> tuple[Manifest, list[Shard]]:
         """Return :func:`shards_of` for the current memory; the identical objects if nothing has moved."""
         names, tensors = self._look()
         if names != self._names or not self._views.are_of(tensors):
-            found = shards_of(self._state, dtype=self._dtype, buffers=self._buffers)
+            found = shards_of(self._state, dtype=self._dtype, include_buffers=self._include_buffers)
             self._names, self._views, self._found = names, Views(tensors), found
         return self._found

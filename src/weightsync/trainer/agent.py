@@ -9,11 +9,11 @@ import os
 import secrets
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Literal, Self, overload
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -105,7 +105,7 @@ class Trainer:
         world_size: int | None = None,
         run: str = "",
         dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
-        buffers: bool = False,
+        include_buffers: bool = False,
         transports: Sequence[Transport | str] | None = None,
         offload: Callable[[], object] | None = None,
         restore: Callable[[], object] | None = None,
@@ -136,7 +136,7 @@ class Trainer:
                 self._here,
                 network=_network(settings),
                 dtype=dtype,
-                buffers=buffers,
+                include_buffers=include_buffers,
             )
             owned.callback(self._role.close)
             self._background = ThreadPoolExecutor(1, thread_name_prefix="weightsync-publish")
@@ -211,28 +211,50 @@ class Trainer:
                 raise ProtocolError(f"the coordinator answered a wait for replicas with {type(answer).__name__}")
             return answer.names
 
-    @overload
-    def publish(self, number: int | None = ..., *, timeout: float = ..., snapshot: Literal[False] = ...) -> RoundResult: ...
-    @overload
-    def publish(self, number: int | None = ..., *, timeout: float = ..., snapshot: Literal[True]) -> Future[RoundResult]: ...
+    @property
+    def in_place(self) -> bool:
+        """Whether engines read this rank's own GPU memory, of which no copy is kept. Then there is no :meth:`publish_async`."""
+        return self._role.live
 
-    def publish(
-        self, number: int | None = None, *, timeout: float = 300.0, snapshot: bool = False
-    ) -> RoundResult | Future[RoundResult]:
+    def publish(self, number: int | None = None, *, timeout: float = 300.0) -> RoundResult:
         """Bring the weights as they are now to every replica, as version ``number``: larger than any before it, or the next.
 
-        Every trainer rank calls this with the same number. Returns the round's result when the replicas serve the version;
-        with ``snapshot=True`` as soon as this rank's shards are copied, with a future of the result. Once it returned, the
-        trainer's memory is not read any more, even if the engines have not finished.
+        Every trainer rank calls this with the same number. Returns the round's result when the replicas serve the version. Once it
+        returned, the trainer's memory is not read any more, even if the engines have not finished.
 
         Raises :class:`~weightsync.errors.VersionError` (published before, or other ranks publish another number),
-        :class:`~weightsync.errors.ConfigurationError` (an invalid timeout, or ``snapshot=True`` of GPU memory that is published
-        in place), :class:`~weightsync.errors.Aborted` (after :meth:`close`, or another rank failed before it could publish),
+        :class:`~weightsync.errors.ConfigurationError` (an invalid timeout),
+        :class:`~weightsync.errors.Aborted` (after :meth:`close`, or another rank failed before it could publish),
         :class:`~weightsync.errors.PeerLost` (another rank is gone),
         :class:`~weightsync.errors.DeadlineExceeded` (a rank never came, or the round took too long) and
-        :class:`~weightsync.errors.RoundFailed` when fewer replicas than the coordinator's policy requires took the version;
-        the future raises the same. Replicas that failed never serve in between: see the result's ``replicas``.
+        :class:`~weightsync.errors.RoundFailed` when fewer replicas than the coordinator's policy requires took the version.
+        Replicas that failed never serve in between: see the result's ``replicas``.
         """
+        with self._turn(number, timeout) as (plain, deadline), self._armed(plain, deadline, copies=False):
+            return self._ask(plain, self._calls, deadline)
+
+    def publish_async(self, number: int | None = None, *, timeout: float = 300.0) -> Future[RoundResult]:
+        """Publish as :meth:`publish` does, but return as soon as this rank's shards are copied, with a future of the result.
+
+        After that the trainer's memory is not read any more, so the optimizer may step while engines read the copy. The future
+        raises what :meth:`publish` does.
+
+        Raises what :meth:`publish` raises before the copy, and :class:`~weightsync.errors.ConfigurationError` where the memory is
+        published :attr:`in_place`, without a copy.
+        """
+        with self._turn(number, timeout) as (plain, deadline), self._armed(plain, deadline, copies=True) as placed:
+            asked = self._background.submit(self._ask, plain, self._calls, deadline)
+            asked.add_done_callback(lambda _: placed.set())
+            what = "the next version" if plain is None else f"version {plain}"
+            if not placed.wait(deadline.remaining(f"placing {what}")):
+                raise DeadlineExceeded(f"{what} was not placed within {deadline.seconds:g} s: its rank may not publish it later")
+            if asked.done():
+                asked.result(0)
+            return asked
+
+    @contextmanager
+    def _turn(self, number: int | None, timeout: float) -> Iterator[tuple[int | None, Deadline]]:
+        """Check the arguments of a publication, and keep other threads from publishing meanwhile."""
         number = None if number is None else _version_number(number)
         if not (math.isfinite(timeout) and timeout > 0):
             raise ConfigurationError(
@@ -243,21 +265,23 @@ class Trainer:
         if not self._publishing.acquire(timeout=timeout):
             raise DeadlineExceeded(f"another thread of this trainer rank was still publishing after {timeout:g} s")
         try:
-            return self._publish(number, deadline, snapshot)
+            yield number, deadline
         finally:
             self._publishing.release()
 
-    def _publish(self, number: int | None, deadline: Deadline, snapshot: bool) -> RoundResult | Future[RoundResult]:
+    @contextmanager
+    def _armed(self, number: int | None, deadline: Deadline, *, copies: bool) -> Iterator[threading.Event]:
+        """Let the shards be placed as ``number``; the event is set when they are. Around it ``offload`` and ``restore`` run."""
         with ExitStack() as undo:
             try:
                 if self._restore is not None:
                     undo.callback(self._restore)
                 if self._offload is not None:
                     self._offload()
-                if snapshot and self._role.live:
+                if copies and self.in_place:
                     raise ConfigurationError(
-                        "snapshot=True needs a copy of the weights, and this trainer publishes its GPU memory in place (cuda_ipc): "
-                        'publish without it, or make the trainer with transports=["shared_memory", "tcp"], which copies first'
+                        "publish_async() needs a copy of the weights, and this trainer publishes its GPU memory in place: call "
+                        'publish(), or make the trainer with transports=["shared_memory", "tcp"], which copies first'
                     )
                 failpoints.reached("trainer.publish")
                 placed = self._role.arm(number)
@@ -266,16 +290,7 @@ class Trainer:
                 raise
             undo.callback(self._role.disarm)
             self._calls += 1
-            if not snapshot:
-                return self._ask(number, self._calls, deadline)
-            asked = self._background.submit(self._ask, number, self._calls, deadline)
-            asked.add_done_callback(lambda _: placed.set())
-            what = "the next version" if number is None else f"version {number}"
-            if not placed.wait(deadline.remaining(f"placing {what}")):
-                raise DeadlineExceeded(f"{what} was not placed within {deadline.seconds:g} s: its rank may not publish it later")
-            if asked.done():
-                asked.result(0)
-            return asked
+            yield placed
 
     def _tell_others(self, number: int | None, error: BaseException, deadline: Deadline) -> None:
         """This rank fails before it asked the coordinator: without a word, the other ranks would wait for it."""

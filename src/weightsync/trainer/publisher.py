@@ -58,10 +58,10 @@ class TrainerRole:
         *,
         network: Network = LOOPBACK,
         dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
-        buffers: bool = False,
+        include_buffers: bool = False,
     ) -> None:
         self.manifest: Manifest
-        followed = FollowedShards(state, dtype=dtype, buffers=buffers)
+        followed = FollowedShards(state, dtype=dtype, include_buffers=include_buffers)
         self.manifest, shards = followed.now()
         if not self.manifest.nbytes:
             raise ConfigurationError("this trainer rank's state holds no bytes: give the module, or a state dict with tensors")

@@ -136,11 +136,11 @@ def test_reading_back_needs_whole_tensors_and_follows_memory() -> None:
 
 
 @pytest.mark.parametrize("buffers", [0, 3])
-def test_the_number_of_buffers_is_checked(buffers: int) -> None:
+def test_the_number_of_staging_buckets_is_checked(buffers: int) -> None:
     from weightsync.engine.agent import Engine
 
-    with pytest.raises(ConfigurationError, match="buffers must be 1 or 2"):
-        Engine(ModuleAdapter(torch.nn.Linear(2, 2)), "r", "http://127.0.0.1:1", token="t" * 40, buffers=buffers)
+    with pytest.raises(ConfigurationError, match="staging_buckets must be 1 or 2"):
+        Engine(ModuleAdapter(torch.nn.Linear(2, 2)), "r", "http://127.0.0.1:1", token="t" * 40, staging_buckets=buffers)
 
 
 def test_module_takes_the_bits_of_a_nan() -> None:

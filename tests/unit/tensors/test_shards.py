@@ -58,7 +58,7 @@ def test_a_module() -> None:
 
 
 def test_buffers_by_choice() -> None:
-    names = {spec.name for spec in manifest_of(Tied(), buffers=True)}
+    names = {spec.name for spec in manifest_of(Tied(), include_buffers=True)}
     assert names == {"head.weight", "norm.bias", "norm.weight", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
 
 
@@ -231,7 +231,7 @@ def test_views_that_a_state_dict_hook_hands_out_are_parameters() -> None:
         module[0].qkv.mul_(2)  # type: ignore[operator]
     held = {one.name: one.tensor for one in shards}
     assert torch.equal(torch.cat([held["0.q"], held["0.k"], held["0.v"]]), module[0].qkv)  # type: ignore[arg-type]
-    assert {spec.name for spec in manifest_of(module, buffers=True)} - {spec.name for spec in manifest} == {"0.steps_taken"}
+    assert {spec.name for spec in manifest_of(module, include_buffers=True)} - {spec.name for spec in manifest} == {"0.steps_taken"}
 
 
 def test_a_parameter_that_a_hook_leaves_out_or_copies_is_named() -> None:
@@ -339,7 +339,11 @@ def test_ties_that_move_to_other_names_are_followed() -> None:
     for name, value in (("a", x.data), ("b", x.data), ("c", y.data)):
         buffered.register_buffer(name, value)
     mapping = {"a": x, "b": y}
-    followed, of_buffers, of_mapping = FollowedShards(module), FollowedShards(buffered, buffers=True), FollowedShards(mapping)
+    followed, of_buffers, of_mapping = (
+        FollowedShards(module),
+        FollowedShards(buffered, include_buffers=True),
+        FollowedShards(mapping),
+    )
     before = followed.now(), of_buffers.now(), of_mapping.now()
     assert (followed.now(), of_buffers.now(), of_mapping.now()) == before
     module.b, module.c = y, x

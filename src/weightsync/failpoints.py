@@ -82,7 +82,7 @@ UPDATE_POINTS = (
     "updates.destroy",
     "rank.leave",
 )
-"""Of an update from outside (``adapters.disaggregated``): the server's front, and its engine ranks. Two more are reached only when
+"""Of an update from outside (``weightsync.external``): the server's front, and its engine ranks. Two more are reached only when
 something failed: ``updates.abort`` and ``rank.quarantine``."""
 
 _gate: Callable[[str], None] | None = None

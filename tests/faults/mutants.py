@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import torch
 
-from weightsync.engine import state_machine
-from weightsync.engine.state_machine import EngineSession, State, Ticket
+from weightsync.engine import session
+from weightsync.engine.session import EngineSession, State, Ticket
 from weightsync.errors import ProtocolError
 from weightsync.transports.broadcast.process_groups import Group
 
@@ -41,7 +41,7 @@ def _close_what_is_idle(self: Group) -> None:
 
 UPDATE_MUTANTS: dict[str, tuple[object, str, object]] = {
     "a bucket's update is not compared": (EngineSession, "check", _check_state_alone),
-    "what a loader took is not looked at": (state_machine, "load_all", _load_and_believe),
+    "what a loader took is not looked at": (session, "load_all", _load_and_believe),
     "a closed group's bucket is taken": (Group, "close", _close_what_is_idle),
 }
 """Of updates from outside."""

@@ -13,7 +13,7 @@ import weightsync
 from weightsync.config import ServerSettings
 from weightsync.deadline import Deadline
 from weightsync.engine.agent import Engine
-from weightsync.engine.session import EngineRole
+from weightsync.engine.rounds import EngineRole
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import RoundFailed
 from weightsync.model import PauseMode

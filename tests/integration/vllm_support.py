@@ -19,7 +19,8 @@ def run_program(name: str, *arguments: object, ranks: int) -> dict[str, Any]:
     """What ``name`` saw, and what was logged as ``log``. Fails with the errors printed; what vLLM left behind is killed."""
     environment = {
         **os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1" if ranks > 1 else "0",
-        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}",
+        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH")])),
     }  # fmt: skip
     for key in [key for key in environment if key.startswith(("WEIGHTSYNC_", "COVERAGE_"))]:
         del environment[key]

@@ -21,8 +21,8 @@ import weightsync.engine.fill.host_direct
 import weightsync.engine.fill.receive_ahead
 import weightsync.engine.fill.streamed
 import weightsync.engine.readers
+import weightsync.engine.rounds
 import weightsync.engine.session
-import weightsync.engine.state_machine
 import weightsync.protocol.connection
 import weightsync.protocol.dial
 import weightsync.protocol.worker
@@ -76,9 +76,9 @@ def installed(world: World) -> Iterator[None]:
         (weightsync.coordinator.replicas, "time", clock),
         (weightsync.engine.adapter_calls, "time", clock),
         (weightsync.engine.adapter_calls, "threading", locks),
+        (weightsync.engine.rounds, "time", clock),
         (weightsync.engine.session, "time", clock),
-        (weightsync.engine.state_machine, "time", clock),
-        (weightsync.engine.state_machine, "threading", locks),
+        (weightsync.engine.session, "threading", locks),
         (weightsync.engine.readers, "time", clock),
         (weightsync.engine.fill.host_direct, "time", clock),
         (weightsync.engine.fill.streamed, "time", clock),

@@ -24,8 +24,8 @@ from weightsync.coordinator.rank_handle import Limit
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.round import Engines
 from weightsync.deadline import Deadline
-from weightsync.engine.session import EngineRole
-from weightsync.engine.state_machine import EngineSession, Ticket
+from weightsync.engine.rounds import EngineRole
+from weightsync.engine.session import EngineSession, Ticket
 from weightsync.errors import DeadlineExceeded, WeightSyncError
 from weightsync.model import Version
 from weightsync.planning.coverage import Cover

@@ -14,7 +14,7 @@ from weightsync.coordinator.publications import Shelves
 from weightsync.coordinator.remote_ranks import RemoteEngine
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter_calls import AdapterCalls
-from weightsync.engine.session import EngineRole
+from weightsync.engine.rounds import EngineRole
 from weightsync.model import PauseMode
 from weightsync.protocol.connection import Link
 from weightsync.protocol.messages import Body, Pause

@@ -15,7 +15,7 @@ from tests.simulation.weights import MANIFEST, MISFIT, Memory, Sharing
 from weightsync.config import Address, ClientSettings, Secret
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.agent import Engine
-from weightsync.engine.session import EngineRole
+from weightsync.engine.rounds import EngineRole
 from weightsync.errors import Aborted, DeadlineExceeded, LoadError, WeightSyncError
 from weightsync.forks import Origin
 from weightsync.model import Manifest, PauseMode, Version

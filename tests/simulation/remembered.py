@@ -12,7 +12,7 @@ from typing import Any
 import weightsync.coordinator.remote_ranks
 import weightsync.engine.fill.filler
 import weightsync.engine.read_back
-import weightsync.engine.session
+import weightsync.engine.rounds
 import weightsync.protocol.dial
 import weightsync.trainer.publisher
 import weightsync.transports.host.memory
@@ -114,7 +114,7 @@ REMEMBERED: tuple[tuple[Any, str, Any], ...] = (
     (negotiation, "staging_layout", _remembering(staging_layout, lambda *given: given)),
     (weightsync.protocol.dial, "proving", _remembering(proving, lambda *given: given)),
     (weightsync.coordinator.remote_ranks, "Manifest", _remembering(Manifest, lambda specs: specs)),
-    (weightsync.engine.session, "layout_in_place", _in_place),
+    (weightsync.engine.rounds, "layout_in_place", _in_place),
     (weightsync.engine.read_back, "layout_in_place", _in_place),
     (weightsync.engine.fill.filler, "cover", _cover),
     (weightsync.engine.fill.filler, "tiles_of", _remembering(tiles_of, _tiles_key)),

@@ -442,7 +442,7 @@ def test_nothing_is_installed_without_its_hash() -> None:
     assert re.search(r"^LOCKED := --no-deps --require-hashes$", makefile, re.MULTILINE)
 
 
-ADAPTER_CALLS = ("engine/adapter_calls.py", "engine/state_machine.py")
+ADAPTER_CALLS = ("engine/adapter_calls.py", "engine/session.py")
 """The engine session: its calls, and who alone makes them."""
 ADAPTER_METHODS = {name for name, value in vars(weightsync.EngineAdapter).items() if inspect.isfunction(value) and name[0] != "_"}
 

@@ -12,7 +12,7 @@ from typing import Self, get_args
 from weightsync.config import ClientSettings, Secret, replica_name
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
-from weightsync.engine.session import EngineRole
+from weightsync.engine.rounds import EngineRole
 from weightsync.errors import ConfigurationError
 from weightsync.forks import Origin
 from weightsync.launch import place_in_world

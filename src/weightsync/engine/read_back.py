@@ -61,7 +61,7 @@ class ReadBack:
             self._digest = DeviceDigest(self._manifest, self._layout, self._device)
             self._digest.build(self._addresses)
 
-    def all_digests(
+    def digests(
         self, shards: Sequence[Shard] | None, deadline: Deadline
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]] | None:
         """The manifest indices of all tensors in ``shards`` and their digests; ``None`` where they cannot be read back."""

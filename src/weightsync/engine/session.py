@@ -1,345 +1,354 @@
-"""An engine rank's part of a round: pause, fetch, verify what was installed, commit; or stay quarantined."""
+"""The state machine of one engine rank: the only caller of its adapter, whoever brings the weights."""
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
-from weightsync.engine.fill.choose import filler_for
-from weightsync.engine.fill.filler import FillContext, Filler
-from weightsync.engine.fill.streamed import bucket_bytes_for
-from weightsync.engine.readers import writing
-from weightsync.engine.state_machine import EngineSession, Ticket
-from weightsync.errors import Aborted, PlanMismatch, ProtocolError
-from weightsync.gc_pause import no_collection
-from weightsync.model import Layout, Manifest, Version, fold
-from weightsync.planning.coverage import Cover
-from weightsync.protocol.messages import (
-    Body,
-    CheckSources,
-    Commit,
-    Done,
-    Host,
-    Move,
-    Moved,
-    Pause,
-    PlanSlice,
-    Prepare,
-    Prepared,
-    Quarantine,
-    Resume,
-    Update,
-    Updated,
-)
-from weightsync.tensors.device_memory import device_of
-from weightsync.tensors.memory import layout_in_place
-from weightsync.tensors.shards import Views
-from weightsync.transports.base import Transport
-from weightsync.transports.select import transports_for
+from weightsync.engine.adapter_calls import AdapterCalls
+from weightsync.engine.draft import join_manifests
+from weightsync.engine.loading import load_all
+from weightsync.engine.read_back import ReadBack
+from weightsync.errors import Aborted, DeadlineExceeded, LoadError, ProtocolError
+from weightsync.model import Manifest, PauseMode, Version
+from weightsync.tensors.shards import Shard
 
-__all__ = ["EngineRole", "ReceivedCall"]
+__all__ = ["EngineSession", "State", "Ticket"]
+
+State = Literal["serving", "pausing", "paused", "writing", "written", "committed", "quarantined"]
+"""An update takes a rank through these in order. ``quarantined``: only a pause leads out of it."""
+
+_PAUSE_SECONDS = 5.0
 
 
-@dataclass(frozen=True, eq=False)
-class ReceivedCall:
-    """A call of the coordinator, from its arrival on. It runs on another thread than it arrives on, and later."""
+@dataclass(frozen=True)
+class Ticket:
+    """The place of one call among all calls of a session, taken when the call arrives.
 
-    role: EngineRole
-    body: Body
-    ticket: Ticket
-
-    @property
-    def patience(self) -> float:
-        """Seconds that this call may wait for the call before it, which the coordinator has given up, to end."""
-        return self.role.patience
-
-    def run(self, timeout: float) -> Body:
-        """Answer the call. Raises :class:`~weightsync.errors.Aborted` if it was aborted since it arrived."""
-        return self.role.answer(self, timeout)
-
-    def withdraw(self) -> str:
-        """Nobody waits for the answer any more: abort the call, unless it is a quarantine. Returns what the rank is doing."""
-        if not isinstance(self.body, Quarantine):
-            self.role.session.abort()
-        return self.role.session.occupation
-
-
-class EngineRole:
-    """Runs one engine rank through rounds, on behalf of the coordinator.
-
-    It prepares routes and fills the engine's memory. What must never happen, whatever the coordinator says, its
-    :class:`~weightsync.engine.state_machine.EngineSession` refuses.
-
-    ``member`` names this rank in errors.
+    An abort ends every call that arrived before it, also one that has not begun, and none that arrives afterwards.
     """
 
-    patience = 5.0
-    """Seconds after which a call that still waits for its turn is refused."""
+    what: str
+    """The call's name, for people."""
+    number: int
+    """Calls are numbered as they arrive."""
+    aborts: int
+    """The number of the newest abort when the call arrived."""
+    update: int
+    """The update that the call belongs to; 0 where a connection keeps calls in order."""
 
-    _device: torch.device | None = None  # the CUDA device that holds the parameters, where they are written directly
+
+class EngineSession:
+    """Takes one engine rank through updates, and makes every call of its adapter.
+
+    Two fronts feed it: the coordinator's rounds and the updates from outside. Each takes a :class:`Ticket` when a call arrives
+    (:meth:`receive`), runs the call's steps in its :meth:`turn`, and is refused what must never happen, whatever it asks for:
+
+    * Steps run in order. A resume needs a commit of the last bytes written, a commit a write that ended well, a write a pause.
+    * A call that was aborted after it arrived, or whose update has ended, changes nothing more.
+    * A write that fails leaves the rank quarantined: paused, with no version, until another update pauses it again.
+    * A quarantine is carried out even if it gave up waiting for its turn: by the call that holds the turn, when that ends.
+
+    ``member`` names this rank in errors. ``on_abort`` is called by :meth:`abort`, on any thread, and must not block. A speculative
+    decoder's own model may be updated with the engine: ``draft`` takes the tensors whose names begin with ``draft_prefix``.
+
+    Methods below :meth:`turn` are called within a turn, except for properties.
+    """
 
     def __init__(
         self,
         adapter: EngineAdapter,
-        transports: Sequence[Transport | str] | None,
-        here: Host,
-        progress: Callable[[int], None] = lambda nbytes: None,
+        member: str,
+        on_abort: Callable[[], None] = lambda: None,
         *,
-        bucket_bytes: int | None = None,
-        buffers: int = 2,
-        encrypted: bool = False,
-        rank: int = 0,
-        member: str = "this engine rank",
+        draft: EngineAdapter | None = None,
+        draft_prefix: str = "mtp.",
     ) -> None:
-        self.adapter = adapter
-        self._route: Filler | None = None
-        self._opening: Filler | None = None
+        self.member, self._on_abort = member, on_abort
+        self._adapters = (adapter,) if draft is None else (adapter, draft)
+        self._draft_prefix = None if draft is None else draft_prefix
+        self._calls = AdapterCalls(self._adapters, member, self._forget)
+        main, *rest = self._calls.manifests()
+        self.manifest: Manifest = join_manifests(main, rest[0] if rest else None, draft_prefix)
+        self.sleeps = any(one.sleeps for one in self._adapters)
+        """Whether parameters may be elsewhere after :meth:`begin`."""
+        self._read_back = ReadBack(self.manifest)
+        self.state: State = "serving"
+        self.serving: Version | None = None
+        """The version whose bytes this rank holds, verified and committed; ``None`` before the first and during an update."""
+        self._update = 0
+        self._numbers, self._abort_numbers = itertools.count(1), itertools.count(1)
+        self._aborts = 0
+        self._current = Ticket("nothing", 0, 0, 0)
+        self._due: Ticket | None = None  # a quarantine that waits for its turn, or has given up waiting
+        self._paused_by = 0
+        # Held for the moment in which an abort is noted or the state changes, so that what attests says after an abort stays true.
+        self._changing = threading.Condition(threading.Lock())
         self._closed = False
-        self.session = EngineSession(adapter, member, self._abort_routes)
-        self.transports = transports_for(transports)
-        self.here = here
-        self.manifest: Manifest = self.session.manifest
-        self._views: Views | None = None
-        self.layout, self._addresses = self._look()
-        self.device_memory = self._device is not None and adapter.can_load
-        self._staging_on = self._staging_device()
-        self.bucket_bytes = bucket_bytes or bucket_bytes_for(self._staging_on)
-        """The most that a plan may ask for as one staging bucket (the largest tensor, if that is more)."""
-        self._filling = FillContext(
-            engine=self.session, manifest=self.manifest, transports=self.transports, host=here, staging_device=self._staging_on,
-            bucket_bytes=self.bucket_bytes, buffers=buffers, encrypted=encrypted, rank=rank, check_memory=self._check_memory,
-            progress=progress,
-        )  # fmt: skip
 
-    def _look(self) -> tuple[Layout | None, tuple[int, ...]]:
-        """The engine's parameters as they lie in memory now; ``None`` if it can only be streamed to.
-
-        That is so too for parameters on several devices, or on a CUDA device that no allowed transport writes to.
-        """
-        shards = self.session.shards()
-        device = None if shards is None else device_of(shards)
-        if shards is None or device is None or (device.type != "cpu" and not writing(device, self.transports)):
-            return None, ()
-        self._device = device if device.type == "cuda" else None
-        self._views = Views([one.tensor for one in shards])
-        # Rows are cut so that a processor's cache holds them until they are digested; a GPU digests all at once.
-        cut = {} if self._device is None else {"block_bytes": None}
-        layout, addresses = layout_in_place(self.manifest, shards, **cut)
-        return layout, addresses
-
-    def _staging_device(self) -> torch.device | None:
-        """The CUDA device where buckets for the engine's loader belong, if bytes can come straight to it."""
-        device = self.session.device()
-        if device is None:
-            device = device_of(self.session.shards() or ())
-        if device is None or device.type != "cuda" or not writing(device, self.transports):
-            return None
-        return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-
-    def receive(self, body: Body) -> ReceivedCall:
-        """Take note of a call when it arrives, before it waits for its turn. Never blocks. A :class:`Quarantine` aborts here."""
-        return ReceivedCall(self, body, self.session.receive(type(body).__name__, aborts=isinstance(body, Quarantine)))
-
-    def handle(self, body: Body, timeout: float) -> Body:
-        """Answer a call of the coordinator that arrives now."""
-        return self.receive(body).run(timeout)
-
-    def answer(self, call: ReceivedCall, timeout: float) -> Body:
-        """Run a call that was received.
-
-        One at a time, except :class:`Quarantine`, which may come from another thread while a move runs and ends it.
-        """
-        deadline = Deadline(timeout)
-        failpoints.reached(f"engine.received.{type(call.body).__name__.lower()}")
-        if isinstance(call.body, Quarantine):
-            self.session.quarantine(call.ticket, deadline)
-            return Done()
-        with self.session.turn(call.ticket, deadline):
-            try:
-                self.session.check_abort()
-                return self._answer(call.body, deadline)
-            finally:
-                if self._closed:  # meanwhile: whoever closed did not wait for this to end
-                    self._drop_route()
-
-    def _answer(self, body: Body, deadline: Deadline) -> Body:
-        match body:
-            case Prepare():
-                return self._prepare(body, deadline)
-            case CheckSources():
-                self._check_sources(body.number, deadline)
-            case Pause():
-                self._pause(body, deadline)
-            case Move():
-                return self._move(body.number, deadline)
-            case Commit():
-                self._commit(body.version)
-            case Update():
-                return self._update(body, deadline)
-            case Resume():
-                self._resume(deadline)
-            case _:
-                raise ProtocolError(f"an engine rank does not understand {type(body).__name__}")
-        return Done()
-
-    def _prepare(self, body: Prepare, deadline: Deadline) -> Prepared:
-        layout, addresses = self._look()
-        if body.plan.delivery == "direct" and (layout is None or self.layout is None or layout.digest != self.layout.digest):
-            raise PlanMismatch("the engine rebuilt its parameters since it joined: restart this rank's weightsync.Engine")
-        self._addresses = addresses
-        if self._route is None or not self._route.fits(body.plan, addresses):
-            self._drop_route()
-            self._route = self._new_route(body.plan, layout, addresses, deadline)
-        failpoints.reached("engine.prepared")
-        return Prepared(digest=self._route.digest, transports=self._route.transports)
-
-    def _new_route(self, plan: PlanSlice, layout: Layout | None, addresses: tuple[int, ...], deadline: Deadline) -> Filler:
-        route = filler_for(self._filling, plan, layout, addresses, self._device)
-        self._opening = route
-        try:
-            if self._closed:
-                raise Aborted("this engine rank was closed")
-            self.session.check_abort()  # an abort before the route was in its place did not reach it
-            route.prepare(deadline)
-        except BaseException:
-            route.close()
-            raise
-        finally:
-            self._opening = None
-        return route
-
-    def _drop_route(self) -> None:
-        route, self._route = self._route, None
-        if route is not None:
-            route.close()
-
-    def _check_sources(self, number: int, deadline: Deadline) -> None:
-        if self._route is None:
-            raise ProtocolError("looking for a version needs a prepared plan")
-        self._route.require(number, deadline)
-
-    def _pause(self, body: Pause, deadline: Deadline) -> None:
-        with self.session.leaving_service():
-            failpoints.reached("engine.pausing")
-            if self._route is not None and not self.session.sleeps:
-                self._follow_memory(self._route, deadline)  # while the engine still generates: it may take seconds
-            timeout = deadline.remaining("pausing")
-        failpoints.reached("engine.pause")
-        self.session.pause(body.mode, timeout)
-
-    def _move(self, number: int, deadline: Deadline) -> Moved:
-        route = self._route
-        if route is None:
-            raise ProtocolError("a move needs a prepared plan")
-        self.session.require("paused", "written")
-        try:
-            with self.session.writing():
-                failpoints.reached("engine.move")
-                self.session.begin()
-                if self.session.sleeps:
-                    route = self._follow_memory(route, deadline)
-                with no_collection():
-                    filled = route.run(number, deadline)
-        except BaseException:
-            self._drop_route()  # connections may be beyond use, or aborted: the next round makes new ones
-            raise
-        failpoints.reached("engine.moved")
-        return Moved(
-            nbytes=route.nbytes,
-            digests=filled.digests.astype("<u8").tobytes(),
-            receive_seconds=filled.receive_seconds,
-            load_seconds=filled.load_seconds,
-            digest_seconds=filled.digest_seconds,
-            verified=filled.verified,
-        )
-
-    def _follow_memory(self, route: Filler, deadline: Deadline) -> Filler:
-        """The route to where the parameters are now: an engine may have given them other memory since it prepared."""
-        if route.plan.delivery != "direct":
-            return route
-        if self._views is not None:
-            tensors = [one.tensor for one in self.session.shards() or ()]
-            # How memory on a device is read is looked at while the device copies: this must be quick for ten thousands of tensors.
-            if self._views.are_of(tensors) if route.device is None else self._views.are_at(tensors):
-                return route
-        layout, addresses = self._look()
-        if self._device != route.device or layout is None or layout.digest != route.layout.digest:
-            raise PlanMismatch("the engine rebuilt its parameters since it prepared: restart this rank's weightsync.Engine")
-        self._drop_route()
-        self._route = self._new_route(route.plan, layout, addresses, deadline)
-        return self._route
-
-    def _check_memory(self) -> None:
-        if self._views is not None and not self._views.are_of([one.tensor for one in self.session.shards() or ()]):
-            raise PlanMismatch("the engine rebuilt its parameters since it prepared: restart this rank's weightsync.Engine")
-
-    def _commit(self, version: Version) -> None:
-        self.session.require("written")
-        failpoints.reached("engine.finish")
-        self.session.finish(version)
-        failpoints.reached("engine.flush")
-        self.session.commit(version)
-        failpoints.reached("engine.committed")
-
-    def _resume(self, deadline: Deadline) -> None:
-        self.session.require("committed")
-        failpoints.reached("engine.resume")
-        with self.session.resuming(deadline):
-            failpoints.reached("engine.resumed")
-
-    def _update(self, body: Update, deadline: Deadline) -> Updated:
-        """A whole round: what the coordinator would compare between move and commit, the rank that holds everything does."""
-        version, route = body.version, self._route
-        if route is None:
-            raise ProtocolError("an update needs a prepared plan")
-        cover = route.cover  # made while still serving, once for a plan
-        started = time.perf_counter()
-        self._pause(Pause(body.mode), deadline)
-        paused = time.perf_counter()
-        moved = self._move(version.number, deadline)
-        came = time.perf_counter()
-        if not self._holds(version, moved, cover):
-            return Updated(moved, False, paused - started, 0.0)  # in which tensors, the coordinator finds
-        deadline.remaining("committing")
-        self._commit(version)
-        deadline.remaining("resuming")
-        self._resume(deadline)
-        return Updated(moved, True, paused - started, time.perf_counter() - came)
-
-    def _holds(self, version: Version, moved: Moved, cover: Cover) -> bool:
-        digests = np.frombuffer(moved.digests, "<u8").astype(np.uint64, copy=False)
-        return fold(cover.total({"": digests})) == version.digest
-
-    @property
-    def serving(self) -> Version | None:
-        """See :attr:`EngineSession.serving`."""
-        return self.session.serving
+    # Any thread, at any time.
 
     @property
     def attests(self) -> Version | None:
-        """See :attr:`EngineSession.attests`."""
-        return self.session.attests
+        """The version that this rank generates with right now; ``None`` while it is paused, whatever it holds."""
+        return self.serving if self.state == "serving" else None
+
+    @property
+    def occupation(self) -> str:
+        """What this rank is doing now, for people: the adapter's method that it is inside of, and for how long."""
+        return self._calls.running or f"{self.member} is busy with {self._current.what}"
+
+    @property
+    def paused(self) -> bool:
+        """Whether the last pause succeeded and no resume has begun since."""
+        return self._calls.paused
+
+    def receive(self, what: str, update: int = 0, *, aborts: bool = False) -> Ticket:
+        """Take note of a call when it arrives, before it waits for its turn. Never blocks.
+
+        A call that ``aborts``, a quarantine, ends those that arrived before, unless it belongs to another ``update`` than they.
+        """
+        if aborts and update == self._update:
+            self.abort()
+        return Ticket(what, next(self._numbers), self._aborts, update)
 
     def abort(self) -> None:
-        """See :meth:`EngineSession.abort`."""
-        self.session.abort()
+        """End every call that has arrived, soon: nobody waits for it. Never blocks; an engine that is paused stays paused."""
+        with self._changing:
+            self._aborts = next(self._abort_numbers)
+        self._on_abort()
 
-    def _abort_routes(self) -> None:
-        for route in (self._route, self._opening):
-            if route is not None:
-                route.abort()
+    def check(self, call: Ticket, *states: State) -> None:
+        """Raise unless ``call`` may go on and the rank is in one of ``states``.
 
-    def close(self, timeout: float = 5.0) -> None:
-        """Abort what runs, close connections, free the staging; wait at most ``timeout`` seconds. The engine stays as it is.
-
-        What runs longer than that (a loader that hangs) frees them itself when it ends.
+        Raises :class:`~weightsync.errors.Aborted`, and :class:`~weightsync.errors.ProtocolError` for another state, or if another
+        update was begun meanwhile.
         """
-        self._closed = True
-        self.session.close(timeout, self._drop_route)
+        if self._aborts != call.aborts:
+            raise Aborted("the update was aborted for this engine rank")
+        if states and self.state not in states:
+            raise ProtocolError(f"{call.what} needs an engine rank that is {' or '.join(states)}; {self.member} is {self.state}")
+        if states and self._update != call.update:
+            raise ProtocolError(f"this {call.what} belongs to an update that ended; another one was begun meanwhile")
+
+    @contextmanager
+    def turn(self, call: Ticket, deadline: Deadline) -> Iterator[None]:
+        """The engine is ``call``'s meanwhile: neither another call nor another front uses it.
+
+        Raises :class:`~weightsync.errors.DeadlineExceeded` if the turn does not come in time.
+        """
+        timeout = max(deadline.at - time.monotonic(), 0.0)
+        if not self._calls.turn.acquire(timeout):
+            never = "; it is never resumed from here" if call is self._due else ""
+            raise DeadlineExceeded(f"{self.occupation}, so {call.what} did not get its turn in {timeout:.3g} s{never}")
+        try:
+            self._current = call
+            yield
+        finally:
+            try:
+                if self._due is not None:
+                    self._quarantine(self._due, deadline)
+            finally:
+                self._calls.turn.release()
+
+    def quarantine(self, call: Ticket, deadline: Deadline) -> None:
+        """Pause the engine and forget its version, unless an update that was begun after ``call`` has paused it. Takes a turn."""
+        self._due = call
+        with self.turn(call, deadline):
+            pass  # its end carries out what is due
+
+    def close(self, timeout: float, last: Callable[[], None]) -> None:
+        """Abort what runs, and call ``last`` in a turn if one comes within ``timeout`` seconds."""
+        self.abort()
+        with self._changing:
+            self._closed = True
+            self._changing.notify_all()
+        if self._calls.turn.acquire(timeout):
+            try:
+                last()
+            finally:
+                self._calls.turn.release()
+
+    def wait_for_version(self, version: int | Version, deadline: Deadline) -> Version:
+        """Wait until this rank serves ``version`` (a number, or a version with its epoch) or a later one, and return that.
+
+        Raises :class:`~weightsync.errors.DeadlineExceeded`, and :class:`~weightsync.errors.Aborted` once the session is closed.
+        """
+        with self._changing:
+            while (served := self.attests) is None or not _reaches(served, version):
+                if self._closed:
+                    raise Aborted(f"{self.member} was closed while somebody waited for version {version}")
+                self._changing.wait(deadline.remaining(f"waiting for {self.member} to serve version {version}"))
+            return served
+
+    # Within a turn.
+
+    def check_abort(self) -> None:
+        """Raise :class:`~weightsync.errors.Aborted` if the current call was aborted."""
+        self.check(self._current)
+
+    def require(self, *states: State) -> None:
+        """Raise as :meth:`check` does, for the current call."""
+        self.check(self._current, *states)
+
+    def _become(self, state: State) -> None:
+        """Enter ``state``, unless the current call was aborted: then raise, and change nothing."""
+        with self._changing:
+            self.check_abort()
+            self.state = state
+            self._changing.notify_all()
+
+    def _forget(self) -> None:
+        """Attest nothing; without a pause this rank is not written. In this rank's turn, or that of who takes the engine."""
+        with self._changing:
+            self.state, self.serving = "quarantined", None
+
+    @contextmanager
+    def leaving_service(self) -> Iterator[None]:
+        """Attest nothing from here on: whoever connects meanwhile must not count on this rank. Comes before :meth:`pause`.
+
+        If the block raises, nothing was changed and the rank serves again; but not after an abort, as somebody may have been told
+        that it serves nothing.
+        """
+        served = self.state == "serving"
+        self._become("pausing")
+        try:
+            yield
+        except BaseException:
+            if served:
+                with suppress(Aborted):
+                    self._become("serving")
+            raise
+
+    def pause(self, mode: PauseMode, timeout: float) -> None:
+        """Pause the engine for the current call's update."""
+        if self.state != "pausing":
+            self._become("pausing")
+        self._update = self._current.update  # even if pausing fails
+        self._calls.pause(mode, timeout)
+        self._paused_by = self._current.number
+        self.state = "paused"
+        self.check_abort()
+
+    @contextmanager
+    def writing(self, then: State = "written") -> Iterator[None]:
+        """Bytes of the parameters may change in the block, and have no name until a commit. Afterwards the rank is ``then``.
+
+        If the block raises, what was written is not known: the rank is quarantined.
+        """
+        self.require("paused", "written")
+        if not self._calls.paused:
+            raise ProtocolError(f"{self._current.what} needs a paused engine; {self.member} is not paused")
+        self._become("writing")
+        self.serving = None
+        try:
+            yield
+            self._become(then)
+        except BaseException:
+            self._forget()
+            raise
+
+    def end_writing(self) -> None:
+        """Take no more buckets: everything is written. For an update whose buckets are written one by one."""
+        self.require("paused", "written")
+        self._become("written")
+
+    def begin(self) -> None:
+        """Begin to write: let the adapter forget an earlier update, and wake the weights of an engine that sleeps."""
+        self._calls.begin()
+        self._calls.wake_weights()
+
+    def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Hand one bucket to the engine's loader. Raises :class:`~weightsync.errors.LoadError` unless it takes all tensors."""
+        self.check_abort()
+        shares = [tensors] if self._draft_prefix is None else _split(tensors, self._draft_prefix)
+        for index, share in enumerate(shares):
+            if share:
+                load_all(partial(self._calls.load, index), self._adapters[index].name, share)
+
+    def shards(self) -> Sequence[Shard] | None:
+        """Where the parameters are now; ``None`` if the engine can only be streamed to."""
+        return self._calls.shards()
+
+    def device(self) -> torch.device | None:
+        """Where the engine's loader wants its buckets."""
+        return self._calls.device()
+
+    def can_read_back(self, *, build: bool = False) -> bool:
+        """Whether parameters can be digested after a write; with ``build`` tables for a device are made now, not in a round."""
+        if any(one.loads_late for one in self._adapters) or not self._read_back.look(self._calls.shards()):
+            return False
+        if build:
+            self._read_back.build()
+        return True
+
+    def read_back(self, deadline: Deadline) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]] | None:
+        """Digest the parameters themselves where they are whole, plain copies: "installed". Else ``None``: "received" must do.
+
+        Returns the tensors' indices in the manifest and their digests.
+        """
+        if any(one.loads_late for one in self._adapters):
+            return None
+        return self._read_back.digests(self._calls.shards(), deadline)
+
+    def finish(self, version: Version) -> None:
+        """Let the engine rebuild what it derives from its weights: all bytes of ``version`` are in place and verified."""
+        self.require("written")
+        self._calls.finish(version)
+
+    def commit(self, version: Version) -> None:
+        """Drop caches made with the old weights, and name the bytes. Comes after :meth:`finish`."""
+        self.require("written")
+        self._calls.wake_cache()
+        stale = self._calls.flush()
+        if stale is not None:
+            raise LoadError(f"the {stale} engine refused to drop caches made with the old weights")
+        self._become("committed")
+        self.serving = version
+
+    @contextmanager
+    def resuming(self, deadline: Deadline) -> Iterator[None]:
+        """Generate again before the block, and attest the version after it; or, after an abort meanwhile, pause again and raise."""
+        self.require("committed")
+        try:
+            self._calls.resume()
+        except BaseException:
+            self._forget()  # it may generate: only a pause leads on
+            raise
+        try:
+            yield
+            self._become("serving")
+        except BaseException as error:
+            self._forget()
+            self._pause_late(deadline)
+            if isinstance(error, Aborted):
+                raise Aborted(f"the update was aborted while {self.member} resumed; it is paused again") from None
+            raise
+
+    def _quarantine(self, call: Ticket, deadline: Deadline) -> None:
+        self._due = None
+        if call.update != self._update or self._paused_by > call.number:
+            return  # an update that was begun after this quarantine has paused the engine, and is not spoiled
+        self._forget()  # whatever pausing does
+        self._pause_late(deadline)
+
+    def _pause_late(self, deadline: Deadline) -> None:
+        """Pause what must not generate, also when the time for it is over."""
+        self._calls.pause("abort", max(deadline.at - time.monotonic(), _PAUSE_SECONDS))
+
+
+def _split(tensors: Sequence[tuple[str, torch.Tensor]], prefix: str) -> list[Sequence[tuple[str, torch.Tensor]]]:
+    """What is the model's, and what is the draft model's."""
+    return [[item for item in tensors if item[0].startswith(prefix) is draft] for draft in (False, True)]

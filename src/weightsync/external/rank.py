@@ -14,7 +14,7 @@ from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.read_back import ReadBack
-from weightsync.engine.state_machine import EngineSession, Ticket
+from weightsync.engine.session import EngineSession, Ticket
 from weightsync.errors import (
     DeadlineExceeded,
     MembershipError,
@@ -62,7 +62,7 @@ class DisaggregatedRank:
     dropped: what was captured with the old weights (CUDA graphs, compiled code) goes there. ``device`` is where NCCL receives.
 
     Keeps the groups and the digests of what was received. The engine's state is its
-    :class:`~weightsync.engine.state_machine.EngineSession`'s.
+    :class:`~weightsync.engine.session.EngineSession`'s.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class DisaggregatedRank:
             Shard(self.manifest[one.index].name, tensor.shape, Box.whole(tuple(tensor.shape)), tensor)
             for one, tensor in zip(order.tensors, tensors, strict=True)
         ]
-        digested = ReadBack(self.manifest).all_digests(arrived, deadline)
+        digested = ReadBack(self.manifest).digests(arrived, deadline)
         failpoints.reached("rank.load")
         with self.session.turn(call, deadline):
             self.session.require("paused")

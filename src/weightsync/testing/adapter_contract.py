@@ -27,7 +27,7 @@ import torch
 from weightsync.config import ServerSettings
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.agent import Engine
-from weightsync.engine.session import EngineRole
+from weightsync.engine.rounds import EngineRole
 from weightsync.errors import ProtocolError, RoundFailed
 from weightsync.model import Manifest, PauseMode, Version
 from weightsync.protocol.messages import Body, Commit, Delivery, Move, Pause, Resume, RoundResult

@@ -23,7 +23,7 @@ from weightsync.engine.fill.host_direct import HostDirect
 from weightsync.engine.fill.host_streamed import HostStreamed
 from weightsync.engine.fill.launch_ahead import LaunchAhead
 from weightsync.engine.fill.receive_ahead import ReceiveAhead
-from weightsync.engine.session import EngineRole
+from weightsync.engine.rounds import EngineRole
 from weightsync.errors import Aborted, LoadError
 from weightsync.model import Manifest, TensorSpec
 from weightsync.planning.buckets import staging_layout

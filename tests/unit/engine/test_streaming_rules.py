@@ -12,7 +12,7 @@ from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.fill.streamed import bucket_bytes_for
 from weightsync.engine.read_back import ReadBack
-from weightsync.engine.session import EngineRole
+from weightsync.engine.rounds import EngineRole
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import ConfigurationError, LayoutError, ProtocolError
 from weightsync.model import Layout, Manifest, TensorSpec
@@ -120,16 +120,16 @@ def test_reading_back_needs_whole_tensors_and_follows_memory() -> None:
     module = torch.nn.Linear(8, 4)
     manifest, shards = shards_of(module)
     read = ReadBack(manifest)
-    before = read.all_digests(shards, Deadline(10))
+    before = read.digests(shards, Deadline(10))
     assert before is not None
     assert before[0].tolist() == list(range(len(manifest)))
     with torch.no_grad():
         module.weight.add_(1)
-    after = read.all_digests(shards, Deadline(10))
+    after = read.digests(shards, Deadline(10))
     assert after is not None
     assert (before[1] != after[1]).any()
     module.weight.data = torch.zeros(4, 8)
-    moved = read.all_digests(shards_of(module)[1], Deadline(10))
+    moved = read.digests(shards_of(module)[1], Deadline(10))
     assert moved is not None
     assert (moved[1] != after[1]).any()
     assert not read.look(None)

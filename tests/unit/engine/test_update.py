@@ -12,7 +12,7 @@ import torch
 
 from weightsync.coordinator.negotiation import agree_on, cover_trainers
 from weightsync.coordinator.ranks import EngineRank, TrainerRank
-from weightsync.engine.session import EngineRole
+from weightsync.engine.rounds import EngineRole
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import DeadlineExceeded, LayoutError, LoadError, ProtocolError
 from weightsync.model import Manifest, PauseMode, Version, fold

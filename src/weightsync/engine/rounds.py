@@ -1,0 +1,345 @@
+"""An engine rank's front for the coordinator's rounds: prepare, pause, move, commit and resume, as steps of its session."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from weightsync import failpoints
+from weightsync.deadline import Deadline
+from weightsync.engine.adapter import EngineAdapter
+from weightsync.engine.fill.choose import filler_for
+from weightsync.engine.fill.filler import FillContext, Filler
+from weightsync.engine.fill.streamed import bucket_bytes_for
+from weightsync.engine.readers import writing
+from weightsync.engine.session import EngineSession, Ticket
+from weightsync.errors import Aborted, PlanMismatch, ProtocolError
+from weightsync.gc_pause import no_collection
+from weightsync.model import Layout, Manifest, Version, fold
+from weightsync.planning.coverage import Cover
+from weightsync.protocol.messages import (
+    Body,
+    CheckSources,
+    Commit,
+    Done,
+    Host,
+    Move,
+    Moved,
+    Pause,
+    PlanSlice,
+    Prepare,
+    Prepared,
+    Quarantine,
+    Resume,
+    Update,
+    Updated,
+)
+from weightsync.tensors.device_memory import device_of
+from weightsync.tensors.memory import layout_in_place
+from weightsync.tensors.shards import Views
+from weightsync.transports.base import Transport
+from weightsync.transports.select import transports_for
+
+__all__ = ["EngineRole", "ReceivedCall"]
+
+
+@dataclass(frozen=True, eq=False)
+class ReceivedCall:
+    """A call of the coordinator, from its arrival on. It runs on another thread than it arrives on, and later."""
+
+    role: EngineRole
+    body: Body
+    ticket: Ticket
+
+    @property
+    def patience(self) -> float:
+        """Seconds that this call may wait for the call before it, which the coordinator has given up, to end."""
+        return self.role.patience
+
+    def run(self, timeout: float) -> Body:
+        """Answer the call. Raises :class:`~weightsync.errors.Aborted` if it was aborted since it arrived."""
+        return self.role.answer(self, timeout)
+
+    def withdraw(self) -> str:
+        """Nobody waits for the answer any more: abort the call, unless it is a quarantine. Returns what the rank is doing."""
+        if not isinstance(self.body, Quarantine):
+            self.role.session.abort()
+        return self.role.session.occupation
+
+
+class EngineRole:
+    """Runs one engine rank through rounds, on behalf of the coordinator.
+
+    It prepares routes and fills the engine's memory. What must never happen, whatever the coordinator says, its
+    :class:`~weightsync.engine.session.EngineSession` refuses.
+
+    ``member`` names this rank in errors.
+    """
+
+    patience = 5.0
+    """Seconds after which a call that still waits for its turn is refused."""
+
+    _device: torch.device | None = None  # the CUDA device that holds the parameters, where they are written directly
+
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        transports: Sequence[Transport | str] | None,
+        here: Host,
+        progress: Callable[[int], None] = lambda nbytes: None,
+        *,
+        bucket_bytes: int | None = None,
+        buffers: int = 2,
+        encrypted: bool = False,
+        rank: int = 0,
+        member: str = "this engine rank",
+    ) -> None:
+        self.adapter = adapter
+        self._route: Filler | None = None
+        self._opening: Filler | None = None
+        self._closed = False
+        self.session = EngineSession(adapter, member, self._abort_routes)
+        self.transports = transports_for(transports)
+        self.here = here
+        self.manifest: Manifest = self.session.manifest
+        self._views: Views | None = None
+        self.layout, self._addresses = self._look()
+        self.device_memory = self._device is not None and adapter.can_load
+        self._staging_on = self._staging_device()
+        self.bucket_bytes = bucket_bytes or bucket_bytes_for(self._staging_on)
+        """The most that a plan may ask for as one staging bucket (the largest tensor, if that is more)."""
+        self._filling = FillContext(
+            engine=self.session, manifest=self.manifest, transports=self.transports, host=here, staging_device=self._staging_on,
+            bucket_bytes=self.bucket_bytes, buffers=buffers, encrypted=encrypted, rank=rank, check_memory=self._check_memory,
+            progress=progress,
+        )  # fmt: skip
+
+    def _look(self) -> tuple[Layout | None, tuple[int, ...]]:
+        """The engine's parameters as they lie in memory now; ``None`` if it can only be streamed to.
+
+        That is so too for parameters on several devices, or on a CUDA device that no allowed transport writes to.
+        """
+        shards = self.session.shards()
+        device = None if shards is None else device_of(shards)
+        if shards is None or device is None or (device.type != "cpu" and not writing(device, self.transports)):
+            return None, ()
+        self._device = device if device.type == "cuda" else None
+        self._views = Views([one.tensor for one in shards])
+        # Rows are cut so that a processor's cache holds them until they are digested; a GPU digests all at once.
+        cut = {} if self._device is None else {"block_bytes": None}
+        layout, addresses = layout_in_place(self.manifest, shards, **cut)
+        return layout, addresses
+
+    def _staging_device(self) -> torch.device | None:
+        """The CUDA device where buckets for the engine's loader belong, if bytes can come straight to it."""
+        device = self.session.device()
+        if device is None:
+            device = device_of(self.session.shards() or ())
+        if device is None or device.type != "cuda" or not writing(device, self.transports):
+            return None
+        return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+    def receive(self, body: Body) -> ReceivedCall:
+        """Take note of a call when it arrives, before it waits for its turn. Never blocks. A :class:`Quarantine` aborts here."""
+        return ReceivedCall(self, body, self.session.receive(type(body).__name__, aborts=isinstance(body, Quarantine)))
+
+    def handle(self, body: Body, timeout: float) -> Body:
+        """Answer a call of the coordinator that arrives now."""
+        return self.receive(body).run(timeout)
+
+    def answer(self, call: ReceivedCall, timeout: float) -> Body:
+        """Run a call that was received.
+
+        One at a time, except :class:`Quarantine`, which may come from another thread while a move runs and ends it.
+        """
+        deadline = Deadline(timeout)
+        failpoints.reached(f"engine.received.{type(call.body).__name__.lower()}")
+        if isinstance(call.body, Quarantine):
+            self.session.quarantine(call.ticket, deadline)
+            return Done()
+        with self.session.turn(call.ticket, deadline):
+            try:
+                self.session.check_abort()
+                return self._answer(call.body, deadline)
+            finally:
+                if self._closed:  # meanwhile: whoever closed did not wait for this to end
+                    self._drop_route()
+
+    def _answer(self, body: Body, deadline: Deadline) -> Body:
+        match body:
+            case Prepare():
+                return self._prepare(body, deadline)
+            case CheckSources():
+                self._check_sources(body.number, deadline)
+            case Pause():
+                self._pause(body, deadline)
+            case Move():
+                return self._move(body.number, deadline)
+            case Commit():
+                self._commit(body.version)
+            case Update():
+                return self._update(body, deadline)
+            case Resume():
+                self._resume(deadline)
+            case _:
+                raise ProtocolError(f"an engine rank does not understand {type(body).__name__}")
+        return Done()
+
+    def _prepare(self, body: Prepare, deadline: Deadline) -> Prepared:
+        layout, addresses = self._look()
+        if body.plan.delivery == "direct" and (layout is None or self.layout is None or layout.digest != self.layout.digest):
+            raise PlanMismatch("the engine rebuilt its parameters since it joined: restart this rank's weightsync.Engine")
+        self._addresses = addresses
+        if self._route is None or not self._route.fits(body.plan, addresses):
+            self._drop_route()
+            self._route = self._new_route(body.plan, layout, addresses, deadline)
+        failpoints.reached("engine.prepared")
+        return Prepared(digest=self._route.digest, transports=self._route.transports)
+
+    def _new_route(self, plan: PlanSlice, layout: Layout | None, addresses: tuple[int, ...], deadline: Deadline) -> Filler:
+        route = filler_for(self._filling, plan, layout, addresses, self._device)
+        self._opening = route
+        try:
+            if self._closed:
+                raise Aborted("this engine rank was closed")
+            self.session.check_abort()  # an abort before the route was in its place did not reach it
+            route.prepare(deadline)
+        except BaseException:
+            route.close()
+            raise
+        finally:
+            self._opening = None
+        return route
+
+    def _drop_route(self) -> None:
+        route, self._route = self._route, None
+        if route is not None:
+            route.close()
+
+    def _check_sources(self, number: int, deadline: Deadline) -> None:
+        if self._route is None:
+            raise ProtocolError("looking for a version needs a prepared plan")
+        self._route.require(number, deadline)
+
+    def _pause(self, body: Pause, deadline: Deadline) -> None:
+        with self.session.leaving_service():
+            failpoints.reached("engine.pausing")
+            if self._route is not None and not self.session.sleeps:
+                self._follow_memory(self._route, deadline)  # while the engine still generates: it may take seconds
+            timeout = deadline.remaining("pausing")
+        failpoints.reached("engine.pause")
+        self.session.pause(body.mode, timeout)
+
+    def _move(self, number: int, deadline: Deadline) -> Moved:
+        route = self._route
+        if route is None:
+            raise ProtocolError("a move needs a prepared plan")
+        self.session.require("paused", "written")
+        try:
+            with self.session.writing():
+                failpoints.reached("engine.move")
+                self.session.begin()
+                if self.session.sleeps:
+                    route = self._follow_memory(route, deadline)
+                with no_collection():
+                    filled = route.run(number, deadline)
+        except BaseException:
+            self._drop_route()  # connections may be beyond use, or aborted: the next round makes new ones
+            raise
+        failpoints.reached("engine.moved")
+        return Moved(
+            nbytes=route.nbytes,
+            digests=filled.digests.astype("<u8").tobytes(),
+            receive_seconds=filled.receive_seconds,
+            load_seconds=filled.load_seconds,
+            digest_seconds=filled.digest_seconds,
+            verified=filled.verified,
+        )
+
+    def _follow_memory(self, route: Filler, deadline: Deadline) -> Filler:
+        """The route to where the parameters are now: an engine may have given them other memory since it prepared."""
+        if route.plan.delivery != "direct":
+            return route
+        if self._views is not None:
+            tensors = [one.tensor for one in self.session.shards() or ()]
+            # How memory on a device is read is looked at while the device copies: this must be quick for ten thousands of tensors.
+            if self._views.are_of(tensors) if route.device is None else self._views.are_at(tensors):
+                return route
+        layout, addresses = self._look()
+        if self._device != route.device or layout is None or layout.digest != route.layout.digest:
+            raise PlanMismatch("the engine rebuilt its parameters since it prepared: restart this rank's weightsync.Engine")
+        self._drop_route()
+        self._route = self._new_route(route.plan, layout, addresses, deadline)
+        return self._route
+
+    def _check_memory(self) -> None:
+        if self._views is not None and not self._views.are_of([one.tensor for one in self.session.shards() or ()]):
+            raise PlanMismatch("the engine rebuilt its parameters since it prepared: restart this rank's weightsync.Engine")
+
+    def _commit(self, version: Version) -> None:
+        self.session.require("written")
+        failpoints.reached("engine.finish")
+        self.session.finish(version)
+        failpoints.reached("engine.flush")
+        self.session.commit(version)
+        failpoints.reached("engine.committed")
+
+    def _resume(self, deadline: Deadline) -> None:
+        self.session.require("committed")
+        failpoints.reached("engine.resume")
+        with self.session.resuming(deadline):
+            failpoints.reached("engine.resumed")
+
+    def _update(self, body: Update, deadline: Deadline) -> Updated:
+        """A whole round: what the coordinator would compare between move and commit, the rank that holds everything does."""
+        version, route = body.version, self._route
+        if route is None:
+            raise ProtocolError("an update needs a prepared plan")
+        cover = route.cover  # made while still serving, once for a plan
+        started = time.perf_counter()
+        self._pause(Pause(body.mode), deadline)
+        paused = time.perf_counter()
+        moved = self._move(version.number, deadline)
+        came = time.perf_counter()
+        if not self._holds(version, moved, cover):
+            return Updated(moved, False, paused - started, 0.0)  # in which tensors, the coordinator finds
+        deadline.remaining("committing")
+        self._commit(version)
+        deadline.remaining("resuming")
+        self._resume(deadline)
+        return Updated(moved, True, paused - started, time.perf_counter() - came)
+
+    def _holds(self, version: Version, moved: Moved, cover: Cover) -> bool:
+        digests = np.frombuffer(moved.digests, "<u8").astype(np.uint64, copy=False)
+        return fold(cover.total({"": digests})) == version.digest
+
+    @property
+    def serving(self) -> Version | None:
+        """See :attr:`EngineSession.serving`."""
+        return self.session.serving
+
+    @property
+    def attests(self) -> Version | None:
+        """See :attr:`EngineSession.attests`."""
+        return self.session.attests
+
+    def abort(self) -> None:
+        """See :meth:`EngineSession.abort`."""
+        self.session.abort()
+
+    def _abort_routes(self) -> None:
+        for route in (self._route, self._opening):
+            if route is not None:
+                route.abort()
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Abort what runs, close connections, free the staging; wait at most ``timeout`` seconds. The engine stays as it is.
+
+        What runs longer than that (a loader that hangs) frees them itself when it ends.
+        """
+        self._closed = True
+        self.session.close(timeout, self._drop_route)

@@ -82,8 +82,9 @@ UPDATE_POINTS = (
     "updates.destroy",
     "rank.leave",
 )
-"""Of an update from outside (``weightsync.external``): the server's front, and its engine ranks. Two more are reached only when
-something failed: ``updates.abort`` and ``rank.quarantine``."""
+"""Points of an update from outside (``weightsync.external``), at the server's front and its engine ranks. ``updates.abort`` and
+``rank.quarantine`` exist too, but only a failure reaches them.
+"""
 
 _gate: Callable[[str], None] | None = None
 

@@ -105,7 +105,8 @@ def test_no_value_that_holds_a_secret_shows_it() -> None:
 def test_nothing_that_a_traceback_with_variables_would_show_holds_a_key() -> None:
     role = TrainerRole({"w": torch.zeros(4)}, [Tcp(), SharedMemory(), InProcess()], KEY, this_host())
     try:
-        shown = [repr(vars(holder)) for holder in (role, *role._publishers, *(getattr(o, "_listener", o) for o in role._publishers))]
+        listeners = [getattr(publisher, "_listener", publisher) for publisher in role._publishers]
+        shown = [repr(vars(holder)) for holder in (role, *role._publishers, *listeners)]
         assert not any(KEY.decode() in text for text in shown)
         assert role.key == KEY
     finally:

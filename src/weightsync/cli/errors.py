@@ -30,7 +30,11 @@ class _Reported:
     """Prints weightsync's own errors on one line of standard error."""
 
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - click's type of this has moved between packages
-        """Run a command. Raises :class:`typer.Exit` with the status of :func:`exit_code`."""
+        """Run a command.
+
+        Raises:
+            typer.Exit: The command failed. The status is that of :func:`exit_code`.
+        """
         from weightsync.errors import WeightSyncError
 
         try:

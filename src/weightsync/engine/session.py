@@ -349,6 +349,10 @@ class EngineSession:
         self._calls.pause("abort", max(deadline.at - time.monotonic(), _PAUSE_SECONDS))
 
 
+def _reaches(served: Version, version: int | Version) -> bool:
+    return served.order >= version.order if isinstance(version, Version) else served.number >= version
+
+
 def _split(tensors: Sequence[tuple[str, torch.Tensor]], prefix: str) -> list[Sequence[tuple[str, torch.Tensor]]]:
     """What is the model's, and what is the draft model's."""
     return [[item for item in tensors if item[0].startswith(prefix) is draft] for draft in (False, True)]

@@ -102,17 +102,17 @@ Reach = Literal["process", "host", "network"]
 
 
 class Traits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a transport can do. It travels in every offer, so that nobody decides by a transport's name.
+    """Capabilities of a transport. Every offer carries them, so that no decision depends on a transport's name.
 
     Attributes:
-        reads: The memories of a publisher that readers can get bytes from.
-        writes: The memories that a reader can put bytes into.
-        reach: How far apart a publisher and its readers may be: in one process, on one host, or anywhere.
-        encrypted: Bytes on the network are encrypted. A transport that leaves it to its settings says that it can, its offer
-            whether it does.
-        digests: A reader computes digests while it writes ("inline"), or the caller does it in a later pass ("after").
-        live_source: Readers read the publisher's memory themselves, so it must live, and must not change meanwhile.
-        shared_fate: A reader that stops holds up the others. Such a transport is used only where it is named.
+        reads: Memories of a publisher from which readers can read.
+        writes: Memories into which a reader can write.
+        reach: Largest distance between a publisher and its readers: one process, one host, or any network.
+        encrypted: Whether bytes on the network are encrypted. If that depends on settings, a transport says that it can, and its
+            offer whether it does.
+        digests: Whether a reader computes digests while it writes ("inline"), or the caller does it in a later pass ("after").
+        live_source: Whether readers read the publisher's own memory, which must then stay alive and unchanged meanwhile.
+        shared_fate: Whether a reader that stops delays the others. Such a transport is used only if it is named explicitly.
     """
 
     reads: Annotated[tuple[Memory, ...], _Few] = ("host",)
@@ -202,7 +202,7 @@ class Hello(_Struct, frozen=True):
     no_layout: Annotated[str, msgspec.Meta(max_length=1000)] = ""
     """Why this engine rank has no layout, for display."""
     device_memory: bool = False
-    """The layout is in GPU memory, which only ``cuda_ipc`` writes; and where that does not reach, this rank can be streamed to."""
+    """Whether the layout is in device memory. If no transport that writes it reaches the trainer, this rank is streamed to."""
     offers: Annotated[tuple[Offer, ...], _Few] = ()
     key: Annotated[bytes, msgspec.Meta(max_length=1024)] = b""
     """Secret of a trainer rank's data sockets, random per process. Engines receive it with their plan."""

@@ -249,15 +249,15 @@ def _merge(extents: Int64, strides: Int64, itemsizes: Int64) -> tuple[Int64, Int
 
 
 def _ranks(counts: Int64) -> Int64:
-    """0, 1, ... within each run of ``counts``: ``[2, 3]`` gives ``[0, 1, 0, 1, 2]``."""
+    """Count 0, 1, ... within each run of ``counts``: ``[2, 3]`` gives ``[0, 1, 0, 1, 2]``."""
     ends = np.cumsum(counts)
     return np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64) - np.repeat(ends - counts, counts)
 
 
 def _expand(size: Int64, strides: Int64, firsts: Int64, fixed: Int64) -> tuple[Int64, Int64]:
-    """Tile table ``int64[n, 13]`` of merged pieces, and the piece that each tile belongs to.
+    """Build the tile table ``int64[n, 13]`` of merged pieces, and the piece of each tile.
 
-    ``firsts`` is ``int64[4, pieces]``: where source, target, index and byte begin. ``fixed``: region, row, blocks.
+    ``firsts`` is ``int64[4, pieces]``: the start of source, target, index and byte. ``fixed`` holds region, row and blocks.
     """
     run, rows = size[:, 0], size[:, 1]
     rows_each = np.maximum(TILE_BYTES // run, 1)

@@ -237,7 +237,7 @@ def _entries(state: Mapping[str, torch.Tensor] | nn.Module, include_buffers: boo
     return state.items()
 
 
-def _module_entries(module: nn.Module, buffers: bool) -> list[tuple[str, torch.Tensor]]:
+def _module_entries(module: nn.Module, include_buffers: bool) -> list[tuple[str, torch.Tensor]]:
     """Entries of the state dict that are memory of a parameter or, on request, of a buffer.
 
     State-dict hooks may return views of parameters as plain tensors, so the memory decides what belongs to a parameter.

@@ -141,16 +141,14 @@ class Traced:
 def trace_loader(load: Load, parameters: Parameters, manifest: Manifest, *, max_boxes: int = _MOST_BOXES) -> Traced:
     """Run ``load`` on a meta tensor for every tensor of ``manifest``, and follow each to the ``parameters`` that it reaches.
 
-    =========================================================================  ==============================================
-    the loader uses                                                            result
-    =========================================================================  ==============================================
-    views of any kind                                                          followed, at no cost
-    copies of copies (``clone``, ``contiguous``, ``to`` a device, ``cat``,     followed
-    ``stack``, ``pad``, ``repeat``, rows by an index), buffers of its own, parameters that it replaces
-    arithmetic, conversion, reads of values, overwritten elements, or more     the tensor is in ``fallback``
-    than ``max_boxes`` boxes
-    other threads                                                              not seen: shows as unused and unwritten
-    =========================================================================  ==============================================
+    What happens to a tensor depends on how the loader uses it:
+
+    * Views of any kind are followed at no cost.
+    * Copies of copies (``clone``, ``contiguous``, ``to`` a device, ``cat``, ``stack``, ``pad``, ``repeat``, rows by an index), the
+      loader's own buffers and parameters that it replaces are followed.
+    * Arithmetic, conversion, reads of values, overwritten elements, or more than ``max_boxes`` boxes put the tensor into
+      ``fallback``.
+    * Work in other threads is not seen: it shows as unused and unwritten.
 
     The result is deterministic.
 

@@ -1,4 +1,4 @@
-"""Trial of a traced layout: does the engine's own loading of random weights give the bits that direct delivery would write?"""
+"""Trial of a traced layout: checks that the engine's own loading of random weights gives the bits of direct delivery."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CACHES = ("kv_cache", "kv_caches")
 _SHOWN = 3
 
 Reload = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
-"""An engine's own loading of some layers, whole, into the model that serves, with all that it does to weights afterwards."""
+"""Loads some whole layers into the serving model with the engine's own code, including all processing after loading."""
 
 
 def try_against(
@@ -36,13 +36,26 @@ def try_against(
     package: str | None = None,
     batch_bytes: int = _BATCH,
 ) -> str | None:
-    """Load random weights by ``reload``, some layers at a time, and look at every traced box; ``None`` if all is as traced.
+    """Load random weights through ``reload``, some layers at a time, and compare every traced box.
 
-    Otherwise one line: what loading makes of weights besides copying them (it repacks them in place, or keeps something that it
-    computed of them, or puts parameters elsewhere). The parameters hold other random values before, so that nothing is right by
-    having been so. On return, and after an error, the model has its own bits back. Costs memory for about three times
-    ``batch_bytes`` or the largest layer. ``engine`` is its name in messages; objects of its Python ``package`` that hang at layers
-    are looked into, too. Raises what ``reload`` raises, as :class:`~weightsync.errors.LoadError`.
+    Before each load the parameters are filled with other random values, so that stale bits cannot match. The model has its own bits
+    back when this returns or raises. It needs memory for about three times ``batch_bytes`` or the largest layer.
+
+    Args:
+        model: The serving model.
+        traced: The trace of its loader.
+        shards: The traced shards over the model's parameters.
+        reload: The engine's loading.
+        engine: Name of the engine in messages.
+        package: Python package of the engine. Its plain objects at layers are searched for tensors, too.
+        batch_bytes: Bytes of weights to load at a time.
+
+    Returns:
+        ``None`` if loading gives exactly the traced copies. Otherwise one line that says what else loading does: it repacks weights
+        in place, keeps values computed from them, or moves parameters.
+
+    Raises:
+        LoadError: ``reload`` raised.
     """
     by_name: dict[str, list[Shard]] = {}
     for shard in shards:
@@ -71,15 +84,15 @@ def try_against(
                 if reason is not None:
                     break
     except torch.OutOfMemoryError:
-        reason = "too little device memory is free to try direct delivery: leave less to the engine's cache"
+        reason = "too little device memory is free to try direct delivery: reduce the engine's cache"
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()  # an engine counts on what it left free
+        torch.cuda.empty_cache()  # the engine relies on the memory that it left free
     return reason
 
 
 def batches(traced: Traced, nbytes: int) -> list[list[str]]:
-    """The names of all tensors with traced copies, in order, cut where it can be: no layer has tensors in two batches."""
+    """Group the names of all tensors with traced copies into batches, in order, so that no layer has tensors in two batches."""
     layers: dict[int, set[str]] = {}
     for copy in traced.copies:
         layers.setdefault(copy.tensor, set()).add(copy.parameter.rpartition(".")[0])
@@ -116,12 +129,12 @@ def _try(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise LoadError(f"the loader of {engine} raised when it was tried with {names[0]} and others: {error!r}") from error
+        raise LoadError(f"the loader of {engine} raised an error in a trial with {names[0]} and others: {error!r}") from error
     wrong = [name for name in names if not all(_same(shard, weights[name]) for shard in by_name[name])]
     if not wrong:
         return None
     more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-    return f"{engine} does more than copy {', '.join(wrong[:_SHOWN])}{more} when it has loaded them"
+    return f"{engine} does more than copy {', '.join(wrong[:_SHOWN])}{more} when it loads them"
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
@@ -144,14 +157,14 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Each storage behind ``tensors`` once, as bytes: padding between the boxes belongs to it."""
+    """Return each storage behind ``tensors`` once, as bytes, which includes padding between the boxes."""
     found = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
     return [torch.empty(0, dtype=torch.uint8, device=one.device).set_(one) for one in found.values()]
 
 
 @dataclass(frozen=True)
 class _Other:
-    """A tensor that some layer holds and that is no traced parameter, and where it hangs."""
+    """A tensor at some layer that is no traced parameter, and the object that holds it."""
 
     name: str
     owner: object
@@ -159,7 +172,7 @@ class _Other:
     tensor: torch.Tensor
 
     def put_back(self, bits: torch.Tensor) -> None:
-        """Let it hang there again, with ``bits``."""
+        """Restore the tensor with ``bits`` in its place."""
         if not _equal(self.tensor, bits):
             self.tensor.copy_(bits)
         key = self.name.rpartition(".")[2]
@@ -181,7 +194,7 @@ def _others(model: nn.Module, shards: Sequence[Shard], package: str | None) -> l
 
 
 def _held(model: nn.Module, package: str | None) -> Iterator[tuple[str, object, torch.Tensor]]:
-    """Tensors of all layers: parameters, buffers, attributes, and those of plain objects at a layer (a method, a kernel)."""
+    """Yield the tensors of all layers: parameters, buffers, attributes, and those of plain objects at a layer (say, a kernel)."""
     for prefix, layer in model.named_modules():
         hung = {**layer._parameters, **layer._buffers, **vars(layer)}
         for key, value in hung.items():
@@ -201,8 +214,8 @@ def _is_of(package: str | None, value: object) -> bool:
 
 def _changed(now: Sequence[_Other], others: Sequence[_Other], kept: Sequence[torch.Tensor]) -> str | None:
     before = {(one.name, id(one.owner)): bits for one, bits in zip(others, kept, strict=True)}
-    for one in now:  # some are made anew, of the same values (scales that nothing is scaled by)
+    for one in now:  # loading may recreate tensors with the same values, such as unused scales
         bits = before.get((one.name, id(one.owner)))
         if bits is None or bits.device != one.tensor.device or not _equal(one.tensor, bits):
-            return f"loading computes {one.name} from weights, which direct delivery would leave as it was"
+            return f"loading computes {one.name} from weights, which direct delivery would not update"
     return None

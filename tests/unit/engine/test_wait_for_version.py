@@ -6,9 +6,9 @@ import threading
 
 import pytest
 import torch
-from weightsync.engine.state_machine import EngineSession
 
 from weightsync.deadline import Deadline
+from weightsync.engine.session import EngineSession
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import Aborted, DeadlineExceeded
 from weightsync.model import Version

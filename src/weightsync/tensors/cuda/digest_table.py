@@ -73,10 +73,10 @@ class _Runs:
 
 @dataclass(frozen=True, eq=False)
 class DigestTable:
-    """The digest's work items for one layout, in the order of its rows.
+    """Work items of the digest kernel for one layout, in the order of its rows.
 
-    ``columns`` is ``int64[8, items]`` as :mod:`weightsync.tensors.cuda.kernels` describes it; the items of layout rows
-    ``a <= row < b`` are those from ``first[a]`` to ``first[b]`` (``int64[rows + 1]``); ``nbytes`` counts the bytes that are read.
+    ``columns`` is ``int64[8, items]`` as :mod:`weightsync.tensors.cuda.kernels` describes it. The items of layout rows ``a <= row <
+    b`` are those from ``first[a]`` to ``first[b]`` (``int64[rows + 1]``). ``nbytes`` is the number of bytes that are read.
     """
 
     columns: Int64

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +14,9 @@ from weightsync.tensors.copy_table import Tiles
 from weightsync.tensors.digest import digest_box
 from weightsync.tensors.kernels import BLOCK
 
-__all__ = ["Wanted", "big", "keyed", "odd_shapes", "tiles_from"]
+__all__ = ["Allocate", "Buffer", "CudaBuffer", "Wanted", "big", "keyed", "odd_shapes", "tiles_from"]
+
+Bytes = npt.NDArray[np.uint8]
 
 _GAP = 0xA5
 _MOST_BYTES = 4 << 20  # of one run of each tile, so that plain slices can check them all
@@ -23,18 +27,71 @@ def tiles_from(table: npt.NDArray[np.int64]) -> Tiles:
     return Tiles(table[:, 0].astype(np.int32), *(np.ascontiguousarray(table[:, column]) for column in range(1, 7)))
 
 
+class Buffer(Protocol):
+    """Memory that a reader writes to, which the host may not be able to address."""
+
+    @property
+    def address(self) -> int:
+        """Where it starts, as tiles name it."""
+        ...
+
+    def write(self, data: Bytes) -> None:
+        """Replace the contents."""
+        ...
+
+    def read(self) -> Bytes:
+        """Return a copy of the contents."""
+        ...
+
+
+class CudaBuffer:
+    """Memory of the current CUDA device."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+
+    @property
+    def address(self) -> int:
+        """See :class:`Buffer`."""
+        return self._memory.data_ptr()
+
+    def write(self, data: Bytes) -> None:
+        """See :class:`Buffer`."""
+        self._memory.copy_(torch.from_numpy(data))
+        torch.cuda.synchronize()
+
+    def read(self) -> Bytes:
+        """See :class:`Buffer`."""
+        return np.asarray(self._memory.cpu().numpy(), np.uint8)
+
+
 @dataclass
 class Wanted:
-    """Groups of tiles from a shelf of ``nbytes`` into ``target``; bytes between the tiles must stay as they are."""
+    """Groups of tiles from a region of ``nbytes`` into ``target``; bytes between the tiles must stay as they are.
+
+    With a ``buffer``, tiles name that memory, and ``target`` is a copy of it in host memory, taken by :meth:`fetch`.
+    """
 
     nbytes: int
     groups: list[Tiles]
-    target: npt.NDArray[np.uint8]
+    target: Bytes
+    buffer: Buffer | None = None
 
     @property
     def address(self) -> int:
         """Where the target starts."""
-        return int(self.target.ctypes.data)
+        return int(self.target.ctypes.data) if self.buffer is None else self.buffer.address
+
+    def clear(self) -> None:
+        """Put bytes into the target that no transfer brings."""
+        self.target[:] = _GAP
+        if self.buffer is not None:
+            self.buffer.write(self.target)
+
+    def fetch(self) -> None:
+        """Bring what was written to the buffer into ``target``."""
+        if self.buffer is not None:
+            self.target[:] = self.buffer.read()
 
     def expected(self, source: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         """The target after a transfer, by plain slices."""
@@ -59,6 +116,10 @@ class Wanted:
         return np.array([value % 2**64 for value in total], np.uint64)
 
 
+Allocate = Callable[[int], Buffer]
+"""Makes a buffer of so many bytes."""
+
+
 def keyed(wanted: Wanted, seed: int) -> Wanted:
     """The same tiles with keys: each lies anywhere in a tensor of its own, its runs one below the other or side by side."""
     random = np.random.default_rng(seed)
@@ -76,7 +137,7 @@ def keyed(wanted: Wanted, seed: int) -> Wanted:
     return replace(wanted, groups=groups)
 
 
-def odd_shapes(nbytes: int, seed: int, tiles: int = 60, groups: int = 9) -> Wanted:
+def odd_shapes(nbytes: int, seed: int, tiles: int = 60, groups: int = 9, allocate: Allocate | None = None) -> Wanted:
     """Random tiles: single bytes, short strided runs, long runs, overlapping sources, unaligned starts; some groups are empty."""
     random = np.random.default_rng(seed)
     most = max(nbytes // 64, 64)
@@ -89,19 +150,22 @@ def odd_shapes(nbytes: int, seed: int, tiles: int = 60, groups: int = 9) -> Want
     target_stride = size + random.integers(0, 3, tiles)
     target_extent = (rows - 1) * target_stride + size + random.integers(0, 5, tiles)
     target = np.zeros(int(target_extent.sum()) + 64, np.uint8)
-    first = int(target.ctypes.data) + 3 + np.cumsum(target_extent) - target_extent
+    buffer = None if allocate is None else allocate(len(target))
+    base = int(target.ctypes.data) if buffer is None else buffer.address
+    first = base + 3 + np.cumsum(target_extent) - target_extent
     table = np.stack([np.zeros(tiles, np.int64), start, stride, first, target_stride, rows, size], axis=1)
     edges = np.sort(np.concatenate(([0, tiles], random.integers(0, tiles, groups - 1))))
     edges[1] = 0  # the first group is empty
     parts = [tiles_from(table[edges[index] : edges[index + 1]]) for index in range(groups)]
-    return Wanted(nbytes, parts, target)
+    return Wanted(nbytes, parts, target, buffer)
 
 
-def big(nbytes: int, groups: int) -> Wanted:
-    """Nearly the whole shelf: runs of megabytes, a tile of wide rows and one of many narrow rows in every group."""
+def big(nbytes: int, groups: int, allocate: Allocate | None = None) -> Wanted:
+    """Nearly the whole region: runs of megabytes, a tile of wide rows and one of many narrow rows in every group."""
     share = nbytes // groups
     target = np.zeros(nbytes, np.uint8)
-    base = int(target.ctypes.data)
+    buffer = None if allocate is None else allocate(nbytes)
+    base = int(target.ctypes.data) if buffer is None else buffer.address
     parts = []
     for group in range(groups):
         at, half = group * share, share // 2
@@ -115,4 +179,4 @@ def big(nbytes: int, groups: int) -> Wanted:
         if half == 4 * wide:
             del table[0]
         parts.append(tiles_from(np.array(table, np.int64)))
-    return Wanted(nbytes, parts, target)
+    return Wanted(nbytes, parts, target, buffer)

@@ -22,15 +22,27 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from weightsync.deadline import Deadline
 from weightsync.protocol.messages import Offer
-from weightsync.testing.copy_cases import big
+from weightsync.testing.copy_cases import Allocate, big
 from weightsync.transports.base import Transport
+from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
 
-__all__ = ["OwnerHere", "OwnerProcess", "Process", "contents", "end_nursery", "make_transport", "run", "start_nursery"]
+__all__ = [
+    "OwnerHere",
+    "OwnerProcess",
+    "Process",
+    "allocate_in",
+    "contents",
+    "end_nursery",
+    "make_transport",
+    "run",
+    "start_nursery",
+]
 
 _ANSWER_SECONDS = 20.0
 
@@ -49,16 +61,52 @@ def run(where: str) -> None:
         getattr(import_module(module), name)()
 
 
+def allocate_in(buffer: str) -> Allocate | None:
+    """What makes buffers of class ``buffer`` (``"module:Class"``), or ``None`` (empty) for plain host memory."""
+    module, _, name = buffer.partition(":")
+    made: Allocate | None = getattr(import_module(module), name) if buffer else None
+    return made
+
+
 def contents(nbytes: int, version: int) -> npt.NDArray[np.uint8]:
     """What the test's shelf holds at a version: random bytes that differ for every version."""
     return np.frombuffer(np.random.default_rng(version).bytes(nbytes), np.uint8)
 
 
-class OwnerHere:
-    """A shelf and its owner in this process."""
+class PublishedHere:
+    """A region of the host's memory."""
 
-    def __init__(self, where: str, arguments: dict[str, Any], key: bytes, nbytes: int, layout_digest: str) -> None:
-        self._shelf = PublishedRegion(nbytes, layout_digest)
+    def __init__(self, nbytes: int, layout_digest: str) -> None:
+        self.region = PublishedRegion(nbytes, layout_digest)
+
+    def write(self, data: npt.NDArray[np.uint8]) -> None:
+        """Replace the contents; within ``region.placing``."""
+        self.region.payload[:] = data
+
+
+class PublishedOnCuda:
+    """A region of the current CUDA device's memory."""
+
+    def __init__(self, nbytes: int, layout_digest: str) -> None:
+        memory = self._memory = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+        device = torch.cuda.current_device()
+        sizes, addresses = ((nbytes,), [memory.data_ptr()]) if nbytes else ((), [])
+        self.region = CudaRegion(sizes, layout_digest, lambda: addresses, device)
+
+    def write(self, data: npt.NDArray[np.uint8]) -> None:
+        """See :class:`PublishedHere`."""
+        self._memory.copy_(torch.from_numpy(data.copy()))
+
+
+class OwnerHere:
+    """A region in ``memory`` ("host" or "cuda") and its publisher in this process."""
+
+    def __init__(
+        self, where: str, arguments: dict[str, Any], key: bytes, nbytes: int, layout_digest: str, memory: str = "host"
+    ) -> None:
+        self._nbytes = nbytes
+        self._published = (PublishedHere if memory == "host" else PublishedOnCuda)(nbytes, layout_digest)
+        self._shelf = self._published.region
         try:
             self._owner = make_transport(where, arguments).publish(self._shelf, key, this_host())
         except BaseException:
@@ -67,9 +115,9 @@ class OwnerHere:
         self.offer: Offer = self._owner.offer
 
     def place(self, version: int) -> None:
-        """Put :func:`contents` on the shelf."""
+        """Publish :func:`contents`."""
         with self._shelf.placing(version):
-            self._shelf.payload[:] = contents(self._shelf.nbytes, version)
+            self._published.write(contents(self._nbytes, version))
 
     def close(self) -> list[str]:
         """Stop serving; what was left behind, which must be nothing."""
@@ -148,11 +196,15 @@ class OwnerProcess(Process):
     """A shelf and its owner in a process of their own."""
 
     def __init__(
-        self, where: str, arguments: dict[str, Any], key: bytes, nbytes: int, layout_digest: str, warm_up: str = ""
-    ) -> None:
+        self, where: str, arguments: dict[str, Any], key: bytes, nbytes: int, layout_digest: str, memory: str = "host",
+        warm_up: str = "",
+    ) -> None:  # fmt: skip
         super().__init__(warm_up)
         self._serving = True
-        setting = {"where": where, "arguments": arguments, "key": key.hex(), "nbytes": nbytes, "layout_digest": layout_digest}
+        setting = {
+            "where": where, "arguments": arguments, "key": key.hex(), "nbytes": nbytes, "layout_digest": layout_digest,
+            "memory": memory,
+        }  # fmt: skip
         try:
             self.offer = msgspec.convert(self.ask({"do": "serve", "setting": setting})["offer"], Offer)
         except BaseException:
@@ -188,7 +240,7 @@ def _begin_reading(question: dict[str, Any]) -> object:
     source = make_transport(question["where"], question["arguments"]).open(
         msgspec.convert(question["offer"], Offer), bytes.fromhex(question["key"]), Deadline(_ANSWER_SECONDS)
     )
-    wanted = big(question["nbytes"], groups=12)
+    wanted = big(question["nbytes"], groups=12, allocate=allocate_in(question["buffer"]))
     source.prepare(wanted.groups, question["layout_digest"], Deadline(_ANSWER_SECONDS))
     source.begin(1, Deadline(_ANSWER_SECONDS))
     source.read(0, Deadline(_ANSWER_SECONDS))

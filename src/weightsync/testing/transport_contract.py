@@ -7,9 +7,10 @@ A third party inherits them::
 
     class TestMine(TransportContract):
         where = "my_package.transport:Mine"
-        carries = True            # the owner sends; False: the reader maps the owner's memory
 
-Needs pytest, and Linux for the faults. ``crosses_processes = False`` leaves out the tests whose owner is a process of its own.
+What is expected follows from the transport's :class:`~weightsync.protocol.messages.Traits`. A subclass overrides no test. Where a
+transport reads or writes several memories, a subclass for each names them (``source``, ``target``). Needs pytest, and Linux for the
+faults.
 """
 
 # ruff: noqa: D102 (a test's name says what it holds)
@@ -41,13 +42,14 @@ from weightsync.errors import (
     StaleSource,
     WeightSyncError,
 )
-from weightsync.protocol.messages import Offer
+from weightsync.protocol.messages import Memory, Offer, Traits
 from weightsync.tensors.copy_table import Tiles
 from weightsync.testing.copy_cases import Wanted, big, keyed, odd_shapes, tiles_from
 from weightsync.testing.owner_process import (
     OwnerHere,
     OwnerProcess,
     Process,
+    allocate_in,
     contents,
     end_nursery,
     make_transport,
@@ -98,25 +100,50 @@ class TransportContract:
 
     where: ClassVar[str]
     arguments: ClassVar[dict[str, Any]] = {}
-    crosses_processes: ClassVar[bool] = True
-    carries: ClassVar[bool] = False
+    source: ClassVar[Memory | None] = None
+    """The memory that is published; by default the first that the transport reads."""
+    target: ClassVar[Memory | None] = None
+    """The memory that readers write to; by default the first that the transport writes."""
+    buffers: ClassVar[dict[str, str]] = {"host": "", "cuda": "weightsync.testing.copy_cases:CudaBuffer"}
+    """For each target the class of its buffers, ``"module:Class"``; another one may simulate a device."""
+    groups: ClassVar[int] = 1_000
+    """How many groups the largest plan here has."""
     warm_up: ClassVar[str] = ""
     """``"module:function"``, run in each process beforehand: makes what a library then keeps until the process ends."""
 
     # What the tests are made of.
 
     @property
-    def scheme(self) -> Transport:
+    def transport(self) -> Transport:
         return make_transport(self.where, self.arguments)
+
+    @property
+    def traits(self) -> Traits:
+        return self.transport.traits
+
+    @property
+    def crosses_processes(self) -> bool:
+        return self.traits.reach != "process"
+
+    @property
+    def buffer(self) -> str:
+        return self.buffers[self.target or self.traits.writes[0]]
+
+    def odd_shapes(self, nbytes: int, seed: int, tiles: int = 60, groups: int = 9) -> Wanted:
+        return odd_shapes(nbytes, seed, tiles, groups, allocate_in(self.buffer))
+
+    def big(self, nbytes: int, groups: int) -> Wanted:
+        return big(nbytes, groups, allocate_in(self.buffer))
 
     @contextmanager
     def owner(self, nbytes: int = SMALL, digest: str = DIGEST, key: bytes = KEY) -> Iterator[OwnerHere | OwnerProcess]:
-        """An owner that leaves nothing behind."""
+        """A publisher that leaves nothing behind."""
         owner: OwnerHere | OwnerProcess
+        memory = self.source or self.traits.reads[0]
         if self.crosses_processes:
-            owner = OwnerProcess(self.where, self.arguments, key, nbytes, digest, self.warm_up)
+            owner = OwnerProcess(self.where, self.arguments, key, nbytes, digest, memory, self.warm_up)
         else:
-            owner = OwnerHere(self.where, self.arguments, key, nbytes, digest)
+            owner = OwnerHere(self.where, self.arguments, key, nbytes, digest, memory)
         try:
             yield owner
             left = owner.close()
@@ -137,8 +164,8 @@ class TransportContract:
             yield owner
 
     @contextmanager
-    def source(self, offer: Offer, key: bytes = KEY) -> Iterator[Reader]:
-        source = self.scheme.open(offer, key, Deadline(10))
+    def reader(self, offer: Offer, key: bytes = KEY) -> Iterator[Reader]:
+        source = self.transport.open(offer, key, Deadline(10))
         try:
             yield source
         finally:
@@ -147,17 +174,18 @@ class TransportContract:
 
     @contextmanager
     def prepared(self, owner: OwnerHere | OwnerProcess, wanted: Wanted) -> Iterator[Reader]:
-        with self.source(owner.offer) as source:
+        with self.reader(owner.offer) as source:
             source.prepare(wanted.groups, DIGEST, Deadline(10))
             yield source
 
     def transfer(self, source: Reader, wanted: Wanted, version: int, digests: npt.NDArray[np.uint64] | None = None) -> None:
         """A whole transfer, which must be right to the byte and touch nothing else."""
-        wanted.target[:] = 0xA5
+        wanted.clear()
         source.begin(version, Deadline(20))
         for group in range(len(wanted.groups)):
             source.read(group, Deadline(20), digests)
         source.end(Deadline(20))
+        wanted.fetch()
         different = np.flatnonzero(wanted.target != wanted.expected(contents(wanted.nbytes, version)))
         assert not len(different), f"{len(different)} bytes differ, the first at {different[0]}"
 
@@ -165,7 +193,7 @@ class TransportContract:
 
     @pytest.mark.parametrize("seed", range(4))
     def test_odd_shapes_arrive_byte_for_byte(self, seed: int) -> None:
-        wanted = odd_shapes(SMALL, seed)
+        wanted = self.odd_shapes(SMALL, seed)
         with self.owner() as owner:
             owner.place(1)
             with self.prepared(owner, wanted) as source:
@@ -173,11 +201,15 @@ class TransportContract:
 
     @pytest.mark.parametrize("seed", range(4))
     def test_digests_are_those_of_the_bytes_in_place(self, seed: int) -> None:
-        wanted = keyed(odd_shapes(SMALL << 4, seed + 100) if seed else big(3 << 19, groups=1), seed)
+        wanted = keyed(self.odd_shapes(SMALL << 4, seed + 100) if seed else self.big(3 << 19, groups=1), seed)
         digests = np.zeros(sum(map(len, wanted.groups)) + 1, np.uint64)
         with self.owner(wanted.nbytes) as owner:
             owner.place(1)
             with self.prepared(owner, wanted) as source:
+                if self.traits.digests == "after":
+                    with pytest.raises(ProtocolError, match="takes no digests"):
+                        self.transfer(source, wanted, 1, digests)
+                    return
                 self.transfer(source, wanted, 1, digests)
                 expected = wanted.digests()
                 assert np.array_equal(digests[:-1], expected)
@@ -186,28 +218,28 @@ class TransportContract:
         assert digests[-1] == 0
 
     def test_digests_need_keys(self) -> None:
-        wanted = odd_shapes(SMALL, 12)
+        wanted = self.odd_shapes(SMALL, 12)
         with self.owner() as owner:
             owner.place(1)
-            with self.prepared(owner, wanted) as source, pytest.raises(LayoutError):
+            with self.prepared(owner, wanted) as source, pytest.raises((LayoutError, ProtocolError)):
                 self.transfer(source, wanted, 1, np.zeros(100, np.uint64))
 
-    def test_twenty_thousand_tiles_in_a_thousand_groups(self) -> None:
-        wanted = odd_shapes(1 << 24, 7, tiles=20_000, groups=1_000)
+    def test_twenty_thousand_tiles_in_many_groups(self) -> None:
+        wanted = self.odd_shapes(1 << 24, 7, tiles=20_000, groups=self.groups)
         with self.owner(1 << 24) as owner:
             owner.place(1)
             with self.prepared(owner, wanted) as source:
                 self.transfer(source, wanted, 1)
 
     def test_large_runs_and_wide_tiles(self) -> None:
-        wanted = big(BIG, groups=5)
+        wanted = self.big(BIG, groups=5)
         with self.owner(BIG) as owner:
             owner.place(3)
             with self.prepared(owner, wanted) as source:
                 self.transfer(source, wanted, 3)
 
     def test_every_version_brings_its_own_bytes(self) -> None:
-        wanted = odd_shapes(SMALL, 11)
+        wanted = self.odd_shapes(SMALL, 11)
         with self.owner() as owner, ExitStack() as stack:
             owner.place(1)
             source = stack.enter_context(self.prepared(owner, wanted))
@@ -219,7 +251,7 @@ class TransportContract:
         empty = Tiles.empty()
         with self.owner() as owner:
             owner.place(1)
-            with self.source(owner.offer) as source:
+            with self.reader(owner.offer) as source:
                 for groups in ([], [empty, empty]):
                     source.prepare(groups, DIGEST, Deadline(5))
                     source.begin(1, Deadline(5))
@@ -230,14 +262,47 @@ class TransportContract:
     def test_an_empty_shelf_can_be_served(self) -> None:
         with self.owner(0) as owner:
             owner.place(1)
-            with self.source(owner.offer) as source:
+            with self.reader(owner.offer) as source:
                 source.prepare([Tiles.empty()], DIGEST, Deadline(5))
                 source.begin(1, Deadline(5))
                 source.read(0, Deadline(5))
                 source.end(Deadline(5))
 
+    def test_groups_are_submitted_before_any_is_waited_for(self) -> None:
+        wanted = self.odd_shapes(SMALL, 13)
+        with self.owner() as owner:
+            owner.place(1)
+            with self.prepared(owner, wanted) as source:
+                wanted.clear()
+                source.begin(1, Deadline(10))
+                running = [source.submit(group, Deadline(10)) for group in range(len(wanted.groups))]
+                for completion in running:
+                    completion.wait(Deadline(10))
+                source.end(Deadline(10))
+                wanted.fetch()
+                assert np.array_equal(wanted.target, wanted.expected(contents(wanted.nbytes, 1)))
+
+    def test_readers_of_two_publishers_may_be_combined(self) -> None:
+        first, second = self.odd_shapes(SMALL, 14), self.odd_shapes(SMALL, 15)
+        with self.owner() as one, self.owner() as other, ExitStack() as stack:
+            one.place(1)
+            other.place(1)
+            readers = [stack.enter_context(self.prepared(one, first)), stack.enter_context(self.prepared(other, second))]
+            combined = self.transport.combine(readers)
+            if combined is None:
+                return
+            for wanted in (first, second):
+                wanted.clear()
+            combined.begin(1, Deadline(10))
+            for group in range(len(first.groups)):
+                combined.submit(group, Deadline(10)).wait(Deadline(10))
+            combined.end(Deadline(10))
+            for wanted in (first, second):
+                wanted.fetch()
+                assert np.array_equal(wanted.target, wanted.expected(contents(wanted.nbytes, 1)))
+
     def test_prepared_anew_for_another_plan(self) -> None:
-        first, second = odd_shapes(SMALL, 21), odd_shapes(SMALL, 22)
+        first, second = self.odd_shapes(SMALL, 21), self.odd_shapes(SMALL, 22)
         with self.owner() as owner:
             owner.place(1)
             with self.prepared(owner, first) as source:
@@ -250,7 +315,7 @@ class TransportContract:
 
         def read(seed: int) -> None:
             try:
-                wanted = odd_shapes(1 << 22, seed, tiles=500, groups=20)
+                wanted = self.odd_shapes(1 << 22, seed, tiles=500, groups=20)
                 with self.prepared(owner, wanted) as source:
                     for _ in range(3):
                         self.transfer(source, wanted, 1)
@@ -269,7 +334,7 @@ class TransportContract:
     # What must be refused.
 
     def test_wrong_version_is_stale(self) -> None:
-        wanted = odd_shapes(SMALL, 41)
+        wanted = self.odd_shapes(SMALL, 41)
         with self.owner() as owner, self.prepared(owner, wanted) as source:
             with pytest.raises(StaleSource):
                 source.begin(1, Deadline(5))  # nothing placed yet
@@ -279,8 +344,8 @@ class TransportContract:
             self.transfer(source, wanted, 2)
 
     def test_wrong_layout_is_stale(self) -> None:
-        wanted = odd_shapes(SMALL, 42)
-        with self.owner() as owner, self.source(owner.offer) as source:
+        wanted = self.odd_shapes(SMALL, 42)
+        with self.owner() as owner, self.reader(owner.offer) as source:
             owner.place(1)
             with pytest.raises(StaleSource):
                 source.prepare(wanted.groups, "f" * 32, Deadline(5))
@@ -292,7 +357,7 @@ class TransportContract:
         [("region", 1), ("region", -1), ("source", SMALL), ("source", -8), ("rows", 1 << 40), ("source_stride", 1 << 62)],
     )
     def test_a_tile_outside_the_shelf_is_refused(self, column: str, value: int) -> None:
-        wanted = odd_shapes(SMALL, 43)
+        wanted = self.odd_shapes(SMALL, 43)
         good = {
             "region": 0,
             "source": 0,
@@ -303,7 +368,7 @@ class TransportContract:
             "row_bytes": 64,
         }
         bad = tiles_from(np.array([list({**good, column: value}.values())], np.int64))
-        with self.owner() as owner, self.source(owner.offer) as source:
+        with self.owner() as owner, self.reader(owner.offer) as source:
             owner.place(1)
             with pytest.raises(ProtocolError):
                 source.prepare([bad], DIGEST, Deadline(5))
@@ -311,16 +376,16 @@ class TransportContract:
             self.transfer(source, wanted, 1)
 
     def test_wrong_key_is_refused_and_harms_nobody(self) -> None:
-        wanted = odd_shapes(SMALL, 44)
+        wanted = self.odd_shapes(SMALL, 44)
         with self.owner() as owner:
             owner.place(1)
             with self.prepared(owner, wanted) as source:
                 with pytest.raises(AuthenticationError):
-                    self.scheme.open(owner.offer, b"another key, of the same length.", Deadline(5))
+                    self.transport.open(owner.offer, b"another key, of the same length.", Deadline(5))
                 self.transfer(source, wanted, 1)
 
     def test_calls_out_of_order_are_refused(self) -> None:
-        wanted = odd_shapes(SMALL, 45)
+        wanted = self.odd_shapes(SMALL, 45)
         with self.owner() as owner, self.prepared(owner, wanted) as source:
             owner.place(1)
             with pytest.raises(ProtocolError):
@@ -337,14 +402,16 @@ class TransportContract:
         elsewhere = msgspec.structs.replace(here, name="elsewhere", memory="elsewhere")
         with self.owner() as owner:
             if self.crosses_processes:
-                assert self.scheme.reaches(owner.offer, here)
-            if not self.carries and self.crosses_processes:
-                assert not self.scheme.reaches(owner.offer, elsewhere)
+                assert self.transport.reaches(owner.offer, here)
+            if self.traits.reach == "host":
+                assert not self.transport.reaches(owner.offer, elsewhere)
+            assert owner.offer.scheme == self.transport.name
+            assert owner.offer.traits == msgspec.structs.replace(self.traits, encrypted=owner.offer.traits.encrypted)
 
     # What must not be believed.
 
     def test_a_version_that_changes_on_the_way_is_stale(self) -> None:
-        wanted = big(BIG, groups=12)
+        wanted = self.big(BIG, groups=12)
         with self.owner(BIG) as owner:
             owner.place(1)
             with self.prepared(owner, wanted) as source:
@@ -356,7 +423,7 @@ class TransportContract:
                 self.transfer(source, wanted, 2)
 
     def test_the_same_number_placed_again_on_the_way_is_stale(self) -> None:
-        wanted = big(BIG, groups=12)
+        wanted = self.big(BIG, groups=12)
         with self.owner(BIG) as owner:
             owner.place(1)
             with self.prepared(owner, wanted) as source:
@@ -378,7 +445,7 @@ class TransportContract:
     # Who dies, stops, or changes its mind.
 
     def test_a_killed_owner_is_noticed_at_once(self) -> None:
-        wanted = big(BIG, groups=12)
+        wanted = self.big(BIG, groups=12)
         with self.process(BIG) as owner:
             owner.place(1)
             with self.prepared(owner, wanted) as source:
@@ -392,10 +459,10 @@ class TransportContract:
                     source.begin(1, Deadline(10))
                 assert time.monotonic() - started < 1
             with pytest.raises(PeerLost):
-                self.scheme.open(owner.offer, KEY, Deadline(5))
+                self.transport.open(owner.offer, KEY, Deadline(5))
 
     def test_a_stopped_owner_costs_no_more_than_the_deadline(self) -> None:
-        wanted = big(BIG, groups=12)
+        wanted = self.big(BIG, groups=12)
         with self.process(BIG) as owner:
             owner.place(1)
             with self.prepared(owner, wanted) as source:
@@ -403,8 +470,8 @@ class TransportContract:
                 source.read(0, Deadline(10))
                 owner.signal(signal.SIGSTOP)
                 try:
-                    self.expect_deadline(lambda deadline: self.scheme.open(owner.offer, KEY, deadline))
-                    if self.carries:
+                    self.expect_deadline(lambda deadline: self.transport.open(owner.offer, KEY, deadline))
+                    if not self.traits.live_source:
                         self.expect_deadline(lambda deadline: self.read_groups(source, wanted, deadline))
                         self.expect_deadline(lambda deadline: source.begin(1, deadline))
                 finally:
@@ -418,7 +485,7 @@ class TransportContract:
         assert 0.4 < time.monotonic() - started < 1.5
 
     def test_a_passed_deadline_ends_a_read(self) -> None:
-        wanted = odd_shapes(SMALL, 51)
+        wanted = self.odd_shapes(SMALL, 51)
         with self.owner() as owner:
             owner.place(1)
             with self.prepared(owner, wanted) as source:
@@ -430,18 +497,19 @@ class TransportContract:
                 self.transfer(source, wanted, 1)
 
     def test_a_killed_reader_leaves_the_owner_serving(self) -> None:
-        wanted = big(BIG, groups=12)
+        wanted = self.big(BIG, groups=12)
         with self.process(BIG) as owner:
             owner.place(1)
             reader = Process()
             setting = {"where": self.where, "arguments": self.arguments, "key": KEY.hex(), "nbytes": BIG, "layout_digest": DIGEST}
+            setting["buffer"] = self.buffer
             reader.ask({"do": "read", "offer": owner.offer, **setting})
             reader.kill()
             with self.prepared(owner, wanted) as source:
                 self.transfer(source, wanted, 1)
 
     def test_abort_from_another_thread(self) -> None:
-        wanted = big(BIG, groups=12)
+        wanted = self.big(BIG, groups=12)
         with self.owner(BIG) as owner:
             owner.place(1)
             with self.prepared(owner, wanted) as source:
@@ -457,9 +525,9 @@ class TransportContract:
                 self.transfer(source, wanted, 1)
 
     def test_abort_wakes_a_blocked_read(self) -> None:
-        if not self.carries:
+        if self.traits.live_source:
             pytest.skip("a reader that maps memory never waits for its owner")
-        wanted = big(BIG, groups=12)
+        wanted = self.big(BIG, groups=12)
         with self.process(BIG) as owner:
             owner.place(1)
             with self.prepared(owner, wanted) as source:
@@ -479,7 +547,7 @@ class TransportContract:
                 self.transfer(source, wanted, 1)
 
     def test_a_loader_that_raises_between_groups(self) -> None:
-        wanted = big(BIG, groups=12)
+        wanted = self.big(BIG, groups=12)
         with self.owner(BIG) as owner:
             owner.place(1)
             with self.prepared(owner, wanted) as source:
@@ -492,7 +560,7 @@ class TransportContract:
                 self.transfer(source, wanted, 1)
 
     def test_a_reader_that_closes_in_the_middle(self) -> None:
-        wanted = big(BIG, groups=12)
+        wanted = self.big(BIG, groups=12)
         with self.owner(BIG) as owner:
             owner.place(1)
             with self.prepared(owner, wanted) as source:
@@ -504,7 +572,7 @@ class TransportContract:
                 self.transfer(source, wanted, 1)
 
     def test_an_owner_that_closes_in_the_middle(self) -> None:
-        wanted = big(BIG, groups=12)
+        wanted = self.big(BIG, groups=12)
         with self.owner(BIG) as owner:
             owner.place(1)
             with self.prepared(owner, wanted) as source:

@@ -17,7 +17,6 @@ ROOT = Path(__file__).resolve().parents[3]
 
 class TestGuide(TransportContract):
     where = "tests.contract.transports.guide_unix:Unix"
-    carries = True
 
 
 def test_a_killed_owner_leaves_no_file(tmp_path: Path) -> None:

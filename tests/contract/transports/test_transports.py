@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import pytest
 import torch.distributed as dist
 
 from weightsync.testing.transport_contract import TransportContract, nothing_left
@@ -14,7 +13,6 @@ __all__ = ["nothing_left"]
 
 class TestInProcess(TransportContract):
     where = "weightsync.transports.host.inproc:InProcess"
-    crosses_processes = False
 
 
 class TestSharedMemory(TransportContract):
@@ -23,13 +21,11 @@ class TestSharedMemory(TransportContract):
 
 class TestTcp(TransportContract):
     where = "weightsync.transports.tcp.transport:Tcp"
-    carries = True
 
 
 class TestTcpEncryptedOverIPv6(TransportContract):
     where = "weightsync.transports.tcp.transport:Tcp"
     arguments: ClassVar[dict[str, Any]] = {"bind": "::1", "encrypt": True}
-    carries = True
 
 
 def open_a_store() -> None:
@@ -38,9 +34,7 @@ def open_a_store() -> None:
     store.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
 
 
-@pytest.mark.rare  # tests/integration/test_collective.py runs always
 class TestCollective(TransportContract):
     warm_up = "tests.contract.transports.test_transports:open_a_store"
     where = "weightsync.transports.broadcast.gloo:Collective"
     arguments: ClassVar[dict[str, Any]] = {"buffer_bytes": 2 << 20, "gather_seconds": 0.2}
-    carries = True

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from tests.unit.coordinator.fakes import MANIFEST, rows_layout
 
 from weightsync.coordinator.negotiation import choose_delivery, key_of
 from weightsync.coordinator.ranks import EngineRank, TrainerRank
 from weightsync.errors import ConfigurationError
-from weightsync.protocol.messages import Delivery, Host, Offer
+from weightsync.protocol.messages import Delivery, Host, Offer, Traits
 from weightsync.transports.registry import transport
 
 HERE, THERE = Host("here", "memory"), Host("there", "memory")
@@ -68,6 +70,20 @@ def test_nccl_writes_gpu_memory_of_other_hosts_where_both_sides_allow_it() -> No
     assert chosen(there, [engine(0, on_gpu=True, transports=("cuda_ipc", "nccl"))])[0] == "direct"
     assert chosen(there, [engine(0, on_gpu=True)])[0] == "streamed"
     assert chosen([trainer(0, "tcp")], [engine(0, on_gpu=True, transports=("nccl", "tcp"))])[0] == "streamed"
+
+
+@pytest.mark.parametrize(
+    ("traits", "host", "delivery"),
+    [
+        (Traits(writes=("host", "cuda"), reach="network"), THERE, "direct"),
+        (Traits(writes=("host", "cuda"), reach="host"), HERE, "direct"),
+        (Traits(writes=("host", "cuda"), reach="host"), THERE, "streamed"),
+        (Traits(writes=("host",), reach="network"), HERE, "streamed"),
+    ],
+)
+def test_a_transport_that_nobody_knows_is_judged_by_its_traits(traits: Traits, host: Host, delivery: str) -> None:
+    source = dataclasses.replace(trainer(0, host=host), offers=(Offer("rdma", "somewhere", host, traits),))
+    assert chosen([source], [engine(0, on_gpu=True, transports=("rdma",))])[0] == delivery
 
 
 def test_a_plan_is_made_anew_when_that_changes() -> None:

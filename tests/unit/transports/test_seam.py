@@ -30,7 +30,7 @@ def _literals(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _updates_from_outside(path: Path) -> bool:
-    return path.relative_to(SRC).parts[0] == "external" or "weightsync.external" in path.read_text()
+    return path.relative_to(SRC).parts[0] in ("external", "rollouts") or "weightsync.external" in path.read_text()
 
 
 def test_no_transport_is_named_outside_the_transports() -> None:

@@ -5,25 +5,17 @@ There is no file, so nothing to leave behind and no directory whose permissions 
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
-import struct
 from collections.abc import Callable
 
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, DeadlineExceeded, PeerLost, ProtocolError
 from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.handshake import ID_BYTES, check_key, greet_owner
-from weightsync.transports.net.listener import Listener
+from weightsync.transports.net.listener import Listener, same_user
 
-__all__ = ["connect_local", "listen_local", "same_user"]
-
-
-def same_user(sock: socket.socket) -> bool:
-    """Whether the process at the other end runs as this one's user."""
-    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return bool(user == os.getuid())
+__all__ = ["connect_local", "listen_local"]
 
 
 def listen_local(prefix: str, name: str, key: bytes, serve: Callable[[Channel], None]) -> tuple[Listener, str]:

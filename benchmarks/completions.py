@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 
 import httpx
 import msgspec
 
+from weightsync.bench.peer import Peer, serve
 from weightsync.config import Address, ClientSettings, Secret, ServerSettings
-from weightsync.errors import DeadlineExceeded, PeerLost
+from weightsync.errors import ConfigurationError, DeadlineExceeded
 from weightsync.rollouts.mail import CompletionReceiver, CompletionSender
 from weightsync.server.server import BackgroundServer
 
@@ -88,25 +88,18 @@ async def _measure(settings: ClientSettings) -> CompletionCase:
 
 def completion_push_case() -> CompletionCase:
     """Measure with the coordinator in a process of its own; the sender and the trainer share one event loop, and one clock."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.completions"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            line = process.stdout.readline() if process.stdout is not None else ""
-            url, _, token = line.strip().partition(" ")
-            if not token:
-                raise PeerLost("the coordinator of the benchmark did not start")
-            return asyncio.run(_measure(ClientSettings(coordinator=Address.parse(url), token=Secret(token))))
-        finally:
-            if process.stdin is not None:
-                process.stdin.close()
-            process.wait(_START_SECONDS)
+    with Peer("benchmarks.completions", {"role": "coordinator", "rank": 0}) as coordinator:
+        url, token = coordinator.hear(_START_SECONDS)
+        return asyncio.run(_measure(ClientSettings(coordinator=Address.parse(url), token=Secret(token))))
+
+
+def _no_command(name: str) -> Callable[..., object]:
+    raise ConfigurationError(f"the coordinator of the benchmark knows no command {name!r}")
 
 
 def _serve() -> None:
     with BackgroundServer(ServerSettings(port=0)) as server:
-        print(server.url, server.token, flush=True)
-        sys.stdin.read()  # ends with whoever started this
+        serve(_no_command, hello=(server.url, server.token))
 
 
 if __name__ == "__main__":

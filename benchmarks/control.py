@@ -161,7 +161,7 @@ def _joined(rounds: int) -> ControlCase:
         for attempt in range(rounds):
             name = f"late-{attempt}"
             with fleet.client() as client, client.events() as events:
-                fleet.peers[0].tell(join=name)
+                fleet.peers[0].tell(do="join", name=name)
                 deadline = Deadline(30.0)
                 paused: dict[str, float] = {}
                 for event in events:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import torch
 
+from weightsync.bench.peer import serve
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.agent import Engine
 from weightsync.model import Manifest, TensorSpec
@@ -45,10 +46,7 @@ def main() -> None:
 
         for index in range(config["count"]):
             join(f"{config['role']}-{config['rank']}-{index}")
-        print(json.dumps({"ready": True}), flush=True)
-        for line in sys.stdin:
-            join(json.loads(line)["join"])
-            print(json.dumps({"answer": None}), flush=True)
+        serve({"join": join}.__getitem__)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import msgspec
 import torch
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from weightsync.bench.gpu_job import manifest_for
-from weightsync.bench.peer import Peer
+from weightsync.bench.peer import Peer, together
 from weightsync.bench.report import gpu_machine, print_json
 from weightsync.errors import ConfigurationError, RoundFailed
 from weightsync.transports.broadcast.packed_broadcast import DEFAULT_BUFFER, PROGRAMS
@@ -70,20 +69,6 @@ def variants_of(buffer_bytes: int = DEFAULT_BUFFER, buffers: int = 2, sweep: boo
     return found
 
 
-def _together(peers: Sequence[Peer], commands: Sequence[dict[str, Any]]) -> list[Any]:
-    for peer, command in zip(peers, commands, strict=True):
-        peer.tell(**command)
-    return _heard(peers)
-
-
-def _heard(peers: Sequence[Peer]) -> list[Any]:
-    answers = [peer.hear(_SECONDS) for peer in peers]
-    for peer, answer in zip(peers, answers, strict=True):
-        if "error" in answer:
-            raise RoundFailed(f"{peer.name}: {answer['error']}")
-    return [answer["answer"] for answer in answers]
-
-
 def run_broadcast(
     model: str, readers: int, variants: Sequence[Variant], rounds: int, note: Callable[[str], None]
 ) -> list[BroadcastCase]:
@@ -98,26 +83,23 @@ def run_broadcast(
         peers = [
             owned.enter_context(Peer("benchmarks.gpu_broadcast_rank", settings | {"rank": rank})) for rank in range(readers + 1)
         ]
-        _heard(peers)
-
-        def all_of(**command: object) -> list[Any]:
-            return _together(peers, [command] * len(peers))
-
+        for peer in peers:
+            peer.hear(_SECONDS)
         for name in ("plain", "priority"):
-            (port,) = _together(peers[:1], [{"do": "open", "name": name}])
-            all_of(do="join", name=name, port=port, priority=name == "priority")
+            port = peers[0].ask(_SECONDS, do="open", name=name)
+            together(peers, _SECONDS, do="join", name=name, port=port, priority=name == "priority")
         for number, variant in enumerate(variants):
             group = "priority" if variant.priority else "plain"
-            all_of(do="change", seed=number)
+            together(peers, _SECONDS, do="change", seed=number)
             made = [{"seconds": 0.0, "bytes": 0}]
             if variant.kind == "packed":
-                made = all_of(
-                    do="prepare", group=group, buffer_bytes=variant.buffer_bytes, num_buffers=variant.num_buffers,
+                made = together(
+                    peers, _SECONDS, do="prepare", group=group, buffer_bytes=variant.buffer_bytes, num_buffers=variant.num_buffers,
                     programs=variant.programs,
                 )  # fmt: skip
-            times = all_of(do="measure", kind=variant.kind, group=group, rounds=rounds)
+            times = together(peers, _SECONDS, do="measure", kind=variant.kind, group=group, rounds=rounds)
             each = [1000 * (max(one[turn][1] for one in times) - min(one[turn][0] for one in times)) for turn in range(rounds)]
-            if variant.kind != "flat" and len(set(all_of(do="digest"))) != 1:
+            if variant.kind != "flat" and len(set(together(peers, _SECONDS, do="digest"))) != 1:
                 raise RoundFailed(f"{variant}: the readers hold other bytes than the sender")
             ms = statistics.median(each)
             cases.append(

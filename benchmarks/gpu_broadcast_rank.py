@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 from weightsync.bench.gpu_job import manifest_for
+from weightsync.bench.peer import serve
 from weightsync.deadline import Deadline
-from weightsync.errors import ConfigurationError, WeightSyncError
+from weightsync.errors import ConfigurationError
 from weightsync.tensors.copy_table import TILE_BYTES, Tiles
 from weightsync.tensors.device_memory import DeviceDigest, layout_by_shard
 from weightsync.tensors.shards import shard
@@ -159,14 +160,7 @@ def main() -> None:
     """Answer until standard input ends."""
     config = json.loads(sys.argv[1])
     rank = _Rank(config["model"], config["rank"], config["size"])
-    print(json.dumps({"answer": "ready"}), flush=True)
-    for line in sys.stdin:
-        command = json.loads(line)
-        try:
-            answer = {"answer": getattr(rank, command.pop("do"))(**command)}
-        except (WeightSyncError, RuntimeError, OSError) as error:
-            answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
-        print(json.dumps(answer), flush=True)
+    serve(lambda name: getattr(rank, name))
     os._exit(0)  # without waiting for the device, of which peers may be gone
 
 

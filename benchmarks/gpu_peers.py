@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-# ruff: noqa: ANN001, ANN002, ANN201, ANN202, ANN204
+# ruff: noqa: ANN001, ANN003, ANN201, ANN202, ANN204
 """Measures direct transfers between processes on several GPUs: ``python -m benchmarks.gpu_peers OUT SECONDS [CASE ...]``.
 
 A process a rank, all regions through CudaRegion, CudaIpcPublisher and CudaIpcReader; every rank's clock is the machine's monotonic
@@ -13,18 +13,20 @@ import ctypes
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from weightsync.bench.peer import Peer, serve, together
 from weightsync.bench.shapes import qwen3_8b, qwen3_30b_a3b
 from weightsync.bench.sharding import fsdp, tensor_parallel
 from weightsync.deadline import Deadline
+from weightsync.errors import WeightSyncError
 from weightsync.model import Layout, Manifest
 from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
 from weightsync.planning.split import split_rows
@@ -230,7 +232,7 @@ class Engine:
         return {"begun": begun, "moved": moved, "verified": verified}
 
     def kernel(self, setting, at):
-        copy = self._copy(setting)
+        copy = self._copy(tuple(setting))
         copy.launch()
         _wait_until(at)
         return {"ms": _events_ms(copy.launch)}
@@ -240,93 +242,71 @@ class Engine:
         return {"ms": _events_ms(self.digest.launch)}
 
 
-def serve():
-    """One rank: commands from standard input, answers to standard output."""
-    me = None
-    for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        try:
-            if name in ("trainer", "engine"):
-                me = {"trainer": Trainer, "engine": Engine}[name](*arguments)
-                answer = me.hello()
-            else:
-                answer = getattr(me, name)(*(tuple(one) if isinstance(one, list) else one for one in arguments))
-        except Exception as error:  # noqa: BLE001 - reported to whoever asked
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
+def serve_rank(role):
+    """One rank: made by its first command, which answers the others from then on."""
+    made = []
+
+    def make(**settings):
+        made.append({"trainer": Trainer, "engine": Engine}[role](**settings))
+        return made[0].hello()
+
+    serve(lambda name: make if name == "make" else getattr(made[0], name))
 
 
-class Ranks:
-    """Processes that are told the same thing at once."""
+def ranks_of(role, job, isolated, owned):
+    """A process a rank, with all GPUs in sight or its own alone, and the command that makes it."""
+    devices = job["on" if role == "trainer" else "to"]
+    peers = []
+    for rank, device in enumerate(devices):
+        environment = {"PYTHONWARNINGS": "ignore"} | ({"CUDA_VISIBLE_DEVICES": str(device)} if isolated else {})
+        peers.append(owned.enter_context(Peer("benchmarks.gpu_peers", {"role": role, "rank": rank}, environment)))
+    for peer in peers:
+        peer.hear()
+    return peers, [{"do": "make", "job": job, "rank": rank, "device": 0 if isolated else one} for rank, one in enumerate(devices)]
 
-    def __init__(self, devices, isolated):
-        environment = [{**os.environ, **({"CUDA_VISIBLE_DEVICES": str(device)} if isolated else {})} for device in devices]
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu_peers"]
-        self.processes = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) for env in environment
-        ]
 
-    def tell(self, *messages):
-        for process, message in zip(self.processes, messages, strict=True):
-            process.stdin.write(json.dumps(message) + "\n")
-            process.stdin.flush()
-        answers = [json.loads(process.stdout.readline() or '{"error": "died"}') for process in self.processes]
-        errors = [answer["error"] for answer in answers if "error" in answer]
-        if errors:
-            raise RuntimeError("; ".join(errors))
-        return answers
-
-    def end(self):
-        for process in self.processes:
-            process.stdin.close()
-        for process in self.processes:
-            try:
-                process.wait(15)
-            except subprocess.TimeoutExpired:
-                process.kill()
+def each(peers, commands):
+    """Give each peer a command of its own, all at once; their answers."""
+    for peer, command in zip(peers, commands, strict=True):
+        peer.tell(**command)
+    return [peer.hear() for peer in peers]
 
 
 def run(name, job, folder):
     isolated = job.get("isolated", False)
-    trainers, engines = Ranks(job["on"], isolated), Ranks(job["to"], isolated)
     result: dict[str, Any] = {"job": job}
     try:
-        started = time.perf_counter()
-        held = trainers.tell(*(["trainer", job, rank, 0 if isolated else device] for rank, device in enumerate(job["on"])))
-        addresses = [one["address"] for one in held]
-        result["setup"] = engines.tell(
-            *(["engine", job, rank, 0 if isolated else device, addresses] for rank, device in enumerate(job["to"]))
-        )
-        result["start_seconds"] = time.perf_counter() - started
-        result["export"] = [{key: value for key, value in one.items() if key != "address"} for one in held]
-        result["floor"] = engines.tell(*(["floor"] for _ in job["to"]))[0] if len(job["to"]) == 1 else _one_at_a_time(engines)
-        result["rounds"] = []
-        for version in range(job.get("rounds", 5)):
-            paths = [[str(folder / f"{side}{rank}.npy") for rank in range(len(job[side]))] for side in ("on", "to")]
-            placed = trainers.tell(*(["place", version, path] for path in paths[0]))
-            at = time.monotonic() + 0.25
-            ended = engines.tell(*(["round", version, at, path] for path in paths[1]))
-            published, installed = (sum(np.load(path) for path in side) for side in paths)
-            if not np.array_equal(published, installed):
-                raise RuntimeError(f"{int((published != installed).sum())} tensors arrived wrong in version {version}")
-            worst = {key: max(one[key] for one in ended) for key in ended[0]}
-            result["rounds"].append(worst | {"publish_digest": max(one["digest_seconds"] for one in placed)})
-        result["kernel_ms"] = {}
-        for setting in _SETTINGS:
-            times = [
-                max(one["ms"] for one in engines.tell(*(["kernel", setting, time.monotonic() + 0.3] for _ in job["to"])))
-                for _ in range(3)
-            ]
-            result["kernel_ms"][str(setting)] = min(times)
-        times = [
-            max(one["ms"] for one in engines.tell(*(["digest_ms", time.monotonic() + 0.1] for _ in job["to"]))) for _ in range(3)
-        ]
-        result["digest_ms"] = min(times)
-    except (RuntimeError, OSError, json.JSONDecodeError) as error:
+        with ExitStack() as owned:
+            started = time.perf_counter()
+            trainers, commands = ranks_of("trainer", job, isolated, owned)
+            held = each(trainers, commands)
+            engines, commands = ranks_of("engine", job, isolated, owned)
+            addresses = [one["address"] for one in held]
+            result["setup"] = each(engines, [one | {"addresses": addresses} for one in commands])
+            result["start_seconds"] = time.perf_counter() - started
+            result["export"] = [{key: value for key, value in one.items() if key != "address"} for one in held]
+            result["floor"] = engines[0].ask(do="floor")  # while the others rest
+            result["rounds"] = []
+            for version in range(job.get("rounds", 5)):
+                paths = [[str(folder / f"{side}{rank}.npy") for rank in range(len(job[side]))] for side in ("on", "to")]
+                placed = each(trainers, [{"do": "place", "version": version, "path": path} for path in paths[0]])
+                at = time.monotonic() + 0.25
+                ended = each(engines, [{"do": "round", "version": version, "at": at, "path": path} for path in paths[1]])
+                published, installed = (sum(np.load(path) for path in side) for side in paths)
+                if not np.array_equal(published, installed):
+                    raise RuntimeError(f"{int((published != installed).sum())} tensors arrived wrong in version {version}")
+                worst = {key: max(one[key] for one in ended) for key in ended[0]}
+                result["rounds"].append(worst | {"publish_digest": max(one["digest_seconds"] for one in placed)})
+
+            def slowest(ahead, **command):
+                return min(
+                    max(one["ms"] for one in together(engines, at=time.monotonic() + ahead, **command)) for _ in range(3)
+                )  # fmt: skip
+
+            result["kernel_ms"] = {str(setting): slowest(0.3, do="kernel", setting=setting) for setting in _SETTINGS}
+            result["digest_ms"] = slowest(0.1, do="digest_ms")
+    except (WeightSyncError, RuntimeError, OSError, json.JSONDecodeError) as error:
         result["error"] = str(error)
-    finally:
-        engines.end()
-        trainers.end()
     rounds = result.get("rounds", [])
     summary = {
         key: round(1000 * statistics.median(one[key] for one in rounds[1:] or rounds), 2) for key in (rounds[0] if rounds else ())
@@ -359,14 +339,6 @@ def run(name, job, folder):
     print("  floor", [[round(one["kernel_GBps"]), round(one["driver_GBps"])] for one in list(result.get("floor", {}).values())[:8]])
     print("  error", result.get("error"), flush=True)
     return result
-
-
-def _one_at_a_time(engines):
-    """The floor that rank 0 sees while the others rest."""
-    process = engines.processes[0]
-    process.stdin.write('["floor"]\n')
-    process.stdin.flush()
-    return json.loads(process.stdout.readline())
 
 
 def cases(count):
@@ -417,7 +389,7 @@ def main():
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main()
+    if sys.argv[1].startswith("{"):
+        serve_rank(json.loads(sys.argv[1])["role"])
     else:
-        serve()
+        main()

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-# ruff: noqa: ANN001, ANN003, ANN201, ANN202
+# ruff: noqa: ANN001, ANN201
 """Direct delivery into a real vLLM by its plugin: ``python -m benchmarks.gpu_vllm tiny|MODEL [ROUNDS [RANKS [TRANSPORT]]]``.
 
 ``tiny``: a small random Qwen3 checkpoint, graphs captured, updates; prints one line of JSON that ``test_vllm_direct.py`` looks at.
@@ -176,7 +176,7 @@ def check_tiny(ranks, transport):
 
 def measure(name, rounds, ranks, transport):
     from weightsync.bench.gpu_job import manifest_for
-    from weightsync.bench.peer import Peer
+    from weightsync.bench.peer import Peer, together
     from weightsync.config import ServerSettings
     from weightsync.server.server import BackgroundServer
 
@@ -192,24 +192,17 @@ def measure(name, rounds, ranks, transport):
                 for rank in range(ranks)
             ]
 
-            def all_of(**command):
-                for one in trainers:
-                    one.tell(**command)
-                return [one.hear(120) for one in trainers]
-
             before = tokens(llm, attached)[1]
             print([one.hear(120) for one in trainers])
-            all_of(do="join", url=server.url, token=server.token)
+            together(trainers, do="join", url=server.url, token=server.token)
             for version in range(rounds):
-                all_of(do="change", version=version)
-                told = all_of(do="publish", version=version)[0]
-                if "error" in told:
-                    raise RuntimeError(told["error"])
-                (replica,) = told["answer"]["result"]["replicas"]
+                together(trainers, do="change", version=version)
+                told = together(trainers, do="publish", version=version)[0]
+                (replica,) = told["result"]["replicas"]
                 print(json.dumps({
                     **{name: replica[name] for name in ("version", "transports", "delivery", "verified")},
                     "paused_ms": round(1000 * replica["paused_seconds"], 2),
-                    "publish_ms": round(1000 * (told["answer"]["ended"] - told["answer"]["begun"]), 2),
+                    "publish_ms": round(1000 * (told["ended"] - told["begun"]), 2),
                     "phases_ms": {name: round(1000 * value, 2) for name, value in replica["phases"].items()},
                     "parts_ms": {name: round(1000 * value, 2) for name, value in replica["parts"].items()},
                 }), flush=True)  # fmt: skip

@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVERS = ["tests.integration.disaggregated_server", "tests.contract.engines.conformance_server"]
+SERVERS = ["tests.integration.disaggregated_server", "tests.contract.external.conformance_server"]
 _SECONDS = 60.0
 _ways: list[socket.socket] = []
 

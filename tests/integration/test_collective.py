@@ -66,7 +66,7 @@ def test_two_fsdp_ranks_stream_two_versions_to_two_replicas_bit_for_bit(tmp_path
                 peer.ask(do="change", seed=version)
             for peer in trainers:
                 peer.tell(do="publish", number=version)
-            result, _ = (peer.hear(50)["answer"]["result"] for peer in trainers)
+            result, _ = (peer.hear(50)["result"] for peer in trainers)
             assert [(one["version"], one["transports"], one["delivery"], one["verified"]) for one in result["replicas"]] == [
                 (version, ["collective"], "streamed", "installed")
             ] * 2

@@ -21,7 +21,7 @@ from weightsync.deadline import Deadline
 from weightsync.external.checkpoint_files import INDEX
 from weightsync.transports.broadcast.process_groups import Rendezvous, init_custom_process_group
 
-CONFORMANCE = "tests.contract.engines.conformance_server"
+CONFORMANCE = "tests.contract.external.conformance_server"
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

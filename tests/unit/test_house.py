@@ -364,6 +364,12 @@ def test_file_is_short_enough_to_read_in_a_sitting(path: Path) -> None:
     assert lines <= most, f"{_where(path)} has {lines} lines; split it by idea"
 
 
+@pytest.mark.parametrize("kind", ["unit", "contract"])
+def test_folders_of_tests_are_those_of_the_source(kind: str) -> None:
+    source = {path.name for path in SOURCE.iterdir() if path.is_dir()} | {"benchmarks", "examples"}
+    assert {path.parent.name for path in (ROOT / "tests" / kind).glob("*/*.py")} <= source
+
+
 def _error_classes() -> list[type[errors.WeightSyncError]]:
     found = [c for c in vars(errors).values() if inspect.isclass(c) and issubclass(c, errors.WeightSyncError)]
     assert len(found) > 10

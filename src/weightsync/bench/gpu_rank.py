@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from weightsync.bench.gpu_job import Job, manifest_for
+from weightsync.bench.peer import serve
 from weightsync.bench.sharding import fsdp, tensor_parallel
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.agent import Engine
@@ -171,14 +172,7 @@ def main() -> None:
     job = msgspec.convert(config["job"], Job)
     kind: Callable[[Job, int], Any] = _TrainerRank if config["role"] == "trainer" else _EngineRank
     rank = kind(job, config["rank"])
-    print(json.dumps({"answer": "ready"}), flush=True)
-    for line in sys.stdin:
-        command = json.loads(line)
-        try:
-            answer = {"answer": getattr(rank, command.pop("do"))(**command)}
-        except (WeightSyncError, RuntimeError, OSError) as error:
-            answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
-        print(json.dumps(answer), flush=True)
+    serve(lambda name: getattr(rank, name))
     os._exit(0)  # without waiting for the device, of which peers may be gone
 
 

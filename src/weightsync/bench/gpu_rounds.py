@@ -9,12 +9,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import msgspec
 
 from weightsync.bench.gpu_job import Job, manifest_for
-from weightsync.bench.peer import Peer
+from weightsync.bench.peer import Peer, together
 from weightsync.config import ServerSettings
 from weightsync.errors import RoundFailed
 from weightsync.server.server import BackgroundServer
@@ -78,25 +77,11 @@ def measured_rates(devices: Sequence[int]) -> Rates:
     return found
 
 
-def _heard(peers: Sequence[Peer]) -> list[Any]:
-    answers = [peer.hear(_SECONDS) for peer in peers]
-    for peer, answer in zip(peers, answers, strict=True):
-        if "error" in answer:
-            raise RoundFailed(f"{peer.name}: {answer['error']}")
-    return [answer["answer"] for answer in answers]
-
-
-def _together(peers: Sequence[Peer], **command: object) -> list[Any]:
-    for peer in peers:
-        peer.tell(**command)
-    return _heard(peers)
-
-
 def _round(job: Job, trainers: Sequence[Peer], engines: Sequence[Peer], version: int) -> dict[str, float]:
     """One publication, in milliseconds."""
-    _together(trainers, do="change", version=version)
-    told = _together(trainers, do="publish", version=version)
-    ended = _together(engines, do="last")
+    together(trainers, _SECONDS, do="change", version=version)
+    told = together(trainers, _SECONDS, do="publish", version=version)
+    ended = together(engines, _SECONDS, do="last")
     result = told[0]["result"]
     (replica,) = result["replicas"]
     other = any(one["serving"] != version for one in ended) or replica["transports"] != [job.transport]
@@ -141,19 +126,22 @@ def run_gpu_case(job: Job, rates: Rates, rounds: int, note: Callable[[str], None
             return made
 
         engines, trainers = start("engine", len(job.to)), start("trainer", len(job.on))
-        _heard(trainers), _heard(engines)
-        before = _together(trainers, do="memory"), _together(engines, do="memory")
-        joined = _together(trainers, do="join", url=server.url, token=server.token)
+        for peer in (*trainers, *engines):
+            peer.hear(_SECONDS)
+        before = together(trainers, _SECONDS, do="memory"), together(engines, _SECONDS, do="memory")
+        joined = together(trainers, _SECONDS, do="join", url=server.url, token=server.token)
         if not all(one["live"] for one in joined):
             raise RoundFailed("a trainer rank does not publish its GPU memory in place")
         setup = {"join_trainer": max(one["seconds"] for one in joined)}
-        setup["join_engine"] = max(one["seconds"] for one in _together(engines, do="join", url=server.url, token=server.token))
-        _together(trainers, do="train", seconds=_TRAINING_SECONDS)
+        setup["join_engine"] = max(
+            one["seconds"] for one in together(engines, _SECONDS, do="join", url=server.url, token=server.token)
+        )
+        together(trainers, _SECONDS, do="train", seconds=_TRAINING_SECONDS)
         measured: list[dict[str, float]] = []
         for version in range(rounds + 1):
             measured.append(_round(job, trainers, engines, version))
             note(f"{job.name}: round {version}: {measured[-1]['pause_to_resume']:.1f} ms from pause to resume")
-        after = _together(trainers, do="memory"), _together(engines, do="memory")
+        after = together(trainers, _SECONDS, do="memory"), together(engines, _SECONDS, do="memory")
     return GpuCase(
         name=job.name, job=job, bytes=nbytes, bytes_from_peers=from_peers, floor_ms=1000 * floor, rates=rates, setup_seconds=setup,
         first=measured[0], steady={name: statistics.median(one[name] for one in measured[1:]) for name in measured[0]},

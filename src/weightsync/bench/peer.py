@@ -1,4 +1,7 @@
-"""One process of a benchmark: started by the parent, told what to do by lines of JSON, measured from inside."""
+"""Processes that do what they are told: started by a parent, given commands as lines of JSON, measured from inside.
+
+:class:`Peer` is the parent's side of such a process, :func:`serve` the process's own.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,21 @@ import selectors
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from weightsync.deadline import Deadline
-from weightsync.errors import PeerLost
+from weightsync.errors import PeerLost, RoundFailed, WeightSyncError
 
-__all__ = ["Peer", "tensor_shapes"]
+__all__ = ["Peer", "serve", "tensor_shapes", "together"]
 
 
 class Peer:
-    """A child process that answers each line of JSON on its standard input by one on its standard output.
+    """A child process that runs ``python -m module CONFIG`` and answers commands: :func:`serve`.
 
-    ``tell`` sends, ``hear`` waits for the answer; several peers work at the same time between the two. Leaving the context ends
-    the process, by force if need be.
+    ``tell`` sends a command, ``hear`` waits for the answer; several peers work at the same time between the two. Leaving the
+    context ends the process, by force if need be. ``hear`` before the first command waits until the process serves.
     """
 
     def __init__(self, module: str, config: dict[str, Any], env: dict[str, str] | None = None) -> None:
@@ -47,17 +51,24 @@ class Peer:
         self.close()
 
     def tell(self, **command: object) -> None:
-        """Send one command. Raises :class:`~weightsync.errors.PeerLost` if the process has ended."""
+        """Send one command: the name of what to ``do``, and its arguments.
+
+        Raises :class:`~weightsync.errors.PeerLost` if the process has ended.
+        """
         if self._process.stdin is None:
             raise PeerLost(f"{self.name} has no standard input")
         try:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
             self._process.stdin.flush()
         except OSError as error:
-            raise PeerLost(f"benchmark process {self.name} ended: {error}") from None
+            raise PeerLost(f"process {self.name} ended: {error}") from None
 
-    def hear(self, timeout: float = 120.0) -> dict[str, Any]:
-        """The next answer. Raises :class:`~weightsync.errors.PeerLost` or :class:`~weightsync.errors.DeadlineExceeded`."""
+    def hear(self, timeout: float = 120.0) -> Any:  # noqa: ANN401 - what the command returns
+        """Return the next answer.
+
+        Raises :class:`~weightsync.errors.RoundFailed` if the command failed there, :class:`~weightsync.errors.PeerLost` if the
+        process ended and :class:`~weightsync.errors.DeadlineExceeded` if it is silent.
+        """
         deadline = Deadline(timeout)
         if self._process.stdout is None:
             raise PeerLost(f"{self.name} has no standard output")
@@ -65,17 +76,19 @@ class Peer:
         with selectors.DefaultSelector() as selector:
             selector.register(descriptor, selectors.EVENT_READ)
             while b"\n" not in self._buffer:
-                if not selector.select(deadline.remaining(f"waiting for benchmark process {self.name}")):
+                if not selector.select(deadline.remaining(f"waiting for process {self.name}")):
                     continue
                 chunk = os.read(descriptor, 1 << 16)
                 if not chunk:
-                    raise PeerLost(f"benchmark process {self.name} ended with status {self._process.wait(5)}")
+                    raise PeerLost(f"process {self.name} ended with status {self._process.wait(5)}")
                 self._buffer += chunk
         line, self._buffer = self._buffer.split(b"\n", 1)
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RoundFailed(f"{self.name}: {answer['error']}")
+        return answer["answer"]
 
-    def ask(self, timeout: float = 120.0, **command: object) -> dict[str, Any]:
+    def ask(self, timeout: float = 120.0, **command: object) -> Any:  # noqa: ANN401
         """:meth:`tell`, then :meth:`hear`."""
         self.tell(**command)
         return self.hear(timeout)
@@ -90,6 +103,25 @@ class Peer:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(5)
+
+
+def together(peers: Sequence[Peer], timeout: float = 120.0, **command: object) -> list[Any]:
+    """Give one command to all ``peers`` at once and return their answers."""
+    for peer in peers:
+        peer.tell(**command)
+    return [peer.hear(timeout) for peer in peers]
+
+
+def serve(command_named: Callable[[str], Callable[..., object]], hello: object = None) -> None:
+    """Answer ``hello``, then the parent's commands, until it closes its end. Standard output is the answers' alone."""
+    print(json.dumps({"answer": hello}), flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = {"answer": command_named(command.pop("do"))(**command)}
+        except (WeightSyncError, RuntimeError, OSError) as error:
+            answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
+        print(json.dumps(answer), flush=True)
 
 
 def tensor_shapes(size: int, tensors: int) -> list[tuple[str, tuple[int, int]]]:

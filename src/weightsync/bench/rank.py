@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
-from weightsync.bench.peer import tensor_shapes
+from weightsync.bench.peer import serve, tensor_shapes
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.agent import Engine
 from weightsync.model import Manifest, PauseMode, TensorSpec
@@ -239,11 +239,7 @@ def main() -> None:
     if isinstance(rank, _TrainerRank):
         commands |= {"change": rank.change, "publish": rank.publish}
     try:
-        print(json.dumps({"ready": True}), flush=True)
-        for line in sys.stdin:
-            command = json.loads(line)
-            answer = commands[command.pop("do")](**command)
-            print(json.dumps({"answer": answer}), flush=True)
+        serve(commands.__getitem__)
     finally:
         rank.close()
 

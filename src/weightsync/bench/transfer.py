@@ -25,7 +25,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from weightsync.bench.compute import Case
-from weightsync.bench.peer import Peer
+from weightsync.bench.peer import Peer, together
 from weightsync.config import ServerSettings
 from weightsync.errors import RoundFailed
 from weightsync.server.server import BackgroundServer
@@ -51,16 +51,10 @@ def _free_port() -> int:
         return port
 
 
-def _together(peers: Sequence[Peer], **command: object) -> list[Any]:
-    for peer in peers:
-        peer.tell(**command)
-    return [peer.hear()["answer"] for peer in peers]
-
-
 def _copy_floor(trainers: Sequence[Peer], engines: Sequence[Peer], streamed: bool) -> tuple[float, float]:
     """Seconds of the whole floor, and of the part that must happen while the engine does not serve."""
-    place = max(_together(trainers, do="copy"))
-    take = max(_together(engines, do="copy"))
+    place = max(together(trainers, do="copy"))
+    take = max(together(engines, do="copy"))
     # Streamed: each engine rank takes the whole model (as many times its own part as there are ranks), then loads its part.
     paused = take * (len(engines) + 1 if streamed else 1)
     return place + paused, paused
@@ -70,18 +64,18 @@ def _socket_floor(trainers: Sequence[Peer], engines: Sequence[Peer], streamed: b
     total = 0.0
     for shift in range(len(engines) if streamed else 1):  # streamed: every engine rank gets every trainer rank's bytes
         turned = [engines[(index + shift) % len(engines)] for index in range(len(engines))]
-        ports = [engine.ask(do="listen")["answer"] for engine in turned]
+        ports = [engine.ask(do="listen") for engine in turned]
         for engine in turned:
             engine.tell(do="receive")
         for trainer, port in zip(trainers, ports, strict=True):
             trainer.tell(do="send", port=port)
-        sent = [trainer.hear()["answer"] for trainer in trainers]
-        total += max([*sent, *(engine.hear()["answer"] for engine in turned)])
+        sent = [trainer.hear() for trainer in trainers]
+        total += max([*sent, *(engine.hear() for engine in turned)])
     return total, total
 
 
 def _encrypted_floor(trainers: Sequence[Peer], engines: Sequence[Peer], streamed: bool) -> tuple[float, float]:
-    total = _socket_floor(trainers, engines, streamed)[0] + max(_together(trainers, do="seal")) + max(_together(engines, do="open"))
+    total = _socket_floor(trainers, engines, streamed)[0] + max(together(trainers, do="seal")) + max(together(engines, do="open"))
     return total, total
 
 
@@ -171,17 +165,17 @@ def _rounds(
     trainers: Sequence[Peer], engines: Sequence[Peer], rounds: int, streamed: bool, floor: _Floor, note: Callable[[str], None]
 ) -> Iterator[_Round]:
     for number in range(rounds + 1):
-        _together(trainers, do="change", seed=number * 7919)
-        before = _together(engines, do="processor")
+        together(trainers, do="change", seed=number * 7919)
+        before = together(engines, do="processor")
         floor_whole, floor_paused = floor(trainers, engines, streamed)
-        between = _together(engines, do="processor")
-        answers = _together(trainers, do="publish", number=number)
+        between = together(engines, do="processor")
+        answers = together(trainers, do="publish", number=number)
         result = answers[0]["result"]
         if not result["ok"]:
             raise RoundFailed(
                 f"a benchmark round failed: {result['error']}; {[replica['error'] for replica in result['replicas']]}"
             )
-        after = _together(engines, do="processor")
+        after = together(engines, do="processor")
         seconds = max(answer["seconds"] for answer in answers)
         paused = result["replicas"][0]["paused_seconds"]
         label = "set-up" if number == 0 else f"round {number}"

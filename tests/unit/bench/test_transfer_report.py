@@ -24,8 +24,8 @@ class Rank:
     def tell(self, do: str, **_: object) -> None:
         self._next = [self._answers[do].pop(0) if self._answers.get(do) else 0.1]
 
-    def hear(self) -> dict[str, Any]:
-        return {"answer": self._next[0]}
+    def hear(self, timeout: float = 0.0) -> Any:
+        return self._next[0]
 
 
 def _result(paused: float) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def test_the_floor_of_encryption_holds_sockets_and_both_ends() -> None:
     trainer, engine = Rank({"seal": [0.3], "send": [0.5]}), Rank({"open": [0.2], "receive": [0.6]})
     trainers: Any = [trainer]
     engines: Any = [engine]
-    engine.ask = lambda **_: {"answer": 1}  # type: ignore[attr-defined]
+    engine.ask = lambda **_: 1  # type: ignore[attr-defined]
     whole, paused = transfer._encrypted_floor(trainers, engines, False)
     assert whole == paused == pytest.approx(0.6 + 0.3 + 0.2)
     floor = _Floor([torch.zeros(300_000, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)])

@@ -53,7 +53,7 @@ def gloo() -> None:
 
 
 def _program(engine: str) -> str:
-    return "tests.integration.disaggregated_server" if engine == "weightsync" else "tests.contract.engines.conformance_server"
+    return "tests.integration.disaggregated_server" if engine == "weightsync" else "tests.contract.external.conformance_server"
 
 
 @pytest.fixture(scope="module", params=sorted(CLIENTS))

@@ -88,7 +88,7 @@ class Noting(InProcess):
     def reaches(self, offer: Offer, here: Host) -> bool:
         return True
 
-    def open(self, offer: Offer, key: bytes, deadline: Deadline) -> Reader:
+    def open(self, offer: Offer, key: bytes, deadline: Deadline) -> Reader:  # type: ignore[override]
         self.opened += 1
         self.opening()
         return NotingReader(super().open(offer, key, deadline), "ab"[self.opened - 1], self.notes)
@@ -138,7 +138,7 @@ def test_all_sources_are_asked_before_the_first_is_waited_for(digests: str) -> N
     with ExitStack() as owned:
         two = Two(Noting(digests=digests), owned)
         two.engine.handle(Prepare(two.plan), SECONDS)
-        assert isinstance(two.engine._route, HostDirect)
+        assert isinstance(two.engine._filler, HostDirect)
         moved = two.move(1)
         how = "with" if digests == "inline" else "without"
         expected = [f"submit a {how} digests", f"submit b {how} digests", "wait a", "wait b", "end a", "end b"]
@@ -151,8 +151,8 @@ def test_streamed_in_host_memory(digests: str) -> None:
     with ExitStack() as owned:
         two = Two(Noting(digests=digests), owned, "streamed")
         two.engine.handle(Prepare(two.plan), SECONDS)
-        assert isinstance(two.engine._route, HostStreamed)
-        assert two.engine._route.staging_bytes > 0
+        assert isinstance(two.engine._filler, HostStreamed)
+        assert two.engine._filler.staging_bytes > 0
         two.adapter.loads_late = True  # so that nothing is read back
         moved = two.move(1)
         assert moved.verified == "received"
@@ -169,7 +169,7 @@ def test_an_abort_while_a_connection_is_made_ends_the_preparation() -> None:
         with pytest.raises(Aborted):
             two.engine.handle(Prepare(two.plan), SECONDS)
         assert two.transport.notes == ["close a"]
-        assert two.engine._route is None
+        assert two.engine._filler is None
 
 
 class Devices:
@@ -383,7 +383,7 @@ def test_on_a_device_only_readers_that_share_fate_take_turns(
         two.engine._device = CUDA  # which is in fact this host's memory
         monkeypatch.setattr(two.engine, "_look", lambda: (two.engine.layout, two.engine._addresses))
         two.engine.handle(Prepare(two.plan), SECONDS)
-        assert isinstance(two.engine._route, DeviceDirect)
+        assert isinstance(two.engine._filler, DeviceDirect)
         two.move(1)
         submits = [f"{what} {name}{' without digests' if what == 'submit' else ''}" for what in ("submit", "wait") for name in "ab"]
         turns = [f"{what} {name}" for name in "ab" for what in ("begin", "submit", "wait", "end")]

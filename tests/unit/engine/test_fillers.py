@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,13 +19,15 @@ from weightsync.coordinator.negotiation import agree_on
 from weightsync.coordinator.ranks import EngineRank, TrainerRank
 from weightsync.deadline import Deadline
 from weightsync.engine.fill import receive_ahead
+from weightsync.engine.fill.choose import filler_for
 from weightsync.engine.fill.device_direct import DeviceDirect
+from weightsync.engine.fill.device_streamed import DeviceStreamed
 from weightsync.engine.fill.host_direct import HostDirect
 from weightsync.engine.fill.host_streamed import HostStreamed
 from weightsync.engine.fill.launch_ahead import LaunchAhead
 from weightsync.engine.fill.receive_ahead import ReceiveAhead
 from weightsync.engine.session import EngineRole
-from weightsync.errors import Aborted, LoadError
+from weightsync.errors import Aborted, LoadError, PlanMismatch
 from weightsync.model import Manifest, TensorSpec
 from weightsync.planning.buckets import staging_layout
 from weightsync.protocol.messages import Delivery, Host, Move, Moved, Offer, Pause, Place, PlanSlice, Prepare
@@ -391,3 +394,29 @@ def test_on_a_device_only_readers_that_share_fate_take_turns(
             assert [note.removesuffix(" without digests") for note in two.transport.notes] == turns
         else:
             assert two.transport.notes == ["begin a", "begin b", *submits, "end a", "end b"]
+
+
+@pytest.mark.parametrize(("writes", "kind"), [(("host", "cuda"), DeviceStreamed), (("host",), HostStreamed)])
+def test_buckets_are_staged_on_the_device_if_every_source_reaches_it(writes: tuple[str, ...], kind: type[object]) -> None:
+    with ExitStack() as owned:
+        two = Two(Noting(writes=writes, digests="after"), owned, "streamed")
+        context = dataclasses.replace(two.engine._fill_context, staging_device=CUDA)
+        assert type(filler_for(context, two.plan, None, (), None)) is kind
+
+
+@pytest.mark.parametrize("read_back", [True, False])
+def test_streamed_on_a_device_by_readers_that_block(devices: Devices, monkeypatch: pytest.MonkeyPatch, read_back: bool) -> None:
+    monkeypatch.setattr("weightsync.engine.fill.device_streamed.DeviceDigest", FakeDigest)
+    monkeypatch.setattr("weightsync.engine.fill.streamed.Staging", lambda *given, device, buffers: Staging(*given, buffers=buffers))
+    with ExitStack() as owned:
+        two = Two(Noting(writes=("host", "cuda"), digests="after"), owned, "streamed")
+        two.engine._fill_context = dataclasses.replace(two.engine._fill_context, staging_device=CUDA)
+        two.adapter.loads_late = not read_back
+        two.engine.handle(Prepare(two.plan), SECONDS)
+        assert isinstance(two.engine._filler, DeviceStreamed)
+        moved = two.move(1)
+        assert moved.verified == ("installed" if read_back else "received")
+        if read_back:
+            two.adapter.loads_late = True  # as if the loader had replaced the parameters: nothing was digested on the way
+            with pytest.raises(PlanMismatch, match="other parameters than it had"):
+                two.move(2)

@@ -279,10 +279,10 @@ def test_streamed_through_gpu_memory(joined: Joined, source: Model, target: Mode
         assert (replica.version, replica.delivery, replica.transports) == (number, "streamed", ("cuda_ipc",))
         assert replica.verified == ("received" if own_loader else "installed")
         assert fingerprint(target) == fingerprint(source)
-    route = engine._role._route
-    assert isinstance(route, DeviceStreamed)
-    assert route.device == torch.device(far())
-    assert 0 < route.staging_bytes <= buffers * (6001 * 2048 * 2) + 2048
+    filler = engine._role._filler
+    assert isinstance(filler, DeviceStreamed)
+    assert filler.device == torch.device(far())
+    assert 0 < filler.staging_bytes <= buffers * (6001 * 2048 * 2) + 2048
     if isinstance(adapter, Loading):
         assert len(adapter.buckets) >= 9  # three rounds of several buckets
 

@@ -257,7 +257,7 @@ class EngineProcess(Agent):
         self.world.loop.call_later(0.0, self._free)
 
     def _free(self) -> None:
-        self.role._drop_route()
+        self.role._drop_filler()
 
 
 class _Placer:

@@ -157,12 +157,12 @@ class _EngineRank:
 
     def last(self) -> dict[str, Any]:
         """Times, version and memory of the round before."""
-        route, serving = self._engine._role._route, self._engine.serving
-        if route is None or serving is None:
+        filler, serving = self._engine._role._filler, self._engine.serving
+        if filler is None or serving is None:
             raise WeightSyncError("the round left nothing behind")
         return {
-            **self._adapter.times, "serving": serving.number, "bytes": route.nbytes, "staging_bytes": route.staging_bytes,
-            "table_bytes": route.table_bytes, "times": route.prepare_seconds,
+            **self._adapter.times, "serving": serving.number, "bytes": filler.nbytes, "staging_bytes": filler.staging_bytes,
+            "table_bytes": filler.table_bytes, "times": filler.prepare_seconds,
         }  # fmt: skip
 
 

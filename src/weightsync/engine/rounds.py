@@ -74,7 +74,7 @@ class ReceivedCall:
 class EngineRole:
     """Runs one engine rank through rounds, on behalf of the coordinator.
 
-    It prepares routes and fills the engine's memory. What must never happen, whatever the coordinator says, its
+    It prepares fillers and fills the engine's memory. What must never happen, whatever the coordinator says, its
     :class:`~weightsync.engine.session.EngineSession` refuses.
 
     ``member`` names this rank in errors.
@@ -99,10 +99,10 @@ class EngineRole:
         member: str = "this engine rank",
     ) -> None:
         self.adapter = adapter
-        self._route: Filler | None = None
-        self._opening: Filler | None = None
+        self._filler: Filler | None = None
+        self._preparing: Filler | None = None
         self._closed = False
-        self.session = EngineSession(adapter, member, self._abort_routes)
+        self.session = EngineSession(adapter, member, self._abort_fillers)
         self.transports = transports_for(transports)
         self.here = here
         self.manifest: Manifest = self.session.manifest
@@ -112,7 +112,7 @@ class EngineRole:
         self._staging_on = self._staging_device()
         self.bucket_bytes = bucket_bytes or bucket_bytes_for(self._staging_on)
         """The most that a plan may ask for as one staging bucket (the largest tensor, if that is more)."""
-        self._filling = FillContext(
+        self._fill_context = FillContext(
             engine=self.session, manifest=self.manifest, transports=self.transports, host=here, staging_device=self._staging_on,
             bucket_bytes=self.bucket_bytes, buffers=buffers, encrypted=encrypted, rank=rank, check_memory=self._check_memory,
             progress=progress,
@@ -167,7 +167,7 @@ class EngineRole:
                 return self._answer(call.body, deadline)
             finally:
                 if self._closed:  # meanwhile: whoever closed did not wait for this to end
-                    self._drop_route()
+                    self._drop_filler()
 
     def _answer(self, body: Body, deadline: Deadline) -> Body:
         match body:
@@ -194,49 +194,49 @@ class EngineRole:
         if body.plan.delivery == "direct" and (layout is None or self.layout is None or layout.digest != self.layout.digest):
             raise PlanMismatch("the engine rebuilt its parameters since it joined: restart this rank's weightsync.Engine")
         self._addresses = addresses
-        if self._route is None or not self._route.fits(body.plan, addresses):
-            self._drop_route()
-            self._route = self._new_route(body.plan, layout, addresses, deadline)
+        if self._filler is None or not self._filler.fits(body.plan, addresses):
+            self._drop_filler()
+            self._filler = self._new_filler(body.plan, layout, addresses, deadline)
         failpoints.reached("engine.prepared")
-        return Prepared(digest=self._route.digest, transports=self._route.transports)
+        return Prepared(digest=self._filler.digest, transports=self._filler.transports)
 
-    def _new_route(self, plan: PlanSlice, layout: Layout | None, addresses: tuple[int, ...], deadline: Deadline) -> Filler:
-        route = filler_for(self._filling, plan, layout, addresses, self._device)
-        self._opening = route
+    def _new_filler(self, plan: PlanSlice, layout: Layout | None, addresses: tuple[int, ...], deadline: Deadline) -> Filler:
+        filler = filler_for(self._fill_context, plan, layout, addresses, self._device)
+        self._preparing = filler
         try:
             if self._closed:
                 raise Aborted("this engine rank was closed")
-            self.session.check_abort()  # an abort before the route was in its place did not reach it
-            route.prepare(deadline)
+            self.session.check_abort()  # an abort before the filler was in its place did not reach it
+            filler.prepare(deadline)
         except BaseException:
-            route.close()
+            filler.close()
             raise
         finally:
-            self._opening = None
-        return route
+            self._preparing = None
+        return filler
 
-    def _drop_route(self) -> None:
-        route, self._route = self._route, None
-        if route is not None:
-            route.close()
+    def _drop_filler(self) -> None:
+        filler, self._filler = self._filler, None
+        if filler is not None:
+            filler.close()
 
     def _check_sources(self, number: int, deadline: Deadline) -> None:
-        if self._route is None:
+        if self._filler is None:
             raise ProtocolError("looking for a version needs a prepared plan")
-        self._route.require(number, deadline)
+        self._filler.require(number, deadline)
 
     def _pause(self, body: Pause, deadline: Deadline) -> None:
         with self.session.leaving_service():
             failpoints.reached("engine.pausing")
-            if self._route is not None and not self.session.sleeps:
-                self._follow_memory(self._route, deadline)  # while the engine still generates: it may take seconds
+            if self._filler is not None and not self.session.sleeps:
+                self._follow_memory(self._filler, deadline)  # while the engine still generates: it may take seconds
             timeout = deadline.remaining("pausing")
         failpoints.reached("engine.pause")
         self.session.pause(body.mode, timeout)
 
     def _move(self, number: int, deadline: Deadline) -> Moved:
-        route = self._route
-        if route is None:
+        filler = self._filler
+        if filler is None:
             raise ProtocolError("a move needs a prepared plan")
         self.session.require("paused", "written")
         try:
@@ -244,15 +244,15 @@ class EngineRole:
                 failpoints.reached("engine.move")
                 self.session.begin()
                 if self.session.sleeps:
-                    route = self._follow_memory(route, deadline)
+                    filler = self._follow_memory(filler, deadline)
                 with no_collection():
-                    filled = route.run(number, deadline)
+                    filled = filler.run(number, deadline)
         except BaseException:
-            self._drop_route()  # connections may be beyond use, or aborted: the next round makes new ones
+            self._drop_filler()  # connections may be beyond use, or aborted: the next round makes new ones
             raise
         failpoints.reached("engine.moved")
         return Moved(
-            nbytes=route.nbytes,
+            nbytes=filler.nbytes,
             digests=filled.digests.astype("<u8").tobytes(),
             receive_seconds=filled.receive_seconds,
             load_seconds=filled.load_seconds,
@@ -260,21 +260,21 @@ class EngineRole:
             verified=filled.verified,
         )
 
-    def _follow_memory(self, route: Filler, deadline: Deadline) -> Filler:
-        """The route to where the parameters are now: an engine may have given them other memory since it prepared."""
-        if route.plan.delivery != "direct":
-            return route
+    def _follow_memory(self, filler: Filler, deadline: Deadline) -> Filler:
+        """The filler for the memory where the parameters are now: an engine may have moved them since it prepared."""
+        if filler.plan.delivery != "direct":
+            return filler
         if self._views is not None:
             tensors = [one.tensor for one in self.session.shards() or ()]
             # How memory on a device is read is looked at while the device copies: this must be quick for ten thousands of tensors.
-            if self._views.are_of(tensors) if route.device is None else self._views.are_at(tensors):
-                return route
+            if self._views.are_of(tensors) if filler.device is None else self._views.are_at(tensors):
+                return filler
         layout, addresses = self._look()
-        if self._device != route.device or layout is None or layout.digest != route.layout.digest:
+        if self._device != filler.device or layout is None or layout.digest != filler.layout.digest:
             raise PlanMismatch("the engine rebuilt its parameters since it prepared: restart this rank's weightsync.Engine")
-        self._drop_route()
-        self._route = self._new_route(route.plan, layout, addresses, deadline)
-        return self._route
+        self._drop_filler()
+        self._filler = self._new_filler(filler.plan, layout, addresses, deadline)
+        return self._filler
 
     def _check_memory(self) -> None:
         if self._views is not None and not self._views.are_of([one.tensor for one in self.session.shards() or ()]):
@@ -296,10 +296,10 @@ class EngineRole:
 
     def _update(self, body: Update, deadline: Deadline) -> Updated:
         """A whole round: what the coordinator would compare between move and commit, the rank that holds everything does."""
-        version, route = body.version, self._route
-        if route is None:
+        version, filler = body.version, self._filler
+        if filler is None:
             raise ProtocolError("an update needs a prepared plan")
-        cover = route.cover  # made while still serving, once for a plan
+        cover = filler.cover  # made while still serving, once for a plan
         started = time.perf_counter()
         self._pause(Pause(body.mode), deadline)
         paused = time.perf_counter()
@@ -331,10 +331,10 @@ class EngineRole:
         """See :meth:`EngineSession.abort`."""
         self.session.abort()
 
-    def _abort_routes(self) -> None:
-        for route in (self._route, self._opening):
-            if route is not None:
-                route.abort()
+    def _abort_fillers(self) -> None:
+        for filler in (self._filler, self._preparing):
+            if filler is not None:
+                filler.abort()
 
     def close(self, timeout: float = 5.0) -> None:
         """Abort what runs, close connections, free the staging; wait at most ``timeout`` seconds. The engine stays as it is.
@@ -342,4 +342,4 @@ class EngineRole:
         What runs longer than that (a loader that hangs) frees them itself when it ends.
         """
         self._closed = True
-        self.session.close(timeout, self._drop_route)
+        self.session.close(timeout, self._drop_filler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,13 +19,15 @@ from weightsync.coordinator.negotiation import agree_on
 from weightsync.coordinator.ranks import EngineRank, TrainerRank
 from weightsync.deadline import Deadline
 from weightsync.engine.fill import receive_ahead
+from weightsync.engine.fill.choose import filler_for
 from weightsync.engine.fill.device_direct import DeviceDirect
+from weightsync.engine.fill.device_streamed import DeviceStreamed
 from weightsync.engine.fill.host_direct import HostDirect
 from weightsync.engine.fill.host_streamed import HostStreamed
 from weightsync.engine.fill.launch_ahead import LaunchAhead
 from weightsync.engine.fill.receive_ahead import ReceiveAhead
 from weightsync.engine.rounds import EngineRole
-from weightsync.errors import Aborted, LoadError
+from weightsync.errors import Aborted, LoadError, PlanMismatch
 from weightsync.model import Manifest, TensorSpec
 from weightsync.planning.buckets import staging_layout
 from weightsync.protocol.messages import Delivery, Host, Move, Moved, Offer, Pause, Place, PlanSlice, Prepare
@@ -88,7 +91,7 @@ class Noting(InProcess):
     def reaches(self, offer: Offer, here: Host) -> bool:
         return True
 
-    def open(self, offer: Offer, key: bytes, deadline: Deadline) -> Reader:
+    def open(self, offer: Offer, key: bytes, deadline: Deadline) -> Reader:  # type: ignore[override]
         self.opened += 1
         self.opening()
         return NotingReader(super().open(offer, key, deadline), "ab"[self.opened - 1], self.notes)
@@ -138,7 +141,7 @@ def test_all_sources_are_asked_before_the_first_is_waited_for(digests: str) -> N
     with ExitStack() as owned:
         two = Two(Noting(digests=digests), owned)
         two.engine.handle(Prepare(two.plan), SECONDS)
-        assert isinstance(two.engine._route, HostDirect)
+        assert isinstance(two.engine._filler, HostDirect)
         moved = two.move(1)
         how = "with" if digests == "inline" else "without"
         expected = [f"submit a {how} digests", f"submit b {how} digests", "wait a", "wait b", "end a", "end b"]
@@ -151,8 +154,8 @@ def test_streamed_in_host_memory(digests: str) -> None:
     with ExitStack() as owned:
         two = Two(Noting(digests=digests), owned, "streamed")
         two.engine.handle(Prepare(two.plan), SECONDS)
-        assert isinstance(two.engine._route, HostStreamed)
-        assert two.engine._route.staging_bytes > 0
+        assert isinstance(two.engine._filler, HostStreamed)
+        assert two.engine._filler.staging_bytes > 0
         two.adapter.loads_late = True  # so that nothing is read back
         moved = two.move(1)
         assert moved.verified == "received"
@@ -169,7 +172,7 @@ def test_an_abort_while_a_connection_is_made_ends_the_preparation() -> None:
         with pytest.raises(Aborted):
             two.engine.handle(Prepare(two.plan), SECONDS)
         assert two.transport.notes == ["close a"]
-        assert two.engine._route is None
+        assert two.engine._filler is None
 
 
 class Devices:
@@ -383,7 +386,7 @@ def test_on_a_device_only_readers_that_share_fate_take_turns(
         two.engine._device = CUDA  # which is in fact this host's memory
         monkeypatch.setattr(two.engine, "_look", lambda: (two.engine.layout, two.engine._addresses))
         two.engine.handle(Prepare(two.plan), SECONDS)
-        assert isinstance(two.engine._route, DeviceDirect)
+        assert isinstance(two.engine._filler, DeviceDirect)
         two.move(1)
         submits = [f"{what} {name}{' without digests' if what == 'submit' else ''}" for what in ("submit", "wait") for name in "ab"]
         turns = [f"{what} {name}" for name in "ab" for what in ("begin", "submit", "wait", "end")]
@@ -391,3 +394,29 @@ def test_on_a_device_only_readers_that_share_fate_take_turns(
             assert [note.removesuffix(" without digests") for note in two.transport.notes] == turns
         else:
             assert two.transport.notes == ["begin a", "begin b", *submits, "end a", "end b"]
+
+
+@pytest.mark.parametrize(("writes", "kind"), [(("host", "cuda"), DeviceStreamed), (("host",), HostStreamed)])
+def test_buckets_are_staged_on_the_device_if_every_source_reaches_it(writes: tuple[str, ...], kind: type[object]) -> None:
+    with ExitStack() as owned:
+        two = Two(Noting(writes=writes, digests="after"), owned, "streamed")
+        context = dataclasses.replace(two.engine._fill_context, staging_device=CUDA)
+        assert type(filler_for(context, two.plan, None, (), None)) is kind
+
+
+@pytest.mark.parametrize("read_back", [True, False])
+def test_streamed_on_a_device_by_readers_that_block(devices: Devices, monkeypatch: pytest.MonkeyPatch, read_back: bool) -> None:
+    monkeypatch.setattr("weightsync.engine.fill.device_streamed.DeviceDigest", FakeDigest)
+    monkeypatch.setattr("weightsync.engine.fill.streamed.Staging", lambda *given, device, buffers: Staging(*given, buffers=buffers))
+    with ExitStack() as owned:
+        two = Two(Noting(writes=("host", "cuda"), digests="after"), owned, "streamed")
+        two.engine._fill_context = dataclasses.replace(two.engine._fill_context, staging_device=CUDA)
+        two.adapter.loads_late = not read_back
+        two.engine.handle(Prepare(two.plan), SECONDS)
+        assert isinstance(two.engine._filler, DeviceStreamed)
+        moved = two.move(1)
+        assert moved.verified == ("installed" if read_back else "received")
+        if read_back:
+            two.adapter.loads_late = True  # as if the loader had replaced the parameters: nothing was digested on the way
+            with pytest.raises(PlanMismatch, match="other parameters than it had"):
+                two.move(2)

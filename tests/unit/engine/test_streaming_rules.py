@@ -110,8 +110,8 @@ def test_closing_while_a_call_hangs_leaves_nothing_when_it_ends() -> None:
     thread.join(10)
     assert not thread.is_alive()
     assert failed
-    assert role._route is None
-    assert role._opening is None
+    assert role._filler is None
+    assert role._preparing is None
     with pytest.raises(ProtocolError, match="needs a prepared plan"):
         role.handle(Move(1), 1)
 

@@ -121,26 +121,27 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What the coordinator accepts at most; beyond it, it refuses rather than grows."""
 
     frame_bytes: Count = 512 << 20
-    """Bytes of one frame on an agent's socket. The largest is the Hello with the layout."""
+    """Bytes of one message of an agent. The largest is a Hello with its layout."""
     agents: Count = 8192
     """Agents at one time."""
     connections: Count = 16384
     """Connections of all kinds at one time."""
     strangers: Count = 256
-    """Connections that have not shown the token, at one time. A newer one pushes out the oldest of whoever has most of them."""
+    """Connections that have not shown the token, at one time. A new one replaces the oldest of the host that has most of them."""
     arrivals: Count = 100
-    """Connections a second that are taken in and then show no token, after the first few; more wait in the kernel's queue. Over TLS
+    """Connections accepted per second that then show no token, after an initial burst. More wait in the kernel's queue. Over TLS
     half as many."""
     requests: Count = 64
-    """HTTP requests under way at one time, besides readers of events."""
+    """HTTP requests in progress at one time, except readers of events."""
     hello_seconds: Seconds = 10.0
-    """From the opening of a connection to the token, and from the opening of an agent's socket to its Hello."""
+    """Seconds from the opening of a connection to the token, and from the opening of an agent's socket to its Hello."""
     body_bytes: Count = 64 << 10
     """Bytes of an HTTP request's body."""
     event_streams: Count = 64
     """Readers of ``/v1/events`` at one time."""
     plan_bytes: Count | None = None
-    """Memory that plans may take, together; ``None``: half of the machine's."""
+    """Bytes of memory for all plans together; by default half of the machine's. A plan takes some 70 bytes for each piece that a
+    rank reads, and three times that while it is made."""
 
 
 Require = Literal["all", "any"] | int
@@ -195,23 +196,29 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a coordinator serves. Port 0 takes a free one."""
 
     host: str = "127.0.0.1"
+    """Address on which the coordinator listens; beyond loopback only with a token."""
     port: Port = DEFAULT_PORT
+    """Port on which the coordinator listens; 0 takes a free one."""
     token: Secret | None = None
-    """``None``: one is generated, and found by clients of the same user on the same machine."""
+    """The token, here and on every agent. By default one is generated, and clients of the same user on the same machine find it."""
     tls_certificate: Path | None = None
+    """File with the certificate chain, to serve https."""
     tls_key: Path | None = None
+    """File with the certificate's private key."""
     run: str = ""
-    """Id of the run, part of every version; empty: a new one. With the same id, a restarted coordinator knows its replicas."""
+    """Id of the run, part of every version; by default a new one. With the same id, a restarted coordinator knows its replicas."""
     pause_mode: PauseMode = "abort"
+    """What a pause does to running requests: ``abort``, ``wait`` or ``keep``."""
     require: Literal["all", "any"] | Annotated[int, msgspec.Meta(ge=0)] = "any"
-    """Which replicas a round needs to be a success: all that took part, at least one, or at least so many."""
+    """Replicas that a round needs to succeed: ``all`` that are known, ``any``, or a number."""
     max_unavailable: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Replicas that a round may take out of service at a time; ``None``: all at once."""
+    """Serving replicas that a round may take out of service at a time; by default all at once."""
     round_deadline: Seconds = 600.0
     """Seconds that a round may take from its start to its result."""
     heartbeat: Seconds = 10.0
-    """Seconds between pings on an agent's socket; a pong that takes as long again means that the agent is lost."""
+    """Seconds between pings on an agent's socket. An agent whose pong takes as long again is lost."""
     shutdown_seconds: Seconds = 5.0
+    """Seconds that open connections have to end when the coordinator stops."""
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:
@@ -235,21 +242,25 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How an agent or the command line finds the coordinator and proves itself."""
 
     coordinator: Address = Address("http", "127.0.0.1", DEFAULT_PORT)
+    """URL of the coordinator."""
     token: Secret | None = None
+    """The coordinator's token. By default that of a coordinator of the same user on the same machine."""
     ca_file: Path | None = None
-    """Certificates that an https coordinator is checked against, instead of the system's."""
+    """File with the certificates that an https coordinator is checked against, instead of the system's."""
     data_host: str | None = None
-    """Address, name or network interface of this host on which a trainer rank serves its shards over TCP. ``None``: loopback with a
-    coordinator on loopback, else the address of the interface by which the coordinator is reached."""
+    """Address, name or network interface of this host on which a trainer rank serves its shards over a network. By default loopback
+    with a coordinator on loopback, else the address of the interface by which the coordinator is reached."""
     data_encryption: Literal["on", "off"] | None = None
-    """Whether a trainer rank encrypts its data sockets. ``None``: beyond loopback. With ``on``, engine ranks read from no TCP owner
-    that does not; else they do as the trainer does."""
+    """Whether a trainer rank encrypts its data sockets; by default beyond loopback. With ``on``, an engine rank refuses sources on
+    a network that do not; else it does as the trainer does."""
     connect_timeout: Seconds = 30.0
-    """Seconds until a first connection must stand."""
+    """Seconds for the first connection."""
     heartbeat: Seconds = 10.0
+    """Seconds between pings on the agent's socket."""
     reconnect_seconds: Seconds = 10.0
-    """Longest pause between two attempts to reconnect."""
+    """Longest pause in seconds between two attempts to reconnect."""
     frame_bytes: Count = 512 << 20
+    """Bytes of one message from the coordinator."""
 
     def __post_init__(self) -> None:
         if self.ca_file is not None and self.coordinator.scheme != "https":

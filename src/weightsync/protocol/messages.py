@@ -202,7 +202,7 @@ class Hello(_Struct, frozen=True):
     no_layout: Annotated[str, msgspec.Meta(max_length=1000)] = ""
     """Why this engine rank has no layout, for display."""
     device_memory: bool = False
-    """Whether the layout is in device memory. If no transport that writes it reaches the trainer, this rank is streamed to."""
+    """The layout is in GPU memory. If no transport that writes CUDA memory reaches it, this rank can be streamed to instead."""
     offers: Annotated[tuple[Offer, ...], _Few] = ()
     key: Annotated[bytes, msgspec.Meta(max_length=1024)] = b""
     """Secret of a trainer rank's data sockets, random per process. Engines receive it with their plan."""

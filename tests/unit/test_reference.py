@@ -1,0 +1,65 @@
+"""The parts of the docs that repeat what the code knows: generated blocks, the map of folders, and files that pages name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from tests import reference
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src" / "weightsync"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+
+
+@pytest.mark.parametrize("page", reference.PAGES, ids=lambda page: page.name)
+def test_generated_blocks_are_current(page: Path) -> None:
+    text = page.read_text()
+    assert reference.current(text) == text, f"{page.name} is not current: run python -m tests.reference"
+
+
+def test_each_generated_block_is_in_a_page() -> None:
+    pages = "".join(page.read_text() for page in reference.PAGES)
+    assert set(re.findall(r"<!-- generated: ([\w ]+) -->", pages)) == set(reference.BLOCKS)
+
+
+def test_a_block_that_is_not_current_is_rewritten() -> None:
+    text = "before\n<!-- generated: transports -->\nwrong\n<!-- end -->\nafter\n"
+    assert "`tcp`" in reference.current(text)
+    assert "wrong" not in reference.current(text)
+
+
+def test_every_variable_that_the_code_reads_is_in_the_settings_page() -> None:
+    documented = set(re.findall(r"`(WEIGHTSYNC_[A-Z_]+)`", (ROOT / "docs" / "settings.md").read_text()))
+    named = {name for path in SOURCE.rglob("*.py") for name in re.findall(r"WEIGHTSYNC_[A-Z_]*[A-Z]", path.read_text())}
+    assert named <= documented
+
+
+def _map() -> set[str]:
+    table = ARCHITECTURE.read_text().partition("## Map of the folders")[2].partition("\n## ")[0]
+    rows = [row.split("|")[2] for row in table.splitlines() if re.match(r"\| \d", row)]
+    return {name for row in rows for name in re.findall(r"`([\w./]+)`", row)}
+
+
+def test_the_map_names_every_folder_and_module_at_the_top() -> None:
+    expected = {f"{path.name}/" for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
+    expected |= {path.name for path in SOURCE.glob("[a-z]*.py")}
+    assert _map() == expected
+
+
+def test_the_layers_of_the_map_are_those_that_import_linter_checks() -> None:
+    layers = re.search(r'type = "layers"\nlayers = \[\n(.*?)\]', (ROOT / "pyproject.toml").read_text(), re.DOTALL)
+    assert layers
+    checked = [sorted(re.findall(r"weightsync\.(\w+)", line)) for line in layers[1].splitlines()]
+    table = ARCHITECTURE.read_text().partition("## Map of the folders")[2].partition("\n## ")[0]
+    mapped: dict[int, list[str]] = {}
+    for number, cell in re.findall(r"^\| (\d+) \| ([^|]*) \|", table, re.MULTILINE):
+        mapped.setdefault(int(number), []).extend(name.removesuffix(".py") for name in re.findall(r"`(\w+(?:\.py)?)/?`", cell))
+    assert [sorted(names) for _, names in sorted(mapped.items())] == checked
+
+
+def test_architecture_names_files_that_exist() -> None:
+    names = re.findall(r"`((?:[\w]+/)+\w+\.py)`", ARCHITECTURE.read_text())
+    assert len(names) > 20
+    assert not [name for name in names if not ((SOURCE / name).exists() or (ROOT / name).exists())]

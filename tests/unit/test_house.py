@@ -469,8 +469,8 @@ def _adapters_called(tree: ast.Module) -> Iterator[int]:
             named |= {_name(target).rpartition(".")[2] for target in node.targets}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and id(node) not in passed_on:
-            owner, method = _name(node.func.value).rpartition(".")[2], node.func.attr
-            if method in ADAPTER_METHODS and ("adapter" in owner.lower() or owner in named or method.startswith("wake_")):
+            owner, called = _name(node.func.value).rpartition(".")[2], node.func.attr
+            if called in ADAPTER_METHODS and ("adapter" in owner.lower() or owner in named or called.startswith("wake_")):
                 yield node.lineno
 
 

@@ -6,6 +6,7 @@ kernels that pack weights are switched off, so that what it computes with can be
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -29,6 +30,7 @@ class _OneVllm:
         from transformers import LlamaConfig, LlamaForCausalLM
         from vllm import LLM, SamplingParams, _custom_ops
         from vllm.config import WeightTransferConfig
+        from vllm.triton_utils import dispatcher
 
         from weightsync.engines.hf_checkpoint import checkpoint_of
         from weightsync.engines.vllm.plugin import register
@@ -40,6 +42,7 @@ class _OneVllm:
         )  # fmt: skip
         LlamaForCausalLM(config).save_pretrained(directory)
         _custom_ops._supports_onednn = False
+        _hide_llvmlite(dispatcher)
         register()
         self.llm = LLM(
             model=directory, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=32, max_num_seqs=2,
@@ -58,6 +61,19 @@ class _OneVllm:
 
     def step(self) -> None:
         self.llm.generate([{"prompt_token_ids": [3, 1, 2]}], self._sampling, use_tqdm=False)
+
+
+def _hide_llvmlite(dispatcher: Any) -> None:
+    """Keep llvmlite's modules from the search for kernels in vLLM's CPU build, which fails on objects of theirs."""
+    rebind = dispatcher._rebind_kernels
+
+    def rebinding(overrides: Any) -> None:
+        with pytest.MonkeyPatch.context() as patched:
+            for name in [name for name in sys.modules if name.partition(".")[0] == "llvmlite"]:
+                patched.delitem(sys.modules, name)
+            rebind(overrides)
+
+    dispatcher._rebind_kernels = rebinding
 
 
 class TestVllm(AdapterContract):
@@ -80,7 +96,7 @@ class TestVllm(AdapterContract):
 
     def engine(self) -> tuple[Any, EngineAdapter]:
         from weightsync.engines.vllm.adapter import VllmWorkerAdapter
-        from weightsync.engines.vllm.attach import _Gate
+        from weightsync.engines.vllm.attaching import _Gate
 
         for parameter in self.vllm.model.parameters():
             parameter.data.normal_()

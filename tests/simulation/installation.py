@@ -53,8 +53,9 @@ def installed(world: World) -> Iterator[None]:
     """Everything that the real code would ask the machine for comes from ``world``."""
     clock = SimpleNamespace(monotonic=world.monotonic, perf_counter=world.monotonic, time=world.wall)
     locks = SimpleNamespace(
-        Lock=simulated.Lock, Event=simulated.Event, Thread=simulated.Thread, current_thread=threading.current_thread
-    )
+        Lock=simulated.Lock, Event=simulated.Event, Thread=simulated.Thread, current_thread=threading.current_thread,
+        Condition=threading.Condition,  # around a simulated lock; nobody here waits for one
+    )  # fmt: skip
     # Trainers hand over manifest and shards, which stay where they are.
     followed: Callable[..., Any] = lambda state, **_: SimpleNamespace(now=lambda: state)  # noqa: E731
     become, make = Replica.become, Replica.__init__

@@ -2,9 +2,9 @@
 
 ``--weight-transfer-config '{"backend": "weightsync"}'`` puts one weightsync engine rank in every worker. Then
 
-* :func:`~weightsync.engines.vllm.attach.attach` joins a ``vllm.LLM``,
-* :func:`~weightsync.engines.vllm.attach.attach_async` an ``AsyncLLM``,
-* :func:`~weightsync.engines.vllm.attach.attach_server` a running HTTP server.
+* :func:`~weightsync.engines.vllm.attaching.attach` joins a ``vllm.LLM``,
+* :func:`~weightsync.engines.vllm.attaching.attach_async` an ``AsyncLLM``,
+* :func:`~weightsync.engines.vllm.attaching.attach_server` a running HTTP server.
 
 The coordinator sees one replica with as many ranks as vLLM has workers. Every worker receives whole checkpoint tensors and
 stages them. Rank 0 alone asks for what concerns the whole engine (pause, install, flush, label, resume): a server by vLLM's own
@@ -17,10 +17,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weightsync.engines.vllm.attach import Attached as Attached
-    from weightsync.engines.vllm.attach import attach as attach
-    from weightsync.engines.vllm.attach import attach_async as attach_async
-    from weightsync.engines.vllm.attach import attach_server as attach_server
+    from weightsync.engines.vllm.attaching import Attached as Attached
+    from weightsync.engines.vllm.attaching import attach as attach
+    from weightsync.engines.vllm.attaching import attach_async as attach_async
+    from weightsync.engines.vllm.attaching import attach_server as attach_server
 
 __all__ = ["Attached", "attach", "attach_async", "attach_server"]
 
@@ -30,5 +30,5 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found: object = getattr(import_module("weightsync.engines.vllm.attach"), name)
+        found: object = getattr(import_module("weightsync.engines.vllm.attaching"), name)
         return found

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from weightsync.engines.vllm.attach import attach, attach_async
+from weightsync.engines.vllm.attaching import attach, attach_async
 from weightsync.engines.vllm.plugin import BACKEND
 from weightsync.errors import Aborted
 

@@ -68,3 +68,17 @@ def test_every_built_in_transport_has_its_name_and_traits(name: str) -> None:
     assert found.name == name
     assert found.traits.reads
     assert found.traits.writes
+
+
+def _row(name: str) -> str:
+    module, _, attribute = BUILT_IN[name].partition(":")
+    traits = getattr(import_module(module), attribute).traits
+    yes = [("no", "yes")[flag] for flag in (traits.encrypted, traits.live_source, traits.shared_fate)]
+    cells = [f"`{name}`", ", ".join(traits.reads), ", ".join(traits.writes), traits.reach, yes[0], traits.digests, *yes[1:]]
+    return f"| {' | '.join(cells)} |"
+
+
+def test_the_guide_shows_the_traits_of_every_built_in_transport() -> None:
+    shown = (ROOT / "docs" / "guides" / "write-a-transport.md").read_text()
+    expected = "\n".join(map(_row, BUILT_IN))
+    assert expected in shown, f"put this into the guide's table:\n{expected}"

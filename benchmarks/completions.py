@@ -98,7 +98,7 @@ def _no_command(name: str) -> Callable[..., object]:
 
 
 def _serve() -> None:
-    with BackgroundServer(ServerSettings(port=0)) as server:
+    with BackgroundServer(ServerSettings(port=0, mounts=("rollouts",))) as server:
         serve(_no_command, hello=(server.url, server.token))
 
 

@@ -219,6 +219,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds between pings on an agent's socket. An agent whose pong takes as long again is lost."""
     shutdown_seconds: Seconds = 5.0
     """Seconds that open connections have to end when the coordinator stops."""
+    mounts: tuple[str, ...] = ()
+    """Names of routes to add to the coordinator's own (``rollouts``); see :mod:`weightsync.server.mounts`."""
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:
@@ -310,6 +312,8 @@ def _convert(value: object, kind: object, variable: str) -> object:
     try:
         if kind is Address and isinstance(value, str):
             return Address.parse(value)
+        if kind == tuple[str, ...] and isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
         if kind == Path | None and isinstance(value, str):
             return _readable(Path(value))
         return msgspec.convert(value, type=kind, strict=False)

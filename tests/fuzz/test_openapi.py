@@ -17,8 +17,8 @@ from tests.integration.service_support import engine_hello, joined, trainer_hell
 
 from weightsync.config import ClientSettings, ServerSettings
 from weightsync.protocol.messages import Publish
+from weightsync.rollouts.broker import RolloutBroker
 from weightsync.server.app import OPERATIONS
-from weightsync.server.rollouts import FOLLOWED
 from weightsync.server.server import BackgroundServer
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs Schemathesis: pip install '.[test]'")
@@ -29,7 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BackgroundServe
     """A coordinator with a trainer and a replica, so that a round has something to do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
-        with BackgroundServer(ServerSettings(port=0, run="run")) as server:
+        with BackgroundServer(ServerSettings(port=0, run="run", mounts=("rollouts",))) as server:
             found = ClientSettings(coordinator=server.address)
             with joined(found, engine_hello("a")), joined(found, trainer_hello()) as trainer:
                 trainer.link.call(Publish(1), 20)
@@ -48,8 +48,8 @@ def api(server: BackgroundServer) -> Any:
 
 # The agents' threads in this process use `random` while a strategy draws, which Hypothesis takes for the strategy's doing.
 pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisDeprecationWarning")
-LASTING = ("/v1/events", *FOLLOWED)
-PATHS = [(one.method, one.path) for one in OPERATIONS if one.path not in LASTING]
+LASTING = ("/v1/events", *RolloutBroker.lasting)
+PATHS = [(one.method, one.path) for one in (*OPERATIONS, *RolloutBroker.operations) if one.path not in LASTING]
 PUBLIC = ("/", "/healthz", "/v1/challenge")
 several = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 

@@ -18,17 +18,24 @@ from tests.integration.service_support import fast, free_port
 from weightsync.config import Address, ClientSettings, Secret, ServerSettings
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, ConfigurationError, CoordinatorUnreachable, DeadlineExceeded, LoadError
+from weightsync.rollouts.broker import Order
 from weightsync.rollouts.callbacks import RolloutCallback
 from weightsync.rollouts.mail import asked
 from weightsync.rollouts.orders import OrderFollower, UpdateServers
 from weightsync.rollouts.orders import Server as Where
-from weightsync.rollouts.watch import coordinator_http
-from weightsync.server.rollouts import Order
 from weightsync.server.server import BackgroundServer
+from weightsync.server.watch import coordinator_http
 from weightsync.tensors.shards import manifest_of
 from weightsync.transports.broadcast.process_groups import Rendezvous, init_custom_process_group
 
 SECONDS = 30.0
+
+
+@pytest.fixture
+def server(runtime: None) -> Iterator[BackgroundServer]:
+    """A coordinator with the mailboxes for rollouts."""
+    with BackgroundServer(ServerSettings(port=0, run="run", heartbeat=0.3, mounts=("rollouts",))) as server:
+        yield server
 
 
 class Admission:
@@ -147,7 +154,7 @@ def test_a_coordinator_that_comes_in_time_is_reached(engines: list[Server]) -> N
     with RolloutCallback(where, timeout=SECONDS) as callback:
         future = callback.init_group("main", "127.0.0.1", 1, world_size=9)
         with (
-            BackgroundServer(ServerSettings(port=where.coordinator.port, token=token, heartbeat=0.3)),
+            BackgroundServer(ServerSettings(port=where.coordinator.port, token=token, heartbeat=0.3, mounts=("rollouts",))),
             following(where, {"a": Where(engines[0].url)}),
             pytest.raises(ConfigurationError, match="9 ranks"),
         ):
@@ -163,7 +170,7 @@ async def test_an_order_that_comes_again_is_answered_again_and_done_once() -> No
     """The coordinator is restarted after an order was carried out: the trainer repeats it, and nothing happens twice."""
     token = Secret("t" * 32)
     where = fast(Address("http", "127.0.0.1", free_port()), token)
-    wish = ServerSettings(port=where.coordinator.port, token=token, heartbeat=0.3)
+    wish = ServerSettings(port=where.coordinator.port, token=token, heartbeat=0.3, mounts=("rollouts",))
     order = Order("the same", "pause", {}, SECONDS)
     done: list[str] = []
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
 from tests.integration.service_support import fast, free_port
 
 from weightsync.config import Address, ClientSettings, Secret, ServerSettings
-from weightsync.errors import AuthenticationError, CoordinatorUnreachable, MembershipError
+from weightsync.errors import AuthenticationError, ConfigurationError, CoordinatorUnreachable, MembershipError
 from weightsync.rollouts.mail import CompletionReceiver, CompletionSender
-from weightsync.server.mailbox import Signal
+from weightsync.rollouts.mailbox import Signal
 from weightsync.server.server import BackgroundServer
 
 SECONDS = 20.0
+
+
+@pytest.fixture
+def server(runtime: None) -> Iterator[BackgroundServer]:
+    """A coordinator with the mailboxes for rollouts."""
+    with BackgroundServer(ServerSettings(port=0, run="run", heartbeat=0.3, mounts=("rollouts",))) as server:
+        yield server
 
 
 async def take(signals: AsyncIterator[Signal], count: int) -> list[Signal]:
@@ -101,7 +108,7 @@ async def test_sent_while_there_is_no_coordinator() -> None:
         coming = asyncio.ensure_future(take(aiter(receiver), 1))
         await asyncio.sleep(0.1)
         assert not coming.done()
-        server = BackgroundServer(ServerSettings(port=where.coordinator.port, token=token, heartbeat=0.3))
+        server = BackgroundServer(ServerSettings(port=where.coordinator.port, token=token, heartbeat=0.3, mounts=("rollouts",)))
         await asyncio.to_thread(server.start)
         try:
             assert [signal.id for signal in await coming] == [name]
@@ -120,3 +127,15 @@ async def test_a_wrong_token_is_told(settings: ClientSettings) -> None:
     with pytest.raises(AuthenticationError):
         async with CompletionSender(wrong) as sender:
             sender.send({})
+
+
+async def test_a_coordinator_by_itself_has_no_mailboxes_and_says_how_to_get_them(runtime: None) -> None:
+    with BackgroundServer(ServerSettings(port=0)) as plain:
+        async with CompletionReceiver(fast(plain.address)) as receiver:
+            with pytest.raises(ConfigurationError, match="--mount rollouts"):
+                await take(aiter(receiver), 1)
+
+
+def test_an_unknown_mount_is_refused_before_anything_listens(runtime: None) -> None:
+    with pytest.raises(ConfigurationError, match=r"there is no mount 'rollout'.*known are rollouts"):
+        BackgroundServer(ServerSettings(port=0, mounts=("rollout",))).start()

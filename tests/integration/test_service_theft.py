@@ -50,9 +50,9 @@ from weightsync.protocol.messages import (
     Welcome,
 )
 from weightsync.protocol.proof import SCHEME
-from weightsync.rollouts.watch import coordinator_http
 from weightsync.server.client import Client
 from weightsync.server.server import BackgroundServer
+from weightsync.server.watch import coordinator_http
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
 

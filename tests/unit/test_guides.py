@@ -18,6 +18,7 @@ from weightsync.cli.main import app as cli
 from weightsync.coordinator.status import Gauges
 from weightsync.errors import DeadlineExceeded
 from weightsync.model import Version
+from weightsync.rollouts.broker import RolloutBroker
 from weightsync.server import app, metrics
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -167,7 +168,7 @@ def test_coordinator_guide_names_settings_that_exist() -> None:
 
 def test_coordinator_guide_lists_every_route() -> None:
     listed = set(re.findall(r"^\| `(GET|POST) (/\S*)`", (DOCS / "guides/coordinator.md").read_text(), re.MULTILINE))
-    assert listed == {(operation.method.upper(), operation.path) for operation in app.OPERATIONS}
+    assert listed == {(operation.method.upper(), operation.path) for operation in (*app.OPERATIONS, *RolloutBroker.operations)}
 
 
 def _pages() -> list[Path]:

@@ -104,6 +104,10 @@ def serve(
         float | None,
         typer.Option(metavar="SECONDS", help="Time limit of a round in seconds [env: WEIGHTSYNC_ROUND_DEADLINE; default 600]."),
     ] = None,
+    mount: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Routes to add, for example `rollouts` [env: WEIGHTSYNC_MOUNTS; default none]."),
+    ] = None,
     require: Annotated[
         str | None,
         typer.Option(
@@ -145,7 +149,7 @@ def serve(
     serve_forever(
         host=host, port=port, run=run, token=token_in(token_file), tls_certificate=tls_certificate, tls_key=tls_key,
         pause_mode=None if pause_mode is None else pause_mode.value, round_deadline=round_deadline,
-        require=require, max_unavailable=max_unavailable,
+        require=require, max_unavailable=max_unavailable, mounts=tuple(mount) if mount else None,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from weightsync.coordinator.status import Status
 from weightsync.errors import AuthenticationError
 from weightsync.ray.calls import call, in_our_words
 from weightsync.ray.places import Access, Place
-from weightsync.rollouts.watch import Watch
+from weightsync.server.watch import Watch
 
 __all__ = ["Group", "Rejoining"]
 

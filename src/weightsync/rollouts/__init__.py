@@ -14,7 +14,7 @@ from weightsync.rollouts.orders import OrderFollower, Server, UpdateServers
 from weightsync.rollouts.replicas import Replicas
 from weightsync.rollouts.samples import Chunk, Sample, Sampling
 from weightsync.rollouts.staleness import Admission, capacity
-from weightsync.rollouts.watch import Watch
+from weightsync.server.watch import Watch
 
 __all__ = [
     "Admission",

@@ -23,9 +23,9 @@ from weightsync.config import ClientSettings
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded
 from weightsync.model import PauseMode, TensorSpec
+from weightsync.rollouts.broker import Order
 from weightsync.rollouts.mail import asked
-from weightsync.rollouts.watch import coordinator_http
-from weightsync.server.rollouts import Order
+from weightsync.server.watch import coordinator_http
 
 __all__ = ["RolloutCallback"]
 

@@ -22,7 +22,7 @@ from weightsync.rollouts.generation import Generation
 from weightsync.rollouts.replicas import Replicas, Urls
 from weightsync.rollouts.samples import Chunk, FinishReason, Sample, Sampling
 from weightsync.rollouts.staleness import Admission
-from weightsync.rollouts.watch import Watch
+from weightsync.server.watch import Watch
 
 __all__ = ["Counts", "Generate", "Rollout", "RolloutController", "RolloutSettings", "Task"]
 

@@ -18,12 +18,19 @@ import msgspec
 
 from weightsync.config import ClientSettings
 from weightsync.deadline import Deadline
-from weightsync.errors import AuthenticationError, CoordinatorUnreachable, DeadlineExceeded, ProtocolError, from_wire
+from weightsync.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    CoordinatorUnreachable,
+    DeadlineExceeded,
+    ProtocolError,
+    from_wire,
+)
 from weightsync.protocol.endpoint import reason, unreachable
 from weightsync.protocol.messages import UNREADABLE
-from weightsync.rollouts.watch import coordinator_http
-from weightsync.server.mailbox import Signal
+from weightsync.rollouts.mailbox import Signal
 from weightsync.server.problems import Problem
+from weightsync.server.watch import coordinator_http
 
 __all__ = ["Backoff", "CompletionReceiver", "CompletionSender", "asked", "check", "followed"]
 
@@ -62,6 +69,11 @@ def check(answer: httpx.Response, settings: ClientSettings) -> None:
         raise AuthenticationError(f"{settings.coordinator}: {said.message}")
     if answer.status_code == HTTPStatus.SERVICE_UNAVAILABLE and said.kind == "ServiceUnavailable":
         raise httpx.HTTPStatusError(said.message, request=answer.request, response=answer)
+    if answer.status_code == HTTPStatus.NOT_FOUND and said.kind == "NotFound":
+        raise ConfigurationError(
+            f"the coordinator at {settings.coordinator} has no mailboxes for rollouts: start it with "
+            "`weightsync serve --mount rollouts`, or with WEIGHTSYNC_MOUNTS=rollouts in its process"
+        )
     raise from_wire(said.kind, said.message)
 
 

@@ -22,10 +22,10 @@ from weightsync.model import PauseMode
 from weightsync.protocol.endpoint import reason
 from weightsync.protocol.messages import UNREADABLE
 from weightsync.protocol.tokens import bearer
+from weightsync.rollouts.broker import Answered, Name, Order
 from weightsync.rollouts.mail import asked, followed
-from weightsync.rollouts.watch import coordinator_http
-from weightsync.server.mailbox import Signal
-from weightsync.server.rollouts import Answered, Name, Order
+from weightsync.rollouts.mailbox import Signal
+from weightsync.server.watch import coordinator_http
 
 __all__ = ["OrderFollower", "Server", "UpdateServers"]
 

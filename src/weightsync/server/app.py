@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.metadata
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from http import HTTPStatus
 from typing import Annotated, Any, cast
 
@@ -27,12 +27,12 @@ from weightsync.protocol.endpoint import AGENTS_PATH
 from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.proof import ANSWER_HEADER, CHALLENGE_PATH, SCHEME, Challenge, Challenger
 from weightsync.protocol.tokens import matches
-from weightsync.server import metrics, page, rollouts
+from weightsync.server import metrics, page
 from weightsync.server.agents import AgentSockets
 from weightsync.server.connections import Connections
+from weightsync.server.mounts import Mount
 from weightsync.server.openapi import Operation, Revocation, RoundRequest, decode_revocation, decode_round, document
 from weightsync.server.problems import problem, problem_of
-from weightsync.server.rollouts import FOLLOWED, RolloutRoutes
 from weightsync.server.snapshots import Snapshot
 
 __all__ = ["OPERATIONS", "Service"]
@@ -79,31 +79,26 @@ OPERATIONS = (
     ),
     Operation("get", "/v1/openapi.json", "This description.", answer=dict[str, Any]),
     Operation("get", "/metrics", "The same for Prometheus.", answer=str, media="text/plain"),
-    *rollouts.OPERATIONS,
 )
-_UNCOUNTED = (
-    "/healthz",
-    CHALLENGE_PATH,
-    "/v1/events",
-    *FOLLOWED,
-)  # the first two must always answer, the others have limits of their own
+_UNCOUNTED = ("/healthz", CHALLENGE_PATH, "/v1/events")  # the first two must always answer, the last has a limit of its own
 _PUBLIC = frozenset(operation.path for operation in OPERATIONS if operation.public)
 
 
 class Service:
     """One coordinator over HTTP. Built and closed on the coordinator's event loop; :attr:`asgi` is the application."""
 
-    def __init__(self, coordinator: Coordinator, settings: ServerSettings, token: Secret) -> None:
+    def __init__(self, coordinator: Coordinator, settings: ServerSettings, token: Secret, mounts: Sequence[Mount] = ()) -> None:
         self._coordinator, self._settings = coordinator, settings
         self._agents = AgentSockets(coordinator, settings)
         self.connections = Connections(settings.limits, encrypted=settings.tls_certificate is not None)
-        self._rollouts = RolloutRoutes(settings.heartbeat)
+        self._mounts = mounts
         self._challenger = Challenger(token)
         self._streams = 0
         self._totals = metrics.Totals()
         self._counter = asyncio.ensure_future(self._count())
         self._state = Snapshot(lambda: msgspec.json.encode(coordinator.status()))
         self._exposition = Snapshot(self._measured)
+        uncounted = frozenset([*_UNCOUNTED, *(path for mount in mounts for path in mount.lasting)])
         routes = [
             Route("/healthz", self._health),
             Route("/", self._page),
@@ -115,20 +110,21 @@ class Service:
             Route("/v1/openapi.json", self._openapi),
             Route("/metrics", self._metrics),
             WebSocketRoute(AGENTS_PATH, self._agents.endpoint),
-            *self._rollouts.routes,
+            *(route for mount in mounts for route in mount.routes),
         ]
         self.asgi: ASGIApp = Starlette(
             routes=routes,
             middleware=[
                 Middleware(_Admission, token=token, challenger=self._challenger, connections=self.connections),
-                Middleware(_Busy, most=settings.limits.requests),
+                Middleware(_Busy, most=settings.limits.requests, uncounted=uncounted),
             ],
             exception_handlers={WeightSyncError: _raised, HTTPException: _http, Exception: _raised},
         )
 
     async def aclose(self, reason: str) -> None:
         """Cancel rounds, end event streams, close every agent's socket with ``reason``. Safe twice."""
-        self._rollouts.close()
+        for mount in self._mounts:
+            mount.close()
         await self._coordinator.aclose()  # before agents go: a replica in the middle of an update can still be told to stay paused
         await self._agents.aclose(reason)
         await asyncio.wait([self._counter], timeout=self._settings.shutdown_seconds)
@@ -155,7 +151,7 @@ class Service:
         return _answer(self._state.get())
 
     async def _openapi(self, request: Request) -> Response:
-        return _json(document(OPERATIONS, _version()))
+        return _json(document((*OPERATIONS, *(one for mount in self._mounts for one in mount.operations)), _version()))
 
     async def _metrics(self, request: Request) -> Response:
         return Response(self._exposition.get(), headers={"Content-Type": metrics.CONTENT_TYPE})
@@ -262,12 +258,12 @@ def _last(send: Send) -> Send:
 class _Busy:
     """Refuses requests beyond so many under way, so that callers that never wait for answers cannot pile up work."""
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
-        self._app, self._most = app, most
+    def __init__(self, app: ASGIApp, most: int, uncounted: frozenset[str]) -> None:
+        self._app, self._most, self._uncounted = app, most, uncounted
         self._running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _UNCOUNTED:
+        if scope["type"] != "http" or scope["path"] in self._uncounted:
             await self._app(scope, receive, send)
             return
         if self._running >= self._most:

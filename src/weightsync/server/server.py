@@ -24,6 +24,7 @@ from weightsync.protocol.tokens import TokenFile, check_bind, generate
 from weightsync.server.accept_limiter import AcceptLimiter
 from weightsync.server.app import Service
 from weightsync.server.http_connection import HttpConnection
+from weightsync.server.mounts import load_mounts
 
 __all__ = ["BackgroundServer", "run_server", "serve"]
 
@@ -92,7 +93,7 @@ async def run_server(
     unusable TLS files.
     """
     check_bind(settings)
-    context = _tls_context(settings)
+    context, mounts = _tls_context(settings), load_mounts(settings)
     with contextlib.ExitStack() as undo:
         listener = undo.enter_context(_listen(settings))
         address = _reachable(settings, listener)
@@ -100,7 +101,7 @@ async def run_server(
         if token is None:
             token = generate()
         coordinator = Coordinator(control_settings(settings))
-        service = Service(coordinator, settings, token)
+        service = Service(coordinator, settings, token, mounts)
         limiter = AcceptLimiter(
             listener,
             lambda reader, writer: HttpConnection(service.asgi, settings, reader, writer),

@@ -12,8 +12,8 @@ import pytest
 
 from weightsync.errors import ConfigurationError
 from weightsync.external.clients.sglang_modes import sglang_mode
+from weightsync.rollouts.broker import Order
 from weightsync.rollouts.orders import Server, UpdateServers
-from weightsync.server.rollouts import Order
 
 BUCKET = {"group_name": "g", "names": ["a"], "dtypes": ["float32"], "shapes": [[4]], "load_format": "flattened_bucket"}
 GROUP = {"group_name": "g", "master_address": "192.0.2.1", "master_port": 7, "backend": "nccl"}

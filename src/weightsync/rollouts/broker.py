@@ -1,4 +1,4 @@
-"""The coordinator's routes for rollouts: completions, from rollout controllers to the trainer; orders, from the trainer to them."""
+"""Routes for rollouts on the coordinator's service: completions go to the trainer, orders come from it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
+from weightsync.config import ServerSettings
 from weightsync.errors import ConfigurationError, DeadlineExceeded, MembershipError, from_wire
 from weightsync.protocol.messages import UNREADABLE
-from weightsync.server.mailbox import Full, Mailbox, Post, Signal
+from weightsync.rollouts.mailbox import Full, Mailbox, Post, Signal
 from weightsync.server.openapi import Operation
 
-__all__ = ["FOLLOWED", "OPERATIONS", "Acknowledge", "Answered", "Completed", "Order", "RolloutRoutes"]
+__all__ = ["Acknowledge", "Answered", "Completed", "Order", "RolloutBroker", "mount"]
 
-FOLLOWED = ("/v1/rollouts/completions/events", "/v1/rollouts/orders/events", "/v1/rollouts/orders")
-"""Requests that last; they have limits of their own."""
+_LASTING = ("/v1/rollouts/completions/events", "/v1/rollouts/orders/events", "/v1/rollouts/orders")
 _BODY_BYTES = 64 << 20
 _FOLLOWERS = 16
 _WAITING = 256
@@ -92,7 +92,7 @@ _FOLLOW: dict[str, Any] = {
     "answer": Signal, "media": "text/event-stream", "errors": (_BAD,), "query": (("epoch", str), ("after", int)),
 }  # fmt: skip
 
-OPERATIONS = (
+_OPERATIONS = (
     Operation("post", "/v1/rollouts/completions", "Push finished rollouts.", Numbered, body=Completed, errors=_POSTED),
     Operation(
         "get", "/v1/rollouts/completions/events", "Server-sent events: a signal for each that waits, then as they come.", **_FOLLOW
@@ -113,11 +113,13 @@ OPERATIONS = (
     Operation("get", "/v1/rollouts/orders/{number}", "One order.", **_MESSAGE),
     Operation("post", "/v1/rollouts/orders/{number}", "How an order ended.", Taken, body=Answered, errors=(*_POSTED, _ABSENT)),
 )
-"""The routes as the OpenAPI description has them."""
 
 
-class RolloutRoutes:
-    """Both mailboxes. :attr:`routes` go into the coordinator's, or any other, application. Close it before that ends."""
+class RolloutBroker:
+    """Both mailboxes: a :class:`~weightsync.server.mounts.Mount` of the coordinator's service, or of any other application."""
+
+    operations = _OPERATIONS
+    lasting = _LASTING
 
     def __init__(self, heartbeat: float) -> None:
         self._heartbeat = heartbeat
@@ -233,6 +235,11 @@ class RolloutRoutes:
                 with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
                     await coming
             await signals.aclose()
+
+
+def mount(settings: ServerSettings) -> RolloutBroker:
+    """Make the broker that ``WEIGHTSYNC_MOUNTS=rollouts`` adds to a coordinator."""
+    return RolloutBroker(settings.heartbeat)
 
 
 def _number(request: Request) -> int:

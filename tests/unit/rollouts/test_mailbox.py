@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from weightsync.errors import ConfigurationError, MembershipError
-from weightsync.server.mailbox import Full, Mailbox, Post, Signal
+from weightsync.rollouts.mailbox import Full, Mailbox, Post, Signal
 
 
 def posts(*names: str) -> list[Post]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +24,7 @@ __all__ = [
     "DTypes",
     "FollowedShards",
     "Shard",
+    "ShardedState",
     "Views",
     "checkpoint_name",
     "dtype_name",
@@ -52,6 +54,18 @@ class Shard:
     shape: tuple[int, ...]
     box: Box
     tensor: torch.Tensor
+
+
+class ShardedState(ABC):
+    """Weights that declare their own shards, for frameworks whose modules do not tell them."""
+
+    @abstractmethod
+    def declare(self) -> tuple[Manifest, Sequence[Shard]]:
+        """Return the manifest of the whole model (equal on every rank) and this rank's shards, perhaps several of one tensor.
+
+        The shards are in the order of :func:`ordered`. Called before every publication. Returns the same objects until a shard has
+        other memory. Needs no communication.
+        """
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -140,7 +154,7 @@ def shard(name: str, tensor: torch.Tensor, global_shape: Sequence[int], starts: 
 
 
 def shards_of(
-    state: Mapping[str, torch.Tensor] | nn.Module, *, dtype: DTypes = None, include_buffers: bool = False
+    state: Mapping[str, torch.Tensor] | nn.Module | ShardedState, *, dtype: DTypes = None, include_buffers: bool = False
 ) -> tuple[Manifest, list[Shard]]:
     """Return the manifest of the whole model (equal on every rank) and the shards that this rank holds, in manifest order.
 
@@ -150,8 +164,8 @@ def shards_of(
     Empty shards are left out. This needs no communication and copies nothing.
 
     Args:
-        state: A module, or tensors by checkpoint name. Of a module, all parameters are taken under the names of its state dict,
-            whose hooks may rename and split them. Of a mapping, everything is taken.
+        state: A module, tensors by checkpoint name, or what declares its shards itself. Of a module, all parameters are taken under
+            the names of its state dict, whose hooks may rename and split them. Of a mapping, everything is taken.
         dtype: See :data:`DTypes`.
         include_buffers: Whether to include a module's persistent buffers.
 
@@ -160,6 +174,9 @@ def shards_of(
             or the state dict omits or copies a parameter.
         ConfigurationError: A dtype cannot be published, a name in ``dtype`` does not exist, or two tensors have one name.
     """
+    if isinstance(state, ShardedState):
+        manifest, declared = state.declare()
+        return _converted(manifest, dtype), ordered(manifest, declared)
     manifest, held = _survey(state, dtype, include_buffers)
     for name, (_, box, local) in held.items():
         if box is not None and box.size:
@@ -201,6 +218,15 @@ def _survey(
         TensorSpec(name, shape, dtype_name(published[name]), tuple(aliases[name])) for name, (shape, _, _) in held.items()
     )
     return manifest, held
+
+
+def _converted(manifest: Manifest, dtype: DTypes) -> Manifest:
+    """Return the manifest with the dtypes that are to be published."""
+    if dtype is None:
+        return manifest
+    held = {spec.name: torch_dtype(spec.dtype) for spec in manifest}
+    published = _published(dtype, held, {spec.name: list(spec.aliases) for spec in manifest})
+    return Manifest(TensorSpec(spec.name, spec.shape, dtype_name(published[spec.name]), spec.aliases) for spec in manifest)
 
 
 def ordered(manifest: Manifest, shards: Iterable[Shard]) -> list[Shard]:
@@ -376,7 +402,7 @@ class FollowedShards:
 
     def __init__(
         self,
-        state: Mapping[str, torch.Tensor] | torch.nn.Module,
+        state: Mapping[str, torch.Tensor] | torch.nn.Module | ShardedState,
         *,
         dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
         include_buffers: bool = False,
@@ -397,6 +423,8 @@ class FollowedShards:
 
     def _named(self) -> Iterable[tuple[str, torch.Tensor]]:
         state = self._state
+        if isinstance(state, ShardedState):
+            return [(one.name, one.tensor) for one in state.declare()[1]]
         if isinstance(state, Mapping):
             return state.items()
         buffers = state.named_buffers(remove_duplicate=False) if self._include_buffers else ()

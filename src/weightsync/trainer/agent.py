@@ -50,6 +50,7 @@ from weightsync.protocol.messages import (
 from weightsync.protocol.round_log import log_result
 from weightsync.protocol.tokens import is_loopback
 from weightsync.server.server import BackgroundServer
+from weightsync.tensors.shards import ShardedState
 from weightsync.trainer.publisher import TrainerRole
 from weightsync.transports.base import LOOPBACK, Network, Transport
 from weightsync.transports.hostinfo import own_address, reachable_address, this_host
@@ -66,7 +67,8 @@ _log = logging.getLogger(__name__)
 class Trainer:
     """Publishes the weights of one trainer rank. Make one on every rank, and call :meth:`publish` on every rank.
 
-    ``state`` is the module (FSDP2, tensor-parallel or plain) or its state dict. ``rank`` and ``world_size`` come from
+    ``state`` is the module (FSDP2, tensor-parallel or plain), its state dict, or what an integration made of it
+    (:func:`weightsync.integrations.megatron.hf_state`). ``rank`` and ``world_size`` come from
     ``torch.distributed`` where it is initialised, else from torchrun or Slurm, else 0 of 1. ``coordinator`` is its URL (or
     ``WEIGHTSYNC_COORDINATOR``); without one, rank 0 starts a coordinator in this process and tells the others, and
     :attr:`coordinator` says where. ``dtype`` converts while publishing (float32 master weights to bfloat16, say); without it
@@ -97,7 +99,7 @@ class Trainer:
 
     def __init__(
         self,
-        state: Mapping[str, torch.Tensor] | torch.nn.Module,
+        state: Mapping[str, torch.Tensor] | torch.nn.Module | ShardedState,
         coordinator: str | None = None,
         *,
         token: str | None = None,
@@ -111,7 +113,7 @@ class Trainer:
         restore: Callable[[], object] | None = None,
         new_epoch: bool = False,
     ) -> None:
-        if not isinstance(state, Mapping | torch.nn.Module):
+        if not isinstance(state, Mapping | torch.nn.Module | ShardedState):
             raise ConfigurationError(
                 f"a trainer publishes a torch.nn.Module or a mapping of names to tensors, not a {type(state).__name__}"
             )

@@ -12,14 +12,14 @@ from weightsync.deadline import Deadline
 from weightsync.errors import LayoutError, TransportUnavailable
 from weightsync.model import Layout, Manifest
 from weightsync.tensors.device_memory import DeviceDigest, Form, device_of, forms_of, layout_by_shard
-from weightsync.tensors.shards import Shard, checkpoint_name, dtype_name
+from weightsync.tensors.shards import Shard, ShardedState, checkpoint_name, dtype_name
 from weightsync.transports.base import Transport
 from weightsync.transports.cuda.region import PLACING_SECONDS, CudaRegion
 from weightsync.transports.host.region import EMPTY
 
 __all__ = ["InPlacePublisher", "obstacle_to_live"]
 
-State = Mapping[str, torch.Tensor] | torch.nn.Module
+State = Mapping[str, torch.Tensor] | torch.nn.Module | ShardedState
 
 
 def obstacle_to_live(manifest: Manifest, shards: Sequence[Shard], transports: Sequence[Transport]) -> str | None:
@@ -95,6 +95,8 @@ class InPlacePublisher:
 
 def _local(state: State, names: Sequence[str]) -> list[torch.Tensor]:
     """This rank's memory of each of ``names``, as the state holds it now."""
+    if isinstance(state, ShardedState):
+        return [one.tensor for one in state.declare()[1]]
     state = state.state_dict(keep_vars=True) if isinstance(state, torch.nn.Module) else state
     values = {checkpoint_name(name): value for name, value in state.items()}
     missing = [name for name in names if name not in values]

@@ -22,7 +22,7 @@ from weightsync.model import Layout, Manifest
 from weightsync.protocol.messages import Body, Done, Host, Memory, Offer, Place, Placed
 from weightsync.tensors.device_memory import wait_for_devices
 from weightsync.tensors.memory import packed_layout
-from weightsync.tensors.shards import FollowedShards, Shard
+from weightsync.tensors.shards import FollowedShards, Shard, ShardedState
 from weightsync.trainer.host_copy import Placer
 from weightsync.trainer.in_place import InPlacePublisher, obstacle_to_live
 from weightsync.transports.base import LOOPBACK, Key, Network, Publisher, Transport
@@ -51,7 +51,7 @@ class TrainerRole:
 
     def __init__(
         self,
-        state: Mapping[str, torch.Tensor] | torch.nn.Module,
+        state: Mapping[str, torch.Tensor] | torch.nn.Module | ShardedState,
         transports: Sequence[Transport],
         key: bytes,
         here: Host,

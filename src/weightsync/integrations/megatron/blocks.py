@@ -1,0 +1,174 @@
+"""Rules for the blocks of a Transformer: which Hugging Face tensors each parameter of a Megatron-core module holds.
+
+Every function returns :data:`Rules` for one block, made from the Hugging Face configuration. Where Megatron's local and
+TransformerEngine modules have different names for the same thing, both are there. Experts are named ``mlp.experts.<number in the
+whole model>.<parameter>``, however Megatron groups them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from weightsync.integrations.megatron.packing import Packing, Part
+
+__all__ = [
+    "HFConfig",
+    "Rules",
+    "attention",
+    "experts",
+    "gated_mlp",
+    "head_dim",
+    "latent_attention",
+    "norms",
+    "router",
+    "vocabulary",
+    "whole",
+]
+
+HFConfig: TypeAlias = Any
+"""A configuration object of Transformers, or any object with the same attributes."""
+Rules = Mapping[str, Packing]
+"""By the name of a Megatron parameter, the Hugging Face tensors that it holds."""
+
+
+def whole(name: str, *shape: int, dim: int = 0, cut: bool = False, dtype: str | None = None) -> Packing:
+    """Return the packing of one tensor as it is, which tensor parallelism cuts along ``dim`` if ``cut``."""
+    return Packing((Part(name, shape),), dim, cut, dtype=dtype)
+
+
+def head_dim(config: HFConfig) -> int:
+    """Return the extent of one attention head."""
+    given = getattr(config, "head_dim", None)
+    return int(given or config.hidden_size // config.num_attention_heads)
+
+
+def vocabulary(config: HFConfig) -> Rules:
+    """Return the rules of embedding, output layer and last norm."""
+    shape = (int(config.vocab_size), int(config.hidden_size))
+    embedding = "model.embed_tokens.weight"
+    output = embedding if config.tie_word_embeddings else "lm_head.weight"
+    return {
+        "embedding.word_embeddings.weight": Packing((Part(embedding, shape),), padded=True),
+        "output_layer.weight": Packing((Part(output, shape),), padded=True),
+        "decoder.final_layernorm.weight": whole("model.norm.weight", shape[1]),
+    }
+
+
+def norms(config: HFConfig) -> Rules:
+    """Return the rules of the norms before attention and MLP: modules of their own, or fused into the linear layer after them."""
+    before = whole("input_layernorm.weight", config.hidden_size)
+    after = whole("post_attention_layernorm.weight", config.hidden_size)
+    return {
+        "input_layernorm.weight": before,
+        "self_attention.linear_qkv.layer_norm_weight": before,
+        "pre_mlp_layernorm.weight": after,
+        "mlp.linear_fc1.layer_norm_weight": after,
+    }
+
+
+def attention(config: HFConfig, *, qkv_bias: bool = False, bias: bool = False, qk_norm: bool = False) -> Rules:
+    """Return the rules of grouped-query attention: one parameter holds, for each group, its queries, its key and its value."""
+    heads, groups, extent = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
+    hidden = config.hidden_size
+    rules = {
+        "self_attention.linear_qkv.weight": _grouped("weight", heads, groups, extent, (hidden,)),
+        "self_attention.linear_proj.weight": whole("self_attn.o_proj.weight", hidden, heads * extent, dim=1, cut=True),
+    }
+    if qkv_bias or bias:
+        rules["self_attention.linear_qkv.bias"] = _grouped("bias", heads, groups, extent, ())
+    if bias:
+        rules["self_attention.linear_proj.bias"] = whole("self_attn.o_proj.bias", hidden)
+    if qk_norm:
+        rules["self_attention.q_layernorm.weight"] = whole("self_attn.q_norm.weight", extent)
+        rules["self_attention.k_layernorm.weight"] = whole("self_attn.k_norm.weight", extent)
+    return rules
+
+
+def _grouped(kind: str, heads: int, groups: int, extent: int, columns: tuple[int, ...]) -> Packing:
+    """Return the packing of queries, key and value of one group after the other."""
+    queries = heads // groups * extent
+    parts = []
+    for group in range(groups):
+        parts.append(Part(f"self_attn.q_proj.{kind}", (heads * extent, *columns), group * queries, queries))
+        parts.append(Part(f"self_attn.k_proj.{kind}", (groups * extent, *columns), group * extent, extent))
+        parts.append(Part(f"self_attn.v_proj.{kind}", (groups * extent, *columns), group * extent, extent))
+    return Packing(tuple(parts))
+
+
+def gated_mlp(config: HFConfig, *, bias: bool = False, ffn: int | None = None, here: str = "mlp", there: str = "mlp") -> Rules:
+    """Return the rules of a gated MLP under ``here`` in Megatron, and ``there`` in Hugging Face: one parameter holds gate and up."""
+    hidden, ffn = config.hidden_size, ffn or config.intermediate_size
+    gate_up = (Part(f"{there}.gate_proj.weight", (ffn, hidden)), Part(f"{there}.up_proj.weight", (ffn, hidden)))
+    rules = {
+        f"{here}.linear_fc1.weight": Packing(gate_up, interleaved=True),
+        f"{here}.linear_fc2.weight": whole(f"{there}.down_proj.weight", hidden, ffn, dim=1, cut=True),
+    }
+    if bias:
+        biases = (Part(f"{there}.gate_proj.bias", (ffn,)), Part(f"{there}.up_proj.bias", (ffn,)))
+        rules[f"{here}.linear_fc1.bias"] = Packing(biases, interleaved=True)
+        rules[f"{here}.linear_fc2.bias"] = whole(f"{there}.down_proj.bias", hidden)
+    return rules
+
+
+def latent_attention(config: HFConfig) -> Rules:
+    """Return the rules of multi-head latent attention, whose down-projections are whole on every rank or cut, as Megatron's spec says."""
+    hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    keys, position, values = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    key_norm = whole("self_attn.kv_a_layernorm.weight", rank)
+    rules = {
+        "self_attention.linear_kv_down_proj.weight": whole(
+            "self_attn.kv_a_proj_with_mqa.weight", rank + position, hidden, cut=True
+        ),
+        "self_attention.kv_layernorm.weight": key_norm,
+        "self_attention.linear_kv_up_proj.layer_norm_weight": key_norm,
+        "self_attention.linear_kv_up_proj.weight": whole("self_attn.kv_b_proj.weight", heads * (keys + values), rank, cut=True),
+        "self_attention.linear_proj.weight": whole("self_attn.o_proj.weight", hidden, heads * values, dim=1, cut=True),
+    }
+    queries, low = heads * (keys + position), config.q_lora_rank
+    if low is None:
+        return {**rules, "self_attention.linear_q_proj.weight": whole("self_attn.q_proj.weight", queries, hidden, cut=True)}
+    query_norm = whole("self_attn.q_a_layernorm.weight", low)
+    return {
+        **rules,
+        "self_attention.linear_q_down_proj.weight": whole("self_attn.q_a_proj.weight", low, hidden, cut=True),
+        "self_attention.q_layernorm.weight": query_norm,
+        "self_attention.linear_q_up_proj.layer_norm_weight": query_norm,
+        "self_attention.linear_q_up_proj.weight": whole("self_attn.q_b_proj.weight", queries, low, cut=True),
+    }
+
+
+def router(config: HFConfig, count: int, *, name: str = "mlp.gate", expert_bias: bool = False) -> Rules:
+    """Return the rules of the router over ``count`` experts, with the bias that balances them."""
+    rules = {"mlp.router.weight": whole(f"{name}.weight", count, config.hidden_size)}
+    if expert_bias:
+        rules["mlp.router.expert_bias"] = whole(f"{name}.e_score_correction_bias", count, dtype="float32")
+    return rules
+
+
+def experts(
+    config: HFConfig,
+    count: int,
+    ffn: int,
+    *,
+    stacked: bool,
+    gate: str = "mlp.experts.{}.gate_proj.weight",
+    up: str = "mlp.experts.{}.up_proj.weight",
+    down: str = "mlp.experts.{}.down_proj.weight",
+) -> Rules:
+    """Return the rules of routed gated experts, each with names of its own or ``stacked`` as in modules of Transformers 5."""
+    rules = dict[str, Packing]()
+    hidden = config.hidden_size
+    gates_up, downs = (count, 2 * ffn, hidden), (count, hidden, ffn)
+    for expert in range(count):
+        here = f"mlp.experts.{expert}"
+        if stacked:
+            first = Part("mlp.experts.gate_up_proj", gates_up, 0, ffn, (expert,))
+            second = Part("mlp.experts.gate_up_proj", gates_up, ffn, ffn, (expert,))
+            last = Part("mlp.experts.down_proj", downs, index=(expert,))
+        else:
+            first, second = Part(gate.format(expert), (ffn, hidden)), Part(up.format(expert), (ffn, hidden))
+            last = Part(down.format(expert), (hidden, ffn))
+        rules[f"{here}.linear_fc1.weight"] = Packing((first, second), interleaved=True)
+        rules[f"{here}.linear_fc2.weight"] = Packing((last,), dim=1)
+    return rules

@@ -1,0 +1,103 @@
+"""What hf_state() reads off a Megatron-core model: its place among the ranks, its layers and experts, its parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weightsync.errors import ConfigurationError, LayoutError
+
+__all__ = ["EXPERTS", "Chunk", "Place"]
+
+_LAYER = re.compile(r"decoder\.layers\.([0-9]+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.([0-9]+)\.(.+)|(.+\.(?:weight|bias))([0-9]+))")
+EXPERTS = "mlp.experts."
+
+
+@dataclass(frozen=True)
+class Place:
+    """Ranks and sizes of the groups that cut parameters."""
+
+    rank: int
+    tensor: tuple[int, int]
+    expert: tuple[int, int]
+    pipeline: tuple[int, int]
+    expert_tensor: tuple[int, int]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Place:
+        """Return the place of a GPTModel, from the process groups that it was built with."""
+        groups = getattr(model, "pg_collection", None)
+        if groups is None:
+            raise ConfigurationError(
+                f"{type(model).__name__} has no pg_collection: hf_state takes GPTModel of megatron-core 0.16 or later"
+            )
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return cls(rank, *(_rank_and_size(getattr(groups, name, None)) for name in ("tp", "ep", "pp", "expt_tp")))
+
+    def __str__(self) -> str:
+        named = (("TP", self.tensor), ("PP", self.pipeline), ("EP", self.expert), ("ETP", self.expert_tensor))
+        cuts = ", ".join(f"{name} {rank} of {size}" for name, (rank, size) in named if size > 1)
+        return f"trainer rank {self.rank}" + (f" ({cuts})" if cuts else "")
+
+
+def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    return (0, 1) if group is None else (group.rank(), group.size())
+
+
+class Chunk:
+    """One GPTModel: the layers of one pipeline stage, or of one virtual stage."""
+
+    def __init__(self, given: nn.Module) -> None:
+        model: Any = given
+        while not hasattr(model, "decoder") and isinstance(getattr(model, "module", None), nn.Module):
+            model = model.module  # Megatron's DistributedDataParallel and Float16Module
+        if not isinstance(getattr(model, "decoder", None), nn.Module):
+            raise ConfigurationError(f"hf_state takes Megatron-core's GPTModel, not a {type(given).__name__}")
+        self.model: Any = model
+        self.config: Any = model.config
+        self.place = Place.of(model)
+        layers = list(model.decoder.layers)
+        self.layers: list[int] = [int(layer.layer_number) - 1 for layer in layers]
+        """Their numbers in the whole model, from zero."""
+        self._experts: list[list[int]] = [list(getattr(layer.mlp, "local_expert_indices", ())) for layer in layers]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield parameters, and those buffers that a checkpoint holds."""
+        yield from self.model.named_parameters()
+        for path, module in self.model.named_modules():
+            for name, value in module.named_buffers(path, recurse=False):
+                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                    yield name, value
+
+    def locate(self, name: str) -> tuple[int | None, str]:
+        """Return the layer of a parameter (``None`` outside layers) and its name there, with the global number of its expert."""
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            return None, name
+        index, key = int(match[1]), match[2]
+        expert = _EXPERT.fullmatch(key)
+        if expert is not None:
+            local, rest = (expert[1], expert[2]) if expert[1] else (expert[4], expert[3])
+            if int(local) >= len(self._experts[index]):
+                raise LayoutError(f"{name} on {self.place}: its layer has {len(self._experts[index])} experts")
+            key = f"{EXPERTS}{self._experts[index][int(local)]}.{rest}"
+        return self.layers[index], key
+
+    def holds(self, layer: int | None, key: str) -> bool:
+        """Return whether a parameter of this place in the whole model belongs in this chunk."""
+        if layer is None:
+            first = bool(self.model.pre_process)
+            last = bool(self.model.post_process)
+            return first if key.startswith("embedding.") else last
+        if layer not in self.layers:
+            return False
+        if not key.startswith(EXPERTS):
+            return True
+        return int(key.split(".")[2]) in self._experts[self.layers.index(layer)]

@@ -1,0 +1,113 @@
+"""How one Megatron-core parameter is put together from rows of Hugging Face tensors, and which of them a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from weightsync.errors import LayoutError
+from weightsync.model import Box
+
+__all__ = ["Packing", "Part", "Piece"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of one Hugging Face tensor of ``shape``, along the dimension of the :class:`Packing` that it belongs to.
+
+    The run begins at ``start`` and has ``length`` elements: by default the whole tensor. ``index`` chooses one slice of a stacked
+    tensor: with ``(3,)``, the part is in expert 3 of ``[experts, rows, columns]``, and ``start`` counts rows.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int = 0
+    length: int | None = None
+    index: tuple[int, ...] = ()
+
+    def extent(self, dim: int) -> int:
+        """Return the elements of the run, if it goes along dimension ``dim`` of the Megatron parameter."""
+        return self.shape[len(self.index) + dim] - self.start if self.length is None else self.length
+
+    def local_shape(self, dim: int) -> tuple[int, ...]:
+        """Return the shape of a Megatron parameter that holds this part alone."""
+        shape = list(self.shape[len(self.index) :])
+        shape[dim] = self.extent(dim)
+        return tuple(shape)
+
+    def box(self, dim: int, offset: int, length: int) -> Box:
+        """Return the box of elements ``offset`` to ``offset + length`` of the run, in the Hugging Face tensor."""
+        starts = [*self.index, *([0] * (len(self.shape) - len(self.index)))]
+        stops = [*(index + 1 for index in self.index), *self.shape[len(self.index) :]]
+        axis = len(self.index) + dim
+        starts[axis] = self.start + offset
+        stops[axis] = starts[axis] + length
+        return Box(tuple(starts), tuple(stops))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of the Hugging Face tensor of ``part``, and its place in a rank's parameter, along the packing's dimension."""
+
+    part: Part
+    box: Box
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The parts that one parameter stacks along dimension ``dim``, in the order that they have without tensor parallelism.
+
+    A rank holds an equal run of the stack, or all of it. ``dtype`` is given for a parameter that does not have the model's.
+    """
+
+    parts: tuple[Part, ...]
+    dim: int = 0
+    cut: bool = True
+    """Whether tensor parallelism may cut it. If not, every rank holds all of it."""
+    interleaved: bool = False
+    """Every part is cut by itself, and a rank stacks its share of each: a gated MLP holds ``[gate; up]`` of its own rows."""
+    padded: bool = False
+    """Rows that no Hugging Face tensor has follow the stack: a vocabulary is filled up until it can be cut."""
+    dtype: str | None = None
+
+    def pieces(self, shape: tuple[int, ...], rank: int, size: int) -> Iterator[Piece]:
+        """Yield what a parameter of ``shape`` holds on tensor-parallel rank ``rank`` of ``size``, without the padding.
+
+        Raises:
+            LayoutError: A parameter of that shape is neither the whole stack nor a rank's run.
+        """
+        total = sum(part.extent(self.dim) for part in self.parts)
+        self._check(shape, total, size)
+        length = shape[self.dim]
+        if length == total and not self.padded:
+            rank, size = 0, 1
+        if self.interleaved:
+            start = 0
+            for part in self.parts:
+                share = part.extent(self.dim) // size
+                yield Piece(part, part.box(self.dim, rank * share, share), start, start + share)
+                start += share
+            return
+        first, last, begin = rank * length, (rank + 1) * length, 0
+        for part in self.parts:
+            end = begin + part.extent(self.dim)
+            low, high = max(first, begin), min(last, end)
+            if low < high:
+                yield Piece(part, part.box(self.dim, low - begin, high - low), low - first, high - first)
+            begin = end
+
+    def _check(self, shape: tuple[int, ...], total: int, size: int) -> None:
+        whole = [*self.parts[0].local_shape(self.dim)]
+        whole[self.dim] = total
+        local = shape[self.dim] if len(shape) == len(whole) else 0
+        fits = [*shape[: self.dim], total, *shape[self.dim + 1 :]] == whole
+        if self.padded:
+            fits = fits and local * size >= total
+        elif local != total:
+            fits = fits and self.cut and local * size == total
+            fits = fits and (not self.interleaved or all(part.extent(self.dim) % size == 0 for part in self.parts))
+        if not fits:
+            cut = f", in {size} parts of dimension {self.dim}" if self.cut and size > 1 else ""
+            raise LayoutError(f"shape {list(shape)} here; the Hugging Face configuration means {whole}{cut}")

@@ -1,0 +1,193 @@
+"""The shards of one Megatron-core rank, as views of its live parameters. Needs no import of Megatron, and no collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.integrations.megatron.blocks import HFConfig, Rules, head_dim
+from weightsync.integrations.megatron.chunk import EXPERTS, Chunk
+from weightsync.integrations.megatron.families import FAMILIES, Family
+from weightsync.integrations.megatron.packing import Packing, Part
+from weightsync.model import Manifest, TensorSpec
+from weightsync.tensors.shards import Shard, ShardedState, Views, dtype_name, ordered
+
+__all__ = ["MegatronState", "hf_state"]
+
+
+def hf_state(
+    model_chunks: nn.Module | Sequence[nn.Module], *, config: HFConfig, family: Family | None = None, stacked_experts: bool = False
+) -> MegatronState:
+    """Return this rank's part of a Megatron-core GPTModel under Hugging Face names, for :class:`weightsync.Trainer`.
+
+    The shards are views of the live parameters. No collective is called.
+
+    Args:
+        model_chunks: What Megatron's ``get_model()`` returns: the model of this rank, or one for each virtual pipeline stage, with
+            or without Megatron's wrappers.
+        config: The Hugging Face configuration of the same model.
+        family: The rules; by default those of ``config.model_type`` in :data:`FAMILIES`.
+        stacked_experts: Whether to name experts as modules of Transformers do, which stack those of a layer. By default they have
+            the names of a checkpoint, which vLLM takes.
+
+    Raises:
+        ConfigurationError: The family is unknown, or the two configurations contradict each other.
+        LayoutError: A parameter has no rule, has another shape or dtype than the configuration says, or is missing. The message
+            names the tensor and the rank.
+    """
+    chunks = [Chunk(model) for model in ([model_chunks] if isinstance(model_chunks, nn.Module) else model_chunks)]
+    if not chunks:
+        raise ConfigurationError("hf_state needs the model chunks of this rank, and got none")
+    kind = getattr(config, "model_type", None)
+    family = family or FAMILIES.get(str(kind))
+    if family is None:
+        raise ConfigurationError(
+            f"no rules for model_type {kind!r}; known: {', '.join(sorted(FAMILIES))}. "
+            "Add a family: docs/guides/megatron.md, hf_state(..., family=Family(...))"
+        )
+    _check_configuration(chunks, config, family)
+    return MegatronState(chunks, config, family, stacked_experts)
+
+
+class MegatronState(ShardedState):
+    """The manifest of the whole model, and the boxes of it that one rank's parameters hold. Made by :func:`hf_state`."""
+
+    def __init__(self, chunks: Sequence[Chunk], config: HFConfig, family: Family, stacked: bool) -> None:
+        self._chunks = chunks
+        self._place = chunks[0].place
+        self._dtype = dtype_name(chunks[0].config.params_dtype)
+        self._rules: dict[tuple[int | None, str], Packing] = {(None, key): rule for key, rule in family.outside(config).items()}
+        for number in range(config.num_hidden_layers):
+            prefix = f"model.layers.{number}."
+            rules = family.layer(config, number, stacked)
+            self._check_experts(rules)
+            self._rules |= {(number, key): _prefixed(rule, prefix) for key, rule in rules.items()}
+        self._manifest = self._survey(config.tie_word_embeddings)
+        self._shards, self._views = self._take()
+
+    def declare(self) -> tuple[Manifest, Sequence[Shard]]:
+        """Return the manifest and this rank's shards: the same objects until a parameter has other memory."""
+        if not self._views.are_of(self._tensors()):
+            self._shards, self._views = self._take()
+        return self._manifest, self._shards
+
+    def _check_experts(self, rules: Rules) -> None:
+        count = len({key.split(".")[2] for key in rules if key.startswith(EXPERTS)})
+        held = self._chunks[0].config.num_moe_experts
+        if count and count != held:
+            raise ConfigurationError(
+                f"Megatron's num_moe_experts is {held} on {self._place}, and the Hugging Face configuration means {count}"
+            )
+
+    def _survey(self, tied: bool) -> Manifest:
+        """Return the manifest of the whole model, from rules and configuration alone: the same on every rank."""
+        specs = dict[str, TensorSpec]()
+        aliases = ("lm_head.weight",) if tied else ()
+        for rule in self._rules.values():
+            for part in rule.parts:
+                name, dtype = part.name, rule.dtype or self._dtype
+                spec = TensorSpec(name, part.shape, dtype, aliases if name == "model.embed_tokens.weight" else ())
+                if specs.setdefault(name, spec) != spec:
+                    raise ConfigurationError(f"two rules for {name} disagree: {specs[name]} and {spec}")
+        return Manifest(specs.values())
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [value for chunk in self._chunks for _, value in chunk.tensors()]
+
+    def _take(self) -> tuple[list[Shard], Views]:
+        views = Views(self._tensors())
+        return ordered(self._manifest, (one for chunk in self._chunks for one in self._shards_of(chunk))), views
+
+    def _shards_of(self, chunk: Chunk) -> Iterator[Shard]:
+        """Yield the shards of one chunk. Raises if a parameter has no rule, or a rule of the chunk has no parameter."""
+        held = set[Part]()
+        for name, value in chunk.tensors():
+            layer, key = chunk.locate(name)
+            rule = self._rules.get((layer, key))
+            if rule is None:
+                raise LayoutError(
+                    f"no rule for parameter {name} on {self._place}: the family's {'layer' if layer is not None else 'outside'} "
+                    f"rules need one for {key!r}; docs/guides/megatron.md shows how to add it"
+                )
+            held.update(rule.parts)
+            yield from self._cut(name, value, rule, key)
+        for (layer, key), rule in self._rules.items():
+            if chunk.holds(layer, key) and not held.issuperset(rule.parts):
+                lacking = next(part.name for part in rule.parts if part not in held)
+                raise LayoutError(f"nothing holds {lacking} on {self._place}, where its model should have a parameter {key}")
+
+    def _cut(self, name: str, value: torch.Tensor, rule: Packing, key: str) -> Iterator[Shard]:
+        """Yield the shards that one parameter holds."""
+        data = value.detach()
+        if type(data) is not torch.Tensor:
+            raise LayoutError(
+                f"{name} on {self._place} is a {type(data).__name__}, not plain memory: quantized and distributed tensors have no "
+                "rules. Train with plain bfloat16 parameters, or publish a dict of converted tensors"
+            )
+        dtype = rule.dtype or self._dtype
+        if dtype_name(data.dtype) != dtype:
+            remedy = (
+                "Megatron keeps it so from its first load or forward pass on: call hf_state after that"
+                if rule.dtype
+                else "give hf_state what get_model() returns, which has all parameters in the model's params_dtype"
+            )
+            raise LayoutError(
+                f"{name} on {self._place} is {dtype_name(data.dtype)} instead of {dtype}; nothing is converted silently: {remedy}"
+            )
+        rank, size = self._place.expert_tensor if key.startswith(EXPERTS) else self._place.tensor
+        try:
+            pieces = list(rule.pieces(tuple(data.shape), rank, size))
+        except LayoutError as error:
+            raise LayoutError(f"{name} on {self._place}, which holds {rule.parts[0].name}: {error}") from None
+        for piece in pieces:
+            view = data.narrow(rule.dim, piece.start, piece.stop - piece.start)
+            yield Shard(piece.part.name, piece.part.shape, piece.box, view.view(piece.box.shape))
+
+
+def _prefixed(rule: Packing, prefix: str) -> Packing:
+    return replace(rule, parts=tuple(replace(part, name=prefix + part.name) for part in rule.parts))
+
+
+def _check_configuration(chunks: Sequence[Chunk], config: HFConfig, family: Family) -> None:
+    """Refuse what shapes cannot tell: two configurations that mean different models, and norms that are stored minus one."""
+    model = chunks[0].config
+    place = chunks[0].place
+    wanted: Mapping[str, object] = {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+    }
+    if not model.multi_latent_attention:
+        wanted = {
+            **wanted,
+            "num_query_groups": config.num_key_value_heads,
+            "kv_channels": head_dim(config),
+            "rotary_interleaved": False,
+        }
+    for name, value in wanted.items():
+        if getattr(model, name) != value:
+            raise ConfigurationError(
+                f"Megatron's {name} is {getattr(model, name)!r} on {place}, and the Hugging Face configuration means {value!r}"
+            )
+    if bool(model.layernorm_zero_centered_gamma) != family.zero_centered_norms:
+        raise ConfigurationError(
+            f"the norms on {place} (decoder.final_layernorm.weight and others) hold "
+            f"{'the weight minus one' if model.layernorm_zero_centered_gamma else 'the weight'}, and this family's checkpoints do "
+            "not (layernorm_zero_centered_gamma): that is no view of the parameter, and is not converted silently"
+        )
+    for chunk in chunks:
+        shared = bool(chunk.model.share_embeddings_and_output_weights)
+        if shared != bool(config.tie_word_embeddings):
+            raise ConfigurationError(
+                f"share_embeddings_and_output_weights is {shared} on {place}, and tie_word_embeddings {config.tie_word_embeddings}"
+            )
+    virtual = model.virtual_pipeline_model_parallel_size or 1
+    if len(chunks) != virtual:
+        raise ConfigurationError(f"{place} has {virtual} virtual pipeline stages, and hf_state got {len(chunks)} model chunks")
+    numbers = [number for chunk in chunks for number in chunk.layers]
+    if len(set(numbers)) != len(numbers) or not all(0 <= number < config.num_hidden_layers for number in numbers):
+        raise ConfigurationError(f"{place} holds layers {numbers}, counted from zero, of a model of {config.num_hidden_layers}")

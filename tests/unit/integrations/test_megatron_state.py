@@ -1,0 +1,222 @@
+"""hf_state on stand-ins: names of TransformerEngine's modules, and all that it refuses. Real models: test_megatron.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.integrations.megatron_standins import Model, llama_config
+from torch import nn
+
+import weightsync
+from weightsync.errors import ConfigurationError, LayoutError, RoundFailed, VerificationError, WeightSyncError
+from weightsync.integrations.megatron import Family, MegatronState, hf_state
+from weightsync.integrations.megatron.blocks import attention, experts, norms, router
+
+CONFIG = llama_config()
+
+
+def parameters(tp: int = 1, layers: int = 2, fused: bool = True) -> dict[str, torch.Tensor]:
+    """Of one rank of ``tp``; with ``fused``, as TransformerEngine's layers name their norms."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "embedding.word_embeddings.weight": (12 // tp, 8),
+        "output_layer.weight": (12 // tp, 8),
+        "decoder.final_layernorm.weight": (8,),
+    }
+    for number in range(layers):
+        layer = f"decoder.layers.{number}."
+        shapes[layer + ("self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight")] = (8,)
+        shapes[layer + "self_attention.linear_qkv.weight"] = (16 // tp, 8)
+        shapes[layer + "self_attention.linear_proj.weight"] = (8, 8 // tp)
+        shapes[layer + ("mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight")] = (8,)
+        shapes[layer + "mlp.linear_fc1.weight"] = (24 // tp, 8)
+        shapes[layer + "mlp.linear_fc2.weight"] = (8, 12 // tp)
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def held(state: MegatronState) -> dict[str, torch.Tensor]:
+    """The tensors put together from the shards of a rank that holds everything."""
+    manifest, shards = state.declare()
+    whole = {spec.name: torch.full(spec.shape, torch.nan) for spec in manifest}
+    for one in shards:
+        whole[one.name][tuple(map(slice, one.box.starts, one.box.stops))] = one.tensor
+    return whole
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_norms_are_found_under_both_names(fused: bool) -> None:
+    given = parameters(fused=fused)
+    whole = held(hf_state(Model(CONFIG, given), config=CONFIG))
+    assert not any(value.isnan().any() for value in whole.values())
+    name = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
+    assert torch.equal(whole["model.layers.1.input_layernorm.weight"], given[f"decoder.layers.1.{name}"])
+
+
+def test_shards_are_views_that_follow_the_parameters() -> None:
+    model = Model(CONFIG, parameters())
+    state = hf_state(model, config=CONFIG)
+    before = state.declare()
+    with torch.no_grad():
+        for value in model.parameters():
+            value.fill_(3)
+    assert all(one.tensor.eq(3).all() for one in before[1])
+    assert state.declare()[1] is before[1]
+    for value in model.parameters():
+        value.data = torch.full_like(value.data, 4)  # as an optimizer does that moves parameters to a buffer
+    assert all(one.tensor.eq(4).all() for one in state.declare()[1])
+
+
+def test_wrappers_are_looked_through() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    assert len(hf_state([Wrapper(Wrapper(Model(CONFIG, parameters())))], config=CONFIG).declare()[1]) == 27
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_grouped_experts_of_transformer_engine(stacked: bool) -> None:
+    hf = llama_config(num_experts=4, num_hidden_layers=1)
+
+    def layer(config: Any, _: int, stacked: bool) -> Any:
+        return {**norms(config), **attention(config), **router(config, 4), **experts(config, 4, 6, stacked=stacked)}
+
+    whole: dict[str, torch.Tensor] = {}
+    for rank in range(2):
+        given = {name: value for name, value in parameters(layers=1).items() if "mlp" not in name}
+        given |= {
+            "decoder.layers.0.pre_mlp_layernorm.weight": torch.ones(8),
+            "decoder.layers.0.mlp.router.weight": torch.ones(4, 8),
+        }
+        for expert in range(2):
+            number = 2 * rank + expert
+            given[f"decoder.layers.0.mlp.experts.linear_fc1.weight{expert}"] = torch.full((12, 8), 10.0 + number)
+            given[f"decoder.layers.0.mlp.experts.linear_fc2.weight{expert}"] = torch.full((8, 6), 20.0 + number)
+        state = hf_state(Model(hf, given, [0], ep=(rank, 2)), config=hf, family=Family(layer), stacked_experts=stacked)
+        whole = {name: torch.where(value.isnan(), whole.get(name, value), value) for name, value in held(state).items()}
+    for number in range(4):
+        if stacked:
+            assert whole["model.layers.0.mlp.experts.gate_up_proj"][number].eq(10 + number).all()
+            assert whole["model.layers.0.mlp.experts.down_proj"][number].eq(20 + number).all()
+        else:
+            assert whole[f"model.layers.0.mlp.experts.{number}.up_proj.weight"].eq(10 + number).all()
+            assert whole[f"model.layers.0.mlp.experts.{number}.down_proj.weight"].eq(20 + number).all()
+
+
+def without(name: str) -> dict[str, torch.Tensor]:
+    given = parameters()
+    del given[name]
+    return given
+
+
+class Quantized(torch.Tensor):
+    """As the FP8 parameters of TransformerEngine: a subclass that wraps others."""
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"decoder.layers.1.self_attention.sinks": torch.ones(4)}, r"no rule for parameter decoder\.layers\.1.*sinks"),
+        ({"mtp.layers.0.enorm.weight": torch.ones(8)}, r"no rule for parameter mtp\.layers\.0\.enorm\.weight on trainer rank 0"),
+        ({"decoder.layers.0.self_attention.linear_qkv.weight": torch.ones(16, 7)}, r"linear_qkv\.weight on trainer.*\[16, 8\]"),
+        ({"output_layer.weight": torch.ones(8, 8)}, r"output_layer\.weight on .*lm_head\.weight: shape \[8, 8\]"),
+        ({"decoder.final_layernorm.weight": torch.ones(8, dtype=torch.float16)}, "is float16 instead of float32"),
+        ({"decoder.final_layernorm.weight": nn.Parameter(torch.ones(8).as_subclass(Quantized))}, "is a Quantized, not"),
+    ],
+)  # fmt: skip
+def test_a_parameter_that_does_not_fit_is_named(given: dict[str, torch.Tensor], said: str) -> None:
+    with pytest.raises(LayoutError, match=said):
+        hf_state(Model(CONFIG, {**parameters(), **given}), config=CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("decoder.layers.1.mlp.linear_fc2.weight", r"nothing holds model\.layers\.1\.mlp\.down_proj\.weight on trainer rank 0"),
+        ("output_layer.weight", r"nothing holds lm_head\.weight"),
+        ("embedding.word_embeddings.weight", r"nothing holds model\.embed_tokens\.weight"),
+    ],
+)
+def test_a_missing_parameter_is_named_with_the_rank(missing: str, said: str) -> None:
+    with pytest.raises(LayoutError, match=said):
+        hf_state(Model(CONFIG, without(missing)), config=CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("hf", "changes", "said"),
+    [
+        ({}, {"num_attention_heads": 8}, "num_attention_heads is 8 on trainer rank 0"),
+        ({}, {"num_query_groups": 4}, "num_query_groups is 4"),
+        ({}, {"num_layers": 3}, "num_layers is 3"),
+        ({}, {"rotary_interleaved": True}, "rotary_interleaved is True"),
+        ({}, {"layernorm_zero_centered_gamma": True}, "the weight minus one"),
+        ({}, {"virtual_pipeline_model_parallel_size": 2}, "2 virtual pipeline stages, and hf_state got 1 model chunks"),
+        ({"model_type": "gpt_oss"}, {}, "no rules for model_type 'gpt_oss'; known: deepseek_v3, llama"),
+        ({"tie_word_embeddings": True}, {}, "share_embeddings_and_output_weights is False"),
+    ],
+)
+def test_configurations_that_contradict_each_other_are_refused(hf: dict[str, Any], changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        hf_state(Model(CONFIG, parameters(), **changes), config=llama_config(**hf))
+
+
+def test_two_chunks_that_claim_a_layer_are_refused() -> None:
+    chunks = [Model(CONFIG, parameters(), virtual_pipeline_model_parallel_size=2) for _ in range(2)]
+    with pytest.raises(ConfigurationError, match=r"holds layers \[0, 1, 0, 1\]"):
+        hf_state(chunks, config=CONFIG)
+
+
+@pytest.mark.parametrize("given", [[], nn.Linear(2, 2)])
+def test_what_is_not_a_model_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigurationError, match="hf_state"):
+        hf_state(given, config=CONFIG)
+
+
+def publish(*models: Model, hf: Any) -> WeightSyncError:
+    """What the first rank's publish() raises, of ranks that are threads of this process."""
+    from concurrent.futures import ThreadPoolExecutor
+    from contextlib import ExitStack
+
+    from weightsync.server.server import BackgroundServer
+
+    with ExitStack() as stack:
+        server = stack.enter_context(BackgroundServer())
+        world = len(models)
+        pool = stack.enter_context(ThreadPoolExecutor(world))
+
+        def rank(number: int) -> WeightSyncError | None:
+            state = hf_state(models[number], config=hf)
+            place = {"rank": number, "world_size": world}
+            with weightsync.Trainer(state, server.url, token=server.token, **place, transports=["inproc"]) as trainer:  # type: ignore[arg-type]
+                try:
+                    trainer.publish(1, timeout=20)
+                except WeightSyncError as error:
+                    return error
+            return None
+
+        raised = next(iter(pool.map(rank, range(world))))
+    assert raised is not None
+    return raised
+
+
+def test_a_missing_pipeline_stage_is_named_by_its_tensors() -> None:
+    stage = {name: value for name, value in parameters(layers=1).items() if not name.startswith(("output", "decoder.final"))}
+    error = publish(Model(CONFIG, stage, [0], pp=(0, 2), last=False), hf=CONFIG)
+    assert isinstance(error, LayoutError | RoundFailed)
+    assert "lm_head.weight" in str(error) or "model.layers.1" in str(error)
+    assert "nobody holds" in str(error)
+
+
+def test_tied_weights_that_differ_between_stages_are_refused() -> None:
+    hf = llama_config(tie_word_embeddings=True)
+    last = ("output", "decoder.final")
+    stages = [
+        {name: value for name, value in parameters(layers=1).items() if not name.startswith(last)},
+        {name: value for name, value in parameters(layers=1).items() if not name.startswith("embedding")},
+    ]
+    error = publish(Model(hf, stages[0], [0], pp=(0, 2), last=False), Model(hf, stages[1], [1], pp=(1, 2), first=False), hf=hf)
+    assert isinstance(error, VerificationError | RoundFailed)
+    assert "copies have diverged" in str(error)
+    assert "model.embed_tokens.weight" in str(error)

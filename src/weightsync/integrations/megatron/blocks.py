@@ -97,7 +97,7 @@ def _grouped(kind: str, heads: int, groups: int, extent: int, columns: tuple[int
 
 
 def gated_mlp(config: HFConfig, *, bias: bool = False, ffn: int | None = None, here: str = "mlp", there: str = "mlp") -> Rules:
-    """Return the rules of a gated MLP under ``here`` in Megatron, and ``there`` in Hugging Face: one parameter holds gate and up."""
+    """Return the rules of a gated MLP, ``here`` in Megatron and ``there`` in Hugging Face. One parameter holds gate and up."""
     hidden, ffn = config.hidden_size, ffn or config.intermediate_size
     gate_up = (Part(f"{there}.gate_proj.weight", (ffn, hidden)), Part(f"{there}.up_proj.weight", (ffn, hidden)))
     rules = {
@@ -112,7 +112,7 @@ def gated_mlp(config: HFConfig, *, bias: bool = False, ffn: int | None = None, h
 
 
 def latent_attention(config: HFConfig) -> Rules:
-    """Return the rules of multi-head latent attention, whose down-projections are whole on every rank or cut, as Megatron's spec says."""
+    """Return the rules of multi-head latent attention. Megatron's spec decides whether a rank's down-projections are cut."""
     hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
     keys, position, values = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     key_norm = whole("self_attn.kv_a_layernorm.weight", rank)

@@ -31,8 +31,7 @@ _GRACE = 5.0
 _LASTING = (
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
-    "weightsync.testing.owner_process",
-    "tests.integration.nursery",
+    "weightsync.testing.nursery",
 )
 
 _strays = pytest.StashKey[list[str]]()

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from tests.integration.disaggregated_server import checkpoint
 from tests.integration.disaggregated_support import Server, serving
-from tests.integration.nursery import start_nursery
+from tests.integration.nursery import NURSERY
 from typer.testing import CliRunner
 
 from weightsync.cli.main import app
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 @pytest.fixture(scope="module", autouse=True)
 def gloo() -> None:
     """Gloo keeps a pipe from its first group on, for the life of the process; the nursery a socket."""
-    start_nursery()
+    NURSERY.start()
     rendezvous = Rendezvous("127.0.0.1", 1, Deadline(10))
     init_custom_process_group("gloo", 0, 1, "first", Deadline(10), rendezvous=rendezvous).close()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integration.nursery import Child, start_nursery
+from tests.integration.nursery import NURSERY, Child
 
 from weightsync.config import Address, ClientSettings, Secret, ServerSettings
 from weightsync.coordinator.events import Joined, Left
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
 @pytest.fixture(scope="module", autouse=True)
 def nursery() -> None:
     """Started before any test looks for what it leaves behind."""
-    start_nursery()
+    NURSERY.start()
 
 
 SECONDS = 20.0

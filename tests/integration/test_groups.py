@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 import torch
-from tests.integration.nursery import start_nursery
+from tests.integration.nursery import NURSERY
 
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, PeerLost, TransportUnavailable
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 @pytest.fixture(scope="module", autouse=True)
 def gloo() -> None:
     """Gloo keeps a pipe from its first group on, for the life of the process; the nursery a socket."""
-    start_nursery()
+    NURSERY.start()
     rendezvous = Rendezvous("127.0.0.1", 1, Deadline(10))
     init_custom_process_group("gloo", 0, 1, "first", Deadline(10), rendezvous=rendezvous).close()
 

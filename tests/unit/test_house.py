@@ -102,7 +102,7 @@ IMPORTS_BY_NAME = {
     "__init__.py": "this package's own public names, from a table",
     "engines/vllm/__init__.py": "a constant",
     "transports/registry.py": "built-in schemes and installed entry points; a name from the wire is only looked up there",
-    "testing/owner_process.py": "the contract suite's child process, told by its parent",
+    "testing/nursery.py": "the child processes of tests, told by their parent",
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__: list[str] = []
+
 try:
     import pytest as _pytest  # noqa: F401 - whether it is there, said once for the whole package
 except ModuleNotFoundError as error:

@@ -1,23 +1,20 @@
 """Owners and readers to test transports with, in this process or in one of their own that can be stopped and killed.
 
-``python -m weightsync.testing.owner_process FD`` is the nursery: imported once (which takes seconds), it forks a process for
-every socket that it gets over ``FD``. Such a process reads one JSON object a line from its socket and answers with one.
+A process of their own reads one JSON object a line from its socket and answers with one.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
+import traceback
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,44 +24,26 @@ import torch
 from weightsync.deadline import Deadline
 from weightsync.protocol.messages import Offer
 from weightsync.testing.copy_cases import Allocate, big
+from weightsync.testing.nursery import Nursery, named
 from weightsync.transports.base import Transport
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
 
-__all__ = [
-    "OwnerHere",
-    "OwnerProcess",
-    "Process",
-    "allocate_in",
-    "contents",
-    "end_nursery",
-    "make_transport",
-    "run",
-    "start_nursery",
-]
+__all__ = ["NURSERY", "OwnerHere", "OwnerProcess", "Process", "allocate_in", "answer", "contents", "make_transport"]
 
 _ANSWER_SECONDS = 20.0
 
 
 def make_transport(where: str, arguments: dict[str, Any]) -> Transport:
     """The scheme of class ``where`` (``"module:Class"``), made with ``arguments``."""
-    module, _, name = where.partition(":")
-    scheme: Transport = getattr(import_module(module), name)(**arguments)
+    scheme: Transport = named(where)(**arguments)
     return scheme
-
-
-def run(where: str) -> None:
-    """Call the function ``where`` (``"module:function"``; empty: nothing)."""
-    module, _, name = where.partition(":")
-    if name:
-        getattr(import_module(module), name)()
 
 
 def allocate_in(buffer: str) -> Allocate | None:
     """What makes buffers of class ``buffer`` (``"module:Class"``), or ``None`` (empty) for plain host memory."""
-    module, _, name = buffer.partition(":")
-    made: Allocate | None = getattr(import_module(module), name) if buffer else None
+    made: Allocate | None = named(buffer) if buffer else None
     return made
 
 
@@ -127,32 +106,8 @@ class OwnerHere:
         return []
 
 
-class _Nursery:
-    """The nursery of this test process, if one runs."""
-
-    way: ClassVar[socket.socket | None] = None
-    process: ClassVar[subprocess.Popen[bytes] | None] = None
-
-
-def start_nursery() -> socket.socket:
-    """The way to this test process's one nursery, started when first asked for."""
-    if _Nursery.way is not None:
-        return _Nursery.way
-    mine, its = socket.socketpair()
-    command = [sys.executable, "-m", "weightsync.testing.owner_process", str(its.fileno())]
-    _Nursery.way, _Nursery.process = mine, subprocess.Popen(command, pass_fds=[its.fileno()])
-    its.close()
-    atexit.register(end_nursery)
-    return mine
-
-
-def end_nursery() -> None:
-    """End the nursery. Safe twice."""
-    way, process = _Nursery.way, _Nursery.process
-    _Nursery.way = _Nursery.process = None
-    if way is not None and process is not None:
-        way.close()
-        process.wait(_ANSWER_SECONDS)
+NURSERY = Nursery(__name__)
+"""Of this test process; forks a :class:`Process`."""
 
 
 class Process:
@@ -162,12 +117,11 @@ class Process:
         self._socket, its = socket.socketpair()
         self._socket.settimeout(_ANSWER_SECONDS)
         try:
-            socket.send_fds(start_nursery(), [b"+"], [its.fileno()])
+            self._pid = NURSERY.fork(f"{__name__}:answer", [its.fileno()])
         finally:
             its.close()
         self._lines = self._socket.makefile("r")
         self.before = self.ask({"do": "census", "path": sys.path, "warm_up": warm_up})
-        self._pid = int(self.before.pop("pid"))
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """Send a question; the answer, or nothing if the process ended."""
@@ -247,23 +201,38 @@ def _begin_reading(question: dict[str, Any]) -> object:
     return source, wanted
 
 
+def answer(descriptors: list[int], argument: None) -> None:
+    """Do what is asked over a socket until it is closed, and end this process."""
+    status = 1
+    try:
+        _answer_all(socket.socket(fileno=descriptors[0]))
+        status = 0
+    except Exception:
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stderr.flush()
+        os._exit(status)  # without the interpreter's own end, which takes longer than most tests
+
+
 def _answer_all(sock: socket.socket) -> None:
     owner: OwnerHere | None = None
     lent: list[object] = []
     with sock, sock.makefile("r") as lines:
         for line in lines:
             question = json.loads(line)
-            answer: dict[str, Any] = {}
+            found: dict[str, Any] = {}
             match question["do"]:
                 case "census":
                     sys.path[:] = question["path"]
-                    run(question["warm_up"])
-                    answer = {"pid": os.getpid(), **_census()}
+                    if question["warm_up"]:
+                        named(question["warm_up"])()
+                    found = _census()
                 case "serve":
                     setting = question["setting"]
                     make_transport(setting["where"], setting["arguments"])  # its imports are no leak
                     owner = OwnerHere(**{**setting, "key": bytes.fromhex(setting["key"])})
-                    answer = {"offer": msgspec.to_builtins(owner.offer)}
+                    found = {"offer": msgspec.to_builtins(owner.offer)}
                 case "read":
                     lent.append(_begin_reading(question))
                 case "place" if owner is not None:
@@ -271,28 +240,5 @@ def _answer_all(sock: socket.socket) -> None:
                 case "close" if owner is not None:
                     owner.close()
                     owner = None
-                    answer = _census()
-            sock.sendall(json.dumps(answer).encode() + b"\n")
-
-
-def _nurse(requests: socket.socket) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects the children
-    while True:
-        data, fds, _, _ = socket.recv_fds(requests, 1, 1)
-        if not data:
-            return
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            requests.close()
-            status = 1
-            try:
-                _answer_all(socket.socket(fileno=fds[0]))
-                status = 0
-            finally:
-                sys.stderr.flush()
-                os._exit(status)
-        os.close(fds[0])
-
-
-if __name__ == "__main__":
-    _nurse(socket.socket(fileno=int(sys.argv[1])))
+                    found = _census()
+            sock.sendall(json.dumps(found).encode() + b"\n")

@@ -45,16 +45,15 @@ from weightsync.errors import (
 from weightsync.protocol.messages import Memory, Offer, Traits
 from weightsync.tensors.copy_table import Tiles
 from weightsync.testing.copy_cases import Wanted, big, keyed, odd_shapes, tiles_from
+from weightsync.testing.nursery import named
 from weightsync.testing.owner_process import (
+    NURSERY,
     OwnerHere,
     OwnerProcess,
     Process,
     allocate_in,
     contents,
-    end_nursery,
     make_transport,
-    run,
-    start_nursery,
 )
 from weightsync.transports.base import Reader, Transport
 from weightsync.transports.hostinfo import this_host
@@ -86,9 +85,10 @@ def _left() -> dict[str, Any]:
 @pytest.fixture
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """No thread, process, descriptor, socket or shared memory is left that was not there before."""
-    start_nursery()
-    request.session.addfinalizer(end_nursery)
-    run(getattr(request.cls, "warm_up", ""))
+    NURSERY.start()
+    request.session.addfinalizer(NURSERY.end)
+    if warm_up := getattr(request.cls, "warm_up", ""):
+        named(warm_up)()
     before = _left()
     yield
     assert _left() == before

@@ -40,7 +40,7 @@ def _plain(text: str) -> str:
 
 
 def _default(value: Any) -> str:
-    if value is None or value == "":
+    if value is None or value in ("", ()):
         return "none"
     if isinstance(value, config.Address):
         return f"`{value.url}`"
@@ -55,10 +55,10 @@ def _settings(kind: type[msgspec.Struct]) -> str:
     described = _descriptions(kind)
     rows = ["| variable | default | meaning |", "|---|---|---|"]
     for field in msgspec.structs.fields(kind):
-        if field.name == "limits":
+        if field.name in ("limits", "timeouts"):
             continue
         default = _default(None if field.default is msgspec.NODEFAULT else field.default)
-        rows.append(f"| `WEIGHTSYNC_{field.name.upper()}` | {default} | {_plain(described[field.name])} |")
+        rows.append(f"| `{config.variable_of(kind, field.name)}` | {default} | {_plain(described[field.name])} |")
     return "\n".join(rows)
 
 
@@ -82,6 +82,7 @@ def _transports() -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "agent settings": lambda: _settings(config.ClientSettings),
+    "timeouts": lambda: _settings(config.Timeouts),
     "coordinator settings": lambda: _settings(config.ServerSettings),
     "coordinator limits": lambda: _settings(config.Limits),
     "transports": _transports,

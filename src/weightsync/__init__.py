@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from weightsync.config import Timeouts as Timeouts
     from weightsync.engine.adapter import EngineAdapter as EngineAdapter
     from weightsync.engine.agent import Engine as Engine
     from weightsync.engines.module import ModuleAdapter as ModuleAdapter
@@ -73,6 +74,7 @@ _WHERE = {
     "SharedMemory": "weightsync.transports.host.shared_memory",
     "Tcp": "weightsync.transports.tcp.transport",
     "TensorSpec": "weightsync.model.manifest",
+    "Timeouts": "weightsync.config",
     "Trainer": "weightsync.trainer.agent",
     "Version": "weightsync.model.version",
     "manifest_of": "weightsync.tensors.shards",
@@ -113,6 +115,7 @@ __all__ = [
     "StaleSource",
     "Tcp",
     "TensorSpec",
+    "Timeouts",
     "Trainer",
     "TransportError",
     "TransportUnavailable",

@@ -31,6 +31,7 @@ __all__ = [
     "RoundSettings",
     "Secret",
     "ServerSettings",
+    "Timeouts",
     "agent_environment",
     "control_settings",
     "launched_place",
@@ -40,6 +41,7 @@ __all__ = [
     "token_for_request",
     "token_source",
     "update_networks",
+    "variable_of",
 ]
 
 DEFAULT_PORT = 7400
@@ -47,7 +49,8 @@ _PREFIX = "WEIGHTSYNC_"
 _MAX_TOKEN = 4096
 _HOST = re.compile(r"[A-Za-z0-9._~:%-]{1,255}")
 
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+_MOST_SECONDS = 86400.0
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=_MOST_SECONDS)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
@@ -240,6 +243,35 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return _load(cls, source, {"limits": limits, **given})
 
 
+class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """How many seconds trainers and engines wait where a call gives no timeout. A wrong value is a ``ConfigurationError``.
+
+    ``Trainer(..., timeouts=Timeouts(publish=60))``. A field ``publish`` is read from ``WEIGHTSYNC_PUBLISH_TIMEOUT`` where no object
+    is given.
+    """
+
+    connect: Seconds = 30.0
+    """Seconds for the first connection to the coordinator."""
+    reconnect: Seconds = 10.0
+    """Longest pause in seconds between two attempts to reconnect."""
+    heartbeat: Seconds = 10.0
+    """Seconds between pings to the coordinator, and until the pong to one."""
+    publish: Seconds = 300.0
+    """Seconds for a publication, from the call to the round's result."""
+    replicas: Seconds = 600.0
+    """Seconds that ``Trainer.wait_for_replicas`` waits."""
+    version: Seconds = 600.0
+    """Seconds that ``Engine.wait_for_version`` waits."""
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST_SECONDS:
+                raise ConfigurationError(
+                    f"the timeout {field}={value!r} is not a number of seconds above 0, {_MOST_SECONDS:g} at most"
+                )
+
+
 class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How an agent or the command line finds the coordinator and proves itself."""
 
@@ -255,14 +287,9 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     data_encryption: Literal["on", "off"] | None = None
     """Whether a trainer rank encrypts its data sockets; by default beyond loopback. With ``on``, an engine rank refuses sources on
     a network that do not; else it does as the trainer does."""
-    connect_timeout: Seconds = 30.0
-    """Seconds for the first connection."""
-    heartbeat: Seconds = 10.0
-    """Seconds between pings on the agent's socket."""
-    reconnect_seconds: Seconds = 10.0
-    """Longest pause in seconds between two attempts to reconnect."""
     frame_bytes: Count = 512 << 20
     """Bytes of one message from the coordinator."""
+    timeouts: Timeouts = Timeouts()
 
     def __post_init__(self) -> None:
         if self.ca_file is not None and self.coordinator.scheme != "https":
@@ -271,7 +298,8 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def load(cls, environment: Mapping[str, str] | None = None, /, **given: object) -> ClientSettings:
         """Settings from the environment, where ``given`` (entries that are not ``None``) wins; ``coordinator`` may be a URL."""
-        return _load(cls, os.environ if environment is None else environment, given)
+        source = os.environ if environment is None else environment
+        return _load(cls, source, {"timeouts": _load(Timeouts, source, {}), **{k: v for k, v in given.items() if v is not None}})
 
 
 def control_settings(settings: ServerSettings) -> RoundSettings:
@@ -290,11 +318,16 @@ def control_settings(settings: ServerSettings) -> RoundSettings:
 _Settings = TypeVar("_Settings", bound=msgspec.Struct)
 
 
+def variable_of(cls: type[msgspec.Struct], field: str) -> str:
+    """Return the environment variable that a field is read from."""
+    return f"{_PREFIX}{field.upper()}{'_TIMEOUT' if cls is Timeouts and field != 'heartbeat' else ''}"
+
+
 def _load(cls: type[_Settings], environment: Mapping[str, str], given: Mapping[str, object]) -> _Settings:
     values: dict[str, Any] = {}
     for field in msgspec.structs.fields(cls):
         value = given.get(field.name)
-        variable = _PREFIX + field.name.upper()
+        variable = variable_of(cls, field.name)
         if value is None and field.name == "token":
             value = _token(environment)
         elif value is None:
@@ -307,7 +340,7 @@ def _load(cls: type[_Settings], environment: Mapping[str, str], given: Mapping[s
 
 
 def _convert(value: object, kind: object, variable: str) -> object:
-    if isinstance(value, Secret | Address | Limits | Path):
+    if isinstance(value, Secret | Address | Limits | Timeouts | Path):
         return value
     try:
         if kind is Address and isinstance(value, str):

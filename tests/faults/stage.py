@@ -22,7 +22,7 @@ from tests.faults.forked import ORPHAN, UNWIND
 from tests.faults.network import Network
 from tests.faults.relay import Relay
 
-from weightsync.config import Address, ClientSettings, Secret
+from weightsync.config import Address, ClientSettings, Secret, Timeouts
 from weightsync.coordinator.events import Joined
 from weightsync.coordinator.status import Status
 from weightsync.deadline import Deadline
@@ -297,7 +297,7 @@ class Stage:
 
     def client(self) -> Client:
         """A client of the coordinator; close it."""
-        return Client(ClientSettings(coordinator=self._address, token=Secret(self._token), connect_timeout=10.0))
+        return Client(ClientSettings(coordinator=self._address, token=Secret(self._token), timeouts=Timeouts(connect=10.0)))
 
     def status(self) -> Status:
         """What the coordinator says."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weightsync.config import Address, ClientSettings, Limits, Secret, ServerSettings
+from weightsync.config import Address, ClientSettings, Limits, Secret, ServerSettings, Timeouts
 from weightsync.deadline import Deadline
 from weightsync.model import Layout, Manifest, TensorSpec, Version
 from weightsync.protocol.connection import Link
@@ -146,7 +146,7 @@ def obey(body: Body, timeout: float) -> Body:
 
 def fast(address: Address, token: Secret | None = None) -> ClientSettings:
     """Settings that notice things soon."""
-    return ClientSettings(coordinator=address, token=token, connect_timeout=5.0, heartbeat=0.3, reconnect_seconds=0.2)
+    return ClientSettings(coordinator=address, token=token, timeouts=Timeouts(connect=5.0, heartbeat=0.3, reconnect=0.2))
 
 
 def free_port() -> int:

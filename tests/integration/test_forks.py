@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.integration.nursery import NURSERY, Child
 
-from weightsync.config import Address, ClientSettings, Secret, ServerSettings
+from weightsync.config import Address, ClientSettings, Secret, ServerSettings, Timeouts
 from weightsync.coordinator.events import Joined, Left
 from weightsync.engine.agent import Engine
 from weightsync.engines.module import ModuleAdapter
@@ -108,7 +108,7 @@ def test_a_living_child_does_not_hold_the_door_of_a_coordinator_in_its_dead_pare
     """The default: rank 0 of the trainer has the coordinator in its process."""
     with closing(Forking("trainer", None)) as parent:
         url, token = json.loads(parent.first)
-        settings = ClientSettings(coordinator=Address.parse(url), token=Secret(token), connect_timeout=SECONDS)
+        settings = ClientSettings(coordinator=Address.parse(url), token=Secret(token), timeouts=Timeouts(connect=SECONDS))
         with Client(settings) as client, client.events() as events:
             parent.ask("worker")
             started = time.monotonic()

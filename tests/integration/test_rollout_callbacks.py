@@ -15,7 +15,7 @@ from tests.integration.disaggregated_server import checkpoint
 from tests.integration.disaggregated_support import Server, serving
 from tests.integration.service_support import fast, free_port
 
-from weightsync.config import Address, ClientSettings, Secret, ServerSettings
+from weightsync.config import Address, ClientSettings, Secret, ServerSettings, Timeouts
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, ConfigurationError, CoordinatorUnreachable, DeadlineExceeded, LoadError
 from weightsync.rollouts.broker import Order
@@ -136,7 +136,7 @@ def test_nobody_follows_and_nobody_carries_it_out_later(settings: ClientSettings
 
 
 def test_a_coordinator_that_is_gone_is_tried_until_the_deadline_and_named() -> None:
-    where = ClientSettings(coordinator=Address("http", "127.0.0.1", free_port()), token=Secret("t"), connect_timeout=1.0)
+    where = ClientSettings(coordinator=Address("http", "127.0.0.1", free_port()), token=Secret("t"), timeouts=Timeouts(connect=1.0))
     with RolloutCallback(where) as callback:
         began = time.monotonic()
         future = callback.update_from_distributed("main", [], timeout=1.0)

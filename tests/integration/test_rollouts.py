@@ -12,7 +12,7 @@ import pytest
 from tests.integration.service_support import engine_hello, fast, free_port, joined, trainer_hello
 from tests.unit.rollouts.engines import Engine, Engines
 
-from weightsync.config import Address, ClientSettings, Secret, ServerSettings
+from weightsync.config import Address, ClientSettings, Secret, ServerSettings, Timeouts
 from weightsync.errors import AuthenticationError, CoordinatorUnreachable
 from weightsync.model import Version
 from weightsync.protocol.messages import Publish
@@ -79,7 +79,7 @@ async def test_a_coordinator_that_comes_back_is_found_again(runtime: None) -> No
 
 
 async def test_no_coordinator_and_a_wrong_token(settings: ClientSettings, tmp_path: Path) -> None:
-    nowhere = ClientSettings(coordinator=Address("http", "127.0.0.1", free_port()), connect_timeout=0.3)
+    nowhere = ClientSettings(coordinator=Address("http", "127.0.0.1", free_port()), timeouts=Timeouts(connect=0.3))
     with pytest.raises(CoordinatorUnreachable, match=nowhere.coordinator.url):
         async with controller(nowhere):
             pass

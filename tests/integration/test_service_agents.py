@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.integration.service_support import Agent, RawAgent, engine_hello, fast, joined, obey, trainer_hello
 
-from weightsync.config import Address, ClientSettings, Secret, ServerSettings
+from weightsync.config import Address, ClientSettings, Secret, ServerSettings, Timeouts
 from weightsync.coordinator.events import Left
 from weightsync.errors import (
     Aborted,
@@ -86,7 +86,7 @@ def test_a_name_in_use_is_refused_and_its_owner_stays(settings: ClientSettings) 
 
 def test_agents_are_counted(settings: ClientSettings, server: BackgroundServer) -> None:
     with joined(settings, engine_hello("a")), joined(settings, engine_hello("b")), joined(settings, engine_hello("c")):
-        impatient = ClientSettings(coordinator=server.address, connect_timeout=0.6)
+        impatient = ClientSettings(coordinator=server.address, timeouts=Timeouts(connect=0.6))
         with pytest.raises(CoordinatorUnreachable, match="WEIGHTSYNC_AGENTS"), joined(impatient, engine_hello("d")):
             pass
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import pytest
 from tests.integration.service_support import SOON, Agent, RawAgent, engine_hello, fast, free_port, joined, obey, trainer_hello
 
-from weightsync.config import Address, ClientSettings, Secret, ServerSettings
+from weightsync.config import Address, ClientSettings, Secret, ServerSettings, Timeouts
 from weightsync.coordinator.events import Left
 from weightsync.errors import (
     Aborted,
@@ -59,7 +59,7 @@ def process(port: int = 0) -> Iterator[tuple[subprocess.Popen[str], Address]]:
 
 def test_nobody_there_names_the_address(runtime: None) -> None:
     address = Address("http", "127.0.0.1", free_port())
-    agent = Agent(ClientSettings(coordinator=address, connect_timeout=0.5), engine_hello)
+    agent = Agent(ClientSettings(coordinator=address, timeouts=Timeouts(connect=0.5)), engine_hello)
     started = time.monotonic()
     with pytest.raises(CoordinatorUnreachable, match=re.escape(address.url)) as caught:
         agent.link.connect()
@@ -72,7 +72,7 @@ def test_nobody_there_names_the_address(runtime: None) -> None:
 def test_a_listener_that_never_answers_is_given_up(runtime: None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = Address("http", "127.0.0.1", silent.getsockname()[1])
-        agent = Agent(ClientSettings(coordinator=address, connect_timeout=0.5), engine_hello)
+        agent = Agent(ClientSettings(coordinator=address, timeouts=Timeouts(connect=0.5)), engine_hello)
         started = time.monotonic()
         with pytest.raises(CoordinatorUnreachable, match=re.escape(address.url)):
             agent.link.connect()

@@ -17,7 +17,7 @@ from tests.integration.service_support import Agent, engine_hello, joined
 from typer.testing import CliRunner
 
 from weightsync.cli.main import app
-from weightsync.config import Address, ClientSettings, Secret, ServerSettings
+from weightsync.config import Address, ClientSettings, Secret, ServerSettings, Timeouts
 from weightsync.errors import AuthenticationError, ConfigurationError, CoordinatorUnreachable
 from weightsync.server.client import Client
 from weightsync.server.server import BackgroundServer
@@ -67,7 +67,7 @@ def test_a_certificate_that_is_not_trusted_gets_no_token(tls: ServerSettings, fi
             coordinator=server.address,
             ca_file=files.stranger if authority == "stranger" else None,
             token=Secret(server.token),
-            connect_timeout=3.0,
+            timeouts=Timeouts(connect=3.0),
         )
         agent = Agent(wrong, engine_hello)
         with pytest.raises(AuthenticationError, match="WEIGHTSYNC_CA_FILE"):
@@ -86,7 +86,7 @@ def test_a_certificate_of_another_host_is_not_believed(tls: ServerSettings, file
 def test_plain_http_and_old_tls_are_not_spoken(tls: ServerSettings, files: Files) -> None:
     with BackgroundServer(tls) as server:
         plain = ClientSettings(
-            coordinator=Address("http", "127.0.0.1", server.address.port), connect_timeout=0.5, token=Secret("x")
+            coordinator=Address("http", "127.0.0.1", server.address.port), timeouts=Timeouts(connect=0.5), token=Secret("x")
         )
         agent = Agent(plain, engine_hello)
         with pytest.raises((CoordinatorUnreachable, ConfigurationError)):

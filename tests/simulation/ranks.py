@@ -12,7 +12,7 @@ import torch
 from tests.simulation.threads import Executor, Lock, Thread, threads
 from tests.simulation.weights import MANIFEST, MISFIT, Memory, Sharing
 
-from weightsync.config import Address, ClientSettings, Secret
+from weightsync.config import Address, ClientSettings, Secret, Timeouts
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.agent import Engine
 from weightsync.engine.rounds import EngineRole
@@ -34,7 +34,9 @@ __all__ = ["Agent", "EngineProcess", "Process", "TrainerProcess"]
 
 _LINK_GRACE = 1.0
 _PLACING_STEP = 0.25
-_SETTINGS = ClientSettings(coordinator=Address("http", "127.0.0.1", 7400), token=Secret("simulated"), reconnect_seconds=2.0)
+_SETTINGS = ClientSettings(
+    coordinator=Address("http", "127.0.0.1", 7400), token=Secret("simulated"), timeouts=Timeouts(reconnect=2.0)
+)
 
 
 class Process:

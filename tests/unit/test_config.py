@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from weightsync.config import (
     ClientSettings,
     Secret,
     ServerSettings,
+    Timeouts,
     agent_environment,
     control_settings,
     read_token,
@@ -179,3 +181,21 @@ def test_the_environments_token_is_for_the_environments_coordinator_alone() -> N
     assert token_for_request("http://evil:7400", None, {"WEIGHTSYNC_COORDINATOR": "http://head:7400"}) is None, "it has none"
     with pytest.raises(ConfigurationError, match=r"127\.0\.0\.1:7400"):
         token_for_request("http://evil:7400", None, {"WEIGHTSYNC_TOKEN": "do-not-show-me"})
+
+
+def test_timeouts_come_from_the_environment_unless_they_are_given() -> None:
+    source = {"WEIGHTSYNC_PUBLISH_TIMEOUT": "7", "WEIGHTSYNC_CONNECT_TIMEOUT": "3", "WEIGHTSYNC_HEARTBEAT": "1.5"}
+    loaded = ClientSettings.load(source).timeouts
+    assert (loaded.publish, loaded.connect, loaded.heartbeat, loaded.reconnect) == (7.0, 3.0, 1.5, 10.0)
+    assert ClientSettings.load(source, timeouts=Timeouts(publish=9)).timeouts == Timeouts(publish=9)
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "5", True, None])
+def test_a_wrong_timeout_is_a_configuration_error(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match="publish="):
+        Timeouts(publish=value)
+
+
+def test_names_of_mounts_are_separated_by_commas() -> None:
+    assert ServerSettings.load({"WEIGHTSYNC_MOUNTS": "rollouts, mine"}).mounts == ("rollouts", "mine")
+    assert ServerSettings.load({}).mounts == ()

@@ -160,7 +160,7 @@ def test_transport_guide_carries_real_rounds(transport_guide: dict[str, Any], no
 
 def test_coordinator_guide_names_settings_that_exist() -> None:
     named = set(re.findall(r"WEIGHTSYNC_([A-Z_]+)", (DOCS / "guides/coordinator.md").read_text()))
-    kinds = (config.ServerSettings, config.ClientSettings, config.Limits)
+    kinds = (config.ServerSettings, config.ClientSettings, config.Limits, config.Timeouts)
     known = {field.name.upper() for kind in kinds for field in msgspec.structs.fields(kind)} | {"TOKEN_FILE"}
     assert named
     assert named <= known
@@ -234,7 +234,7 @@ def test_operations_guide_lists_every_metric_with_its_type() -> None:
 def test_operations_guide_names_options_and_settings_that_exist() -> None:
     page = _operations()
     kinds = (config.ServerSettings, config.ClientSettings, config.Limits)
-    known = {field.name.upper() for kind in kinds for field in msgspec.structs.fields(kind)} | {"TOKEN_FILE"}
-    assert set(re.findall(r"WEIGHTSYNC_([A-Z_]+)", page)) <= known
+    known = {config.variable_of(kind, field.name) for kind in kinds for field in msgspec.structs.fields(kind)}
+    assert set(re.findall(r"WEIGHTSYNC_[A-Z_]+", page)) <= known | {"WEIGHTSYNC_TOKEN_FILE"}
     options = " ".join(CliRunner().invoke(cli, [command, "--help"]).output for command in ("serve", "status", "token"))
     assert {option for option in re.findall(r"`[^`\n]*(--[a-z][a-z-]+)", page) if option not in options} == set()

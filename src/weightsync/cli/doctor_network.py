@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from weightsync.cli.findings import Finding
-from weightsync.config import ClientSettings
+from weightsync.config import ClientSettings, Timeouts
 from weightsync.errors import AuthenticationError, CoordinatorUnreachable, DeadlineExceeded, TransportUnavailable
 from weightsync.protocol.tokens import is_loopback
 from weightsync.server.client import Client
@@ -20,7 +20,7 @@ def ask_coordinator(name: str, settings: ClientSettings) -> Finding:
     """Check whether a coordinator answers and accepts this process's token."""
     where = settings.coordinator
     try:
-        with Client(msgspec.structs.replace(settings, connect_timeout=_SECONDS)) as client:
+        with Client(msgspec.structs.replace(settings, timeouts=Timeouts(connect=_SECONDS))) as client:
             status = client.status()
     except AuthenticationError as error:
         return Finding(name, "limited", f"{where} answers but rejects the token: {error}", "this process cannot join it")

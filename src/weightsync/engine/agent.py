@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self, get_args
 
-from weightsync.config import ClientSettings, Secret, replica_name
+from weightsync.config import ClientSettings, Secret, Timeouts, replica_name
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.rounds import EngineRole
@@ -63,6 +63,7 @@ class Engine:
         delivery: Delivery = "auto",
         bucket_bytes: int | None = None,
         staging_buckets: int = 2,
+        timeouts: Timeouts | None = None,
         transports: Sequence[Transport | str] | None = None,
     ) -> None:
         if not isinstance(adapter, EngineAdapter):
@@ -83,7 +84,8 @@ class Engine:
         self.replica, self.rank, self.world_size = replica, rank, world_size
         self._run, self._session, self._delivery = run, uuid.uuid4().hex, delivery
         self._here = this_host()
-        settings = ClientSettings.load(coordinator=coordinator, token=Secret(token) if token else None)
+        settings = ClientSettings.load(coordinator=coordinator, token=Secret(token) if token else None, timeouts=timeouts)
+        self._timeouts = settings.timeouts
         with ExitStack() as owned:
             self._role = EngineRole(
                 adapter, transports, self._here, progress=self._progress, bucket_bytes=bucket_bytes, buffers=staging_buckets,
@@ -124,7 +126,7 @@ class Engine:
         """The version whose bytes this rank holds, verified and committed; ``None`` before the first and during an update."""
         return self._role.serving
 
-    def wait_for_version(self, version: int | Version, timeout: float = 600.0) -> Version:
+    def wait_for_version(self, version: int | Version, timeout: float | None = None) -> Version:
         """Wait until this rank serves ``version`` or a later one, and return the one that it serves.
 
         A number is compared with the number alone, a :class:`~weightsync.Version` with its epoch first. Raises
@@ -134,7 +136,7 @@ class Engine:
         self._origin.require("this engine")
         if not isinstance(version, Version) and (isinstance(version, bool) or not isinstance(version, int) or version < 0):
             raise ConfigurationError(f"a version to wait for is a number from 0, or a Version, not {version!r}")
-        return self._role.session.wait_for_version(version, Deadline(timeout))
+        return self._role.session.wait_for_version(version, Deadline(self._timeouts.version if timeout is None else timeout))
 
     def close(self) -> None:
         """Leave the coordinator. The engine keeps the weights that it has. Safe twice. In a forked child: nothing."""

@@ -141,7 +141,7 @@ class Link:
         return self._connected.is_set()
 
     def connect(self) -> Welcome:
-        """Connect within the settings' ``connect_timeout`` and return the coordinator's welcome.
+        """Connect within the settings' ``timeouts.connect`` and return the coordinator's welcome.
 
         Nobody answering is tried again until then. Raises :class:`~weightsync.errors.CoordinatorUnreachable`,
         :class:`~weightsync.errors.AuthenticationError`, or the error that the coordinator refused this rank with; nothing is
@@ -151,7 +151,7 @@ class Link:
             raise ConfigurationError("a link connects once; make a new one")
         self._borrowed = shared_loop.borrow()
         asyncio.run_coroutine_threadsafe(self._run(), self._borrowed)
-        timeout = self._settings.connect_timeout + 2 * _GRACE
+        timeout = self._settings.timeouts.connect + 2 * _GRACE
         soon = min(NOTICE_SECONDS, timeout)
         try:
             if not wait([self._first], soon).done:
@@ -268,11 +268,11 @@ class Link:
         self._loop = asyncio.get_running_loop()
         if self._closed:
             return
-        first = Deadline(self._settings.connect_timeout)
+        first = Deadline(self._settings.timeouts.connect)
         pause = _FIRST_PAUSE
         while True:
             welcomed = self._first.done()
-            timeout = self._settings.connect_timeout if welcomed else first.remaining("connecting to the coordinator")
+            timeout = self._settings.timeouts.connect if welcomed else first.remaining("connecting to the coordinator")
             try:
                 hello = msgspec.structs.replace(self._hello(), credential=self._credential)
                 socket, welcome = await dial(self._settings, hello, timeout)
@@ -292,7 +292,7 @@ class Link:
                     pause = _FIRST_PAUSE
             # Full jitter above a floor: a thousand agents must not come back in the same moment.
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, self._settings.reconnect_seconds)
+            pause = min(2 * pause, self._settings.timeouts.reconnect)
 
     async def _look_for_refusal(self, socket: ClientConnection, welcome: Welcome) -> None:
         """Rounds leave this rank out: an error for one that joins first; one that was here before stays, and says so."""
@@ -438,7 +438,7 @@ class Link:
             nbytes = self._progress_bytes
         try:
             if self._send is not None:
-                async with asyncio.timeout(self._settings.heartbeat):
+                async with asyncio.timeout(self._settings.timeouts.heartbeat):
                     await self._send(Progress(nbytes))
         except (PeerLost, TimeoutError) as error:
             _log.debug("%s: progress was not reported: %s", self._name, error)

@@ -69,8 +69,8 @@ async def _connect(settings: ClientSettings, timeout: float) -> ClientConnection
             max_size=settings.frame_bytes,
             open_timeout=timeout,
             close_timeout=_CLOSE_SECONDS,
-            ping_interval=settings.heartbeat,
-            ping_timeout=settings.heartbeat,
+            ping_interval=settings.timeouts.heartbeat,
+            ping_timeout=settings.timeouts.heartbeat,
         )
     except InvalidStatus as error:
         raise _denied(settings, error) from None

@@ -85,7 +85,7 @@ class Manager:
                 server = owned.enter_context(BackgroundServer(cluster_settings() if settings is None else with_token(settings)))
                 url, token = server.url, server.token
             elif isinstance(coordinator, ray.actor.ActorHandle):
-                access: Access = ray.get(coordinator.access.remote(), timeout=ClientSettings.load().connect_timeout)
+                access: Access = ray.get(coordinator.access.remote(), timeout=ClientSettings.load().timeouts.connect)
                 url, token = access.url, access.token
             self._settings = ClientSettings.load(coordinator=url, token=Secret(token) if token else None)
             found = token_for(self._settings)

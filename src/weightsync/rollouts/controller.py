@@ -143,7 +143,7 @@ class RolloutController(Generic[T]):
         if self._coordinator is not None:
             self._watch = Watch(self._coordinator, self._told, self.replicas.pausing)
             try:
-                await self._watch.started(self._coordinator.connect_timeout)
+                await self._watch.started(self._coordinator.timeouts.connect)
             except BaseException:
                 await self.aclose()
                 raise

@@ -83,7 +83,7 @@ async def followed(http: httpx.AsyncClient, settings: ClientSettings, path: str)
     Raises :class:`~weightsync.errors.AuthenticationError` and what else the coordinator refuses for good.
     """
     epoch, last, again = "", 0, Backoff()
-    timeout = httpx.Timeout(settings.connect_timeout, read=_MISSED * settings.heartbeat)
+    timeout = httpx.Timeout(settings.timeouts.connect, read=_MISSED * settings.timeouts.heartbeat)
     while True:
         try:
             async with http.stream("GET", path, params={"epoch": epoch, "after": last}, timeout=timeout) as answer:
@@ -227,7 +227,7 @@ async def asked(
         except DeadlineExceeded:
             raise CoordinatorUnreachable(unreachable(settings, why)) from None
         try:
-            timeout = httpx.Timeout(left + patience, connect=min(settings.connect_timeout, left))
+            timeout = httpx.Timeout(left + patience, connect=min(settings.timeouts.connect, left))
             answer = await http.request(method, path, content=content, timeout=timeout)
             check(answer, settings)
             return answer

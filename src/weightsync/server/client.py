@@ -45,7 +45,7 @@ class Client:
         self._http = httpx.Client(
             base_url=settings.coordinator.url,
             auth=presenting(settings),
-            timeout=settings.connect_timeout,
+            timeout=settings.timeouts.connect,
             verify=True if context is None else context,
             trust_env=False,  # settings.py is where the environment is read; a proxy must not stand in between
         )
@@ -77,7 +77,7 @@ class Client:
     @contextmanager
     def events(self) -> Iterator[Iterator[Event]]:
         """The coordinator's events from now on, until it ends or the ``with`` is left."""
-        timeout = httpx.Timeout(self._settings.connect_timeout, read=_MISSED * self._settings.heartbeat)
+        timeout = httpx.Timeout(self._settings.timeouts.connect, read=_MISSED * self._settings.timeouts.heartbeat)
         with self._mapped(), self._http.stream("GET", "/v1/events", timeout=timeout) as answer:
             if not answer.is_success:
                 answer.read()
@@ -94,7 +94,7 @@ class Client:
                         raise ProtocolError(f"{self._settings.coordinator} sent an event that is none: {error}") from None
 
     def _request(self, method: str, path: str, content: bytes | None = None, patience: float | None = None) -> httpx.Response:
-        timeout = httpx.Timeout(self._settings.connect_timeout, read=patience or self._settings.connect_timeout)
+        timeout = httpx.Timeout(self._settings.timeouts.connect, read=patience or self._settings.timeouts.connect)
         with self._mapped():
             answer = self._http.request(method, path, content=content, timeout=timeout)
         self._check(answer)

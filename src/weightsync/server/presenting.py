@@ -96,7 +96,7 @@ class _Presenting(httpx.Auth):
         return self._claimant if time.monotonic() - self._proved_at < self._trusted else None
 
     def _challenge(self, claimant: Claimant) -> httpx.Request:
-        timeout = httpx.Timeout(self._settings.connect_timeout).as_dict()
+        timeout = httpx.Timeout(self._settings.timeouts.connect).as_dict()
         return httpx.Request("GET", self._settings.coordinator.url + claimant.target, extensions={"timeout": timeout})
 
     def _accept(self, claimant: Claimant, answer: httpx.Response, request: httpx.Request) -> None:

@@ -36,7 +36,7 @@ def coordinator_http(settings: ClientSettings) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         base_url=settings.coordinator.url,
         auth=presenting(settings, _TRUSTED_SECONDS),
-        timeout=settings.connect_timeout,
+        timeout=settings.timeouts.connect,
         verify=True if context is None else context,
         trust_env=False,
     )
@@ -104,7 +104,7 @@ class Watch:
 
     @asynccontextmanager
     async def _stream(self, http: httpx.AsyncClient) -> AsyncIterator[AsyncIterator[str]]:
-        timeout = httpx.Timeout(self._settings.connect_timeout, read=_MISSED * self._settings.heartbeat)
+        timeout = httpx.Timeout(self._settings.timeouts.connect, read=_MISSED * self._settings.timeouts.heartbeat)
         async with http.stream("GET", "/v1/events", timeout=timeout) as answer:
             self._check(answer)
             yield answer.aiter_lines()

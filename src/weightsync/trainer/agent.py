@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from weightsync import failpoints
-from weightsync.config import ClientSettings, Secret, agent_environment
+from weightsync.config import ClientSettings, Secret, Timeouts, agent_environment
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     Aborted,
@@ -112,6 +112,7 @@ class Trainer:
         offload: Callable[[], object] | None = None,
         restore: Callable[[], object] | None = None,
         new_epoch: bool = False,
+        timeouts: Timeouts | None = None,
     ) -> None:
         if not isinstance(state, Mapping | torch.nn.Module | ShardedState):
             raise ConfigurationError(
@@ -129,7 +130,7 @@ class Trainer:
         self._publishing = threading.Lock()
         self._here = this_host()
         with ExitStack() as owned:
-            settings = self._settings = self._find_coordinator(coordinator, token, owned)
+            settings = self._settings = self._find_coordinator(coordinator, token, timeouts, owned)
             self.coordinator = settings.coordinator.url
             self._role = TrainerRole(
                 state,
@@ -150,10 +151,10 @@ class Trainer:
             self._link.connect()
             self._owned = owned.pop_all()
 
-    def _find_coordinator(self, url: str | None, token: str | None, owned: ExitStack) -> ClientSettings:
+    def _find_coordinator(self, url: str | None, token: str | None, timeouts: Timeouts | None, owned: ExitStack) -> ClientSettings:
         secret = Secret(token) if token else None
         if url is not None or os.environ.get("WEIGHTSYNC_COORDINATOR"):
-            return ClientSettings.load(coordinator=url, token=secret)
+            return ClientSettings.load(coordinator=url, token=secret, timeouts=timeouts)
         if self.world_size > 1 and not dist.is_initialized():
             raise ConfigurationError(
                 "several trainer ranks without torch.distributed need a coordinator: give its URL or set WEIGHTSYNC_COORDINATOR"
@@ -169,7 +170,7 @@ class Trainer:
         where, _, known = (_from_rank_zero(mine) if self.world_size > 1 else mine).partition(" ")
         if not where:
             raise failure or CoordinatorUnreachable("rank 0 could not start a coordinator in its process: its own error says why")
-        return ClientSettings.load(coordinator=where, token=Secret(known))
+        return ClientSettings.load(coordinator=where, token=Secret(known), timeouts=timeouts)
 
     def _hello(self) -> Hello:
         role = self._role
@@ -197,13 +198,13 @@ class Trainer:
         """
         return self._last if self._last >= 0 else None
 
-    def wait_for_replicas(self, count: int = 1, timeout: float = 600.0) -> tuple[str, ...]:
+    def wait_for_replicas(self, count: int = 1, timeout: float | None = None) -> tuple[str, ...]:
         """Wait until ``count`` replicas have joined whole and hold this trainer's tensors; return the names of all that do.
 
         Any rank may call it. Raises :class:`~weightsync.errors.DeadlineExceeded` saying who is there, and what the others lack.
         """
         self._check_open()
-        deadline = Deadline(timeout)
+        deadline = Deadline(self._settings.timeouts.replicas if timeout is None else timeout)
         while True:
             try:
                 answer = self._link.call(WaitForReplicas(count), deadline.remaining(f"waiting for {count} replicas"))
@@ -218,7 +219,7 @@ class Trainer:
         """Whether engines read this rank's own GPU memory, of which no copy is kept. Then there is no :meth:`publish_async`."""
         return self._role.live
 
-    def publish(self, number: int | None = None, *, timeout: float = 300.0) -> RoundResult:
+    def publish(self, number: int | None = None, *, timeout: float | None = None) -> RoundResult:
         """Bring the weights as they are now to every replica, as version ``number``: larger than any before it, or the next.
 
         Every trainer rank calls this with the same number. Returns the round's result when the replicas serve the version. Once it
@@ -235,7 +236,7 @@ class Trainer:
         with self._turn(number, timeout) as (plain, deadline), self._armed(plain, deadline, copies=False):
             return self._ask(plain, self._calls, deadline)
 
-    def publish_async(self, number: int | None = None, *, timeout: float = 300.0) -> Future[RoundResult]:
+    def publish_async(self, number: int | None = None, *, timeout: float | None = None) -> Future[RoundResult]:
         """Publish as :meth:`publish` does, but return as soon as this rank's shards are copied, with a future of the result.
 
         After that the trainer's memory is not read any more, so the optimizer may step while engines read the copy. The future
@@ -255,9 +256,10 @@ class Trainer:
             return asked
 
     @contextmanager
-    def _turn(self, number: int | None, timeout: float) -> Iterator[tuple[int | None, Deadline]]:
+    def _turn(self, number: int | None, timeout: float | None) -> Iterator[tuple[int | None, Deadline]]:
         """Check the arguments of a publication, and keep other threads from publishing meanwhile."""
         number = None if number is None else _version_number(number)
+        timeout = self._settings.timeouts.publish if timeout is None else timeout
         if not (math.isfinite(timeout) and timeout > 0):
             raise ConfigurationError(
                 f"publish(timeout={timeout!r}) leaves no time to publish: give the seconds that it may take, more than zero"

@@ -186,7 +186,7 @@ def test_a_revoked_rank_is_sent_away_and_told_why(
     with agent.link, Client(settings) as client:
         agent.link.connect()
         done = CliRunner().invoke(app, ["revoke", "a/0", "--coordinator", server.url])
-        assert (done.exit_code, done.output) == (0, "revoked a/0: process 1 on host was sent away\n"), done.output
+        assert (done.exit_code, done.output) == (0, "revoked a/0: disconnected process 1 on host\n"), done.output
         assert "its credential was revoked" in agent.losses.get(timeout=5)
         with joined(settings, engine_hello("a", session="another")) as heir:  # its place is free
             while not said.empty():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -51,44 +52,66 @@ CASES = [
 
 
 class Ranks:
-    """The process that has imported Megatron, from which the ranks of each case are forked."""
+    """The process that has imported Megatron, from which the ranks of each case are forked. A case that fails ends it."""
 
-    def __init__(self, log: Path) -> None:
-        self._log = log
+    def __init__(self, folder: Path) -> None:
+        self._log = folder / "log"
+        self._process: subprocess.Popen[str] | None = None
+        self._busy = False
+
+    def begin(self, case: Case, folder: Path) -> None:
+        if self._busy:
+            self.close()
+        if self._process is None:
+            self._start()
+        self._busy = True
+        self.write(json.dumps([asdict(case), str(folder)]))
+
+    def _start(self) -> None:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("WEIGHTSYNC_")}
         environment |= {"WEIGHTSYNC_PORT": "0", "PYTHONWARNINGS": "ignore"}  # Megatron warns of all that is not installed
-        with log.open("w") as errors:
+        with self._log.open("w") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.integration.megatron_ranks"],
                 cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1,
+                start_new_session=True,
             )  # fmt: skip
+        self.read("ready")
 
     def write(self, line: str) -> None:
+        assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(line + "\n")
 
     def read(self, key: str) -> Any:
+        assert self._process is not None
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         said = json.loads(line) if line else {}
         assert key in said, f"{said}\n{self._log.read_text()[-4000:]}"
         return said
 
+    def end(self) -> None:
+        """All ranks of the case have ended well."""
+        assert set(self.read("ended")["ended"]) == {0}
+        self._busy = False
+
     def close(self) -> None:
+        if self._process is None:
+            return
+        if self._busy:
+            os.killpg(self._process.pid, signal.SIGKILL)
         with self._process:
             assert self._process.stdin is not None
             self._process.stdin.close()
-            self._process.wait(60)
+        self._process, self._busy = None, False
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    started = Ranks(tmp_path_factory.mktemp("megatron") / "log")
-    try:
-        started.read("ready")
-        yield started
-    finally:
-        started.close()
+    started = Ranks(tmp_path_factory.mktemp("megatron"))
+    yield started
+    started.close()
 
 
 def _module(case: Case) -> torch.nn.Module:
@@ -98,6 +121,9 @@ def _module(case: Case) -> torch.nn.Module:
     module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         hf_config(case.family, case.changes), dtype=getattr(torch, case.dtype)
     )
+    for name, value in module.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            value.data = value.data.float()  # as checkpoints have it
     return module if case.stacked else Checkpoint(module)
 
 
@@ -125,7 +151,7 @@ def test_every_version_arrives_in_transformers_bit_for_bit(ranks: Ranks, case: C
 
     module = _module(case)
     adapter = weightsync.ModuleAdapter(module, include_buffers=True)
-    ranks.write(json.dumps([asdict(case), str(tmp_path)]))
+    ranks.begin(case, tmp_path)
     environment = ranks.read("environment")["environment"]
     where, token = environment["WEIGHTSYNC_COORDINATOR"], environment["WEIGHTSYNC_TOKEN"]
     with weightsync.Engine(adapter, replica="transformers-0", coordinator=where, token=token):
@@ -142,4 +168,4 @@ def test_every_version_arrives_in_transformers_bit_for_bit(ranks: Ranks, case: C
                     logits = module(computed["ids"]).logits
                 torch.testing.assert_close(logits, computed["logits"], rtol=1e-4, atol=1e-4)
             ranks.write("")
-    assert set(ranks.read("ended")["ended"]) == {0}
+    ranks.end()

@@ -191,7 +191,7 @@ def publish(*models: Model, hf: Any) -> WeightSyncError:
             place = {"rank": number, "world_size": world}
             with weightsync.Trainer(state, server.url, token=server.token, **place, transports=["inproc"]) as trainer:  # type: ignore[arg-type]
                 try:
-                    trainer.publish(1, timeout=20)
+                    trainer.publish(1, timeout=40)
                 except WeightSyncError as error:
                     return error
             return None
@@ -206,7 +206,6 @@ def test_a_missing_pipeline_stage_is_named_by_its_tensors() -> None:
     error = publish(Model(CONFIG, stage, [0], pp=(0, 2), last=False), hf=CONFIG)
     assert isinstance(error, LayoutError | RoundFailed)
     assert "lm_head.weight" in str(error) or "model.layers.1" in str(error)
-    assert "no rank holds" in str(error)
 
 
 def test_tied_weights_that_differ_between_stages_are_refused() -> None:
@@ -218,5 +217,5 @@ def test_tied_weights_that_differ_between_stages_are_refused() -> None:
     ]
     error = publish(Model(hf, stages[0], [0], pp=(0, 2), last=False), Model(hf, stages[1], [1], pp=(1, 2), first=False), hf=hf)
     assert isinstance(error, VerificationError | RoundFailed)
-    assert "have diverged" in str(error)
-    assert "model.embed_tokens.weight" in str(error)
+    assert "diverged" in str(error)
+    assert "model.embed_tokens.weight (on trainer/0, trainer/1)" in str(error)

@@ -64,5 +64,6 @@ def refuse(vllm: Server) -> list[int]:
 
 if __name__ == "__main__":
     here = Path(__file__).resolve()
-    os.environ["PYTHONPATH"] = f"{here.parent}{os.pathsep}{here.parents[2]}"  # for what vLLM starts
+    places = [str(here.parent), str(here.parents[2]), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))  # for what vLLM starts
     print("RESULT " + json.dumps(play(int(sys.argv[1]), Path(sys.argv[2]))), flush=True)

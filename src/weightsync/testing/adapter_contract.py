@@ -195,8 +195,7 @@ class AdapterContract:
         with pytest.raises(RoundFailed, match="under-test"):
             self._publish(trainer, state, adapter, 2)
         assert not self.generates(engine)
-        adapter.fault = ""
-        assert not self.generates(engine)
+        adapter.fault = ""  # from here on the coordinator may bring version 2 by itself
         self._publish(trainer, state, adapter, 3)
         assert self._same(engine, state)
         assert self.generates(engine)

@@ -164,3 +164,21 @@ def test_a_class_with_another_pause_must_say_itself_that_it_pauses_twice() -> No
     assert [one.pauses_twice for one in (EngineAdapter, ModuleAdapter, Inherits, Watched, Mixed, Says)] == [
         False, True, True, False, False, True,
     ]  # fmt: skip
+
+
+def test_a_class_says_by_what_it_defines_whether_it_sleeps_and_can_load_and_a_wrapper_takes_its_inner_ones_word() -> None:
+    class Sleeps(EngineAdapter):
+        def wake_weights(self) -> None:
+            return
+
+    class StaysWhereItIs(Sleeps):
+        sleeps = False
+
+    class Wrapper(ModuleAdapter):
+        def __init__(self, inner: EngineAdapter) -> None:
+            self.sleeps, self.can_load = inner.sleeps, inner.can_load
+
+    made = (EngineAdapter(), Sleeps(), StaysWhereItIs(), ModuleAdapter(torch.nn.Linear(1, 1)), Wrapper(Sleeps()))
+    assert [(one.sleeps, one.can_load) for one in made] == [
+        (False, False), (True, False), (False, False), (False, True), (True, False),
+    ]  # fmt: skip

@@ -355,6 +355,47 @@ def test_a_rank_whose_pause_failed_is_quarantined_with_that_update(driven: Drive
     assert driven.adapter.calls == ["pause"]
 
 
+def test_an_order_behind_a_loader_that_hangs_ends_in_time_and_its_quarantine_is_carried_out(driven: Driven) -> None:
+    """As in a round: nobody waits longer than an order says, and a quarantine that gave up is not forgotten."""
+    reached, release, load = threading.Event(), threading.Event(), driven.adapter.load
+
+    def hanging(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        reached.set()
+        assert release.wait(SECONDS)
+        load(tensors)
+
+    driven.adapter.load = hanging
+    driven.group("g", 1.0)
+    driven.done(Pause("abort", SECONDS, 1))
+    late = driven.later(bucket("g", 1))
+    assert reached.wait(SECONDS)
+    driven.failed(Verify(1, 0.05), "is inside Recording.load() for")
+    driven.failed(Quarantine(0.05, 1), "never resumed")
+    release.set()
+    answer = late.result(SECONDS)
+    assert isinstance(answer, Failed)
+    assert answer.kind == "Aborted", "the quarantine ended what arrived before it"
+    driven.failed(Verify(1), "quarantined")
+    driven.adapter.load = load
+    driven.done(Pause("abort", SECONDS, 2))
+    driven.done(bucket("g", 2))
+    commit(driven, 2)
+
+
+def test_parameters_that_are_loaded_late_are_not_read_back_before() -> None:
+    module = torch.nn.Module()
+    module.a, module.b = (torch.nn.Parameter(torch.zeros(4)) for _ in NAMES)
+    adapter = ModuleAdapter(module)
+    adapter.loads_late = True
+    late = Driven(adapter)
+    late.group("g", 3.0)
+    late.done(Pause("abort", SECONDS, 1))
+    late.done(bucket("g", 1))
+    answer = late.tell(Verify(1))
+    assert isinstance(answer, Digested)
+    assert not answer.installed
+
+
 def test_digests_are_of_what_was_received_in_this_update(driven: Driven) -> None:
     driven.group("g", 3.0)
     driven.done(Pause("abort", SECONDS, 1))

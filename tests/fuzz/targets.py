@@ -47,7 +47,7 @@ from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.host.shared_memory import SharedMemory, SharedMemoryReader
 from weightsync.transports.net.channel import CONTROL, HEADER, Channel, FrameHeader
 from weightsync.transports.net.handshake import greet_owner, greet_reader
-from weightsync.transports.net.requests import REQUEST_BYTES, Room, Start, Want, next_control
+from weightsync.transports.net.requests import REQUEST_BYTES, Start, TableBudget, Want, next_control
 from weightsync.transports.tcp.sender import Sender
 from weightsync.transports.tcp.transport import Tcp
 
@@ -272,7 +272,7 @@ def _shelf() -> PublishedRegion:
 def _wanted(data: bytes) -> None:
     """What a reader that has the key asks an owner for."""
     with _said(data) as channel:
-        Sender(_shelf(), channel, Room(0), contextlib.nullcontext).run()
+        Sender(_shelf(), channel, TableBudget(0), contextlib.nullcontext).run()
 
 
 def _control(request: Want | Start, rest: bytes = b"") -> bytes:
@@ -283,7 +283,7 @@ def _control(request: Want | Start, rest: bytes = b"") -> bytes:
 def _tables(data: bytes) -> None:
     """Tables of tiles as raw numbers, past the frame and the MessagePack."""
     with _said(b"") as channel:
-        sender = Sender(_shelf(), channel, Room(0), contextlib.nullcontext)
+        sender = Sender(_shelf(), channel, TableBudget(0), contextlib.nullcontext)
         size = 8 * (data[0] if data else 0)
         sender._remember(Want("layout", data[1 : 1 + size], data[1 + size :]))
         table = sender._tiles

@@ -32,7 +32,7 @@ from weightsync.transports.hostinfo import this_host
 
 __all__ = ["NURSERY", "OwnerHere", "OwnerProcess", "Process", "allocate_in", "answer", "contents", "make_transport"]
 
-_ANSWER_SECONDS = 20.0
+_ANSWER_SECONDS = 60.0
 
 
 def make_transport(where: str, arguments: dict[str, Any]) -> Transport:

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import secrets
 import socket
 import struct
 import uuid
@@ -14,10 +15,18 @@ from pathlib import Path
 from weightsync.errors import TransportUnavailable
 from weightsync.protocol.messages import Host
 
-__all__ = ["own_address", "reachable_address", "this_host"]
+__all__ = ["own_address", "reachable_address", "this_host", "this_process"]
 
 _SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 _LINK_SCOPE = "20"  # of an IPv6 address in /proc/net/if_inet6
+
+
+_process = secrets.token_hex(16)
+
+
+def this_process() -> str:
+    """Return a name that no other process has. The number tells a forked child, which inherits the rest."""
+    return f"{_process}-{os.getpid()}"
 
 
 def _text(path: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -14,15 +13,15 @@ from weightsync.tensors.copy_table import TILE_BYTES
 from weightsync.transports.broadcast.buffer_config import LEAST_BUFFER, MOST_BUFFER, BufferSettings
 from weightsync.transports.broadcast.process_groups import Group
 from weightsync.transports.net.channel import CONTROL, END, HEADER, Channel, FrameHeader
-from weightsync.transports.net.requests import ANSWER_BYTES, Fail, Join, Start, decode_control, next_control
-from weightsync.transports.tcp.receiver import StreamReader
+from weightsync.transports.net.connected_reader import ConnectedReader, Dial
+from weightsync.transports.net.requests import ANSWER_BYTES, Fail, JoinEpoch, Start, decode_control, next_control
 
 __all__ = ["JoiningReader"]
 
 _WHY_SECONDS = 1.0  # how long the owner has to say why a broadcast broke
 
 
-class JoiningReader(StreamReader):
+class JoiningReader(ConnectedReader):
     """A :class:`~weightsync.transports.base.Reader` that is sent to through a process group.
 
     Asks, and learns of failures, over its connection to the owner, who is at ``host``; the connection goes when a transfer is given
@@ -31,15 +30,13 @@ class JoiningReader(StreamReader):
 
     _largest_tile = TILE_BYTES
 
-    def __init__(
-        self, dial: Callable[[Callable[[Channel], None], Deadline], Channel], deadline: Deadline, host: str, buffers: BufferSettings
-    ) -> None:
+    def __init__(self, dial: Dial, deadline: Deadline, host: str, buffers: BufferSettings) -> None:
         self._host, self._settings = host, buffers
         self._group: Group | None = None
         super().__init__(dial, deadline)
 
     @abstractmethod
-    def _enter(self, channel: Channel, join: Join, deadline: Deadline) -> Group:
+    def _enter(self, channel: Channel, join: JoinEpoch, deadline: Deadline) -> Group:
         """Join the group."""
 
     @abstractmethod
@@ -61,14 +58,14 @@ class JoiningReader(StreamReader):
         channel = self._connected(deadline)
         answer = self._asked(channel, Start(version, deadline.remaining("beginning a transfer")), deadline)
         try:
-            if not isinstance(answer, Join):
+            if not isinstance(answer, JoinEpoch):
                 raise ProtocolError(f"{channel.peer} answered {type(answer).__name__} to the beginning of a transfer")
             group = self._join(channel, answer, deadline)
             self._begun(channel, group, version, deadline)
         except WeightSyncError as error:
             raise self._why(channel, error) from error
 
-    def _join(self, channel: Channel, join: Join, deadline: Deadline) -> Group:
+    def _join(self, channel: Channel, join: JoinEpoch, deadline: Deadline) -> Group:
         if (
             not LEAST_BUFFER // 2 <= join.buffer_bytes <= MOST_BUFFER
             or not 0 < join.rank < join.size

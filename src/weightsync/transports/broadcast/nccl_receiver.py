@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,8 @@ from weightsync.transports.broadcast.packed_broadcast import PackedBroadcast, fr
 from weightsync.transports.broadcast.process_groups import Group, init_custom_process_group
 from weightsync.transports.host.region import EMPTY
 from weightsync.transports.net.channel import END, Channel
-from weightsync.transports.net.requests import ANSWER_BYTES, Fail, Join, Meet, Ready, ask, next_control
+from weightsync.transports.net.connected_reader import Dial
+from weightsync.transports.net.requests import ANSWER_BYTES, Fail, JoinEpoch, Meet, Ready, ask, next_control
 
 __all__ = ["NcclReader"]
 
@@ -61,7 +62,7 @@ class NcclReader(JoiningReader):
 
     def __init__(
         self,
-        dial: Callable[[Callable[[Channel], None], Deadline], Channel],
+        dial: Dial,
         deadline: Deadline,
         host: str,
         buffers: BufferSettings,
@@ -83,10 +84,8 @@ class NcclReader(JoiningReader):
         self._drop_group()
         super()._drop()
 
-    def _idle(self) -> None:
-        if self._watch is not None:
-            self._drop()
-        super()._idle()
+    def _unfinished(self) -> bool:
+        return self._watch is not None
 
     def prepare(self, groups: Sequence[Tiles], layout_digest: str, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Reader.prepare`."""
@@ -104,7 +103,7 @@ class NcclReader(JoiningReader):
                 answer = next_control(channel, ANSWER_BYTES, deadline)
                 if isinstance(answer, Fail):
                     raise from_wire(answer.kind, answer.message)
-                if not isinstance(answer, Join):
+                if not isinstance(answer, JoinEpoch):
                     raise ProtocolError(f"{channel.peer} answered {type(answer).__name__} to a meeting")
                 group = self._join(channel, answer, deadline)
                 self._watch = _Watch(channel, group, deadline)
@@ -122,7 +121,7 @@ class NcclReader(JoiningReader):
                 f"NCCL cannot send from {self.device} to itself: allow cuda_ipc for trainer and engine ranks on the same GPU"
             )
 
-    def _enter(self, channel: Channel, join: Join, deadline: Deadline) -> Group:
+    def _enter(self, channel: Channel, join: JoinEpoch, deadline: Deadline) -> Group:
         return init_custom_process_group(
             "nccl", join.rank, join.size, join.epoch, deadline, address=self._host, port=join.port, device=self.device,
             priority=True,

@@ -1,4 +1,4 @@
-"""The sender of scheme ``nccl``: GPU memory in place, or a shelf in host memory that its GPU can read."""
+"""The sender's end of transport ``nccl``: GPU memory in place, or a shelf in host memory that its GPU can read."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.tensors.copy_table import Tiles
+from weightsync.transports.broadcast.buffer_config import BufferSettings
 from weightsync.transports.broadcast.group import Epoch
 from weightsync.transports.broadcast.packed_broadcast import DEFAULT_BUFFER, PackedBroadcast, packed_frames
 from weightsync.transports.broadcast.process_groups import Group, Rendezvous, init_custom_process_group
-from weightsync.transports.broadcast.sender import GatheringPublisher
+from weightsync.transports.broadcast.sender import SendingWire
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.pinning import Pinned
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.net.requests import Ready
 
-__all__ = ["NcclPublisher", "name_of_gpu"]
+__all__ = ["NcclSending", "name_of_gpu"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -30,44 +31,48 @@ def name_of_gpu(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-class NcclPublisher(GatheringPublisher):
-    """Holds ``num_buffers`` buffers of GPU memory, and a table of tiles, for each group of readers."""
+class NcclSending(SendingWire):
+    """From a GPU's memory in place, or a region of host memory that its GPU can read; through buffers of the GPU's."""
 
-    scheme = "nccl"
-
-    _pinned: Pinned | None = None
-
-    def _hold(self, shelf: PublishedRegion | CudaRegion) -> object:
-        if isinstance(shelf, CudaRegion):
-            self._device = torch.device("cuda", shelf.device)
-            return None
-        self._device = torch.device("cuda", torch.cuda.current_device())
-        self._pinned = Pinned(shelf.payload, self._device)
-        return self._pinned
-
-    def _release(self) -> None:
-        super()._release()
-        if self._pinned is not None:
-            self._pinned.close()
+    def __init__(self, region: PublishedRegion | CudaRegion, buffers: BufferSettings) -> None:
+        self._region, self._buffers = region, buffers
+        self._pinned: Pinned | None = None
+        if isinstance(region, CudaRegion):
+            self._device = torch.device("cuda", region.device)
+        else:
+            self._device = torch.device("cuda", torch.cuda.current_device())
+            self._pinned = Pinned(region.payload, self._device)
+        self.memory = self._pinned
 
     @property
-    def _regions(self) -> Sequence[int]:
-        if isinstance(self._shelf, CudaRegion):
-            return self._shelf.addresses
+    def regions(self) -> Sequence[int]:
+        """See :class:`SendingWire`."""
+        if isinstance(self._region, CudaRegion):
+            return self._region.addresses
         return () if self._pinned is None else (self._pinned.address,)
 
     @cached_property
-    def _bucket_bytes(self) -> int:
+    def buffer_bytes(self) -> int:
+        """See :class:`SendingWire`."""
         return self._buffers.bytes_each(torch.cuda.mem_get_info(self._device)[0], DEFAULT_BUFFER)
 
-    def _cut(self, counts: Int64, sizes: Int64) -> Int64:
-        return packed_frames(counts, sizes, self._bucket_bytes)
+    def cut(self, counts: Int64, sizes: Int64) -> Int64:
+        """See :class:`SendingWire`."""
+        return packed_frames(counts, sizes, self.buffer_bytes)
 
-    def _opened(self, readers: int, deadline: Deadline) -> Epoch:
-        return _DeviceEpoch(self.bound, readers, self._bucket_bytes, self._buffers.num_buffers, self._device, deadline)
+    def open(self, address: str, readers: int, deadline: Deadline) -> Epoch:
+        """See :class:`SendingWire`."""
+        return _DeviceEpoch(address, readers, self.buffer_bytes, self._buffers.num_buffers, self._device, deadline)
 
-    def _ready(self) -> Ready:
+    def ready(self) -> Ready:
+        """See :class:`SendingWire`: names the GPU, which no reader may use."""
         return Ready(name_of_gpu(self._device))
+
+    def close(self) -> None:
+        """See :class:`SendingWire`."""
+        super().close()
+        if self._pinned is not None:
+            self._pinned.close()
 
 
 class _DeviceEpoch(Epoch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,8 @@ from weightsync.transports.broadcast.joining import JoiningReader
 from weightsync.transports.broadcast.process_groups import Group, init_custom_process_group
 from weightsync.transports.host.memory import available_bytes
 from weightsync.transports.net.channel import DATA, HEADER, Channel, FrameHeader
-from weightsync.transports.net.requests import Join
+from weightsync.transports.net.connected_reader import Dial
+from weightsync.transports.net.requests import JoinEpoch
 from weightsync.transports.tcp.sender import frames_of
 
 __all__ = ["CollectiveReader", "host_frames"]
@@ -110,9 +110,7 @@ class _Incoming:
 class CollectiveReader(JoiningReader):
     """A :class:`~weightsync.transports.base.Reader` of scheme ``collective``. Holds ``num_buffers`` of the owner's buckets."""
 
-    def __init__(
-        self, dial: Callable[[Callable[[Channel], None], Deadline], Channel], deadline: Deadline, host: str, buffers: BufferSettings
-    ) -> None:
+    def __init__(self, dial: Dial, deadline: Deadline, host: str, buffers: BufferSettings) -> None:
         self._incoming: _Incoming | None = None
         self._buffers: list[npt.NDArray[np.uint8]] = []
         super().__init__(dial, deadline, host, buffers)
@@ -128,12 +126,10 @@ class CollectiveReader(JoiningReader):
         if incoming is not None:
             incoming.ended(_CLOSE_SECONDS if self._closed else 0)
 
-    def _idle(self) -> None:
-        if self._incoming is not None:
-            self._drop()
-        super()._idle()
+    def _unfinished(self) -> bool:
+        return self._incoming is not None
 
-    def _enter(self, channel: Channel, join: Join, deadline: Deadline) -> Group:
+    def _enter(self, channel: Channel, join: JoinEpoch, deadline: Deadline) -> Group:
         here = str(channel.socket.getsockname()[0])
         return init_custom_process_group(
             "gloo", join.rank, join.size, join.epoch, deadline, address=self._host, port=join.port, interface=here

@@ -1,10 +1,9 @@
-"""The sender of scheme ``collective``: gathers readers that want the same, and broadcasts to them all at once."""
+"""The publisher of every broadcast transport: gathers readers that want the same, and broadcasts to them all at once."""
 
 from __future__ import annotations
 
-import math
 import threading
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -14,28 +13,35 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.deadline import Deadline
-from weightsync.errors import PeerLost, ProtocolError, StaleSource, TransportUnavailable, WeightSyncError, to_wire
-from weightsync.protocol.messages import Host, Traits
+from weightsync.errors import PeerLost, ProtocolError, StaleSource, WeightSyncError, to_wire
+from weightsync.protocol.messages import Host
 from weightsync.tensors.copy_table import TILE_BYTES, Tiles
-from weightsync.transports.broadcast.buffer_config import BufferSettings
-from weightsync.transports.broadcast.group import Epoch, HostEpoch
-from weightsync.transports.broadcast.receiver import host_frames
+from weightsync.transports.base import Transport
+from weightsync.transports.broadcast.group import Epoch
 from weightsync.transports.cuda.region import CudaRegion
-from weightsync.transports.host.memory import available_bytes
 from weightsync.transports.host.region import EMPTY, Header, PublishedRegion
 from weightsync.transports.net.channel import END, Channel, FrameHeader
-from weightsync.transports.net.requests import Fail, Join, Meet, Ready, Room, Start, Want, ask, next_request
+from weightsync.transports.net.requests import (
+    ANSWER_SECONDS,
+    IDLE_SECONDS,
+    Fail,
+    JoinEpoch,
+    Meet,
+    Ready,
+    Start,
+    TableBudget,
+    Want,
+    ask,
+    next_request,
+    transfer_deadline,
+)
 from weightsync.transports.tcp.sender import wanted_tiles
 from weightsync.transports.tcp.transport import ListeningPublisher, tune
 
-__all__ = ["DEFAULT_BUFFER", "CollectivePublisher", "GatheringPublisher"]
+__all__ = ["BroadcastPublisher", "SendingWire"]
 
 Int64 = npt.NDArray[np.int64]
 
-DEFAULT_BUFFER = 16 << 20
-_IDLE_SECONDS = 3600.0
-_LONGEST_SECONDS = 3600.0
-_ANSWER_SECONDS = 10.0
 _CLOSE_SECONDS = 10.0
 _NOTHING = b""
 _MEETING = EMPTY  # instead of a version: nothing is sent
@@ -51,10 +57,10 @@ class _Member:
         self.tiles, self.frames = Tiles.empty(), np.empty((0, 5), np.int64)
         self.transfer: _Transfer | None = None
 
-    def tell(self, answer: Fail | Join) -> None:
+    def tell(self, answer: Fail | JoinEpoch) -> None:
         """Say it, unless the reader is gone: its own thread will notice."""
         with suppress(WeightSyncError, OSError):
-            ask(self.channel, answer, Deadline(_ANSWER_SECONDS))
+            ask(self.channel, answer, Deadline(ANSWER_SECONDS))
 
 
 class _Transfer:
@@ -76,65 +82,72 @@ class _Transfer:
             self.epoch.close()
 
 
-class GatheringPublisher(ListeningPublisher):
-    """Serves one shelf: a thread for each reader's connection, and one for each broadcast that runs.
+class SendingWire(ABC):
+    """What a publisher broadcasts from, and through which kind of process group.
 
-    Holds ``num_buffers`` buffers for each group of readers. What is memory here, and which group broadcasts it, a subclass says.
+    Attributes:
+        memory: Keeps the region's memory mapped, whatever happens to the region, until :meth:`close`.
+    """
+
+    memory: object = None
+
+    @property
+    @abstractmethod
+    def regions(self) -> Sequence[int]:
+        """The addresses of the regions as they are now."""
+
+    @cached_property
+    @abstractmethod
+    def buffer_bytes(self) -> int:
+        """The size of a buffer: the same for all readers, from the first one on."""
+
+    @abstractmethod
+    def cut(self, counts: Int64, sizes: Int64) -> Int64:
+        """Cut tiles of ``sizes`` bytes into frames; ``counts`` says how many tiles each group has."""
+
+    @abstractmethod
+    def open(self, address: str, readers: int, deadline: Deadline) -> Epoch:
+        """Open a group for so many readers."""
+
+    def ready(self) -> Ready:
+        """Answer a reader whose table of tiles was taken."""
+        return Ready()
+
+    def close(self) -> None:
+        """Release the memory. Safe twice."""
+        self.memory = None
+
+
+class BroadcastPublisher(ListeningPublisher):
+    """Publishes one region: a thread for each reader's connection, and one for each broadcast that runs.
+
+    Holds the buffers of one group of readers after the other. Where they lie, and how a group broadcasts, is up to ``wire``, which
+    is closed with the publisher.
     """
 
     def __init__(
         self,
-        shelf: PublishedRegion | CudaRegion,
+        transport: Transport,
+        region: PublishedRegion | CudaRegion,
+        wire: SendingWire,
         key: bytes,
         here: Host,
-        traits: Traits,
         where: tuple[str, int, str | None],
-        buffers: BufferSettings,
         gather_seconds: float,
     ) -> None:
-        self._shelf, self._layout_digest, self._sizes = shelf, shelf.layout_digest, shelf.sizes
-        self._room = Room(sum(shelf.sizes))
-        self._buffers, self._gather_seconds = buffers, gather_seconds
+        self._shelf, self._layout_digest, self._sizes = region, region.layout_digest, region.sizes
+        self._room = TableBudget(sum(region.sizes))
+        self._wire, self._gather_seconds = wire, gather_seconds
         self._lock = threading.RLock()
         self._members: set[_Member] = set()
         self._gathering: dict[tuple[bytes, int], _Transfer] = {}
         self._running: set[_Transfer] = set()
         self._epochs: dict[bytes, tuple[Epoch, tuple[_Member, ...]]] = {}
-        self._held = self._hold(shelf)  # keeps the memory mapped, whatever happens to the shelf, until this owner is closed
         try:
-            super().__init__(key, here, traits, *where)
+            super().__init__(transport, key, here, *where)
         except BaseException:
-            self._release()
+            wire.close()
             raise
-
-    @abstractmethod
-    def _hold(self, shelf: PublishedRegion | CudaRegion) -> object:
-        """Take the memory of ``shelf``; what keeps it. Raises TransportUnavailable for a kind that this owner cannot send from."""
-
-    def _release(self) -> None:
-        """Let go of it."""
-        self._held = None
-
-    @property
-    @abstractmethod
-    def _regions(self) -> Sequence[int]:
-        """Where the regions lie now."""
-
-    @cached_property
-    @abstractmethod
-    def _bucket_bytes(self) -> int:
-        """The size of a buffer: the same for all readers, from the first one on."""
-
-    @abstractmethod
-    def _cut(self, counts: Int64, sizes: Int64) -> Int64:
-        """The frames of tiles of ``sizes`` bytes, of which each group has so many."""
-
-    @abstractmethod
-    def _opened(self, readers: int, deadline: Deadline) -> Epoch:
-        """A group for so many readers."""
-
-    def _ready(self) -> Ready:
-        return Ready()
 
     def _serve(self, channel: Channel) -> None:
         tune(channel.socket)
@@ -143,13 +156,13 @@ class GatheringPublisher(ListeningPublisher):
             self._members.add(member)
         try:
             while True:
-                request = next_request(channel, self._room, Deadline(_IDLE_SECONDS))
+                request = next_request(channel, self._room, Deadline(IDLE_SECONDS))
                 if member.transfer is not None:
                     raise ProtocolError("a reader must not ask for anything while it is being sent to")
                 try:
                     if isinstance(request, Want):
                         self._remember(member, request)
-                        ask(channel, self._ready(), Deadline(_ANSWER_SECONDS))
+                        ask(channel, self._wire.ready(), Deadline(ANSWER_SECONDS))
                     elif isinstance(request, Start):
                         self._start(member, request)
                     elif isinstance(request, Meet):
@@ -157,7 +170,7 @@ class GatheringPublisher(ListeningPublisher):
                     else:
                         raise ProtocolError(f"a reader does not say {type(request).__name__}")
                 except (StaleSource, ProtocolError) as error:
-                    ask(channel, Fail(*to_wire(error)), Deadline(_ANSWER_SECONDS))
+                    ask(channel, Fail(*to_wire(error)), Deadline(ANSWER_SECONDS))
         finally:
             self._room.leave(channel)
             self._leave(member)
@@ -167,7 +180,7 @@ class GatheringPublisher(ListeningPublisher):
             member.wish = _NOTHING
             self._forget(member)
         tiles, counts = wanted_tiles(want, self._layout_digest, self._sizes, TILE_BYTES)
-        member.tiles, member.frames = tiles, self._cut(counts, tiles.rows * tiles.row_bytes)
+        member.tiles, member.frames = tiles, self._wire.cut(counts, tiles.rows * tiles.row_bytes)
         with self._lock:
             member.wish = blake2b(want.counts + want.tiles, digest_size=16).digest()
             self._look(member.wish)
@@ -184,7 +197,7 @@ class GatheringPublisher(ListeningPublisher):
                 transfer.members.append(member)
                 self._run(transfer)
         if not alone:
-            member.channel.send([FrameHeader(END, 0, _MEETING).pack()], Deadline(_ANSWER_SECONDS))
+            member.channel.send([FrameHeader(END, 0, _MEETING).pack()], Deadline(ANSWER_SECONDS))
 
     def _start(self, member: _Member, request: Start) -> None:
         deadline = _within(member, request.seconds)
@@ -259,16 +272,16 @@ class GatheringPublisher(ListeningPublisher):
 
     def _send(self, transfer: _Transfer, members: tuple[_Member, ...]) -> None:
         failure: Fail | None = None
-        first, held = members[0], self._held
+        first, held = members[0], self._wire.memory
         header, frames, sent = first.header, first.frames, 0
         try:
             if transfer.version == _MEETING:
-                self._epoch(transfer, members).meet(first.tiles, frames, self._regions, transfer.deadline)
+                self._epoch(transfer, members).meet(first.tiles, frames, self._wire.regions, transfer.deadline)
             else:
                 stamp = header.require(transfer.version)
                 epoch, sent = self._epoch(transfer, members), len(frames)
                 epoch.send(
-                    first.tiles, frames, self._regions, transfer.version,
+                    first.tiles, frames, self._wire.regions, transfer.version,
                     lambda: header.require_unchanged(stamp), transfer.deadline,
                 )  # fmt: skip
                 header.require_unchanged(stamp)
@@ -289,7 +302,7 @@ class GatheringPublisher(ListeningPublisher):
             end = FrameHeader(END, sent, transfer.version).pack()
             for member in members:
                 with suppress(WeightSyncError, OSError):
-                    member.channel.send([end], Deadline(_ANSWER_SECONDS))
+                    member.channel.send([end], Deadline(ANSWER_SECONDS))
         with self._lock:
             self._running.discard(transfer)
 
@@ -303,14 +316,14 @@ class GatheringPublisher(ListeningPublisher):
         if epoch is not None:
             members = before  # each has its rank already, whoever asked first this time
         if epoch is None:
-            epoch = self._opened(len(members), transfer.deadline)
+            epoch = self._wire.open(self.bound, len(members), transfer.deadline)
         with self._lock:
             transfer.epoch = epoch
             if transfer.failed:
                 epoch.close()
                 raise PeerLost(transfer.failed)
         for rank, member in enumerate(members, 1):
-            member.tell(Join(epoch.name, rank, len(members) + 1, epoch.port, self._bucket_bytes))
+            member.tell(JoinEpoch(epoch.name, rank, len(members) + 1, epoch.port, self._wire.buffer_bytes))
         epoch.join(transfer.deadline)
         with self._lock:
             self._epochs[transfer.wish] = (epoch, members)
@@ -334,39 +347,11 @@ class GatheringPublisher(ListeningPublisher):
         for transfer in running:
             if transfer.thread is not None:
                 transfer.thread.join(_CLOSE_SECONDS)
-        self._release()
+        self._wire.close()
 
 
 def _within(member: _Member, seconds: float) -> Deadline:
     """Of what a reader asks for: within bounds, and after it said what it wants."""
     if not member.wish:
         raise ProtocolError("a transfer was begun before anything was wanted")
-    if math.isnan(seconds):
-        raise ProtocolError("a transfer within no number of seconds")
-    return Deadline(min(max(seconds, 1e-3), _LONGEST_SECONDS))
-
-
-class CollectivePublisher(GatheringPublisher):
-    """The sender of scheme ``collective``: a shelf in host memory, over gloo."""
-
-    scheme = "collective"
-
-    def _hold(self, shelf: PublishedRegion | CudaRegion) -> object:
-        if isinstance(shelf, CudaRegion):
-            raise TransportUnavailable("'collective' sends from host memory, and this shelf lies on a GPU: use 'nccl'")
-        self._address = shelf.address
-        return shelf.payload
-
-    @property
-    def _regions(self) -> Sequence[int]:
-        return (self._address,)
-
-    @cached_property
-    def _bucket_bytes(self) -> int:
-        return self._buffers.bytes_each(available_bytes() or 0, DEFAULT_BUFFER)
-
-    def _cut(self, counts: Int64, sizes: Int64) -> Int64:
-        return host_frames(counts, sizes, self._bucket_bytes)
-
-    def _opened(self, readers: int, deadline: Deadline) -> Epoch:
-        return HostEpoch(self.bound, readers, self._bucket_bytes, self._buffers.num_buffers, deadline)
+    return transfer_deadline(seconds)

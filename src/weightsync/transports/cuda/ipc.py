@@ -33,10 +33,11 @@ from weightsync.tensors.cuda.copies import TileCopy
 from weightsync.tensors.cuda.waiting import wait_for_event, wait_until_idle
 from weightsync.transports.base import LOOPBACK, Completion, Network, Reader, Transport
 from weightsync.transports.cuda.driver import close_handle, driver_problem, open_handle, reach_device
-from weightsync.transports.cuda.region import CudaRegion, Exported, export_count, this_process
+from weightsync.transports.cuda.region import CudaRegion, Exported, export_count
 from weightsync.transports.host.memory import map_read_only, reopen_read_only
 from weightsync.transports.host.region import HEADER_BYTES, Header, PublishedRegion
 from weightsync.transports.host.unix_socket import connect_local, listen_local
+from weightsync.transports.hostinfo import this_process
 from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.handshake import HELLO_SECONDS
 

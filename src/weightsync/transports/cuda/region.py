@@ -7,8 +7,6 @@ Version and sequence lie in a page of host memory that readers map, so a reader 
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -21,8 +19,9 @@ from weightsync.errors import LayoutError, ProtocolError, TransportUnavailable
 from weightsync.tensors.cuda.waiting import wait_until_idle
 from weightsync.transports.cuda.driver import HANDLE_BYTES, Allocation, allocation_of, export_handle, still_allocated
 from weightsync.transports.host.region import HEADER_BYTES, Header, PublishedRegion
+from weightsync.transports.hostinfo import this_process
 
-__all__ = ["PLACING_SECONDS", "CudaRegion", "Exported", "export_count", "this_process"]
+__all__ = ["PLACING_SECONDS", "CudaRegion", "Exported", "export_count"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -30,14 +29,6 @@ PLACING_SECONDS = 60.0
 """How long the work that is queued on a device may take before what it computes is published, where no deadline is nearer."""
 _MOST_BYTES = 1 << 60
 _EXPORTS_WORD = 16  # of the header page, behind what Header uses; in a cache line of its own
-
-
-_process = secrets.token_hex(16)
-
-
-def this_process() -> str:
-    """A name for this process that no other has: device memory is not mapped where it already is."""
-    return f"{_process}-{os.getpid()}"
 
 
 def export_count(page: npt.NDArray[np.uint8]) -> int:

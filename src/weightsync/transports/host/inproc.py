@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
 import threading
 import weakref
@@ -15,17 +14,17 @@ from weightsync.protocol.messages import Host, Offer, Traits
 from weightsync.transports.base import LOOPBACK, Network, Transport
 from weightsync.transports.host.mapped import MappedReader
 from weightsync.transports.host.region import PublishedRegion
+from weightsync.transports.hostinfo import this_process
 from weightsync.transports.net.handshake import check_key
 
 __all__ = ["InProcess", "InProcessPublisher", "InProcessReader"]
 
-_process = secrets.token_hex(16)
 _owners: dict[str, InProcessPublisher] = {}
 _lock = threading.Lock()
 
 
 def _prefix() -> str:
-    return f"{_process}-{os.getpid()}-"  # the number tells a forked child, which inherits the secret
+    return f"{this_process()}-"
 
 
 class InProcessPublisher:

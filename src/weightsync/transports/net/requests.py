@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import msgspec
@@ -14,26 +15,34 @@ from weightsync.transports.net.tile_limits import MAX_TILES
 
 __all__ = [
     "ANSWER_BYTES",
+    "ANSWER_SECONDS",
+    "IDLE_SECONDS",
     "MAX_GROUPS",
     "REQUEST_BYTES",
     "Fail",
-    "Join",
+    "JoinEpoch",
     "Meet",
     "Ready",
     "Request",
-    "Room",
     "Start",
+    "TableBudget",
     "Want",
     "ask",
     "decode_control",
     "next_control",
     "next_request",
+    "transfer_deadline",
 ]
 
 MAX_GROUPS = 1 << 20
 REQUEST_BYTES = 40 * MAX_TILES + 8 * MAX_GROUPS + 4096
 """Most bytes of a request that an owner reads, from a reader that has proved to know the key."""
 ANSWER_BYTES = 1 << 16
+IDLE_SECONDS = 3600.0
+"""A reader that asks for nothing so long is cut off; it connects again when it wants something."""
+ANSWER_SECONDS = 10.0
+"""How long a reader has to take a short answer."""
+_LONGEST_SECONDS = 3600.0
 _SMALL_BYTES = 4096
 """A request of at most this many bytes is no table."""
 _LEAST_ROOM = 256 << 20
@@ -64,7 +73,7 @@ class Start(_Struct, frozen=True):
 
 
 class Meet(_Struct, frozen=True):
-    """Of ``nccl``, before anything is paused: let the group connect within ``seconds``; answered by :class:`Join` and an end.
+    """Of ``nccl``, before anything is paused: let the group connect within ``seconds``; answered by :class:`JoinEpoch` and an end.
 
     Or by the end alone, where other readers want the same: with whom a group is made is known when they begin.
     """
@@ -85,7 +94,7 @@ class Fail(_Struct, frozen=True):
     message: str
 
 
-class Join(_Struct, frozen=True):
+class JoinEpoch(_Struct, frozen=True):
     """Of ``collective`` and ``nccl``, to a :class:`Start`: the broadcast begins, to all readers in this epoch's group.
 
     A reader that is in another epoch's group leaves it and joins this one, as ``rank`` of ``size``, at ``port`` of the owner.
@@ -99,9 +108,16 @@ class Join(_Struct, frozen=True):
     buffer_bytes: int
 
 
-Request = Want | Start | Meet | Ready | Fail | Join
+Request = Want | Start | Meet | Ready | Fail | JoinEpoch
 
 _decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+
+
+def transfer_deadline(seconds: float) -> Deadline:
+    """The deadline of a transfer within ``seconds``, as a reader asks for it: from a millisecond to an hour."""
+    if math.isnan(seconds):
+        raise ProtocolError("a transfer within no number of seconds")
+    return Deadline(min(max(seconds, 1e-3), _LONGEST_SECONDS))
 
 
 def ask(channel: Channel, request: Request, deadline: Deadline) -> None:
@@ -125,7 +141,7 @@ def next_control(channel: Channel, most: int, deadline: Deadline) -> Request:
     return decode_control(channel, FrameHeader.unpack(channel.receive(HEADER.size, deadline)), most, deadline)
 
 
-class Room:
+class TableBudget:
     """Bytes of tables of tiles that one owner takes from all its readers together, for a shelf of ``nbytes`` bytes.
 
     At least 256 MiB, which is 6.7 million tiles, and an eighth of the shelf. (What an owner remembers has twice the size.) Without
@@ -156,7 +172,7 @@ class Room:
             self._taken.pop(channel, None)
 
 
-def next_request(channel: Channel, room: Room, deadline: Deadline) -> Request:
+def next_request(channel: Channel, room: TableBudget, deadline: Deadline) -> Request:
     """What a reader asks for next, if there is ``room`` for it: that is looked at before anything is received.
 
     Raises :class:`~weightsync.errors.ProtocolError` for a request that is none. A reader for which there was no room is told so,

@@ -1,40 +1,22 @@
-"""The reader's half of a carried transfer: say what is wanted, and put what arrives where it belongs."""
+"""The reader of a stream: it puts what arrives where it belongs."""
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsync.deadline import Deadline
-from weightsync.errors import Aborted, AuthenticationError, PeerLost, ProtocolError, TransportError, WeightSyncError, from_wire
-from weightsync.tensors.copies import check_tiles
+from weightsync.errors import Aborted, ProtocolError, WeightSyncError, from_wire
 from weightsync.tensors.copy_table import Tiles
-from weightsync.transports.base import BlockingReader
 from weightsync.transports.net.channel import CONTROL, DATA, END, HEADER, Channel, FrameHeader
-from weightsync.transports.net.requests import (
-    ANSWER_BYTES,
-    MAX_GROUPS,
-    Fail,
-    Ready,
-    Request,
-    Start,
-    Want,
-    ask,
-    decode_control,
-    next_control,
-)
-from weightsync.transports.net.tile_limits import FRAME_BYTES, MAX_FRAME_BYTES, MAX_TILES, cut_tiles
+from weightsync.transports.net.connected_reader import ConnectedReader, Dial
+from weightsync.transports.net.requests import ANSWER_BYTES, Fail, Start, ask, decode_control
+from weightsync.transports.net.tile_limits import MAX_FRAME_BYTES
 from weightsync.transports.tcp.tile_stream import TileStream
 
 __all__ = ["StreamReader"]
-
-_LARGEST = 1 << 62
-_log = logging.getLogger(__name__)
 
 
 class _Stream:
@@ -47,117 +29,26 @@ class _Stream:
         self.sequence = 0
 
 
-class StreamReader(BlockingReader):
-    """A :class:`~weightsync.transports.base.Reader` to which the owner sends. Holds a bucket of 256 KiB.
+class StreamReader(ConnectedReader):
+    """A :class:`~weightsync.transports.base.Reader` to which the publisher streams. Holds a bucket of 256 KiB."""
 
-    ``dial`` opens an authenticated channel and gives it to its argument as soon as it has a socket, so that a connection that is
-    being made can be aborted, too. A transfer that ended early leaves unread bytes on its connection, so the connection is closed
-    (the owner stops sending at once) and the next ``prepare`` or ``begin`` makes a new one.
-    """
-
-    _largest_tile = FRAME_BYTES
-
-    def __init__(self, dial: Callable[[Callable[[Channel], None], Deadline], Channel], deadline: Deadline) -> None:
-        self._dial = dial
-        self._lock = threading.Lock()
-        self._channel: Channel | None = None
-        self._aborted = False
-        self._closed = False
+    def __init__(self, dial: Dial, deadline: Deadline) -> None:
         self._stream: _Stream | None = None
-        self._groups: list[Tiles] = []
         self._ends: list[npt.NDArray[np.int64]] = []
-        self._want: Want | None = None
         self._header = bytearray(HEADER.size)
-        self._connect(deadline)
+        super().__init__(dial, deadline)
 
-    # Connection.
-
-    def _adopt(self, channel: Channel) -> None:
-        with self._lock:
-            self._channel = channel
-            if self._aborted or self._closed:
-                channel.abort()
-
-    def _connect(self, deadline: Deadline) -> Channel:
-        try:
-            return self._dial(self._adopt, deadline)
-        except BaseException:
-            self._drop()
-            raise
+    def _unfinished(self) -> bool:
+        return self._stream is not None
 
     def _drop(self) -> None:
-        with self._lock:
-            channel, self._channel, self._stream = self._channel, None, None
-            if channel is not None:
-                channel.close()
-
-    def _idle(self) -> None:
-        """Forget an abort and whatever is left of an earlier transfer."""
-        if self._closed:
-            raise PeerLost("this source is closed")
-        self._aborted = False
-        if self._stream is not None or (self._channel is not None and self._channel.aborted):
-            self._drop()
-
-    def _connected(self, deadline: Deadline) -> Channel:
-        """A channel whose owner knows what is wanted; connects again if the old one is gone."""
-        channel = self._channel
-        if channel is not None and channel.peer_lives():
-            return channel
-        self._drop()
-        try:
-            channel = self._connect(deadline)
-        except (TransportError, AuthenticationError) as error:
-            # Told to others, the reason would say what listens at an address that they gave.
-            _log.warning("a trainer rank cannot be reached any more: %a", str(error))
-            raise PeerLost("the trainer rank went away and cannot be reached any more: this reader's own log says why") from error
-        if self._want is not None:
-            self._send_want(channel, self._want, deadline)
-        return channel
-
-    def _send_want(self, channel: Channel, want: Want, deadline: Deadline) -> None:
-        answer = self._asked(channel, want, deadline)
-        if not isinstance(answer, Ready):
-            self._drop()
-            raise ProtocolError(f"{channel.peer} answered {type(answer).__name__} to a table of tiles")
-        self._take_ready(answer)
-
-    def _asked(self, channel: Channel, request: Request, deadline: Deadline) -> Request:
-        """What the owner answers, unless that is its failure, which is raised; the connection stays."""
-        try:
-            ask(channel, request, deadline)
-            answer = next_control(channel, ANSWER_BYTES, deadline)
-        except WeightSyncError:
-            self._drop()
-            raise
-        if isinstance(answer, Fail):
-            raise from_wire(answer.kind, answer.message)
-        return answer
-
-    def _take_ready(self, ready: Ready) -> None:
-        """What else the owner said when it was ready."""
-
-    # The contract.
+        self._stream = None
+        super()._drop()
 
     def prepare(self, groups: Sequence[Tiles], layout_digest: str, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Reader.prepare`."""
-        self._idle()
-        self._want, self._groups = None, []
-        for tiles in groups:
-            # Before any work; which regions there are, and how large, only the owner knows.
-            check_tiles(replace(tiles, region=np.zeros_like(tiles.region)), (_LARGEST,))
-        cut = [cut_tiles(tiles, self._largest_tile) for tiles in groups]
-        if len(cut) > MAX_GROUPS or sum(map(len, cut)) > MAX_TILES:
-            raise ProtocolError(f"more than {MAX_GROUPS} groups or {MAX_TILES} tiles for one source: split the plan")
-        columns = [
-            np.concatenate([np.asarray(getattr(tiles, name), "<i8") for tiles in cut] or [np.empty(0, "<i8")])
-            for name in ("region", "source", "source_stride", "rows", "row_bytes")
-        ]
-        counts = np.array([len(tiles) for tiles in cut], "<i8")
-        want = Want(layout_digest, counts.tobytes(), np.stack(columns, axis=1).astype("<i8").tobytes())
-        self._send_want(self._connected(deadline), want, deadline)
-        self._want, self._groups = want, cut
-        self._ends = [np.cumsum(tiles.rows * tiles.row_bytes) for tiles in cut]
+        super().prepare(groups, layout_digest, deadline)
+        self._ends = [np.cumsum(tiles.rows * tiles.row_bytes) for tiles in self._groups]
 
     def begin(self, version: int, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Reader.begin`."""
@@ -245,19 +136,6 @@ class StreamReader(BlockingReader):
                 self._drop()
             raise
         self._stream = None
-
-    def abort(self) -> None:
-        """See :meth:`weightsync.transports.base.Reader.abort`."""
-        self._aborted = True
-        with self._lock:
-            if self._channel is not None:
-                self._channel.abort()
-
-    def close(self) -> None:
-        """See :meth:`weightsync.transports.base.Reader.close`."""
-        self._closed = True
-        self._drop()
-        self._groups, self._want = [], None
 
 
 _TOLD = "told by the owner"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -15,15 +14,23 @@ from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.copy_table import Tiles
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.net.channel import DATA, END, Channel, FrameHeader
-from weightsync.transports.net.requests import MAX_GROUPS, Fail, Ready, Room, Start, Want, ask, next_request
+from weightsync.transports.net.requests import (
+    ANSWER_SECONDS,
+    IDLE_SECONDS,
+    MAX_GROUPS,
+    Fail,
+    Ready,
+    Start,
+    TableBudget,
+    Want,
+    ask,
+    next_request,
+    transfer_deadline,
+)
 from weightsync.transports.net.tile_limits import FRAME_BYTES, MAX_TILES
 from weightsync.transports.tcp.tile_stream import TileStream
 
 __all__ = ["Sender", "frames_of", "wanted_tiles"]
-
-_IDLE_SECONDS = 3600.0  # a reader that says nothing for so long is cut off; it connects again when it has something to say
-_LONGEST_SECONDS = 3600.0
-_ANSWER_SECONDS = 10.0
 
 
 class Sender:
@@ -33,7 +40,7 @@ class Sender:
     """
 
     def __init__(
-        self, shelf: PublishedRegion, channel: Channel, room: Room, busy: Callable[[], AbstractContextManager[None]]
+        self, shelf: PublishedRegion, channel: Channel, room: TableBudget, busy: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self._channel, self._room, self._busy = channel, room, busy
         self._layout_digest = shelf.layout_digest
@@ -53,22 +60,21 @@ class Sender:
 
     def _answer_all(self) -> None:
         while True:
-            request = next_request(self._channel, self._room, Deadline(_IDLE_SECONDS))
+            request = next_request(self._channel, self._room, Deadline(IDLE_SECONDS))
             try:
                 if isinstance(request, Want):
                     self._remember(request)
                     answer: Ready | Fail = Ready()
                 elif isinstance(request, Start):
-                    if math.isnan(request.seconds):
-                        raise ProtocolError("a transfer within no number of seconds")
+                    deadline = transfer_deadline(request.seconds)
                     with self._busy():
-                        self._stream(request.version, Deadline(min(max(request.seconds, 1e-3), _LONGEST_SECONDS)))
+                        self._stream(request.version, deadline)
                     continue
                 else:
                     raise ProtocolError(f"a reader does not say {type(request).__name__}")
             except (StaleSource, ProtocolError) as error:
                 answer = Fail(*to_wire(error))
-            ask(self._channel, answer, Deadline(_ANSWER_SECONDS))
+            ask(self._channel, answer, Deadline(ANSWER_SECONDS))
 
     def _remember(self, want: Want) -> None:
         self._frames = np.empty((0, 5), np.int64)

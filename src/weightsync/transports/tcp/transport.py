@@ -22,17 +22,18 @@ import msgspec
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, PeerLost, ProtocolError
 from weightsync.protocol.messages import Host, Offer, Traits
+from weightsync.protocol.tokens import is_loopback
 from weightsync.transports.base import LOOPBACK, Network, Transport
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.handshake import ID_BYTES, check_key, greet_owner
 from weightsync.transports.net.listener import Listener
-from weightsync.transports.net.requests import Room
+from weightsync.transports.net.requests import TableBudget
 from weightsync.transports.net.tls import FINGERPRINT_BYTES, EncryptedChannel, owner_context, reader_context
 from weightsync.transports.tcp.receiver import StreamReader
 from weightsync.transports.tcp.sender import Sender
 
-__all__ = ["ListeningPublisher", "Tcp", "TcpPublisher", "open_channel", "parse_address", "tune"]
+__all__ = ["ListeningPublisher", "Tcp", "TcpPublisher", "open_channel", "parse_address", "reaches", "tune"]
 
 _Address = tuple[int, tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]]  # a family, and what connect() takes
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a host that vanished is noticed within a minute
@@ -45,13 +46,6 @@ def tune(sock: socket.socket) -> None:
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def parse_address(address: str) -> tuple[str, int, bytes]:
@@ -83,16 +77,23 @@ class _Where(NamedTuple):
         return found
 
 
-class ListeningPublisher(ABC):
-    """Listens on one address and serves each authenticated reader in a thread. ``scheme`` is what its offer says."""
+def reaches(offer: Offer, here: Host) -> bool:
+    """Return whether ``here`` could connect to the address of ``offer``: a loopback address only reaches its own host."""
+    try:
+        host = _Where.parse(offer.address).host
+    except ProtocolError:
+        return False
+    return offer.host.name == here.name or not is_loopback(host)
 
-    scheme = ""
+
+class ListeningPublisher(ABC):
+    """Listens on one address for ``transport``, and serves each authenticated reader in a thread."""
 
     def __init__(
         self,
+        transport: Transport,
         key: bytes,
         here: Host,
-        traits: Traits,
         bind: str,
         port: int,
         advertise: str | None,
@@ -122,14 +123,14 @@ class ListeningPublisher(ABC):
             host = f"[{shown}]" if ":" in shown else shown
             address = f"{host}:{actual}/{owner_id.hex()}"
             make: Callable[[socket.socket, str], Channel] = Channel
-            encrypted = encrypt or (encrypt is None and not _is_loopback(bound))
+            encrypted = encrypt or (encrypt is None and not is_loopback(bound))
             if encrypted:
                 context, fingerprint = owner_context()
                 address += f"/{fingerprint.hex()}"
                 make = functools.partial(EncryptedChannel, context=context)
-            traits = msgspec.structs.replace(traits, encrypted=encrypted)
-            self._offer = Offer(scheme=self.scheme, address=address, host=here, traits=traits)
-            self._listener = Listener(sock, self.scheme, check_key(key), owner_id, self._serve, channel=make)
+            traits = msgspec.structs.replace(transport.traits, encrypted=encrypted)
+            self._offer = Offer(scheme=transport.name, address=address, host=here, traits=traits)
+            self._listener = Listener(sock, transport.name, check_key(key), owner_id, self._serve, channel=make)
         except BaseException:
             sock.close()
             raise
@@ -155,21 +156,19 @@ class ListeningPublisher(ABC):
 class TcpPublisher(ListeningPublisher):
     """Sends each reader what it asks for."""
 
-    scheme = "tcp"
-
     def __init__(
         self,
+        transport: Transport,
         shelf: PublishedRegion,
         key: bytes,
         here: Host,
-        traits: Traits,
         bind: str,
         port: int,
         advertise: str | None,
         encrypt: bool | None = False,
     ) -> None:
-        self._shelf, self._room = shelf, Room(shelf.nbytes)
-        super().__init__(key, here, traits, bind, port, advertise, encrypt)
+        self._shelf, self._room = shelf, TableBudget(shelf.nbytes)
+        super().__init__(transport, key, here, bind, port, advertise, encrypt)
 
     def _serve(self, channel: Channel) -> None:
         tune(channel.socket)
@@ -190,18 +189,14 @@ class Tcp(Transport):
         self._bind, self._port, self._advertise, self._encrypt = bind, port, advertise, encrypt
 
     def reaches(self, offer: Offer, here: Host) -> bool:
-        """See :class:`weightsync.transports.base.Transport`; a loopback address only reaches its own host."""
-        try:
-            host = _Where.parse(offer.address).host
-        except ProtocolError:
-            return False
-        return offer.host.name == here.name or not _is_loopback(host)
+        """See :class:`weightsync.transports.base.Transport`."""
+        return reaches(offer, here)
 
     def publish(self, shelf: PublishedRegion, key: bytes, here: Host, network: Network = LOOPBACK) -> ListeningPublisher:
         """See :class:`weightsync.transports.base.Transport`."""
         encrypt = network.encrypt if self._encrypt is None else self._encrypt
         bind = self._bind or network.address
-        return TcpPublisher(shelf, key, here, self.traits, bind, self._port, self._advertise, encrypt)
+        return TcpPublisher(self, shelf, key, here, bind, self._port, self._advertise, encrypt)
 
     def open(self, offer: Offer, key: bytes, deadline: Deadline) -> StreamReader:
         """See :class:`weightsync.transports.base.Transport`."""

@@ -102,6 +102,7 @@ FORBIDDEN_FROM = {
 IMPORTS_BY_NAME = {
     "__init__.py": "this package's own public names, from a table",
     "engines/vllm/__init__.py": "a constant",
+    "external/__init__.py": "this package's own public names, from a table",
     "server/mounts.py": "built-in mounts and installed entry points, by names of the coordinator's own settings",
     "transports/registry.py": "built-in schemes and installed entry points; a name from the wire is only looked up there",
     "testing/nursery.py": "the child processes of tests, told by their parent",

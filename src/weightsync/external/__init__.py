@@ -11,9 +11,28 @@ See ``docs/guides/disaggregated-update.md``.
 
 from __future__ import annotations
 
-from weightsync.external.rank import DisaggregatedRank
-from weightsync.external.ranks import LocalRanks, Ranks
-from weightsync.external.router import weight_update_routes
-from weightsync.external.session import Settings, WeightUpdates
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weightsync.external.rank import DisaggregatedRank as DisaggregatedRank
+    from weightsync.external.ranks import LocalRanks as LocalRanks
+    from weightsync.external.ranks import Ranks as Ranks
+    from weightsync.external.router import weight_update_routes as weight_update_routes
+    from weightsync.external.session import Settings as Settings
+    from weightsync.external.session import WeightUpdates as WeightUpdates
 
 __all__ = ["DisaggregatedRank", "LocalRanks", "Ranks", "Settings", "WeightUpdates", "weight_update_routes"]
+
+_MODULES = {
+    "DisaggregatedRank": "rank", "LocalRanks": "ranks", "Ranks": "ranks", "Settings": "session", "WeightUpdates": "session",
+    "weight_update_routes": "router",
+}  # fmt: skip
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"weightsync.external.{_MODULES[name]}"), name)

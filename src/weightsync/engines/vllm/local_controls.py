@@ -10,7 +10,7 @@ import os
 import secrets
 from contextlib import closing
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -19,8 +19,11 @@ from weightsync.engines.vllm.controls import Controls, HttpControls
 from weightsync.errors import ConfigurationError, DeadlineExceeded, ProtocolError, from_wire, to_wire
 from weightsync.model import PauseMode
 from weightsync.protocol.messages import UNREADABLE
-from weightsync.transports.host.unix_socket import connect_local, listen_local
-from weightsync.transports.net.channel import Channel
+
+if TYPE_CHECKING:
+    from weightsync.transports.net.channel import Channel
+
+# Transports are imported when an engine is there: they bring numba, and vLLM's CPU build does not start in a process that has it.
 
 __all__ = ["ControlsServer", "LocalControls", "controls_at", "is_local"]
 
@@ -88,6 +91,8 @@ class ControlsServer:
     """Serves ``controls`` to processes of this user that know :attr:`address`. Close it, or use it in a ``with``."""
 
     def __init__(self, controls: Controls) -> None:
+        from weightsync.transports.host.unix_socket import listen_local
+
         self._controls = controls
         key = secrets.token_bytes(32)
         self._listener, place = listen_local(_PREFIX, "vllm-controls", key, self._serve)
@@ -163,6 +168,8 @@ class LocalControls:
         self._ask(_Resume(timeout))
 
     def _ask(self, call: _Call) -> _Done:
+        from weightsync.transports.host.unix_socket import connect_local
+
         deadline, what = Deadline(call.timeout), type(call).__name__.strip("_").lower()
         try:
             with closing(connect_local(_PREFIX, self._place, self._key, _PEER, deadline)) as channel:

@@ -21,11 +21,11 @@ from weightsync.bench.gpu_job import manifest_for
 from weightsync.bench.peer import serve
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError
-from weightsync.tensors.copy_table import TILE_BYTES, Tiles
+from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
 from weightsync.tensors.device_memory import DeviceDigest, layout_by_shard
 from weightsync.tensors.shards import shard
 from weightsync.transports.broadcast.packed_broadcast import PROGRAMS, PackedBroadcast, packed_frames
-from weightsync.transports.broadcast.process_groups import Enqueue, Group, Rendezvous, init_custom_process_group
+from weightsync.transports.broadcast.process_groups import Enqueue, ProcessGroup, StoreRendezvous, init_custom_process_group
 from weightsync.transports.net.tile_limits import cut_tiles
 
 __all__ = ["main"]
@@ -51,13 +51,13 @@ class _Rank:
         layout = layout_by_shard(manifest, shards)
         self._digest = DeviceDigest(manifest, layout, self._device)
         self._addresses = [one.data_ptr() for one in self._tensors]
-        self._rendezvous: dict[str, Rendezvous] = {}
-        self._groups: dict[str, Group] = {}
+        self._rendezvous: dict[str, StoreRendezvous] = {}
+        self._groups: dict[str, ProcessGroup] = {}
         self._packed: PackedBroadcast | None = None
 
     def open(self, name: str) -> int:
         """Rank 0 listens; the port."""
-        self._rendezvous[name] = Rendezvous("127.0.0.1", self._size, Deadline(_SECONDS))
+        self._rendezvous[name] = StoreRendezvous("127.0.0.1", self._size, Deadline(_SECONDS))
         return self._rendezvous[name].port
 
     def join(self, name: str, port: int, priority: bool) -> float:
@@ -94,7 +94,7 @@ class _Rank:
         before, started = torch.cuda.memory_allocated(), time.perf_counter()
         sizes = np.array([len(tensor) for tensor in self._tensors], np.int64)
         where, one = np.array(self._addresses, np.int64), np.ones(len(sizes), np.int64)
-        tiles = cut_tiles(Tiles(one.astype(np.int32) - 1, where, sizes, where, sizes, one, sizes), TILE_BYTES)
+        tiles = cut_tiles(CopyTable(one.astype(np.int32) - 1, where, sizes, where, sizes, one, sizes), TILE_BYTES)
         self._packed = PackedBroadcast(
             tiles, packed_frames(np.array([len(tiles)]), tiles.row_bytes, buffer_bytes), self._device, buffer_bytes, num_buffers,
             [0] if self._rank == 0 else None, PROGRAMS if programs is None else programs,

@@ -187,7 +187,7 @@ class Engine:
 
     def floor(self):
         """GB/s of reading 2 GiB of each owner's largest region: by the driver's copy, and by one launch of the tile kernel."""
-        from weightsync.tensors.copy_table import Tiles
+        from weightsync.tensors.copy_table import CopyTable
         from weightsync.tensors.cuda.copies import TileCopy
 
         driver = ctypes.CDLL("libcuda.so.1")
@@ -200,7 +200,7 @@ class Engine:
                 source.addresses[region],
                 [np.array([value], np.int64) for value in (0, 0, self.target.data_ptr(), 0, 1, size)],
             )
-            copy = TileCopy([[(Tiles(np.zeros(1, np.int32), *one), [base])]], self.device)
+            copy = TileCopy([[(CopyTable(np.zeros(1, np.int32), *one), [base])]], self.device)
             kernel = min(_events_ms(copy.launch) for _ in range(7))
             engine = min(
                 _events_ms(lambda base=base, size=size: driver.cuMemcpyDtoD_v2(self.target.data_ptr(), base, size))

@@ -135,9 +135,9 @@ if not TYPE_CHECKING:  # else a misspelt name would pass the type checker
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found: object = getattr(import_module(_WHERE.get(name, "weightsync.errors")), name)
-        globals()[name] = found
-        return found
+        value: object = getattr(import_module(_WHERE.get(name, "weightsync.errors")), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

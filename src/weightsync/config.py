@@ -129,7 +129,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Agents at one time."""
     connections: Count = 16384
     """Connections of all kinds at one time."""
-    strangers: Count = 256
+    unauthenticated: Count = 256
     """Connections that have not shown the token, at one time. A new one replaces the oldest of the host that has most of them."""
     arrivals: Count = 100
     """Connections accepted per second that then show no token, after an initial burst. More wait in the kernel's queue. Over TLS
@@ -467,11 +467,11 @@ def agent_environment(settings: ClientSettings) -> dict[str, str]:
 
     (The token is never an argument.)
     """
-    found = {"WEIGHTSYNC_COORDINATOR": settings.coordinator.url}
+    variables = {"WEIGHTSYNC_COORDINATOR": settings.coordinator.url}
     if settings.token is not None:
-        found["WEIGHTSYNC_TOKEN"] = settings.token.reveal()
+        variables["WEIGHTSYNC_TOKEN"] = settings.token.reveal()
     if settings.ca_file is not None:
-        found["WEIGHTSYNC_CA_FILE"] = str(settings.ca_file)
+        variables["WEIGHTSYNC_CA_FILE"] = str(settings.ca_file)
     if settings.data_encryption is not None:
-        found["WEIGHTSYNC_DATA_ENCRYPTION"] = settings.data_encryption
-    return found
+        variables["WEIGHTSYNC_DATA_ENCRYPTION"] = settings.data_encryption
+    return variables

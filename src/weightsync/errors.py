@@ -140,10 +140,10 @@ class Aborted(WeightSyncError):
 
 
 def _tree(base: type[WeightSyncError]) -> dict[str, type[WeightSyncError]]:
-    found = {base.__name__: base}
+    tree = {base.__name__: base}
     for child in base.__subclasses__():
-        found |= _tree(child)
-    return found
+        tree |= _tree(child)
+    return tree
 
 
 def readable(text: str, most: int = _LONGEST) -> str:
@@ -153,7 +153,10 @@ def readable(text: str, most: int = _LONGEST) -> str:
     """
     shown = text[:most]
     if not shown.isprintable():
-        lines = ["".join(one if one.isprintable() else repr(one)[1:-1] for one in line) for line in shown.split("\n")]
+        lines = [
+            "".join(character if character.isprintable() else repr(character)[1:-1] for character in line)
+            for line in shown.split("\n")
+        ]
         shown = "\n".join([lines[0], *(line if line.startswith("  ") else f"  {line}" for line in lines[1:])])
     return shown if len(text) <= most and len(shown) <= most else shown[: most - len(_CUT)] + _CUT
 

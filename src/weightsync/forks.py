@@ -113,8 +113,8 @@ def silence_file(device: int, inode: int) -> None:
     with suppress(FileNotFoundError):
         for entry in list(Path("/proc/self/fd").iterdir()):
             with suppress(OSError):
-                found = os.fstat(int(entry.name))
-                if (found.st_dev, found.st_ino) == (device, inode):
+                status = os.fstat(int(entry.name))
+                if (status.st_dev, status.st_ino) == (device, inode):
                     silence(int(entry.name))
 
 
@@ -154,8 +154,8 @@ class _Selector(selectors.DefaultSelector):
                 silence(self.fileno())
         for fd, inode in self._inodes.items():
             with suppress(OSError):
-                found = os.fstat(fd)
-                if found.st_ino == inode and stat.S_ISSOCK(found.st_mode):
+                status = os.fstat(fd)
+                if status.st_ino == inode and stat.S_ISSOCK(status.st_mode):
                     silence(fd)
 
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-__all__ = ["collecting_later", "no_collection"]
+__all__ = ["collecting_later", "gc_paused"]
 
 
 class _Hold:
@@ -56,7 +56,7 @@ os.register_at_fork(after_in_child=_hold.forked)
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Let Python's garbage wait: collecting all of it takes a tenth of a second in a process with many tensors, engines paused.
 
     May be nested and held by several threads. A child that is forked meanwhile collects as before.
@@ -72,7 +72,7 @@ def no_collection() -> Iterator[None]:
 def collecting_later(seconds: float) -> Iterator[None]:
     """The same, for at most ``seconds`` of a block that may wait: for who shares the process with a program of its own."""
     with ExitStack() as held:
-        held.enter_context(no_collection())
+        held.enter_context(gc_paused())
         timer = asyncio.get_running_loop().call_later(seconds, held.close)
         held.callback(timer.cancel)
         yield

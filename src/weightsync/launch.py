@@ -18,10 +18,10 @@ def place_in_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """
     if rank is None or world_size is None:
         if dist.is_available() and dist.is_initialized():
-            found = dist.get_rank(), dist.get_world_size()
+            rank_and_size = dist.get_rank(), dist.get_world_size()
         else:
-            found = launched_place() or (0, 1)
-        rank, world_size = found[0] if rank is None else rank, found[1] if world_size is None else world_size
+            rank_and_size = launched_place() or (0, 1)
+        rank, world_size = rank_and_size[0] if rank is None else rank, rank_and_size[1] if world_size is None else world_size
     if not 0 <= rank < world_size:
         raise ConfigurationError(f"rank {rank} is out of range for {world_size} ranks")
     return rank, world_size

@@ -274,7 +274,7 @@ def _reseeded(stage: Stage) -> None:
     """A replica whose rank is back holds the version of the shelves again, without a publication."""
     with stage.client() as client:
         try:
-            client.round(timeout=10.0)
+            client.start_round(timeout=10.0)
         except MembershipError as error:
             if "nothing to seed" not in str(error):
                 raise

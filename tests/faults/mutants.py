@@ -11,7 +11,7 @@ import torch
 from weightsync.engine import session
 from weightsync.engine.session import EngineSession, State, Ticket
 from weightsync.errors import ProtocolError
-from weightsync.transports.broadcast.process_groups import Group
+from weightsync.transports.broadcast.process_groups import ProcessGroup
 
 __all__ = ["UPDATE_MUTANTS", "planted"]
 
@@ -30,19 +30,19 @@ def _load_and_believe(load: Load, name: str, tensors: Sequence[tuple[str, torch.
     load(iter(tensors))
 
 
-_close = Group.close
+_close = ProcessGroup.close
 
 
-def _close_what_is_idle(self: Group) -> None:
+def _close_what_is_idle(self: ProcessGroup) -> None:
     """A group that carries a bucket stays open, and the bucket is taken."""
-    if not self._turn.locked():
+    if not self._lock.locked():
         _close(self)
 
 
 UPDATE_MUTANTS: dict[str, tuple[object, str, object]] = {
     "a bucket's update is not compared": (EngineSession, "check", _check_state_alone),
     "what a loader took is not looked at": (session, "load_all", _load_and_believe),
-    "a closed group's bucket is taken": (Group, "close", _close_what_is_idle),
+    "a closed group's bucket is taken": (ProcessGroup, "close", _close_what_is_idle),
 }
 """Of updates from outside."""
 

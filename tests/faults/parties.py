@@ -157,7 +157,7 @@ def trainer(sockets: Sockets, config: dict[str, Any]) -> None:
     with Trainer(state, config["coordinator"], token=config["token"], rank=rank, world_size=world, transports=[transport]) as made:
 
         def obey(order: dict[str, Any]) -> None:
-            shelf = made._role.shelf
+            shelf = made._role.region
             if isinstance(shelf, PublishedRegion):
                 _corrupt(shelf, order["corrupt"], order["seed"])
 

@@ -25,7 +25,7 @@ from weightsync.external.checkpoint_files import buckets_of
 from weightsync.external.client import WeightUpdateClient
 from weightsync.external.clients.base import Bucket
 from weightsync.tensors.digest import digest_box
-from weightsync.transports.broadcast.process_groups import Group, Rendezvous, init_custom_process_group
+from weightsync.transports.broadcast.process_groups import ProcessGroup, StoreRendezvous, init_custom_process_group
 
 __all__ = ["RANKS", "server", "trainer"]
 
@@ -145,9 +145,9 @@ def _update(url: str, number: int, timeout: float) -> None:
         client.commit(digests, deadline)
 
 
-def _joined(url: str, name: str) -> Group:
+def _joined(url: str, name: str) -> ProcessGroup:
     deadline = Deadline(_PATIENCE)
-    rendezvous = Rendezvous("127.0.0.1", RANKS + 1, deadline)
+    rendezvous = StoreRendezvous("127.0.0.1", RANKS + 1, deadline)
     body = {
         "master_address": "127.0.0.1", "master_port": rendezvous.port, "rank_offset": 1, "world_size": RANKS + 1,
         "group_name": name, "backend": "gloo",
@@ -165,7 +165,7 @@ def trainer(sockets: Sockets, config: dict[str, Any]) -> None:
     """Update, join, or broadcast, as it is told; one command at a time."""
     torch.set_num_threads(1)
     commands, _, _ = sockets
-    groups: dict[str, Group] = {}
+    groups: dict[str, ProcessGroup] = {}
     say(commands, {"ready": True})
     for command in lines(commands):
         started, error = time.monotonic(), None

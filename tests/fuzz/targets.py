@@ -23,13 +23,13 @@ import typer
 
 from weightsync.cli.options import parse_size
 from weightsync.config import Address, ClientSettings, Secret, ServerSettings
-from weightsync.coordinator.negotiation import agree_on, cover_trainers
+from weightsync.coordinator.negotiation import negotiate, trainer_coverage
 from weightsync.coordinator.ranks import EngineRank, TrainerRank
 from weightsync.coordinator.remote_ranks import rank_of
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, ConfigurationError, ProtocolError, WeightSyncError, from_wire
 from weightsync.external import orders, requests
-from weightsync.external.checkpoint_files import INDEX, Checkpoint
+from weightsync.external.checkpoint_files import INDEX, CheckpointFiles
 from weightsync.external.checks import check_bucket, check_digests, check_group, parse_version
 from weightsync.model import Layout, Manifest, TensorSpec, Version
 from weightsync.model.layout import LayoutColumns
@@ -47,7 +47,7 @@ from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.host.shared_memory import SharedMemory, SharedMemoryReader
 from weightsync.transports.net.channel import CONTROL, HEADER, Channel, FrameHeader
 from weightsync.transports.net.handshake import greet_owner, greet_reader
-from weightsync.transports.net.requests import REQUEST_BYTES, Start, TableBudget, Want, next_control
+from weightsync.transports.net.requests import REQUEST_BYTES, RegisterTiles, Start, TableBudget, next_control
 from weightsync.transports.tcp.sender import Sender
 from weightsync.transports.tcp.transport import Tcp
 
@@ -209,8 +209,8 @@ def _agreements(data: bytes) -> None:
     engine = rank_of(msgspec.structs.replace(_hello("engine"), layout=columns[2]), "run")
     if not isinstance(engine, EngineRank) or engine.layout is None or len(trainers) != 2:
         raise AssertionError("a rank is not what it says")
-    cover_trainers(_MANIFEST, trainers)
-    (found,) = agree_on("a", trainers, {engine.member: engine}).slices.values()
+    trainer_coverage(_MANIFEST, trainers)
+    (found,) = negotiate("a", trainers, {engine.member: engine}).slices.values()
     if found.nbytes != _MANIFEST.nbytes or found.nbytes != engine.layout.nbytes(_MANIFEST):
         raise AssertionError("a plan was agreed on that does not move every byte once")
     Pieces.from_columns(_MANIFEST, engine.layout, 2, found.pieces)
@@ -275,7 +275,7 @@ def _wanted(data: bytes) -> None:
         Sender(_shelf(), channel, TableBudget(0), contextlib.nullcontext).run()
 
 
-def _control(request: Want | Start, rest: bytes = b"") -> bytes:
+def _control(request: RegisterTiles | Start, rest: bytes = b"") -> bytes:
     body = msgspec.msgpack.encode(request)
     return FrameHeader(CONTROL, nbytes=len(body)).pack() + body + rest
 
@@ -285,7 +285,7 @@ def _tables(data: bytes) -> None:
     with _said(b"") as channel:
         sender = Sender(_shelf(), channel, TableBudget(0), contextlib.nullcontext)
         size = 8 * (data[0] if data else 0)
-        sender._remember(Want("layout", data[1 : 1 + size], data[1 + size :]))
+        sender._remember(RegisterTiles("layout", data[1 : 1 + size], data[1 + size :]))
         table = sender._tiles
         ends = table.source + (table.rows - 1) * table.source_stride + table.row_bytes
         if len(table) and (table.source.min() < 0 or ends.max() > 4096):
@@ -340,7 +340,7 @@ def _folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def _read_all(checkpoint: Checkpoint) -> None:
+def _read_all(checkpoint: CheckpointFiles) -> None:
     with checkpoint:
         for spec in checkpoint.manifest:
             if spec.nbytes > 1 << 20:
@@ -352,14 +352,14 @@ def _safetensors(data: bytes) -> None:
     """One file of a checkpoint."""
     with _folder() as folder:
         (folder / "model.safetensors").write_bytes(data)
-        _read_all(Checkpoint(folder))
+        _read_all(CheckpointFiles(folder))
 
 
 def _header(data: bytes) -> None:
     """The JSON of a file's header, with a length and a body that fit."""
     with _folder() as folder:
         (folder / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data + bytes(64))
-        _read_all(Checkpoint(folder))
+        _read_all(CheckpointFiles(folder))
 
 
 def _index(data: bytes) -> None:
@@ -367,7 +367,7 @@ def _index(data: bytes) -> None:
     with _folder() as folder:
         (folder / INDEX).write_bytes(data)
         (folder / "a.safetensors").write_bytes(_file({"w": ("F32", [2, 2], [0, 16])}, 16))
-        checkpoint = Checkpoint(folder)
+        checkpoint = CheckpointFiles(folder)
         if any(place.path.resolve().parent != folder.resolve() for place in checkpoint._places.values()):
             raise AssertionError("a file outside the directory was opened")
         _read_all(checkpoint)
@@ -380,7 +380,8 @@ def _file(tensors: dict[str, tuple[str, list[int], list[int]]], size: int) -> by
 
 
 _KINDS = (
-    requests.InitGroup, requests.Update, requests.Destroy, requests.Begin, requests.Commit, requests.End, requests.Abort,
+    requests.InitGroupRequest, requests.UpdateRequest, requests.DestroyRequest, requests.BeginRequest,
+    requests.CommitRequest, requests.EndRequest, requests.AbortRequest,
 )  # fmt: skip
 
 
@@ -391,21 +392,21 @@ def _updates(data: bytes) -> None:
         wish = msgspec.json.decode(body, type=kind)
     except messages.UNREADABLE:
         return
-    if isinstance(wish, requests.InitGroup):
+    if isinstance(wish, requests.InitGroupRequest):
         check_group(wish, 2, ("taken",), ("nccl", "gloo"))
-    if isinstance(wish, requests.Begin | requests.Commit | requests.Update):
+    if isinstance(wish, requests.BeginRequest | requests.CommitRequest | requests.UpdateRequest):
         parse_version(wish.weight_version, "run", 3)
-    if isinstance(wish, requests.Update):
+    if isinstance(wish, requests.UpdateRequest):
         for packing in ("elements", "bytes"):
             if sum(one.nbytes for one in check_bucket(wish, _MANIFEST, 1 << 20, packing)) > _MANIFEST.nbytes:
                 raise AssertionError("a bucket is larger than the model")
-    if isinstance(wish, requests.Update | requests.Commit):
+    if isinstance(wish, requests.UpdateRequest | requests.CommitRequest):
         check_digests(_MANIFEST, np.zeros(3, np.uint64), np.ones(3, np.bool_), wish.digest, wish.digests)
 
 
 def _orders(data: bytes) -> None:
     """What a server's front and its ranks say to each other."""
-    for decode in (orders.decode_order, orders.decode_answer):
+    for decode in (orders.decode_command, orders.decode_answer):
         with contextlib.suppress(WeightSyncError):
             decode(data)
 
@@ -463,8 +464,8 @@ def _json(value: object) -> bytes:
     return msgspec.json.encode(value)
 
 
-_GROUP = requests.InitGroup(master_address="h", master_port=1, rank_offset=1, world_size=3)
-_UPDATE = requests.Update(
+_GROUP = requests.InitGroupRequest(master_address="h", master_port=1, rank_offset=1, world_size=3)
+_UPDATE = requests.UpdateRequest(
     names=[spec.name for spec in _SPECS],
     dtypes=[spec.dtype for spec in _SPECS],
     shapes=[list(spec.shape) for spec in _SPECS],
@@ -499,7 +500,7 @@ TARGETS: dict[str, Target] = {
     "wanted": Target(
         _wanted,
         (
-            _control(Want("layout", struct.pack("<2q", 1, 1), struct.pack("<10q", 0, 0, 0, 1, 8, 0, 8, 16, 2, 8))),
+            _control(RegisterTiles("layout", struct.pack("<2q", 1, 1), struct.pack("<10q", 0, 0, 0, 1, 8, 0, 8, 16, 2, 8))),
             _control(Start(0, 1.0)),
         ),
     ),
@@ -520,8 +521,10 @@ TARGETS: dict[str, Target] = {
         ),
     ),
     "index": Target(_index, (_json({"metadata": {}, "weight_map": {"w": "a.safetensors"}}),)),
-    "updates": Target(_updates, (b"\0" + _json(_GROUP), b"\1" + _json(_UPDATE), b"\3" + _json(requests.Begin(weight_version="7")))),
-    "orders": Target(_orders, (orders.encode(orders.Join("g", "gloo", "h", 1, 1, 2, 3.0)), orders.encode(orders.Describe()))),
+    "updates": Target(
+        _updates, (b"\0" + _json(_GROUP), b"\1" + _json(_UPDATE), b"\3" + _json(requests.BeginRequest(weight_version="7")))
+    ),
+    "orders": Target(_orders, (orders.encode(orders.JoinGroup("g", "gloo", "h", 1, 1, 2, 3.0)), orders.encode(orders.Describe()))),
     "settings": Target(_settings, (b"\0http://[::1]:7400", b"\1" + b"8", b"\2" + b"1.5GiB", b"\3Bearer the-token")),
     "rounds": Target(_rounds, (b"{}", b'{"replicas": ["a"], "timeout": 2.5}')),
 }

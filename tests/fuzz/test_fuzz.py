@@ -83,9 +83,9 @@ def test_what_was_found_before_is_refused(name: str) -> None:
         return
     with pytest.raises(WeightSyncError):
         if target == "orders":
-            from weightsync.external.orders import decode_order
+            from weightsync.external.orders import decode_command
 
-            decode_order(data)
+            decode_command(data)
         TARGETS[target].run(data)
 
 

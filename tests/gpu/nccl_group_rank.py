@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
-from weightsync.transports.broadcast.process_groups import Rendezvous, init_custom_process_group
+from weightsync.transports.broadcast.process_groups import StoreRendezvous, init_custom_process_group
 
 SHAPE, SEED = (1000, 777), 3
 
@@ -51,7 +51,7 @@ def main() -> None:
     if rank == 1 and how == "recipe":
         print(json.dumps({"equal": as_the_engines_do(port, device)}), flush=True)
         return
-    rendezvous = Rendezvous("127.0.0.1", 2, deadline, port) if rank == 0 else None
+    rendezvous = StoreRendezvous("127.0.0.1", 2, deadline, port) if rank == 0 else None
     group = init_custom_process_group(
         "nccl", rank, 2, "weights", deadline, address="127.0.0.1", port=port, rendezvous=rendezvous, device=device
     )

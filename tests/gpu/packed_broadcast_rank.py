@@ -12,9 +12,9 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
-from weightsync.tensors.copy_table import TILE_BYTES, Tiles
+from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
 from weightsync.transports.broadcast.packed_broadcast import PackedBroadcast, packed_frames
-from weightsync.transports.broadcast.process_groups import Rendezvous, init_custom_process_group
+from weightsync.transports.broadcast.process_groups import StoreRendezvous, init_custom_process_group
 from weightsync.transports.net.tile_limits import cut_tiles
 
 BUFFER = 2 << 20
@@ -35,14 +35,14 @@ def main() -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     deadline = Deadline(50)
-    rendezvous = Rendezvous("127.0.0.1", 2, deadline, port) if rank == 0 else None
+    rendezvous = StoreRendezvous("127.0.0.1", 2, deadline, port) if rank == 0 else None
     group = init_custom_process_group(
         "nccl", rank, 2, "weights", deadline, address="127.0.0.1", port=port, rendezvous=rendezvous, device=device, priority=True
     )
     mine = [torch.zeros(size, dtype=torch.uint8, device=device) for size in SIZES]
     where, sizes = np.array([one.data_ptr() for one in mine if len(one)]), np.array([size for size in SIZES if size])
     one = np.ones(len(sizes), np.int64)
-    tiles = cut_tiles(Tiles(one.astype(np.int32) - 1, where, sizes, where, sizes, one, sizes), TILE_BYTES)
+    tiles = cut_tiles(CopyTable(one.astype(np.int32) - 1, where, sizes, where, sizes, one, sizes), TILE_BYTES)
     frames = packed_frames(np.array([len(tiles)]), tiles.row_bytes, BUFFER)
     programs = {} if how == "few" else {"programs": 0}
     broadcast = PackedBroadcast(tiles, frames, device, BUFFER, 3, [0] if rank == 0 else None, **programs)

@@ -14,17 +14,17 @@ from tests.gpu.owner_process import HERE, KEY, LAYOUT, SIZES
 
 from weightsync.deadline import Deadline
 from weightsync.protocol.messages import Offer
-from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.broadcast.nccl import Nccl
 from weightsync.transports.cuda.ipc import CudaIpc
 
 
-def whole(target: int) -> Tiles:
+def whole(target: int) -> CopyTable:
     """Tiles that copy every region to ``target``, one after the other, each beginning at a multiple of 16."""
     sizes = np.array(SIZES, np.int64)
     places = np.cumsum([0, *(-(-sizes[:-1] // 16) * 16)])
     zeros = np.zeros(len(sizes), np.int64)
-    return Tiles(np.arange(len(sizes), dtype=np.int32), zeros, zeros, target + places, zeros, zeros + 1, sizes)
+    return CopyTable(np.arange(len(sizes), dtype=np.int32), zeros, zeros, target + places, zeros, zeros + 1, sizes)
 
 
 def main() -> None:

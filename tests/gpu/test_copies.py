@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from weightsync.errors import ProtocolError
-from weightsync.tensors.copy_table import Tiles
-from weightsync.tensors.cuda.device_copy_table import TILE_BYTES, CopyTable
+from weightsync.tensors.copy_table import CopyTable
+from weightsync.tensors.cuda.device_copy_table import TILE_BYTES, DeviceCopyTable
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -19,12 +19,12 @@ _ROOM = 1 << 22
 _RUNS = [1, 2, 6, 16, 48, 100, 384, 1000, 4096, 20000, 65536, 70000, 300000]
 
 
-def _tiles(*rows: tuple[int, ...]) -> Tiles:
+def _tiles(*rows: tuple[int, ...]) -> CopyTable:
     columns: list[npt.NDArray[Any]] = [np.array(column, np.int64) for column in zip(*rows, strict=True)]
-    return Tiles(columns[0].astype(np.int32), *columns[1:])
+    return CopyTable(columns[0].astype(np.int32), *columns[1:])
 
 
-def _random_case(random: np.random.Generator, align: int, source: Bytes, want: Bytes, target: int) -> Tiles:
+def _random_case(random: np.random.Generator, align: int, source: Bytes, want: Bytes, target: int) -> CopyTable:
     """Tiles from ``source`` (a region of its own) to ascending places after address ``target``; fills ``want`` as they should."""
     rows, place = [], 0
     for _ in range(int(random.integers(1, 9))):
@@ -83,14 +83,14 @@ def test_no_tile_is_above_the_limit_and_none_is_lost(seed: int) -> None:
     random = np.random.default_rng(seed)
     source, want = random.integers(0, 256, _ROOM, np.uint8), np.zeros(_ROOM, np.uint8)
     tiles = _random_case(random, 1, source, want, 1 << 40)
-    table = CopyTable.build([[(tiles, [1 << 41])], []])
+    table = DeviceCopyTable.build([[(tiles, [1 << 41])], []])
     sizes = (table.columns[3] >> 32) * (table.columns[3] & 0xFFFFFFFF)
     assert sizes.max() <= TILE_BYTES and sizes.sum() == tiles.nbytes == table.nbytes
     assert table.first.tolist() == [0, len(table), len(table)]
 
 
 def test_strides_of_gigabytes_are_cut_into_runs() -> None:
-    columns = CopyTable.build([[(_tiles((0, 64, 3 << 32, 128, 48, 4, 48)), [0])]]).columns
+    columns = DeviceCopyTable.build([[(_tiles((0, 64, 3 << 32, 128, 48, 4, 48)), [0])]]).columns
     assert columns[0].tolist() == [64 + run * (3 << 32) for run in range(4)]
     assert columns[1].tolist() == [128 + run * 48 for run in range(4)]
     assert columns[2].tolist() == [0] * 4 and columns[3].tolist() == [1 << 32 | 48] * 4
@@ -99,9 +99,9 @@ def test_strides_of_gigabytes_are_cut_into_runs() -> None:
 def test_one_owner_in_order_several_mixed_the_same_way_every_time() -> None:
     one = _tiles(*[(0, k << 16, 0, k << 16, 0, 1, 1 << 16) for k in reversed(range(64))])
     other = _tiles(*[(0, k << 16, 0, (64 + k) << 16, 0, 1, 1 << 16) for k in range(16)])
-    assert CopyTable.build([[(one, [0])]]).columns[1].tolist() == [k << 16 for k in range(64)]
-    mixed = CopyTable.build([[(one, [0]), (other, [1 << 40])]]).columns
-    assert np.array_equal(mixed, CopyTable.build([[(one, [0]), (other, [1 << 40])]]).columns)
+    assert DeviceCopyTable.build([[(one, [0])]]).columns[1].tolist() == [k << 16 for k in range(64)]
+    mixed = DeviceCopyTable.build([[(one, [0]), (other, [1 << 40])]]).columns
+    assert np.array_equal(mixed, DeviceCopyTable.build([[(one, [0]), (other, [1 << 40])]]).columns)
     far = np.flatnonzero(mixed[0] >= 1 << 40)
     assert len(far) == 16 and far.min() < 20 and far.max() > 60
     assert sorted(mixed[1].tolist()) == [k << 16 for k in range(80)]
@@ -109,4 +109,4 @@ def test_one_owner_in_order_several_mixed_the_same_way_every_time() -> None:
 
 def test_a_region_without_an_address_is_refused() -> None:
     with pytest.raises(ProtocolError, match="region"):
-        CopyTable.build([[(_tiles((1, 0, 0, 0, 0, 1, 8)), [0])]])
+        DeviceCopyTable.build([[(_tiles((1, 0, 0, 0, 0, 1, 8)), [0])]])

@@ -166,7 +166,7 @@ def test_nothing_is_read_after_publish_returned(joined: Joined, source: Model, t
     assert trainer.publish(1, timeout=30).ok
     change(source, 2)  # the next optimizer step
     assert fingerprint(target) == expected
-    assert trainer._role.shelf.version == EMPTY
+    assert trainer._role.region.version == EMPTY
     late = joined.process("late")  # a joiner is not seeded from memory that is being trained
     assert fingerprint_of(late) not in (expected, fingerprint(source))
     change(source, 3)

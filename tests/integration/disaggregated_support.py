@@ -13,7 +13,7 @@ import torch
 from tests.integration.nursery import Child
 
 from weightsync.deadline import Deadline
-from weightsync.transports.broadcast.process_groups import Group, Rendezvous, init_custom_process_group
+from weightsync.transports.broadcast.process_groups import ProcessGroup, StoreRendezvous, init_custom_process_group
 
 
 class Server:
@@ -71,14 +71,14 @@ class Sender:
 
     def __init__(self, server: Server, name: str = "weights", ranks: int = 1, seconds: float = 15.0) -> None:
         self.server, self.name, self.seconds = server, name, seconds
-        rendezvous = Rendezvous("127.0.0.1", ranks + 1, Deadline(seconds))
+        rendezvous = StoreRendezvous("127.0.0.1", ranks + 1, Deadline(seconds))
         self.init = {
             "master_address": "127.0.0.1", "master_port": rendezvous.port, "rank_offset": 1, "world_size": ranks + 1,
             "group_name": name, "backend": "gloo",
         }  # fmt: skip
         with ThreadPoolExecutor(1) as pool:
             reply = pool.submit(server.post, "/init_weights_update_group", **self.init)
-            self.group: Group = init_custom_process_group(
+            self.group: ProcessGroup = init_custom_process_group(
                 "gloo", 0, ranks + 1, name, Deadline(seconds), rendezvous=rendezvous
             )  # fmt: skip
             assert reply.result(seconds)[0] == 200

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from weightsync.tensors.memory import packed_layout
 from weightsync.tensors.shards import shards_of
-from weightsync.trainer.host_copy import Placer
+from weightsync.trainer.host_copy import HostPublisher
 
 Case = Callable[[int], nn.Module | dict[str, torch.Tensor]]
 
@@ -117,7 +117,7 @@ def report(state: nn.Module | dict[str, torch.Tensor], folder: Path, name: str, 
                 tensor.mul_(2)
     layout = packed_layout(manifest, shards)
     shelf = np.zeros(max(layout.regions[0], 1), np.uint8)
-    digests = Placer(manifest, shards, layout, shelf.ctypes.data).place()
+    digests = HostPublisher(manifest, shards, layout, shelf.ctypes.data).place()
     arrays: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.int64 | np.uint64 | np.uint8]]] = {"digests": digests}
     for row, one in enumerate(shards):
         arrays[f"starts/{row}"] = np.array(one.box.starts, np.int64)

@@ -17,7 +17,7 @@ import pytest
 from weightsync.config import Address, ClientSettings, Limits, Secret, ServerSettings, Timeouts
 from weightsync.deadline import Deadline
 from weightsync.model import Layout, Manifest, TensorSpec, Version
-from weightsync.protocol.connection import Link
+from weightsync.protocol.connection import CoordinatorConnection
 from weightsync.protocol.endpoint import AGENTS_PATH, SUBPROTOCOL
 from weightsync.protocol.messages import (
     PROTOCOL,
@@ -173,7 +173,7 @@ class Agent:
             self.bodies.put(body)
             return handle(body, timeout)
 
-        self.link = Link(
+        self.link = CoordinatorConnection(
             settings, hello=said, handle=handled, on_welcome=self.welcomes.put, on_lost=self.losses.put, name=hello().name
         )
 

@@ -11,7 +11,7 @@ from tests.integration.disaggregated_support import Sender, Server, serving
 
 from weightsync.deadline import Deadline
 from weightsync.tensors.shards import manifest_of
-from weightsync.transports.broadcast.process_groups import Rendezvous, init_custom_process_group
+from weightsync.transports.broadcast.process_groups import StoreRendezvous, init_custom_process_group
 
 PROMPT = [5, 9, 3, 7]
 
@@ -19,7 +19,7 @@ PROMPT = [5, 9, 3, 7]
 @pytest.fixture(scope="module", autouse=True)
 def gloo() -> None:
     """Gloo keeps a pipe from its first group on, for the life of the process."""
-    rendezvous = Rendezvous("127.0.0.1", 1, Deadline(10))
+    rendezvous = StoreRendezvous("127.0.0.1", 1, Deadline(10))
     init_custom_process_group("gloo", 0, 1, "first", Deadline(10), rendezvous=rendezvous).close()
 
 

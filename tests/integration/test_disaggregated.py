@@ -18,7 +18,7 @@ from weightsync.errors import DeadlineExceeded, PeerLost
 from weightsync.model import fold
 from weightsync.tensors.digest import digest_box
 from weightsync.tensors.shards import manifest_of
-from weightsync.transports.broadcast.process_groups import Rendezvous, init_custom_process_group
+from weightsync.transports.broadcast.process_groups import StoreRendezvous, init_custom_process_group
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -36,7 +36,7 @@ def _fold(tensors: dict[str, torch.Tensor]) -> str:
 def gloo() -> None:
     """Gloo keeps a pipe from its first group on, for the life of the process; the nursery a socket."""
     NURSERY.start()
-    rendezvous = Rendezvous("127.0.0.1", 1, Deadline(10))
+    rendezvous = StoreRendezvous("127.0.0.1", 1, Deadline(10))
     init_custom_process_group("gloo", 0, 1, "first", Deadline(10), rendezvous=rendezvous).close()
 
 
@@ -266,7 +266,7 @@ def test_groups_are_named_many_and_checked(pair: Server, sender: Sender, seed: i
 
 
 def test_group_that_nobody_completes_ends_at_its_deadline_and_can_be_tried_again(pair: Server) -> None:
-    rendezvous = Rendezvous("127.0.0.1", 3, Deadline(5))
+    rendezvous = StoreRendezvous("127.0.0.1", 3, Deadline(5))
     wish = {
         "master_address": "127.0.0.1", "master_port": rendezvous.port, "rank_offset": 1, "world_size": 3, "group_name": "late",
         "backend": "gloo", "timeout": 1.0,

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from weightsync.cli.main import app
 from weightsync.deadline import Deadline
 from weightsync.external.checkpoint_files import INDEX
-from weightsync.transports.broadcast.process_groups import Rendezvous, init_custom_process_group
+from weightsync.transports.broadcast.process_groups import StoreRendezvous, init_custom_process_group
 
 CONFORMANCE = "tests.contract.external.conformance_server"
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 def gloo() -> None:
     """Gloo keeps a pipe from its first group on, for the life of the process; the nursery a socket."""
     NURSERY.start()
-    rendezvous = Rendezvous("127.0.0.1", 1, Deadline(10))
+    rendezvous = StoreRendezvous("127.0.0.1", 1, Deadline(10))
     init_custom_process_group("gloo", 0, 1, "first", Deadline(10), rendezvous=rendezvous).close()
 
 

@@ -16,7 +16,7 @@ from tests.integration.nursery import NURSERY
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, PeerLost, TransportUnavailable
 from weightsync.transports.broadcast import process_groups
-from weightsync.transports.broadcast.process_groups import Group, Rendezvous, init_custom_process_group
+from weightsync.transports.broadcast.process_groups import ProcessGroup, StoreRendezvous, init_custom_process_group
 
 SECONDS = 15.0
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 def gloo() -> None:
     """Gloo keeps a pipe from its first group on, for the life of the process; the nursery a socket."""
     NURSERY.start()
-    rendezvous = Rendezvous("127.0.0.1", 1, Deadline(10))
+    rendezvous = StoreRendezvous("127.0.0.1", 1, Deadline(10))
     init_custom_process_group("gloo", 0, 1, "first", Deadline(10), rendezvous=rendezvous).close()
 
 
@@ -37,14 +37,14 @@ def free_port() -> int:
         return port
 
 
-def joined(name: str, port: int, seconds: float = SECONDS) -> Group:
+def joined(name: str, port: int, seconds: float = SECONDS) -> ProcessGroup:
     return init_custom_process_group("gloo", 1, 2, name, Deadline(seconds), address="127.0.0.1", port=port)
 
 
 @contextmanager
-def pair(name: str) -> Iterator[tuple[Group, Group]]:
+def pair(name: str) -> Iterator[tuple[ProcessGroup, ProcessGroup]]:
     deadline = Deadline(SECONDS)
-    rendezvous = Rendezvous("127.0.0.1", 2, deadline)
+    rendezvous = StoreRendezvous("127.0.0.1", 2, deadline)
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(joined, name, rendezvous.port)
         mine = init_custom_process_group("gloo", 0, 2, name, deadline, rendezvous=rendezvous)
@@ -57,7 +57,7 @@ def test_bytes_that_arrive_after_a_group_was_closed_are_an_error() -> None:
     with pair("late") as (sender, receiver), ThreadPoolExecutor(1) as pool:
         memory = torch.zeros(4)
         receiving = pool.submit(receiver.broadcast, [memory], Deadline(SECONDS))
-        while not receiver._turn.locked():
+        while not receiver._lock.locked():
             assert not receiving.done()
         receiver.close()
         sender.broadcast([torch.ones(4)], Deadline(SECONDS))
@@ -70,7 +70,7 @@ def test_a_rendezvous_that_opens_later_is_met() -> None:
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(joined, "later", port)
         assert not threading.Event().wait(0.3)  # nobody listens meanwhile
-        rendezvous = Rendezvous("127.0.0.1", 2, Deadline(SECONDS), port)
+        rendezvous = StoreRendezvous("127.0.0.1", 2, Deadline(SECONDS), port)
         with closing(init_custom_process_group("gloo", 0, 2, "later", Deadline(SECONDS), rendezvous=rendezvous)):
             other.result(SECONDS).close()
 

@@ -21,12 +21,12 @@ from weightsync.errors import AuthenticationError, ConfigurationError, Coordinat
 from weightsync.rollouts.broker import Order
 from weightsync.rollouts.callbacks import RolloutCallback
 from weightsync.rollouts.mail import asked
-from weightsync.rollouts.orders import OrderFollower, UpdateServers
+from weightsync.rollouts.orders import CommandFollower, UpdateServers
 from weightsync.rollouts.orders import Server as Where
 from weightsync.server.server import BackgroundServer
 from weightsync.server.watch import coordinator_http
 from weightsync.tensors.shards import manifest_of
-from weightsync.transports.broadcast.process_groups import Rendezvous, init_custom_process_group
+from weightsync.transports.broadcast.process_groups import StoreRendezvous, init_custom_process_group
 
 SECONDS = 30.0
 
@@ -58,7 +58,7 @@ def following(settings: ClientSettings, servers: dict[str, Where], kind: str = "
     end = asyncio.Event()
 
     async def run() -> None:
-        async with OrderFollower(settings, UpdateServers(servers, kind=kind), admission):
+        async with CommandFollower(settings, UpdateServers(servers, kind=kind), admission):
             ready.set()
             await end.wait()
 
@@ -76,7 +76,7 @@ def following(settings: ClientSettings, servers: dict[str, Where], kind: str = "
 def send(callback: RolloutCallback, name: str, tensors: dict[str, torch.Tensor], ranks: int, version: str) -> None:
     """What a trainer does, with a group of its own."""
     deadline = Deadline(SECONDS)
-    rendezvous = Rendezvous("127.0.0.1", ranks + 1, deadline)
+    rendezvous = StoreRendezvous("127.0.0.1", ranks + 1, deadline)
     joined = callback.init_group(name, "127.0.0.1", rendezvous.port, backend="gloo", world_size=ranks + 1)
     group = init_custom_process_group("gloo", 0, ranks + 1, name, deadline, rendezvous=rendezvous)
     try:
@@ -179,7 +179,7 @@ async def test_an_order_that_comes_again_is_answered_again_and_done_once() -> No
             done.append(order.id)
             return "paused"
 
-    async with OrderFollower(where, Servers({"a": Where("http://a")})), coordinator_http(where) as http:
+    async with CommandFollower(where, Servers({"a": Where("http://a")})), coordinator_http(where) as http:
         for _ in range(2):
             server = BackgroundServer(wish)
             await asyncio.to_thread(server.start)

@@ -18,7 +18,7 @@ from weightsync.errors import (
     PeerLost,
     ProtocolError,
 )
-from weightsync.protocol.connection import Link
+from weightsync.protocol.connection import CoordinatorConnection
 from weightsync.protocol.messages import (
     Body,
     Commit,
@@ -120,7 +120,7 @@ def test_a_handler_that_raises_anything_fails_only_its_call(settings: ClientSett
 
 def test_progress_is_thinned_out_and_the_newest_arrives(settings: ClientSettings) -> None:
     reported = threading.Event()
-    links: list[Link] = []
+    links: list[CoordinatorConnection] = []
 
     def engine(body: Body, timeout: float) -> Body:
         if isinstance(body, Update):

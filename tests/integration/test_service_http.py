@@ -117,7 +117,7 @@ def test_a_round_over_sockets_and_everything_that_shows_it(
                 "a": ("loaded", 3),
                 "b": ("loaded", 3),
             }
-            again = client.round(["b"], timeout=10)
+            again = client.start_round(["b"], timeout=10)
             assert [replica.name for replica in again.replicas] == ["b"]
             text = http.get("/metrics").text
         until_left = client.status()
@@ -139,11 +139,11 @@ def until(events: Iterator[Event], kind: type[Event]) -> list[Event]:
 def test_rounds_that_cannot_be_run_say_why(settings: ClientSettings, http: httpx.Client) -> None:
     with Client(settings) as client:
         with pytest.raises(MembershipError, match="nobody"):
-            client.round(["nobody"])
+            client.start_round(["nobody"])
         with pytest.raises(MembershipError, match="nothing to seed"):
-            client.round()
+            client.start_round()
         with joined(settings, engine_hello("a")), pytest.raises(StaleSource, match="no trainer is connected"):
-            client.round(["a"], timeout=5)
+            client.start_round(["a"], timeout=5)
     assert http.post("/v1/rounds", json={"replicas": ["nobody"]}).status_code == 404
 
 

@@ -28,7 +28,7 @@ from weightsync.server.server import BackgroundServer
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
 
-LIMITS = Limits(strangers=8, connections=40, requests=3, hello_seconds=1.0)
+LIMITS = Limits(unauthenticated=8, connections=40, requests=3, hello_seconds=1.0)
 REQUEST = b"GET /v1/status HTTP/1.1\r\nHost: x\r\n"
 
 
@@ -66,7 +66,7 @@ def test_strangers_are_few_and_push_out_themselves(server: BackgroundServer) -> 
     with contextlib.ExitStack() as held, joined(fast(server.address), engine_hello("a")) as agent:
         lonely = held.enter_context(connect(server, "127.0.0.2"))
         flood = [held.enter_context(connect(server, "127.0.0.3")) for _ in range(30)]
-        assert until(lambda: sum(map(is_open, flood)) <= LIMITS.strangers, 0.8)
+        assert until(lambda: sum(map(is_open, flood)) <= LIMITS.unauthenticated, 0.8)
         assert is_open(lonely), "a flood from elsewhere pushed out somebody who had just come"
         assert is_open(flood[-1])
         assert not is_open(flood[0])
@@ -248,12 +248,12 @@ def test_fewer_strangers_are_taken_in_where_each_costs_a_handshake(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr("weightsync.server.connections.time.monotonic", lambda: now[0])
-    connections = Connections(Limits(strangers=1), encrypted)
-    while not connections.turn():
+    connections = Connections(Limits(unauthenticated=1), encrypted)
+    while not connections.acquire():
         continue
     count = 0
     while now[0] < 10:
-        wait = connections.turn()
+        wait = connections.acquire()
         count += not wait
         now[0] += max(wait, 1e-6)
     assert count == pytest.approx(10 * a_second, abs=2)

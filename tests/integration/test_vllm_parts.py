@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from weightsync.deadline import Deadline
-from weightsync.engines.hf_checkpoint import Checkpoint, checkpoint_of
+from weightsync.engines.hf_checkpoint import HfCheckpoint, checkpoint_of
 from weightsync.engines.vllm.adapter import UNLABELLED, VllmWorkerAdapter
 from weightsync.engines.vllm.controls import Controls, HttpControls
 from weightsync.engines.vllm.loading import load_in_sessions
@@ -36,7 +36,7 @@ from weightsync.errors import (
 from weightsync.model import Manifest, PauseMode, TensorSpec, Version
 from weightsync.tensors.digest import digest_box
 from weightsync.tensors.shards import manifest_of
-from weightsync.transports.broadcast.process_groups import Rendezvous, init_custom_process_group
+from weightsync.transports.broadcast.process_groups import StoreRendezvous, init_custom_process_group
 from weightsync.transports.host.unix_socket import connect_local
 
 CPU = torch.device("cpu")
@@ -288,7 +288,7 @@ def test_what_is_no_call_is_refused(fake: Fake, no_leaks: None) -> None:
 
 def test_a_rank_stages_lends_nothing_and_resumes_only_what_it_loaded(fake: Fake, controls: Controls) -> None:
     specs = [TensorSpec("a", (4,), "float32", ("tied",)), TensorSpec("b", (2, 2), "bfloat16")]
-    adapter = VllmWorkerAdapter(Checkpoint(Manifest(specs), ("b", "a", "tied")), controls)
+    adapter = VllmWorkerAdapter(HfCheckpoint(Manifest(specs), ("b", "a", "tied")), controls)
     adapter.pause("keep", 5)
     lent = torch.arange(4.0)
     adapter.load(iter([("a", lent)]))
@@ -316,7 +316,7 @@ def test_a_rank_stages_lends_nothing_and_resumes_only_what_it_loaded(fake: Fake,
 
 
 def test_a_draft_models_tensors_are_told_apart_by_their_prefix(fake: Fake, controls: Controls) -> None:
-    main = Checkpoint(Manifest([TensorSpec("a", (2,), "float32", ("tied",))]), ("a", "tied"))
+    main = HfCheckpoint(Manifest([TensorSpec("a", (2,), "float32", ("tied",))]), ("a", "tied"))
     both = main.with_draft(main, "draft.")
     assert both.names == ("a", "tied", "draft.a", "draft.tied")
     adapter = VllmWorkerAdapter(both, controls, draft_prefix="draft.")
@@ -342,10 +342,10 @@ def test_a_draft_models_tensors_are_told_apart_by_their_prefix(fake: Fake, contr
 
 def test_a_push_is_loaded_only_if_its_digests_are_right() -> None:
     specs = [TensorSpec("a", (4,), "float32"), TensorSpec("b", (2,), "float32")]
-    adapter = VllmWorkerAdapter(Checkpoint(Manifest(specs), ("a", "b")), None)
+    adapter = VllmWorkerAdapter(HfCheckpoint(Manifest(specs), ("a", "b")), None)
     pushed = PushedUpdates(adapter, 0, CPU)
     sent, loads = torch.arange(6.0), []
-    rendezvous = Rendezvous("127.0.0.1", 2, Deadline(20))
+    rendezvous = StoreRendezvous("127.0.0.1", 2, Deadline(20))
     wish = {"master_address": "127.0.0.1", "master_port": rendezvous.port, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
     bucket = {"names": ["a", "b"], "dtypes": ["float32"] * 2, "shapes": [[4], [2]], "load_format": "flattened_bucket"}
     with ThreadPoolExecutor(1) as other, closing(pushed):
@@ -378,7 +378,7 @@ def test_a_push_is_loaded_only_if_its_digests_are_right() -> None:
 
 def test_a_push_of_other_tensors_or_from_elsewhere_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
     """Joining comes before the pause."""
-    pushed = PushedUpdates(VllmWorkerAdapter(Checkpoint(Manifest([TensorSpec("a", (4,), "float32")]), ("a",)), None), 0, CPU)
+    pushed = PushedUpdates(VllmWorkerAdapter(HfCheckpoint(Manifest([TensorSpec("a", (4,), "float32")]), ("a",)), None), 0, CPU)
     wish = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2, "backend": "gloo", "timeout": 1.0}
     for names, words in ((["b"], "unknown to the engine: b"), ([], "not there to be sent: a")):
         tensors = {"names": names, "dtypes": ["float32"] * len(names), "shapes": [[4]] * len(names)}
@@ -391,6 +391,6 @@ def test_a_push_of_other_tensors_or_from_elsewhere_does_not_join(monkeypatch: py
 
 @pytest.mark.parametrize("wish", [{"master_address": "127.0.0.1"}, {"master_address": "127.0.0.1", "master_port": 0}])
 def test_a_group_that_is_none_is_refused(wish: dict[str, object]) -> None:
-    pushed = PushedUpdates(VllmWorkerAdapter(Checkpoint(Manifest([TensorSpec("a", (4,), "float32")]), ("a",)), None), 0, CPU)
+    pushed = PushedUpdates(VllmWorkerAdapter(HfCheckpoint(Manifest([TensorSpec("a", (4,), "float32")]), ("a",)), None), 0, CPU)
     with pytest.raises(ConfigurationError, match="not a body"):
         pushed.join(wish)

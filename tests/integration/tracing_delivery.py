@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from weightsync.model import Box, Manifest
-from weightsync.planning import SourceRank, TargetRank, cover, plan_transfer
+from weightsync.planning import SourceRank, TargetRank, coverage_of, plan_transfer
 from weightsync.protocol.messages import Host
 from weightsync.tensors.copies import check_tiles, copy_and_digest
 from weightsync.tensors.copy_table import tiles_of
@@ -32,7 +32,7 @@ def deliver(manifest: Manifest, checkpoint: Mapping[str, torch.Tensor], ranks: S
     whole = [Shard(spec.name, spec.shape, Box.whole(spec.shape), checkpoint[spec.name]) for spec in manifest]
     source, source_addresses = layout_in_place(manifest, whole)
     targets = {f"engine-{rank}": layout_in_place(manifest, shards) for rank, shards in enumerate(ranks)}
-    held = cover(manifest, {member: layout for member, (layout, _) in targets.items()}, "the engine")
+    held = coverage_of(manifest, {member: layout for member, (layout, _) in targets.items()}, "the engine")
     plan = plan_transfer(
         manifest,
         [SourceRank("trainer", HERE, source)],
@@ -49,7 +49,7 @@ def deliver(manifest: Manifest, checkpoint: Mapping[str, torch.Tensor], ranks: S
         assert np.array_equal(installed, digests[member])
     rows = np.zeros(len(source), np.uint64)
     digest_rows(manifest, source, source_addresses, 0, len(source), rows)
-    published = cover(manifest, {"trainer": source}, "the trainer").total({"trainer": rows})
+    published = coverage_of(manifest, {"trainer": source}, "the trainer").total({"trainer": rows})
     held.check(digests, published)
     return nbytes
 

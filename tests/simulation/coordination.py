@@ -10,7 +10,7 @@ from tests.simulation.ranks import EngineProcess, Process
 from weightsync.config import RoundSettings, ServerSettings
 from weightsync.coordinator import Coordinator
 from weightsync.coordinator.events import Event, ReplicaEnded, ReplicaPhase, RoundEnded, RoundStarted
-from weightsync.coordinator.rank_handle import Limit, Link
+from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
 from weightsync.coordinator.ranks import EngineNode, TrainerNode
 from weightsync.coordinator.replicas import Replica
 from weightsync.protocol.messages import RoundResult
@@ -76,16 +76,16 @@ class CoordinatorProcess(Process):
             seen["quarantine outside of a round"] += 1
             distrust(replica, why)
 
-        def asking(link: Link[TrainerNode], call: int) -> Any:
+        def asking(link: RankHandle[TrainerNode], call: int) -> Any:
             found = asked_before(link, call)
             seen["publication asked for again"] += found is not None
             return found
 
         publish = coordinator._publish
 
-        def publishing(number: int, limit: Limit, grace: float, epoch: int) -> Any:
-            self._until = limit.at
-            return publish(number, limit, grace, epoch)
+        def publishing(number: int, deadline: RoundDeadline, grace: float, epoch: int) -> Any:
+            self._until = deadline.at
+            return publish(number, deadline, grace, epoch)
 
         coordinator._publish = publishing  # type: ignore[method-assign]
         coordinator.join_engine = joining  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from tests.simulation.transfer import SimulatedReader
 from weightsync import failpoints
 from weightsync.coordinator import round as protocol
 from weightsync.coordinator.coordinator import Coordinator
-from weightsync.coordinator.rank_handle import Limit
+from weightsync.coordinator.rank_handle import RoundDeadline
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.round import Engines
 from weightsync.deadline import Deadline
@@ -28,7 +28,7 @@ from weightsync.engine.rounds import EngineRole
 from weightsync.engine.session import EngineSession, Ticket
 from weightsync.errors import DeadlineExceeded, WeightSyncError
 from weightsync.model import Version
-from weightsync.planning.coverage import Cover
+from weightsync.planning.coverage import Coverage
 from weightsync.protocol.messages import Pause
 from weightsync.tensors.views import bytes_at
 from weightsync.trainer.publisher import TrainerRole
@@ -54,7 +54,7 @@ def _resume_before_verify() -> AbstractContextManager[None]:
 
     async def broken(engines: Engines, *rest: Any) -> Any:
         moved = await move(engines, *rest)
-        await protocol.resume(engines, next(value for value in rest if isinstance(value, Limit)))
+        await protocol.resume(engines, next(value for value in rest if isinstance(value, RoundDeadline)))
         return moved
 
     return replaced((protocol, "move", broken), (EngineRole, "_resume", _resumed_whatever))
@@ -147,7 +147,7 @@ def _ignoring_deadline(phase: str) -> Mutant:
         real = getattr(protocol, phase)
 
         async def broken(engines: Engines, *rest: Any) -> Any:
-            return await real(engines, *(Limit(10_000.0) if isinstance(value, Limit) else value for value in rest))
+            return await real(engines, *(RoundDeadline(10_000.0) if isinstance(value, RoundDeadline) else value for value in rest))
 
         return replaced((protocol, phase, broken))
 
@@ -155,7 +155,7 @@ def _ignoring_deadline(phase: str) -> Mutant:
 
 
 def _digest_not_compared() -> AbstractContextManager[None]:
-    unchecked = (Cover, "check", lambda cover, digests, expected: None)
+    unchecked = (Coverage, "check", lambda cover, digests, expected: None)
     return replaced(unchecked, (EngineRole, "_holds", lambda role, version, moved, cover: True))
 
 
@@ -164,13 +164,13 @@ def _rank_not_comparing() -> AbstractContextManager[None]:
 
 
 def _one_rank_verified() -> AbstractContextManager[None]:
-    real = Cover.check
+    real = Coverage.check
 
-    def broken(cover: Cover, digests: Any, expected: Any) -> None:
+    def broken(cover: Coverage, digests: Any, expected: Any) -> None:
         if any(member.endswith("/0") for member in digests):
             real(cover, digests, expected)
 
-    return replaced((Cover, "check", broken))
+    return replaced((Coverage, "check", broken))
 
 
 def _quarantine_skipped() -> AbstractContextManager[None]:
@@ -191,7 +191,7 @@ def _stale_shelf() -> AbstractContextManager[None]:
         if role not in earlier or role._armed != number:
             earlier[role] = real(role, number, deadline)
             return earlier[role]
-        with role.shelf.placing(number):
+        with role.region.placing(number):
             role._armed = None
         role._placed.set()
         return earlier[role]
@@ -255,7 +255,7 @@ def _one_word_for_all() -> AbstractContextManager[None]:
 
 
 def _one_fails_all() -> AbstractContextManager[None]:
-    real = protocol._bring
+    real = protocol._update_replica
 
     async def broken(order: Any, report: Any, placing: Any) -> Any:
         result = await real(order, report, placing)
@@ -268,7 +268,7 @@ def _one_fails_all() -> AbstractContextManager[None]:
 
 def _rounds_at_the_same_time() -> AbstractContextManager[None]:
     @asynccontextmanager
-    async def broken(coordinator: Coordinator, limit: Limit) -> AsyncIterator[None]:
+    async def broken(coordinator: Coordinator, limit: RoundDeadline) -> AsyncIterator[None]:
         yield
 
     return replaced((Coordinator, "_take_turn", broken))

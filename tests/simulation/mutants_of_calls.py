@@ -10,13 +10,13 @@ from typing import Any
 from tests.simulation.installation import replaced
 
 from weightsync import failpoints
-from weightsync.coordinator.publications import Shelves
+from weightsync.coordinator.publications import Publications
 from weightsync.coordinator.remote_ranks import RemoteEngine
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter_calls import AdapterCalls
 from weightsync.engine.rounds import EngineRole
 from weightsync.model import PauseMode
-from weightsync.protocol.connection import Link
+from weightsync.protocol.connection import CoordinatorConnection
 from weightsync.protocol.messages import Body, Pause
 
 __all__ = ["MUTANTS_OF_CALLS"]
@@ -65,7 +65,7 @@ def _paused_twice() -> AbstractContextManager[None]:
 
 
 def _refused_for_ever() -> AbstractContextManager[None]:
-    return replaced((Link, "_connect_again_after", lambda link, worker: None))
+    return replaced((CoordinatorConnection, "_connect_again_after", lambda link, worker: None))
 
 
 def _seeded_from_withdrawn_memory() -> AbstractContextManager[None]:
@@ -73,7 +73,7 @@ def _seeded_from_withdrawn_memory() -> AbstractContextManager[None]:
         return
 
     forgotten: Any = lambda shelves: None  # noqa: E731
-    return replaced((Shelves, "publication_ended", forgotten), (RemoteEngine, "check_sources", unasked))
+    return replaced((Publications, "publication_ended", forgotten), (RemoteEngine, "check_sources", unasked))
 
 
 MUTANTS_OF_CALLS: dict[str, Callable[[], AbstractContextManager[None]]] = {

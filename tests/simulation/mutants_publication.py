@@ -8,19 +8,19 @@ from contextlib import AbstractContextManager
 from tests.simulation.installation import replaced
 
 from weightsync.coordinator.membership import Membership
-from weightsync.coordinator.publish_barrier import Rendezvous
+from weightsync.coordinator.publish_barrier import PublishBarrier
 from weightsync.errors import PeerLost
 
 __all__ = ["PUBLICATION_MUTANTS"]
 
 
 def _place_not_kept() -> AbstractContextManager[None]:
-    def broken(rendezvous: Rendezvous, member: str, reason: str, clean: bool = False) -> None:
+    def broken(rendezvous: PublishBarrier, member: str, reason: str, clean: bool = False) -> None:
         gathering = rendezvous._gathering
         if gathering is not None and member in gathering.places:
             rendezvous._fail(gathering, PeerLost(f"{member} is gone ({reason})"))
 
-    return replaced((Rendezvous, "left", broken))
+    return replaced((PublishBarrier, "left", broken))
 
 
 def _left_out_dropped() -> AbstractContextManager[None]:

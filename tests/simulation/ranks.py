@@ -19,7 +19,7 @@ from weightsync.engine.rounds import EngineRole
 from weightsync.errors import Aborted, DeadlineExceeded, LoadError, WeightSyncError
 from weightsync.forks import Origin
 from weightsync.model import Manifest, PauseMode, Version
-from weightsync.protocol.connection import Link
+from weightsync.protocol.connection import CoordinatorConnection
 from weightsync.protocol.messages import Body, Delivery, Host, RoundResult, Welcome
 from weightsync.tensors.shards import Shard
 from weightsync.trainer.agent import Trainer
@@ -73,7 +73,7 @@ class Process:
                 thread.kill()
 
 
-class _Link(Link):
+class _Link(CoordinatorConnection):
     """The real link on the schedule's one loop, and simulated threads as its callers."""
 
     process: Agent
@@ -288,8 +288,8 @@ class _InPlaceRole(TrainerRole):
 
     def disarm(self) -> None:
         super().disarm()
-        if isinstance(self.shelf, PublishedRegion) and self.shelf.version != EMPTY:
-            self.shelf.header.invalidate()
+        if isinstance(self.region, PublishedRegion) and self.region.version != EMPTY:
+            self.region.header.invalidate()
 
 
 class TrainerProcess(Agent):
@@ -303,10 +303,10 @@ class TrainerProcess(Agent):
         prepared: Any = (MANIFEST, self.memory.shards)
         role = self.role = (_InPlaceRole if world.in_place else TrainerRole)(prepared, [world.scheme], world.key, self.host)
         role._placer = _Placer(self, role._placer)  # type: ignore[assignment]
-        if not isinstance(role.shelf, PublishedRegion):
+        if not isinstance(role.region, PublishedRegion):
             raise RuntimeError("a simulated trainer rank publishes from host memory")
-        self.shelf = role.shelf
-        self.stale = np.zeros(max(self.shelf.nbytes, 1), np.uint8)
+        self.region = role.region
+        self.stale = np.zeros(max(self.region.nbytes, 1), np.uint8)
         """What the shelf held before, for pieces that never arrive."""
         self.publishing = False
         self.trainer = Trainer.__new__(Trainer)
@@ -333,7 +333,7 @@ class TrainerProcess(Agent):
         world = self.world
         self.publishing = True
         threads().sleep(after)
-        self.stale = self.shelf.payload.copy()
+        self.stale = self.region.payload.copy()
         self.memory.fill(number, world.salt)
         world.numbers.add(number)
         started = world.loop.time()

@@ -19,7 +19,7 @@ import weightsync.transports.host.memory
 from weightsync.coordinator import negotiation
 from weightsync.model import Layout, Manifest
 from weightsync.planning.buckets import staging_layout
-from weightsync.planning.coverage import Cover, cover
+from weightsync.planning.coverage import Coverage, coverage_of
 from weightsync.planning.pieces import Pieces
 from weightsync.planning.plan import Plan, plan_transfer
 from weightsync.protocol.proving import proving
@@ -62,8 +62,8 @@ def _planned(manifest: Manifest, sources: Sequence[Any], targets: Sequence[Any],
     return plan
 
 
-def _covered(manifest: Manifest, layouts: Mapping[str, Layout], whose: str, **_: object) -> Cover:
-    return cover(manifest, layouts, whose)
+def _covered(manifest: Manifest, layouts: Mapping[str, Layout], whose: str, **_: object) -> Coverage:
+    return coverage_of(manifest, layouts, whose)
 
 
 def _cover_key(manifest: Manifest, layouts: Mapping[str, Layout], whose: str, **_: object) -> tuple[Hashable, ...]:

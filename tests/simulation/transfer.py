@@ -53,7 +53,7 @@ class _Publisher:
     """Lets readers map one simulated trainer rank's shelf."""
 
     def __init__(self, scheme: Simulated, shelf: PublishedRegion, trainer: TrainerProcess, here: Host) -> None:
-        self.shelf, self.trainer = shelf, trainer
+        self.region, self.trainer = shelf, trainer
         self.open = True
         self.sources: list[SimulatedReader] = []
         self.offer = Offer(Simulated.name, f"shelf-{next(scheme.names)}", here, Simulated.traits)
@@ -72,7 +72,7 @@ class SimulatedReader(MappedReader):
     """The real mapped source, in simulated time."""
 
     def __init__(self, world: World, owner: _Publisher, engine: EngineProcess) -> None:
-        shelf = owner.shelf
+        shelf = owner.region
         super().__init__(shelf.memory, shelf.nbytes, shelf.layout_digest, owner.trainer.member)
         self.world, self._owner_side, self.engine = world, owner, engine
         self.wake = Event()
@@ -120,7 +120,7 @@ class SimulatedReader(MappedReader):
         kind = self._pass("read", deadline)
         clean: Any = self._addresses
         if kind in CORRUPTIONS:
-            shelf = self._owner_side.shelf
+            shelf = self._owner_side.region
             stale = self._owner_side.trainer.stale
             wrong = corrupted(shelf.payload, stale, str(kind), self.world.random)
             addresses: Any = np.array([wrong.ctypes.data], np.int64)

@@ -320,7 +320,7 @@ class World:
 
     def _seedable(self, coordinator: CoordinatorProcess) -> bool:
         control = coordinator.coordinator
-        return control._shelves.current(control._members.trainers) is not None
+        return control._publications.current(control._members.trainers) is not None
 
     def processes(self) -> list[Agent]:
         """Agents that live."""

@@ -22,7 +22,7 @@ import pytest
 from weightsync import forks
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError
-from weightsync.transports.broadcast.process_groups import Group, Rendezvous
+from weightsync.transports.broadcast.process_groups import ProcessGroup, StoreRendezvous
 from weightsync.transports.host.memory import map_read_only
 from weightsync.transports.host.region import EMPTY, PublishedRegion
 from weightsync.transports.host.shared_memory import SharedMemory
@@ -217,12 +217,12 @@ PARENT = os.getpid()
 
 
 def test_a_child_destroys_no_group() -> None:
-    class Listening(Rendezvous):
+    class Listening(StoreRendezvous):
         def __init__(self) -> None:
             self._store = self.client = Endless()
-            forks.in_children(self, Rendezvous._inherited)
+            forks.in_children(self, StoreRendezvous._inherited)
 
-    lent: list[Group | Rendezvous] = [Group("g", "gloo", 0, 2, Endless(), Endless()), Listening()]
+    lent: list[ProcessGroup | StoreRendezvous] = [ProcessGroup("g", "gloo", 0, 2, Endless(), Endless()), Listening()]
 
     def unwind() -> None:
         for one in lent:

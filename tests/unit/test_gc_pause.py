@@ -9,7 +9,7 @@ import os
 import pytest
 from tests.virtual_time import virtual
 
-from weightsync.gc_pause import collecting_later, no_collection
+from weightsync.gc_pause import collecting_later, gc_paused
 
 
 class Cycle:
@@ -27,14 +27,14 @@ def collects() -> bool:
 
 def test_collection_waits_and_goes_on() -> None:
     assert collects()
-    with no_collection(), no_collection():
+    with gc_paused(), gc_paused():
         assert not collects()
     assert collects()
 
 
 def test_what_the_program_turned_off_stays_off() -> None:
     try:
-        with no_collection():
+        with gc_paused():
             gc.disable()
         assert not gc.isenabled()
     finally:
@@ -44,7 +44,7 @@ def test_what_the_program_turned_off_stays_off() -> None:
 def test_thresholds_that_the_program_set_meanwhile_stay() -> None:
     before = gc.get_threshold()
     try:
-        with no_collection():
+        with gc_paused():
             gc.set_threshold(1234, 11, 12)
         assert gc.get_threshold()[0] == 1234
     finally:
@@ -53,7 +53,7 @@ def test_thresholds_that_the_program_set_meanwhile_stay() -> None:
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # from Python 3.12 on, of a fork beside threads
 def test_a_forked_child_collects() -> None:
-    with no_collection():
+    with gc_paused():
         child = os.fork()
         if child == 0:
             os._exit(0 if collects() else 1)

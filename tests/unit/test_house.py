@@ -503,3 +503,27 @@ def test_an_adapter_is_called_by_the_engine_session_alone(path: Path) -> None:
 )
 def test_the_search_for_calls_of_an_adapter_finds_them(code: str, found: bool) -> None:
     assert bool(list(_adapters_called(ast.parse(code)))) == found
+
+
+def test_class_names_are_unique() -> None:
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{_where(path)}:{node.lineno}")
+    repeated = [f"{name}: {', '.join(lines)}" for name, lines in sorted(places.items()) if len(lines) > 1]
+    assert not repeated, "\n".join(repeated)
+
+
+HOUSEHOLD = {"found", "one", "said", "told", "wish"}
+MOST_HOUSEHOLD_LOCALS = 25
+
+
+def test_locals_name_what_they_hold() -> None:
+    household = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else getattr(node, "arg", None)
+            if name in HOUSEHOLD and isinstance(node, ast.Name | ast.arg):
+                household.append(f"{_where(path)}:{node.lineno}: {name}")
+    assert len(household) <= MOST_HOUSEHOLD_LOCALS, "\n".join(household)

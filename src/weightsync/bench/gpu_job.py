@@ -61,11 +61,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return worst, *most
 
 
-def _common(manifest: Manifest, one: Layout, other: Layout) -> int:
+def _common(manifest: Manifest, first: Layout, second: Layout) -> int:
     """Bytes in both layouts, each of one row a tensor."""
-    _, a, b = np.intersect1d(one.tensor, other.tensor, return_indices=True)
-    extents = np.minimum(one.stops[a], other.stops[b]) - np.maximum(one.starts[a], other.starts[b])
-    return int((np.prod(np.maximum(extents, 0), axis=1) * manifest.itemsizes[one.tensor[a]]).sum())
+    _, a, b = np.intersect1d(first.tensor, second.tensor, return_indices=True)
+    extents = np.minimum(first.stops[a], second.stops[b]) - np.maximum(first.starts[a], second.starts[b])
+    return int((np.prod(np.maximum(extents, 0), axis=1) * manifest.itemsizes[first.tensor[a]]).sum())
 
 
 def manifest_for(model: str) -> Manifest:

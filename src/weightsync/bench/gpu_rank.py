@@ -48,7 +48,7 @@ def _memory(device: int) -> dict[str, int]:
     return {"device": total - free, "tensors": torch.cuda.memory_allocated(device)}
 
 
-class _TrainerRank:
+class _GpuTrainerRank:
     """Answers commands as one trainer rank."""
 
     def __init__(self, job: Job, rank: int) -> None:
@@ -134,7 +134,7 @@ class _Adapter(EngineAdapter):
         self.times["resumed"] = time.monotonic()
 
 
-class _EngineRank:
+class _GpuEngineRank:
     """Answers commands as one engine rank."""
 
     def __init__(self, job: Job, rank: int) -> None:
@@ -170,7 +170,7 @@ def main() -> None:
     """Answer until standard input ends."""
     config = json.loads(sys.argv[1])
     job = msgspec.convert(config["job"], Job)
-    kind: Callable[[Job, int], Any] = _TrainerRank if config["role"] == "trainer" else _EngineRank
+    kind: Callable[[Job, int], Any] = _GpuTrainerRank if config["role"] == "trainer" else _GpuEngineRank
     rank = kind(job, config["rank"])
     serve(lambda name: getattr(rank, name))
     os._exit(0)  # without waiting for the device, of which peers may be gone

@@ -57,8 +57,8 @@ def measured_rates(devices: Sequence[int]) -> Rates:
     import torch
 
     def rate(source: int, target: int) -> float:
-        one = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=f"cuda:{source}").random_()
-        other = torch.empty_like(one, device=f"cuda:{target}")
+        payload = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=f"cuda:{source}").random_()
+        other = torch.empty_like(payload, device=f"cuda:{target}")
         best = 0.0
         for _ in range(6):
             torch.cuda.synchronize(source)
@@ -66,25 +66,25 @@ def measured_rates(devices: Sequence[int]) -> Rates:
             with torch.cuda.device(source):
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
                 begin.record()
-                other.copy_(one)
+                other.copy_(payload)
                 end.record()
                 end.synchronize()
             best = max(best, 1000 * _COPY_BYTES / begin.elapsed_time(end))
         return best
 
-    found = Rates(rate(devices[0], devices[0]), rate(devices[0], devices[-1]))
+    rates = Rates(rate(devices[0], devices[0]), rate(devices[0], devices[-1]))
     torch.cuda.empty_cache()
-    return found
+    return rates
 
 
 def _round(job: Job, trainers: Sequence[Peer], engines: Sequence[Peer], version: int) -> dict[str, float]:
     """One publication, in milliseconds."""
     together(trainers, _SECONDS, do="change", version=version)
-    told = together(trainers, _SECONDS, do="publish", version=version)
+    published = together(trainers, _SECONDS, do="publish", version=version)
     ended = together(engines, _SECONDS, do="last")
-    result = told[0]["result"]
+    result = published[0]["result"]
     (replica,) = result["replicas"]
-    other = any(one["serving"] != version for one in ended) or replica["transports"] != [job.transport]
+    other = any(engine["serving"] != version for engine in ended) or replica["transports"] != [job.transport]
     if other or replica["delivery"] != job.delivery:
         raise RoundFailed(f"the round was not what is measured: {replica}")
     whole = job.delivery == "direct" or len(job.to) == 1
@@ -93,18 +93,18 @@ def _round(job: Job, trainers: Sequence[Peer], engines: Sequence[Peer], version:
     parts, phases = replica["parts"], replica["phases"]
     data = sum(parts[name] for name in ("receive", "load", "digest") if name in parts)
     seconds = {
-        "publish": max(one["ended"] for one in told) - min(one["begun"] for one in told),
+        "publish": max(one["ended"] for one in published) - min(one["begun"] for one in published),
         "place": result["phases"]["place"],
         "agree": phases["agree"],
-        "pause_to_resume": max(one["resumed"] for one in ended) - min(one["paused"] for one in ended),
+        "pause_to_resume": max(engine["resumed"] for engine in ended) - min(engine["paused"] for engine in ended),
         "pause_to_resume_at_coordinator": replica["paused_seconds"],
         **{phase: phases[phase] for phase in ("pause", "move", "verify", "commit")},
         **parts,
         "move_without_digest": phases["move"] - parts.get("digest", 0.0),
         "overhead_while_paused": replica["paused_seconds"] - data,
-        **{f"agree_{name}": max(one["times"].get(name, 0.0) for one in ended) for name in ended[0]["times"]},
+        **{f"agree_{name}": max(engine["times"].get(name, 0.0) for engine in ended) for name in ended[0]["times"]},
     }
-    sizes = {name: float(max(one[name] for one in ended)) for name in ("table_bytes", "staging_bytes")}
+    sizes = {name: float(max(engine[name] for engine in ended)) for name in ("table_bytes", "staging_bytes")}
     return {name: round(1000 * value, 3) for name, value in seconds.items()} | sizes
 
 
@@ -130,9 +130,9 @@ def run_gpu_case(job: Job, rates: Rates, rounds: int, note: Callable[[str], None
             peer.hear(_SECONDS)
         before = together(trainers, _SECONDS, do="memory"), together(engines, _SECONDS, do="memory")
         joined = together(trainers, _SECONDS, do="join", url=server.url, token=server.token)
-        if not all(one["live"] for one in joined):
+        if not all(engine["live"] for engine in joined):
             raise RoundFailed("a trainer rank does not publish its GPU memory in place")
-        setup = {"join_trainer": max(one["seconds"] for one in joined)}
+        setup = {"join_trainer": max(engine["seconds"] for engine in joined)}
         setup["join_engine"] = max(
             one["seconds"] for one in together(engines, _SECONDS, do="join", url=server.url, token=server.token)
         )
@@ -144,7 +144,8 @@ def run_gpu_case(job: Job, rates: Rates, rounds: int, note: Callable[[str], None
         after = together(trainers, _SECONDS, do="memory"), together(engines, _SECONDS, do="memory")
     return GpuCase(
         name=job.name, job=job, bytes=nbytes, bytes_from_peers=from_peers, floor_ms=1000 * floor, rates=rates, setup_seconds=setup,
-        first=measured[0], steady={name: statistics.median(one[name] for one in measured[1:]) for name in measured[0]},
+        first=measured[0],
+        steady={name: statistics.median(measurement[name] for measurement in measured[1:]) for name in measured[0]},
         extra_bytes={
             f"{side}_{what}": max(b[what] - a[what] for a, b in zip(before[index], after[index], strict=True))
             for index, side in enumerate(("trainer", "engine"))

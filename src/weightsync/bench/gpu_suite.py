@@ -26,10 +26,12 @@ def jobs_of(options: BenchOptions, gpus: int) -> list[Job]:
     wanted: list[Delivery] = [one for one in get_args(Delivery) if options.delivery in ("", one)]
     return [
         Job(
-            name=f"{name}/{options.source}/{options.target}/{options.placement}/{options.transport}/{one}", model=options.model,
-            delivery=one, on=on, to=to, transport=options.transport, bucket_bytes=options.bucket_bytes, buffers=options.buffers,
+            name=f"{name}/{options.source}/{options.target}/{options.placement}/{options.transport}/{transport}",
+            model=options.model,
+            delivery=transport, on=on, to=to, transport=options.transport, bucket_bytes=options.bucket_bytes,
+            buffers=options.buffers,
         )
-        for one in wanted
+        for transport in wanted
     ]  # fmt: skip
 
 

@@ -91,8 +91,8 @@ def tensor_parallel(manifest: Manifest, ranks: int) -> list[Layout]:
 
 def expert_parallel(manifest: Manifest, ranks: int) -> list[Layout]:
     """Whole experts, the first of them on the first rank and so on; all else as :func:`tensor_parallel`."""
-    found = [_EXPERT.search(spec.name) for spec in manifest]
-    expert = np.array([int(match.group(1)) if match else -1 for match in found], np.int64)
+    matches = [_EXPERT.search(spec.name) for spec in manifest]
+    expert = np.array([int(match.group(1)) if match else -1 for match in matches], np.int64)
     dims = np.where(expert >= 0, -1, _parallel_dims(manifest))
     each = -(-(int(expert.max()) + 1) // ranks) if len(expert) else 1
     return [sharded(manifest, [(dims, rank, ranks)], keep=(expert < 0) | (expert // max(each, 1) == rank)) for rank in range(ranks)]

@@ -112,11 +112,11 @@ def run_transfer_case(name: str, size: int, rounds: int, note: Callable[[str], N
         trainers, engines = _peers(config, bool(encrypted), owned)
         measure = _copy_floor if mapped else _encrypted_floor if encrypted else _socket_floor
         measured = list(_rounds(trainers, engines, rounds, streamed, measure, lambda text: note(f"{name}: {text}")))
-    results = [one.result for one in measured]
-    seconds = statistics.median(one.paused for one in measured)
-    floor_seconds = statistics.median(one.floor_paused for one in measured)
-    publish_seconds = statistics.median(one.seconds for one in measured)
-    ratios = [one.paused / one.floor_paused for one in measured]
+    results = [measurement.result for measurement in measured]
+    seconds = statistics.median(measurement.paused for measurement in measured)
+    floor_seconds = statistics.median(measurement.floor_paused for measurement in measured)
+    publish_seconds = statistics.median(measurement.seconds for measurement in measured)
+    ratios = [measurement.paused / measurement.floor_paused for measurement in measured]
     phases = {phase: statistics.median(row[phase] for row in map(_phases, results)) for phase in _phases(results[0])}
     return Case(
         name=name,
@@ -131,13 +131,15 @@ def run_transfer_case(name: str, size: int, rounds: int, note: Callable[[str], N
         ratio=seconds / floor_seconds,
         goal=None if streamed else 1.6 if int(tensors) > 300 else 1.3 if mapped or encrypted else 1.5,
         publish_seconds=publish_seconds,
-        publish_ratio=publish_seconds / statistics.median(one.floor_whole for one in measured),
+        publish_ratio=publish_seconds / statistics.median(measurement.floor_whole for measurement in measured),
         phases=phases,
         rounds=rounds,
         ratio_lowest=min(ratios),
         ratio_highest=max(ratios),
-        processor_ratio=None if streamed else statistics.median(one.ran / one.floor_ran for one in measured),
-        waited_share=statistics.median(one.waited / one.paused for one in measured),
+        processor_ratio=None
+        if streamed
+        else statistics.median(measurement.ran / measurement.floor_ran for measurement in measured),
+        waited_share=statistics.median(measurement.waited / measurement.paused for measurement in measured),
     )
 
 

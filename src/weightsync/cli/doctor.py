@@ -51,10 +51,10 @@ def _text(path: str) -> str | None:
 
 
 def _python(name: str) -> Finding:
-    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    description = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.platform != "linux":
-        return Finding(name, "limited", found, "shared memory between processes and GPU transports need Linux; TCP works")
-    return Finding(name, "ok", found)
+        return Finding(name, "limited", description, "shared memory between processes and GPU transports need Linux; TCP works")
+    return Finding(name, "ok", description)
 
 
 def _torch(name: str) -> Finding:
@@ -112,10 +112,12 @@ def _shared_memory(name: str) -> Finding:
             name, "limited", f"/dev/shm: {error.strerror}", "needed only if memfd is missing, and by torch's data loaders"
         )
     total, free = stats.f_frsize * stats.f_blocks, stats.f_frsize * stats.f_bavail
-    found = f"/dev/shm: {_size(total)}, {_size(free)} free"
+    description = f"/dev/shm: {_size(total)}, {_size(free)} free"
     if free < _LITTLE_SHARED_MEMORY:
-        return Finding(name, "limited", found, "matters only if memfd is missing; then enlarge it (docker run --shm-size=...)")
-    return Finding(name, "ok", found)
+        return Finding(
+            name, "limited", description, "matters only if memfd is missing; then enlarge it (docker run --shm-size=...)"
+        )
+    return Finding(name, "ok", description)
 
 
 def _gpus(name: str) -> Finding:
@@ -145,10 +147,12 @@ def _peer_access(name: str) -> Finding:
         return Finding(name, "missing", "fewer than two GPUs", "nothing to exchange between GPUs")
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
     able = sum(torch.cuda.can_device_access_peer(i, j) for i, j in pairs)
-    found = f"{able} of {len(pairs)} ordered pairs"
+    description = f"{able} of {len(pairs)} ordered pairs"
     if able < len(pairs):
-        return Finding(name, "limited", found, "the other pairs exchange weights through CPU memory (about 55 GB/s instead of 390)")
-    return Finding(name, "ok", found)
+        return Finding(
+            name, "limited", description, "the other pairs exchange weights through CPU memory (about 55 GB/s instead of 390)"
+        )
+    return Finding(name, "ok", description)
 
 
 def _nccl(name: str) -> Finding:
@@ -160,18 +164,18 @@ def _nccl(name: str) -> Finding:
 
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available() and torch.cuda.is_available()):
         return Finding(name, "missing", "not in this build of torch, or no GPU", cost)
-    found: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return Finding(name, "ok", ".".join(map(str, found)))
+    release: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return Finding(name, "ok", ".".join(map(str, release)))
 
 
 def _open_files(name: str) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"{soft} (up to {hard})"
+    description = f"{soft} (up to {hard})"
     if soft < _FEW_FILES:
         return Finding(
-            name, "limited", found, "a coordinator needs one per agent, a TCP reader one per trainer rank: ulimit -n 65536"
+            name, "limited", description, "a coordinator needs one per agent, a TCP reader one per trainer rank: ulimit -n 65536"
         )
-    return Finding(name, "ok", found)
+    return Finding(name, "ok", description)
 
 
 def _loopback(name: str) -> Finding:

@@ -9,7 +9,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from weightsync.cli.help import HelpTexts
 
-__all__ = ["EXIT_CONFIGURATION", "EXIT_FAILED", "EXIT_INTERRUPTED", "EXIT_UNREACHABLE", "Group", "Program", "exit_code"]
+__all__ = ["EXIT_CONFIGURATION", "EXIT_FAILED", "EXIT_INTERRUPTED", "EXIT_UNREACHABLE", "CommandGroup", "Program", "exit_code"]
 
 EXIT_FAILED = 1
 EXIT_CONFIGURATION = 2
@@ -50,7 +50,7 @@ class _Reported:
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-class Group(_Reported, HelpTexts, TyperGroup):
+class CommandGroup(_Reported, HelpTexts, TyperGroup):
     """A program with several commands."""
 
 

@@ -16,5 +16,5 @@ class Finding(msgspec.Struct, frozen=True):
 
     name: str
     status: Status
-    found: str
+    value: str
     cost: str = ""

@@ -38,11 +38,11 @@ class HelpTexts:
 
     def get_params(self, ctx: Any) -> list[Any]:  # noqa: ANN401 - click's own types have moved between packages
         """Parameters, with flags shown without a value: ``--json``, not ``--json <bool>``."""
-        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for parameter in found:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in params:
             if getattr(parameter, "is_flag", False):
                 parameter.metavar = ""
-        return found
+        return params
 
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
         """Print the help."""

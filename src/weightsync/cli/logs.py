@@ -38,15 +38,15 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Format one record, without a line end."""
-        found = {
+        record_fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
         if record.exc_info:
-            found["exception"] = self.formatException(record.exc_info)
-        return json.dumps(found)
+            record_fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(record_fields)
 
 
 def configure_logs(level: Level, as_json: bool) -> None:

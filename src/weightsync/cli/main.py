@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from weightsync.cli.errors import Group
+from weightsync.cli.errors import CommandGroup
 from weightsync.cli.help import Command
 from weightsync.cli.logs import Level, LogJson, LogLevel, configure_logs
 from weightsync.cli.options import CaFile, Coordinator, Json, JsonLast, Pausing, TokenFile, client_settings, parse_size, token_in
@@ -25,7 +25,7 @@ from weightsync.cli.push import push
 __all__ = ["app", "main"]
 
 app = typer.Typer(
-    cls=Group,
+    cls=CommandGroup,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,

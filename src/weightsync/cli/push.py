@@ -76,7 +76,7 @@ def push(
     import torch
 
     from weightsync.errors import ConfigurationError
-    from weightsync.external.checkpoint_files import Checkpoint
+    from weightsync.external.checkpoint_files import CheckpointFiles
     from weightsync.external.push import push as push_all
 
     if len(set(to)) != len(to):
@@ -89,7 +89,7 @@ def push(
     nbytes = parse_size(bucket)
     device = torch.device("cuda") if backend is GroupBackend.nccl else None
     with ExitStack() as opened:
-        source = opened.enter_context(Checkpoint(checkpoint, follow_links=follow_links, allow_sparse=allow_sparse))
+        source = opened.enter_context(CheckpointFiles(checkpoint, follow_links=follow_links, allow_sparse=allow_sparse))
         clients = [
             opened.enter_context(
                 _client(engine)(
@@ -107,16 +107,16 @@ def push(
     if json:
         import msgspec
 
-        found = {
+        summary = {
             "ok": ok,
             "nbytes": source.manifest.nbytes,
             "tensors": len(source.manifest),
             "servers": msgspec.to_builtins(results),
         }
-        typer.echo(jsonlib.dumps(found))
+        typer.echo(jsonlib.dumps(summary))
     else:
         for result in results:
-            typer.secho(f"{result.url}: {result.said}", fg="green" if result.ok else "red", err=not result.ok)
+            typer.secho(f"{result.url}: {result.answer}", fg="green" if result.ok else "red", err=not result.ok)
             if result.touched and not result.ok:
                 typer.secho("  the server was not resumed: push again, or restart it", fg="red", err=True)
     if not ok:

@@ -1,4 +1,4 @@
-"""``weightsync status``, ``round`` and ``revoke``: queries and requests to a coordinator."""
+"""``weightsync status``, ``start_round`` and ``revoke``: queries and requests to a coordinator."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _print(client: Client, as_json: bool) -> None:
 def seed(settings: ClientSettings, replicas: tuple[str, ...], timeout: float | None, *, as_json: bool) -> bool:
     """Start a round and print its result. Returns whether it succeeded."""
     with Client(settings) as client:
-        result = client.round(replicas or None, timeout)
+        result = client.start_round(replicas or None, timeout)
     if as_json:
         typer.echo(msgspec.json.encode(result).decode())
     else:

@@ -63,10 +63,10 @@ def doctor_table(findings: Sequence[Finding]) -> Table:
     for heading, fixed in (("", True), ("status", True), ("found, and impact if missing", False)):
         table.add_column(heading, no_wrap=fixed, overflow="fold")
     for finding in findings:
-        found = _said(finding.found)
+        text = _said(finding.value)
         if finding.cost:
-            found.append(f"\n{finding.cost}", style="dim")
-        table.add_row(finding.name, _colored(finding.status), found)
+            text.append(f"\n{finding.cost}", style="dim")
+        table.add_row(finding.name, _colored(finding.status), text)
     return table
 
 
@@ -240,10 +240,10 @@ def _event_line(event: Event) -> str:
         case ReplicaBytes():
             return f"{event.replica}: {_size(event.nbytes)} of {_size(event.total)}"
         case ReplicaEnded():
-            one = event.result
-            how = f" ({one.verified})" if one.verified else ""
-            end = f": {one.error}" if one.error else f", version {_number(one.version, one.epoch)}{how}"
-            return f"round {event.round}: {one.name}: {one.state}{end}"
+            result = event.result
+            how = f" ({result.verified})" if result.verified else ""
+            end = f": {result.error}" if result.error else f", version {_number(result.version, result.epoch)}{how}"
+            return f"round {event.round}: {result.name}: {result.state}{end}"
         case RoundEnded():
             if event.result is None:
                 return f"round {event.round}: failed: {event.error}"

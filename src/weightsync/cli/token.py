@@ -58,10 +58,10 @@ def _missing(settings: ClientSettings) -> str:
 
 def show_token(settings: ClientSettings, option: str | None, *, part: str | None, as_json: bool) -> None:
     """Print the token, its source and the link, or only ``part``, the name of a field of :class:`FoundToken`."""
-    found = find(settings, option)
+    located = find(settings, option)
     if as_json:
-        typer.echo(msgspec.json.encode(found).decode())
+        typer.echo(msgspec.json.encode(located).decode())
     elif part is not None:
-        typer.echo(getattr(found, part))
+        typer.echo(getattr(located, part))
     else:
-        typer.echo(f"token  {found.token}\nfrom   {found.source}\npage   {found.page}")
+        typer.echo(f"token  {located.token}\nfrom   {located.source}\npage   {located.page}")

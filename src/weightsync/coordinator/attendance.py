@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from weightsync.coordinator.membership import Membership
-from weightsync.coordinator.rank_handle import Limit
+from weightsync.coordinator.rank_handle import RoundDeadline
 from weightsync.coordinator.replicas import Replica
 from weightsync.errors import DeadlineExceeded
 from weightsync.protocol.wait_notices import reminding
@@ -30,7 +30,7 @@ class Attendance:
         """Names of the replicas that a round can update now, sorted."""
         return tuple(sorted(replica.name for replica in self._members.taking_part() if replica.complete))
 
-    async def wait(self, count: int, limit: Limit, notify: Callable[[str], None]) -> tuple[str, ...]:
+    async def wait(self, count: int, limit: RoundDeadline, notify: Callable[[str], None]) -> tuple[str, ...]:
         """Wait until at least ``count`` replicas are ready.
 
         Args:

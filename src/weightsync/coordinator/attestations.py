@@ -34,8 +34,8 @@ def weigh(replicas: Iterable[Replica], run: str, order: tuple[int, int], publish
     Returns:
         Each replica that reports a wrong digest, with the reason.
     """
-    found = [(replica, version) for replica in replicas if (version := attested(replica, run))]
-    reports = [(replica, version) for replica, version in found if version.order == order]
+    attestations = [(replica, version) for replica in replicas if (version := attested(replica, run))]
+    reports = [(replica, version) for replica, version in attestations if version.order == order]
     if published is None and len({version for _, version in reports}) > 1:
         for replica, version in reports:
             replica.doubt(f"replicas report version {version} with different digests, and the trainer has not confirmed any")

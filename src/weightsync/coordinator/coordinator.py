@@ -32,13 +32,13 @@ from weightsync.coordinator.epochs import REMEDY
 from weightsync.coordinator.events import Event, Feed, Joined, Left, ReplicaBytes, RoundEnded
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.planner import Planner
-from weightsync.coordinator.publications import Shelves
-from weightsync.coordinator.publish_barrier import Rendezvous
-from weightsync.coordinator.rank_handle import Limit, Link
+from weightsync.coordinator.publications import Publications
+from weightsync.coordinator.publish_barrier import PublishBarrier
+from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
 from weightsync.coordinator.ranks import EngineNode, TrainerNode, TrainerRank
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import left_out
-from weightsync.coordinator.round import Order, prepare, quarantine, run_round
+from weightsync.coordinator.round import RoundContext, prepare, quarantine, run_round
 from weightsync.coordinator.status import Gauges, RankStatus, Status
 from weightsync.coordinator.views import rank_status, replica_gauges, replica_status
 from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, VersionError, WeightSyncError, readable
@@ -61,12 +61,12 @@ class Coordinator:
     def __init__(self, settings: RoundSettings) -> None:
         self.settings = settings
         self._members = Membership()
-        self._shelves = Shelves()
+        self._publications = Publications()
         self._feed = Feed()
-        self._rendezvous = Rendezvous(self._members, self._shelves, self._start_publication, self._updating)
+        self._rendezvous = PublishBarrier(self._members, self._publications, self._start_publication, self._updating)
         self._attendance = Attendance(self._members)
-        self._turn = asyncio.Lock()
-        self._publications = 0  # running, or waiting for the running round
+        self._lock = asyncio.Lock()
+        self._pending_publications = 0  # running, or waiting for the running round
         self._seeding: asyncio.Task[RoundResult] | None = None
         self._seeder: asyncio.Task[None] | None = None
         self._wanted: set[str] = set()  # replicas to seed in the background
@@ -93,10 +93,10 @@ class Coordinator:
         self._check_open()
         refused = {replica.name: replica.refusal for replica in self._members.replicas.values()}
         self._members.add_trainer(node)
-        self._shelves.observe(node.rank.epoch or FIRST_EPOCH, node.rank.published)
+        self._publications.observe(node.rank.epoch or FIRST_EPOCH, node.rank.published)
         version = node.rank.version
         if version is not None and version.run == self.settings.run and version.manifest == node.rank.manifest.fingerprint:
-            self._shelves.recall(version)
+            self._publications.recall(version)
             self._weigh(version.order)
         self._feed.emit(Joined(node.rank.member))
         for replica in self._members.replicas.values():
@@ -152,7 +152,7 @@ class Coordinator:
     def _warn_of_refusal(self, replica: Replica) -> None:
         _log.warning("replica %s is refused and rounds skip it: %s", replica.name, replica.refusal)
 
-    def link_of(self, member: str) -> Link[Any]:
+    def link_of(self, member: str) -> RankHandle[Any]:
         """Return the handle of a connected rank.
 
         Raises:
@@ -187,16 +187,18 @@ class Coordinator:
         if len(reported) > 1:
             self._distrust(replica, f"its ranks report different versions: {', '.join(sorted(map(str, reported)))}")
         elif version is not None:
-            self._shelves.observe(*version.order)
+            self._publications.observe(*version.order)
             self._weigh(version.order)
-        current = self._shelves.current(self._members.trainers)
+        current = self._publications.current(self._members.trainers)
         if current is None or replica.version != current.version:
             self._wanted.add(replica.name)
             self._seed_wanted()
 
     def _weigh(self, order: tuple[int, int]) -> None:
         """Trust or quarantine all replicas that report the version of this epoch and number."""
-        for replica, why in weigh(self._members.replicas.values(), self.settings.run, order, self._shelves.published.get(order)):
+        for replica, why in weigh(
+            self._members.replicas.values(), self.settings.run, order, self._publications.published.get(order)
+        ):
             self._distrust(replica, why)
 
     def _distrust(self, replica: Replica, why: str) -> None:
@@ -227,7 +229,7 @@ class Coordinator:
             WeightSyncError: Placing failed.
         """
         self._check_open()
-        return await self._rendezvous.publish(member, number, Limit(min(timeout, self.settings.timeout)), call)
+        return await self._rendezvous.publish(member, number, RoundDeadline(min(timeout, self.settings.timeout)), call)
 
     def cannot_publish(self, member: str, number: int | None, reason: str) -> None:
         """Fail the publication of ``number`` for all trainer ranks, because ``member`` failed before it could ask."""
@@ -249,42 +251,44 @@ class Coordinator:
         link = self._members.trainers.get(member)
         if link is None:
             raise MembershipError(f"{member} is not a trainer rank and cannot wait for replicas")
-        return await self._attendance.wait(count, Limit(timeout), link.node.notify)
+        return await self._attendance.wait(count, RoundDeadline(timeout), link.node.notify)
 
-    def _start_publication(self, epoch: int, number: int, limit: Limit) -> asyncio.Task[RoundResult]:
-        left = limit.at - asyncio.get_running_loop().time()
+    def _start_publication(self, epoch: int, number: int, deadline: RoundDeadline) -> asyncio.Task[RoundResult]:
+        left = deadline.at - asyncio.get_running_loop().time()
         grace = min(self.settings.grace, left / 5)  # a long quarantine must not delay the end of a short publication
         margin = grace + min(_ANSWER_SECONDS, left / 20)
-        return self._spawn(self._publish(number, Limit(left - margin), grace, epoch))
+        return self._spawn(self._publish(number, RoundDeadline(left - margin), grace, epoch))
 
-    async def _publish(self, number: int, limit: Limit, grace: float, epoch: int) -> RoundResult:
-        self._publications += 1
+    async def _publish(self, number: int, deadline: RoundDeadline, grace: float, epoch: int) -> RoundResult:
+        self._pending_publications += 1
         try:
             if self._seeding is not None:
                 self._seeding.cancel()
-            async with self._take_turn(limit):
-                if (epoch, number) <= (self._shelves.epoch, self._shelves.last):
-                    raise VersionError(f"version {number} cannot be published: the last one is {self._shelves.last}. {REMEDY}")
+            async with self._serialize(deadline):
+                if (epoch, number) <= (self._publications.epoch, self._publications.last):
+                    raise VersionError(f"version {number} cannot be published: the last one is {self._publications.last}. {REMEDY}")
                 replicas, others = self._members.taking_part(), self._members.left_out()
                 self._wanted.difference_update(replica.name for replica in replicas if replica.complete)
                 absent = [left_out(replica) for replica in others]
                 try:
-                    result = await self._run(number, epoch, False, replicas, limit, grace, absent)
+                    result = await self._run(number, epoch, False, replicas, deadline, grace, absent)
                 finally:
-                    self._shelves.publication_ended()
+                    self._publications.publication_ended()
                 self._warn_of_failures(result)
                 if self.settings.retry:
                     self._wanted.update(replica.name for replica in replicas if replica.state == "dirty")
                 return result
         finally:
-            self._publications -= 1
+            self._pending_publications -= 1
             self._seed_wanted()
 
     def _warn_of_failures(self, result: RoundResult) -> None:
         """Log which replicas the publication did not update, unless they are the same as after the last one."""
-        without = {one.name: one.state for one in result.replicas if one.error is not None}
+        without = {replica.name: replica.state for replica in result.replicas if replica.error is not None}
         if without and without != self._without:
-            listed = "; ".join(f"{one.name} ({one.state}): {one.error}" for one in result.replicas if one.error is not None)
+            listed = "; ".join(
+                f"{replica.name} ({replica.state}): {replica.error}" for replica in result.replicas if replica.error is not None
+            )
             _log.warning("version %s did not reach %s", result.version, listed)
         self._without = without
 
@@ -299,22 +303,22 @@ class Coordinator:
         epoch: int,
         seeding: bool,
         replicas: Sequence[Replica],
-        limit: Limit,
+        deadline: RoundDeadline,
         grace: float,
         others: Sequence[ReplicaResult] = (),
     ) -> RoundResult:
         self._rounds += 1
         this = self._rounds
-        order = Order(
+        order = RoundContext(
             round=this,
             number=number,
             epoch=epoch,
             seeding=seeding,
             trainers=dict(sorted(self._members.trainers.items(), key=lambda item: item[1].node.rank.rank)),
             replicas=replicas,
-            shelves=self._shelves,
+            publications=self._publications,
             settings=self.settings,
-            limit=limit,
+            deadline=deadline,
             grace=grace,
             emit=self._feed.emit,
             planner=self._planner,
@@ -334,22 +338,22 @@ class Coordinator:
     def _remember(self, result: RoundResult) -> None:
         """Keep the result for :meth:`status`. Old results go earlier if they list very many replicas."""
         self._history.append(result)
-        while len(self._history) > 1 and sum(len(one.replicas) for one in self._history) > _REMEMBERED_RESULTS:
+        while len(self._history) > 1 and sum(len(past.replicas) for past in self._history) > _REMEMBERED_RESULTS:
             self._history.popleft()
 
     @asynccontextmanager
-    async def _take_turn(self, limit: Limit) -> AsyncIterator[None]:
+    async def _serialize(self, deadline: RoundDeadline) -> AsyncIterator[None]:
         what = "waiting for the running round"
-        limit.remaining(what)
+        deadline.remaining(what)
         try:
-            async with asyncio.timeout_at(limit.at):
-                await self._turn.acquire()
+            async with asyncio.timeout_at(deadline.at):
+                await self._lock.acquire()
         except TimeoutError:
-            raise DeadlineExceeded(f"{what} took more than {limit.seconds:g} s") from None
+            raise DeadlineExceeded(f"{what} took more than {deadline.seconds:g} s") from None
         try:
             yield
         finally:
-            self._turn.release()
+            self._lock.release()
 
     # Re-seeding.
 
@@ -366,7 +370,7 @@ class Coordinator:
             Aborted: A publication took precedence. It updates these replicas.
         """
         self._check_open()
-        limit = Limit(min(timeout or self.settings.timeout, self.settings.timeout))
+        limit = RoundDeadline(min(timeout or self.settings.timeout, self.settings.timeout))
         names = self._late() if replicas is None else list(dict.fromkeys(replicas))
         for name in names:
             replica = self._members.replicas.get(name)
@@ -380,14 +384,14 @@ class Coordinator:
             raise MembershipError("no replica is dirty, new or behind: there is nothing to seed")
         return await self._seed(names, limit)
 
-    async def _seed(self, names: Sequence[str], limit: Limit) -> RoundResult:
-        async with self._take_turn(limit):
-            if self._publications:
+    async def _seed(self, names: Sequence[str], deadline: RoundDeadline) -> RoundResult:
+        async with self._serialize(deadline):
+            if self._pending_publications:
                 raise Aborted("a publication took precedence over re-seeding")
-            found = [self._members.replicas[name] for name in names if name in self._members.replicas]
-            replicas = [replica for replica in found if replica.complete and replica.refusal is None]
-            epoch, number = self._shelves.require(self._members.trainers).version.order
-            task: asyncio.Task[RoundResult] = self._spawn(self._run(number, epoch, True, replicas, limit, self.settings.grace))
+            targets = [self._members.replicas[name] for name in names if name in self._members.replicas]
+            replicas = [replica for replica in targets if replica.complete and replica.refusal is None]
+            epoch, number = self._publications.require(self._members.trainers).version.order
+            task: asyncio.Task[RoundResult] = self._spawn(self._run(number, epoch, True, replicas, deadline, self.settings.grace))
             self._seeding = task
             try:
                 return await task
@@ -401,7 +405,7 @@ class Coordinator:
 
     def _late(self) -> list[str]:
         """Replicas that could be seeded and do not serve the version that the trainer holds."""
-        current = self._shelves.current(self._members.trainers)
+        current = self._publications.current(self._members.trainers)
         return [
             replica.name
             for replica in self._members.replicas.values()
@@ -410,19 +414,19 @@ class Coordinator:
 
     def _seed_wanted(self) -> None:
         """Start background seeding if a replica needs it and a version can be read. Each request gets one attempt."""
-        ready = self._wanted and self._shelves.current(self._members.trainers) and not self._closed
+        ready = self._wanted and self._publications.current(self._members.trainers) and not self._closed
         if ready and self._seeder is None:
             self._seeder = self._spawn(self._seed_in_background())
 
     async def _seed_in_background(self) -> None:
         try:
-            while self._shelves.current(self._members.trainers) is not None:
+            while self._publications.current(self._members.trainers) is not None:
                 names = [name for name in self._late() if name in self._wanted]
                 self._wanted.clear()
                 if not names:
                     return
                 try:
-                    await self._seed(names, Limit(self.settings.timeout))
+                    await self._seed(names, RoundDeadline(self.settings.timeout))
                 except WeightSyncError as error:
                     _log.warning("could not seed %s: %s", ", ".join(names), readable(str(error)))
         finally:
@@ -432,17 +436,17 @@ class Coordinator:
 
     def status(self) -> Status:
         """Snapshot of the coordinator."""
-        current = self._shelves.current(self._members.trainers)
+        current = self._publications.current(self._members.trainers)
         return Status(
             run=self.settings.run,
-            last=self._shelves.last,
+            last=self._publications.last,
             version=None if current is None else current.version,
-            busy=self._turn.locked(),
+            busy=self._lock.locked(),
             trainer_world_size=self._members.world_size,
             trainer=tuple(rank_status(link) for _, link in sorted(self._members.trainers.items())),
-            replicas=tuple(replica_status(replica, self._shelves) for _, replica in sorted(self._members.replicas.items())),
+            replicas=tuple(replica_status(replica, self._publications) for _, replica in sorted(self._members.replicas.items())),
             rounds=tuple(self._history),
-            epoch=self._shelves.epoch,
+            epoch=self._publications.epoch,
             now=time.time(),
         )
 
@@ -450,25 +454,25 @@ class Coordinator:
         """Values for metrics."""
         return Gauges(
             run=self.settings.run,
-            last=self._shelves.last,
-            busy=self._turn.locked(),
+            last=self._publications.last,
+            busy=self._lock.locked(),
             trainer=tuple(self._members.trainers),
-            epoch=self._shelves.epoch,
-            missed=sum(one.error is not None for one in self._history[-1].replicas) if self._history else 0,
-            replicas=tuple(replica_gauges(replica, self._shelves) for _, replica in sorted(self._members.replicas.items())),
+            epoch=self._publications.epoch,
+            missed=sum(replica.error is not None for replica in self._history[-1].replicas) if self._history else 0,
+            replicas=tuple(replica_gauges(replica, self._publications) for _, replica in sorted(self._members.replicas.items())),
         )
 
     def _prepare_ahead(self, replica: Replica) -> None:
         """Prepare a replica for its next round now, unless a round runs or the replica will be seeded, which prepares it too."""
         trainers = dict(self._members.trainers)
         whole = bool(trainers) and not self._members.missing_trainers(set(trainers))
-        possible = replica.complete and replica.refusal is None and replica.preparing is None and not self._turn.locked()
-        if whole and possible and self._shelves.current(trainers) is None:
+        possible = replica.complete and replica.refusal is None and replica.preparing is None and not self._lock.locked()
+        if whole and possible and self._publications.current(trainers) is None:
             replica.preparing = self._spawn(self._prepare(replica, trainers))
 
-    async def _prepare(self, replica: Replica, trainers: Mapping[str, Link[TrainerNode]]) -> None:
+    async def _prepare(self, replica: Replica, trainers: Mapping[str, RankHandle[TrainerNode]]) -> None:
         try:
-            await prepare(self._planner, trainers, replica, replica.members(), Limit(self.settings.timeout))
+            await prepare(self._planner, trainers, replica, replica.members(), RoundDeadline(self.settings.timeout))
         except WeightSyncError as error:
             _log.info("could not prepare %s ahead of its next round: %s", replica.name, readable(str(error)))
         except Exception:  # noqa: BLE001 - no caller waits for this: log it; the round will meet it again

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weightsync.coordinator.publications import Shelves
+from weightsync.coordinator.publications import Publications
 from weightsync.coordinator.ranks import TrainerRank
 from weightsync.errors import VersionError
 from weightsync.model import FIRST_EPOCH
@@ -25,19 +25,19 @@ class Epochs:
     (``Hello.epoch``).
     """
 
-    def __init__(self, shelves: Shelves) -> None:
-        self._shelves = shelves
+    def __init__(self, publications: Publications) -> None:
+        self._publications = publications
         self._granted: dict[str, int] = {}
 
     def last(self, rank: TrainerRank) -> int:
         """Highest known version number in the epoch of ``rank``; -1 if there is none."""
         epoch = self.of(rank)
-        return -1 if epoch is None else self._shelves.last_in(epoch)
+        return -1 if epoch is None else self._publications.last_in(epoch)
 
     def of(self, rank: TrainerRank) -> int | None:
         """Epoch in which ``rank`` publishes; ``None`` if the rank asked for a new epoch that has not been granted."""
         epoch = self._granted_to(rank)
-        return self._shelves.epoch if epoch is None and not rank.new_epoch else epoch
+        return self._publications.epoch if epoch is None and not rank.new_epoch else epoch
 
     def decide(self, ranks: Sequence[TrainerRank]) -> int:
         """Return the epoch in which all ``ranks`` of a trainer publish, granting a new one if they ask for it.
@@ -55,7 +55,7 @@ class Epochs:
         if len(set(held.values())) > 1:
             listed = ", ".join(f"{member} in epoch {epoch}" for member, epoch in held.items())
             raise VersionError(f"trainer ranks publish in different epochs: {listed}; restart all ranks of the trainer")
-        current = self._shelves.epoch
+        current = self._publications.epoch
         if held:
             epoch = next(iter(held.values()))
             if epoch < current:
@@ -64,7 +64,7 @@ class Epochs:
                     "this one, or restart it with Trainer(..., new_epoch=True)"
                 )
         else:
-            epoch = current if not asking else current + 1 if self._shelves.known else FIRST_EPOCH
+            epoch = current if not asking else current + 1 if self._publications.known else FIRST_EPOCH
         self._granted = {rank.session: epoch for rank in ranks}
         return epoch
 

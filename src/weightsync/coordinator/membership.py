@@ -7,7 +7,7 @@ import secrets
 from itertools import islice
 from typing import Any
 
-from weightsync.coordinator.rank_handle import Link
+from weightsync.coordinator.rank_handle import RankHandle
 from weightsync.coordinator.ranks import EngineNode, EngineRank, TrainerNode
 from weightsync.coordinator.replicas import Replica
 from weightsync.errors import AuthenticationError, ManifestMismatch, MembershipError
@@ -24,7 +24,7 @@ class Membership:
     """The trainer's ranks and the replicas, by name."""
 
     def __init__(self) -> None:
-        self.trainers: dict[str, Link[TrainerNode]] = {}
+        self.trainers: dict[str, RankHandle[TrainerNode]] = {}
         self.replicas: dict[str, Replica] = {}
         self._lost: dict[str, Replica] = {}
         self._revoked: dict[bytes, None] = {}
@@ -54,7 +54,7 @@ class Membership:
         ranks = {self.trainers[member].node.rank.rank for member in present if member in self.trainers}
         return list(islice((rank for rank in range(self.world_size) if rank not in ranks), _SHOWN_MISSING))
 
-    def add_trainer(self, node: TrainerNode) -> Link[TrainerNode]:
+    def add_trainer(self, node: TrainerNode) -> RankHandle[TrainerNode]:
         """Add a trainer rank. A stale connection of the same process is replaced.
 
         Raises:
@@ -80,13 +80,13 @@ class Membership:
         if held is not None:
             held.sever(_replaced(node))
             held.node.dismiss(_replaced(node))
-        link: Link[TrainerNode] = Link(node, credential)
+        link: RankHandle[TrainerNode] = RankHandle(node, credential)
         self.trainers[rank.member] = link
         for replica in self.replicas.values():
             self._judge(replica)
         return link
 
-    def add_engine(self, node: EngineNode) -> tuple[Replica, Link[EngineNode]]:
+    def add_engine(self, node: EngineNode) -> tuple[Replica, RankHandle[EngineNode]]:
         """Add an engine rank to its replica. The first rank creates the replica.
 
         A replica that does not hold the trainer's tensors is kept but refused, see :attr:`Replica.refusal`.
@@ -109,27 +109,27 @@ class Membership:
                 replica = None  # same name, different engine
         if replica is None:
             replica = Replica(rank.replica, rank.world_size, rank.manifest)
-        link: Link[EngineNode] = Link(node, credential)
+        link: RankHandle[EngineNode] = RankHandle(node, credential)
         replica.attach(link)
         self.replicas[rank.replica] = replica
         self._lost.pop(rank.replica, None)
         self._judge(replica)
         return replica, link
 
-    def find(self, member: str) -> Link[Any]:
+    def find(self, member: str) -> RankHandle[Any]:
         """Return the handle of the connected rank ``member``.
 
         Raises:
             MembershipError: The rank is not connected.
         """
-        links: dict[str, Link[Any]] = dict(self.trainers)
+        links: dict[str, RankHandle[Any]] = dict(self.trainers)
         for replica in self.replicas.values():
             links |= replica.members()
         if member not in links:
             raise MembershipError(f"{member!r} is not connected; these ranks are: {', '.join(links) or 'none'}")
         return links[member]
 
-    def revoke(self, link: Link[Any]) -> None:
+    def revoke(self, link: RankHandle[Any]) -> None:
         """Refuse the credential and the session of ``link`` from now on.
 
         The session is refused as well because the Welcome with the credential may have been lost.
@@ -138,7 +138,7 @@ class Membership:
         while len(self._revoked) > _REMEMBERED_REVOKED:
             del self._revoked[next(iter(self._revoked))]
 
-    def _admit(self, node: TrainerNode | EngineNode, held: Link[Any] | None) -> str:
+    def _admit(self, node: TrainerNode | EngineNode, held: RankHandle[Any] | None) -> str:
         """Return the credential for a rank that joins. ``held`` is the connection that now occupies its place, if any."""
         rank = node.rank
         if not self._revoked.keys().isdisjoint({_hash(rank.credential), _hash(rank.session)}):

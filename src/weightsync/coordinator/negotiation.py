@@ -12,12 +12,12 @@ from weightsync.coordinator.ranks import EngineRank, TrainerRank
 from weightsync.errors import ConfigurationError, LayoutError, PeerLost
 from weightsync.model import Layout, Manifest
 from weightsync.planning.buckets import staging_layout
-from weightsync.planning.coverage import Cover, cover
+from weightsync.planning.coverage import Coverage, coverage_of
 from weightsync.planning.limits import Stop
 from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
 from weightsync.protocol.messages import PlanSlice, SourceAddress
 
-__all__ = ["Agreement", "Claim", "agree_on", "choose_delivery", "cover_trainers", "key_of"]
+__all__ = ["MemoryClaim", "TransferPlan", "choose_delivery", "key_of", "negotiate", "trainer_coverage"]
 
 _Bytes = Callable[[int], None]
 
@@ -28,7 +28,7 @@ _WHILE_PLANNING = 3
 """A plan that is being made takes so many times what is kept of it: measured, see ``tests/unit/planning/test_limits.py``."""
 
 
-class Claim:
+class MemoryClaim:
     """Memory of the coordinator's that a plan takes, asked for by ``take`` and handed back by ``give`` when the plan is dropped."""
 
     def __init__(self, take: _Bytes = lambda nbytes: None, give: _Bytes = lambda nbytes: None) -> None:
@@ -51,7 +51,7 @@ class Claim:
 
 
 @dataclass(frozen=True, eq=False)
-class Agreement:
+class TransferPlan:
     """How one replica gets its bytes. Valid for exactly the ranks behind ``key``."""
 
     key: str
@@ -60,11 +60,11 @@ class Agreement:
     reason: str
     slices: dict[str, PlanSlice]
     """What each rank must know, by member."""
-    covers: tuple[tuple[tuple[str, ...], Cover], ...]
+    coverages: tuple[tuple[tuple[str, ...], Coverage], ...]
     """Members whose boxes together are every tensor exactly once: all ranks for direct delivery, each alone for streamed."""
     parties: tuple[TrainerRank | EngineRank, ...]
     """The ranks themselves."""
-    claim: Claim = field(default_factory=Claim)
+    claim: MemoryClaim = field(default_factory=MemoryClaim)
     """The memory that ``slices`` takes."""
 
     def holds_for(self, trainers: Mapping[str, TrainerRank], engines: Mapping[str, EngineRank]) -> bool:
@@ -131,23 +131,23 @@ def _writes_on_device(source: TrainerRank, engine: EngineRank) -> bool:
     )
 
 
-def cover_trainers(manifest: Manifest, trainers: Mapping[str, TrainerRank], stop: Stop | None = None) -> Cover:
+def trainer_coverage(manifest: Manifest, trainers: Mapping[str, TrainerRank], stop: Stop | None = None) -> Coverage:
     """The trainer's boxes. Raises :class:`~weightsync.errors.LayoutError` unless they are every tensor exactly once."""
-    return cover(manifest, {member: rank.layout for member, rank in trainers.items()}, _TRAINER, stop=stop)
+    return coverage_of(manifest, {member: rank.layout for member, rank in trainers.items()}, _TRAINER, stop=stop)
 
 
 def _address(rank: TrainerRank) -> SourceAddress:
     return SourceAddress(rank.member, rank.layout.digest, rank.offers, rank.key)
 
 
-def agree_on(
+def negotiate(
     replica: str,
     trainers: Mapping[str, TrainerRank],
     engines: Mapping[str, EngineRank],
-    earlier: Agreement | None = None,
-    claim: Claim | None = None,
+    earlier: TransferPlan | None = None,
+    claim: MemoryClaim | None = None,
     stop: Stop | None = None,
-) -> Agreement:
+) -> TransferPlan:
     """The agreement for one replica: the ``earlier`` one, where ranks that joined anew say the same as before.
 
     Raises :class:`~weightsync.errors.ManifestMismatch`, :class:`~weightsync.errors.LayoutError` or
@@ -155,7 +155,7 @@ def agree_on(
     trainer; and :class:`~weightsync.errors.Aborted` soon
     after ``stop`` was set.
     """
-    claim, stop = claim or Claim(), stop or Stop()
+    claim, stop = claim or MemoryClaim(), stop or Stop()
     key = key_of(trainers, engines)
     parties: tuple[TrainerRank | EngineRank, ...] = (*trainers.values(), *engines.values())
     if not trainers:
@@ -169,13 +169,15 @@ def agree_on(
         manifest.check_same(engine.manifest, member)
     delivery, reason = choose_delivery(trainers, engines)
     layouts: dict[str, Layout] = {}
-    covers: tuple[tuple[tuple[str, ...], Cover], ...]
+    covers: tuple[tuple[tuple[str, ...], Coverage], ...]
     if delivery == "direct":
         layouts = {member: engine.layout for member, engine in engines.items() if engine.layout is not None}
-        covers = ((tuple(layouts), cover(manifest, layouts, f"replica {replica}", stop=stop)),)
+        covers = ((tuple(layouts), coverage_of(manifest, layouts, f"replica {replica}", stop=stop)),)
     else:
         layouts = {member: staging_layout(manifest, engine.bucket_bytes) for member, engine in engines.items()}
-        covers = tuple(((member,), cover(manifest, {member: layout}, member, stop=stop)) for member, layout in layouts.items())
+        covers = tuple(
+            ((member,), coverage_of(manifest, {member: layout}, member, stop=stop)) for member, layout in layouts.items()
+        )
     piece = _PIECE_BYTES + _PIECE_BYTES_FOR_A_DIM * manifest.dims
     plan = plan_transfer(
         manifest,
@@ -199,7 +201,7 @@ def agree_on(
         if slices[member].nbytes != layout.nbytes(manifest):
             raise LayoutError(f"the plan gives {member} {slices[member].nbytes:,} of {layout.nbytes(manifest):,} bytes")
     claim.keep(piece * plan.count)
-    agreement = Agreement(key, delivery, reason, slices, covers, parties, claim)
+    agreement = TransferPlan(key, delivery, reason, slices, covers, parties, claim)
     if not agreement.nbytes:
         raise LayoutError(f"the plan moves no bytes to replica {replica}")
     return agreement

@@ -9,15 +9,15 @@ from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from weightsync.coordinator.negotiation import Agreement, Claim, agree_on, cover_trainers, key_of
-from weightsync.coordinator.rank_handle import Limit, bounded
+from weightsync.coordinator.negotiation import MemoryClaim, TransferPlan, key_of, negotiate, trainer_coverage
+from weightsync.coordinator.rank_handle import RoundDeadline, bounded
 from weightsync.coordinator.ranks import EngineRank, TrainerRank
 from weightsync.errors import ConfigurationError
 from weightsync.model import Manifest
-from weightsync.planning.coverage import Cover
+from weightsync.planning.coverage import Coverage
 from weightsync.planning.limits import Stop
 
-__all__ = ["Planner", "Room"]
+__all__ = ["PlanMemory", "Planner"]
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ _AT_ONCE = 2
 """Threads that plan at the same time. More would not be faster under the GIL, and Hellos need asyncio's threads as well."""
 
 
-class Room:
+class PlanMemory:
     """Memory budget that all plans share, both those in the making and those that are kept. Thread-safe."""
 
     def __init__(self, nbytes: int | None = None) -> None:
@@ -68,10 +68,10 @@ class Planner:
     """Agreements by replica, and the trainer's coverage. Not thread-safe: used on one event loop."""
 
     def __init__(self, nbytes: int | None = None) -> None:
-        self.agreed: dict[str, Agreement] = {}
+        self.agreed: dict[str, TransferPlan] = {}
         """Agreements of earlier rounds, reused while nothing that they depend on has changed."""
-        self.room = Room(nbytes)
-        self._covered: dict[str, Cover] = {}
+        self.room = PlanMemory(nbytes)
+        self._covered: dict[str, Coverage] = {}
         self._places = asyncio.Semaphore(_AT_ONCE)
 
     def forget_all_but(self, replicas: Container[str]) -> None:
@@ -80,27 +80,27 @@ class Planner:
             self.agreed.pop(name).claim.keep(0)
 
     async def agree(
-        self, replica: str, trainers: Mapping[str, TrainerRank], engines: Mapping[str, EngineRank], limit: Limit
-    ) -> Agreement:
-        """Return the agreement for one replica, as :func:`~weightsync.coordinator.negotiation.agree_on` does, in a thread.
+        self, replica: str, trainers: Mapping[str, TrainerRank], engines: Mapping[str, EngineRank], deadline: RoundDeadline
+    ) -> TransferPlan:
+        """Return the agreement for one replica, as :func:`~weightsync.coordinator.negotiation.negotiate` does, in a thread.
 
         Raises:
-            DeadlineExceeded: ``limit`` passed.
+            DeadlineExceeded: ``deadline`` passed.
         """
         earlier = self.agreed.get(replica)
         if earlier is not None and earlier.holds_for(trainers, engines):
             return earlier
 
-        def work(stop: Stop) -> Agreement:
-            claim = Claim(self.room.take, self.room.give)
+        def work(stop: Stop) -> TransferPlan:
+            claim = MemoryClaim(self.room.take, self.room.give)
             try:
-                return agree_on(replica, trainers, engines, earlier, claim, stop)
+                return negotiate(replica, trainers, engines, earlier, claim, stop)
             except BaseException:
                 claim.keep(0)  # release it now: the traceback may keep the claim alive
                 raise
 
         try:
-            agreed = await self._run("planning", limit, work, lambda unwanted: unwanted.claim.keep(0))
+            agreed = await self._run("planning", deadline, work, lambda unwanted: unwanted.claim.keep(0))
         except BaseException:
             if earlier is not None and not earlier.claim.nbytes:
                 self.agreed.pop(replica, None)  # its memory went to the plan that failed
@@ -108,32 +108,34 @@ class Planner:
         self.agreed[replica] = agreed
         return agreed
 
-    async def cover(self, manifest: Manifest, trainers: Mapping[str, TrainerRank], limit: Limit) -> Cover:
-        """Return the trainer's coverage, see :func:`~weightsync.coordinator.negotiation.cover_trainers`."""
+    async def cover(self, manifest: Manifest, trainers: Mapping[str, TrainerRank], deadline: RoundDeadline) -> Coverage:
+        """Return the trainer's coverage, see :func:`~weightsync.coordinator.negotiation.trainer_coverage`."""
         key = key_of(trainers, {})
         if key not in self._covered:
-            found = await self._run("checking the trainer's layouts", limit, lambda stop: cover_trainers(manifest, trainers, stop))
-            self._covered = {key: found}
+            coverage = await self._run(
+                "checking the trainer's layouts", deadline, lambda stop: trainer_coverage(manifest, trainers, stop)
+            )
+            self._covered = {key: coverage}
         return self._covered[key]
 
     async def _run(
-        self, what: str, limit: Limit, work: Callable[[Stop], T], drop: Callable[[T], None] = lambda unwanted: None
+        self, what: str, deadline: RoundDeadline, work: Callable[[Stop], T], drop: Callable[[T], None] = lambda unwanted: None
     ) -> T:
         """Run ``work`` in a thread. Its slot is free once it has really ended; a result that comes too late goes to ``drop``."""
         if self._places.locked():
-            await bounded(f"{what}, after other plans", limit, self._places.acquire())
+            await bounded(f"{what}, after other plans", deadline, self._places.acquire())
         else:
             await self._places.acquire()
         stop = Stop()
         try:
-            limit.remaining(what)
+            deadline.remaining(what)
             ending = asyncio.get_running_loop().run_in_executor(None, _whole, work, stop)
         except BaseException:
             self._places.release()
             raise
         ending.add_done_callback(self._ended)
         try:
-            return await bounded(what, limit, asyncio.shield(ending))
+            return await bounded(what, deadline, asyncio.shield(ending))
         except BaseException:
             stop.set()
             ending.add_done_callback(lambda done: None if done.cancelled() or done.exception() else drop(done.result()))

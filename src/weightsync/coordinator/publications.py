@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.coordinator.rank_handle import Link
+from weightsync.coordinator.rank_handle import RankHandle
 from weightsync.coordinator.ranks import TrainerNode
 from weightsync.errors import StaleSource
 from weightsync.model import FIRST_EPOCH, Version
 
-__all__ = ["Placement", "Shelves"]
+__all__ = ["Placement", "Publications"]
 
 _REMEMBERED = 4096
 
@@ -29,7 +29,7 @@ class Placement:
     """Whether part of it is a trainer rank's own memory, which is readable only during the publication."""
 
 
-class Shelves:
+class Publications:
     """Published regions of all trainer ranks together. They hold one version, or none while one is being placed."""
 
     def __init__(self) -> None:
@@ -81,28 +81,28 @@ class Shelves:
         if self._placement is not None and self._placement.live:
             self._placement = None
 
-    def current(self, trainers: Mapping[str, Link[TrainerNode]]) -> Placement | None:
+    def current(self, trainers: Mapping[str, RankHandle[TrainerNode]]) -> Placement | None:
         """Placement that can be read now from ``trainers``, or ``None``.
 
         There is none if a process that placed it is gone, even if another took its rank. There is none if it was read in place and
         its publication is over.
         """
-        here = {member: link.node.rank.session for member, link in trainers.items()}
+        sessions = {member: link.node.rank.session for member, link in trainers.items()}
         held = self._placement
-        return held if held is not None and held.sessions == here else None
+        return held if held is not None and held.sessions == sessions else None
 
-    def require(self, trainers: Mapping[str, Link[TrainerNode]]) -> Placement:
+    def require(self, trainers: Mapping[str, RankHandle[TrainerNode]]) -> Placement:
         """Return :meth:`current`.
 
         Raises:
             StaleSource: Nothing can be read.
         """
-        found = self.current(trainers)
+        placement = self.current(trainers)
         if not trainers:
             raise StaleSource("no trainer is connected, so no replica can be seeded; the next publication updates them")
-        if found is None:
+        if placement is None:
             raise StaleSource(
                 "no version can be read from the trainer now, so no replica can be seeded; the next publication updates them "
                 "(GPU memory that is published in place can be read only until publish returns)"
             )
-        return found
+        return placement

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from weightsync.coordinator.epochs import REMEDY, Epochs
 from weightsync.coordinator.membership import Membership
-from weightsync.coordinator.publications import Shelves
-from weightsync.coordinator.rank_handle import Limit, Link
+from weightsync.coordinator.publications import Publications
+from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
 from weightsync.coordinator.ranks import TrainerNode
 from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, PeerLost, VersionError, WeightSyncError
 from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.wait_notices import reminding
 
-__all__ = ["RETURN_SECONDS", "Rendezvous"]
+__all__ = ["RETURN_SECONDS", "PublishBarrier"]
 
 RETURN_SECONDS = 10.0
 """Seconds that a rank keeps its place in the barrier while its connection is broken."""
@@ -24,11 +24,11 @@ _LAST_NUMBER = (1 << 63) - 1
 
 
 @dataclass
-class _Place:
+class _Arrival:
     """A rank that has asked to publish."""
 
-    link: Link[TrainerNode]
-    limit: Limit
+    link: RankHandle[TrainerNode]
+    deadline: RoundDeadline
     call: int = 0
     """Identifies the call, so that a repeated call differs from the next call of the same process."""
     away: asyncio.TimerHandle | None = None
@@ -47,7 +47,7 @@ class _Gathering:
         """``None`` while every rank leaves the number to the coordinator."""
         self.epoch = 0
         """Set once all ranks have asked."""
-        self.places: dict[str, _Place] = {}
+        self.places: dict[str, _Arrival] = {}
         self.owed: dict[str, str] = {}
         """Ranks, with their sessions, that had not asked when the publication failed. They get the error when they ask."""
         self.result: asyncio.Future[RoundResult] = asyncio.get_running_loop().create_future()
@@ -80,8 +80,8 @@ class _Gathering:
         round_.add_done_callback(ended)
 
 
-class Rendezvous:
-    """Barrier that calls ``start(epoch, number, limit)`` once all trainer ranks have asked to publish the same number.
+class PublishBarrier:
+    """Barrier that calls ``start(epoch, number, deadline)`` once all trainer ranks have asked to publish the same number.
 
     A rank whose connection breaks keeps its place for :data:`RETURN_SECONDS`. It asks again when it has reconnected.
     """
@@ -89,20 +89,20 @@ class Rendezvous:
     def __init__(
         self,
         members: Membership,
-        shelves: Shelves,
-        start: Callable[[int, int, Limit], asyncio.Task[RoundResult]],
+        publications: Publications,
+        start: Callable[[int, int, RoundDeadline], asyncio.Task[RoundResult]],
         waiting_for: Callable[[], str] = lambda: "",
     ) -> None:
         self._members = members
-        self._shelves = shelves
+        self._publications = publications
         self._start = start
         self._waiting_for = waiting_for
-        self.epochs = Epochs(shelves)
+        self.epochs = Epochs(publications)
         self._gathering: _Gathering | None = None
         self._running: _Gathering | None = None
         self._failed: _Gathering | None = None
 
-    async def publish(self, member: str, number: int | None, limit: Limit, call: int = 0) -> RoundResult:
+    async def publish(self, member: str, number: int | None, deadline: RoundDeadline, call: int = 0) -> RoundResult:
         """See :meth:`weightsync.coordinator.coordinator.Coordinator.publish`."""
         link = self._members.trainers.get(member)
         if link is None:
@@ -110,19 +110,19 @@ class Rendezvous:
         gathering = self._asked_before(link, call)
         if gathering is None:
             self._tell_failure(member, number)
-            gathering = self._enter(member, number, _Place(link, limit, call))
+            gathering = self._enter(member, number, _Arrival(link, deadline, call))
         if gathering is self._gathering and not self._absent(gathering):
             self._begin(gathering)
         cancelled = True
         try:
             with reminding(lambda: self._remind(gathering, link)):
-                await asyncio.wait([gathering.result], timeout=limit.remaining(f"the publication of {gathering.what}"))
+                await asyncio.wait([gathering.result], timeout=deadline.remaining(f"the publication of {gathering.what}"))
             cancelled = False
         finally:
             if gathering is self._gathering and not gathering.result.done():
                 self._stop_waiting(gathering, member, link, cancelled)
         if not gathering.result.done():
-            raise DeadlineExceeded(f"the round of {gathering.what} is still running after {limit.seconds:g} s")
+            raise DeadlineExceeded(f"the round of {gathering.what} is still running after {deadline.seconds:g} s")
         return gathering.result.result()
 
     def cannot_publish(self, member: str, number: int | None, reason: str) -> None:
@@ -154,7 +154,7 @@ class Rendezvous:
 
     # Entering.
 
-    def _asked_before(self, link: Link[TrainerNode], call: int) -> _Gathering | None:
+    def _asked_before(self, link: RankHandle[TrainerNode], call: int) -> _Gathering | None:
         """Publication that this same call asked for before its connection broke, whether or not an answer was sent."""
         for gathering in (self._running, self._failed):
             place = None if gathering is None else gathering.places.get(link.member)
@@ -169,7 +169,7 @@ class Rendezvous:
         if failed.owed.pop(member, None) == self._members.trainers[member].node.rank.session and failed.same(number):
             failed.result.result()
 
-    def _enter(self, member: str, number: int | None, place: _Place) -> _Gathering:
+    def _enter(self, member: str, number: int | None, place: _Arrival) -> _Gathering:
         self._check_number(member, place.link, number)
         if self._gathering is None:
             self._gathering = _Gathering(number)
@@ -191,7 +191,7 @@ class Rendezvous:
         gathering.places[member] = place
         return gathering
 
-    def _check_number(self, member: str, link: Link[TrainerNode], number: int | None) -> None:
+    def _check_number(self, member: str, link: RankHandle[TrainerNode], number: int | None) -> None:
         running, last = self._running, self.epochs.last(link.node.rank)
         same_epoch = running is not None and running.epoch == self.epochs.of(link.node.rank)
         if running is not None and same_epoch and not running.result.done() and running.number is not None:
@@ -207,7 +207,7 @@ class Rendezvous:
         ranks = [place.link.node.rank for place in gathering.places.values()]
         try:
             gathering.epoch = self.epochs.decide(ranks)
-            last = self._shelves.last_in(gathering.epoch)
+            last = self._publications.last_in(gathering.epoch)
             if gathering.number is None:
                 gathering.number = last + 1
             if not last < gathering.number <= _LAST_NUMBER:
@@ -216,7 +216,7 @@ class Rendezvous:
             self._fail(gathering, error)
             return
         self._running = gathering
-        limit = min((place.limit for place in gathering.places.values()), key=lambda limit: limit.at)
+        limit = min((place.deadline for place in gathering.places.values()), key=lambda limit: limit.at)
         gathering.follow(self._start(gathering.epoch, gathering.number, limit))
 
     # Waiting, and giving up.
@@ -228,13 +228,13 @@ class Rendezvous:
         missing = self._members.missing_trainers(present)
         return ", ".join(str(rank) if rank in connected else f"{rank} (not connected)" for rank in missing)
 
-    def _remind(self, gathering: _Gathering, link: Link[TrainerNode]) -> None:
+    def _remind(self, gathering: _Gathering, link: RankHandle[TrainerNode]) -> None:
         if gathering is self._gathering:
             link.node.notify(f"waiting for trainer rank {self._absent(gathering)} to publish {gathering.what}")
         elif not gathering.result.done():
             link.node.notify(f"waiting for the round of {gathering.what}{self._waiting_for()}")
 
-    def _stop_waiting(self, gathering: _Gathering, member: str, link: Link[TrainerNode], cancelled: bool) -> None:
+    def _stop_waiting(self, gathering: _Gathering, member: str, link: RankHandle[TrainerNode], cancelled: bool) -> None:
         """Handle the end of one rank's call: its deadline passed, it was cancelled, or its connection broke."""
         place = gathering.places.get(member)
         if place is None or place.link is not link:

@@ -11,7 +11,7 @@ from weightsync.coordinator.ranks import EngineNode, TrainerNode
 from weightsync.errors import DeadlineExceeded, PeerLost, WeightSyncError, from_wire, to_wire
 from weightsync.model import Version
 
-__all__ = ["Limit", "Link", "bounded", "in_thread", "on_all"]
+__all__ = ["RankHandle", "RoundDeadline", "bounded", "in_thread", "on_all"]
 
 T = TypeVar("T")
 N = TypeVar("N", TrainerNode, EngineNode)
@@ -21,7 +21,7 @@ _ANSWER_SECONDS = 0.25  # a rank's own deadline ends this much earlier, so that 
 _abandoned: set[asyncio.Future[Any]] = set()
 
 
-class Limit:
+class RoundDeadline:
     """A deadline on the event loop's clock, which tests may drive: ``seconds`` from now, or at the absolute time ``at``."""
 
     def __init__(self, seconds: float, at: float | None = None) -> None:
@@ -43,7 +43,7 @@ class Limit:
         return left
 
 
-class Link(Generic[N]):
+class RankHandle(Generic[N]):
     """Handle of a connected rank. A rank that reconnects gets a new handle."""
 
     def __init__(self, node: N, credential: str = "") -> None:
@@ -120,7 +120,10 @@ def _named(member: str, error: BaseException) -> WeightSyncError:
 
 
 async def on_all(
-    what: str, limit: Limit, links: Mapping[str, Link[N]], call: Callable[[Link[N], float], Coroutine[Any, Any, T]]
+    what: str,
+    deadline: RoundDeadline,
+    links: Mapping[str, RankHandle[N]],
+    call: Callable[[RankHandle[N], float], Coroutine[Any, Any, T]],
 ) -> dict[str, T]:
     """Run ``call(link, seconds)`` on all links concurrently and return the answers by member.
 
@@ -128,12 +131,12 @@ async def on_all(
     waited for.
 
     Raises:
-        DeadlineExceeded: ``limit`` passed. The message names the ranks that did not answer.
+        DeadlineExceeded: ``deadline`` passed. The message names the ranks that did not answer.
         PeerLost: A rank's connection is gone.
     """
-    left = limit.remaining(what)
-    told = left - min(_ANSWER_SECONDS, left / 10)
-    outcomes = {member: link.start(call(link, told)) for member, link in links.items()}
+    left = deadline.remaining(what)
+    timeout = left - min(_ANSWER_SECONDS, left / 10)
+    outcomes = {member: link.start(call(link, timeout)) for member, link in links.items()}
     try:
         if outcomes:
             await asyncio.wait(outcomes.values(), timeout=left, return_when=asyncio.FIRST_EXCEPTION)
@@ -152,23 +155,23 @@ async def on_all(
                 outcome.exception()  # mark as retrieved, so that asyncio does not report a second failure
 
 
-async def in_thread(what: str, limit: Limit, work: Callable[[], T]) -> T:
+async def in_thread(what: str, deadline: RoundDeadline, work: Callable[[], T]) -> T:
     """Run ``work`` in a thread, so that minutes of planning do not block the connections.
 
     Raises:
-        DeadlineExceeded: ``limit`` passed. The thread itself runs on.
+        DeadlineExceeded: ``deadline`` passed. The thread itself runs on.
     """
-    limit.remaining(what)
-    return await bounded(what, limit, asyncio.get_running_loop().run_in_executor(None, work))
+    deadline.remaining(what)
+    return await bounded(what, deadline, asyncio.get_running_loop().run_in_executor(None, work))
 
 
-async def bounded(what: str, limit: Limit, awaitable: Awaitable[T]) -> T:
-    """Wait for ``awaitable`` until ``limit``, then cancel it.
+async def bounded(what: str, deadline: RoundDeadline, awaitable: Awaitable[T]) -> T:
+    """Wait for ``awaitable`` until ``deadline``, then cancel it.
 
     Raises:
-        DeadlineExceeded: ``limit`` passed.
+        DeadlineExceeded: ``deadline`` passed.
     """
-    scope = asyncio.timeout_at(limit.at)
+    scope = asyncio.timeout_at(deadline.at)
     started = asyncio.get_running_loop().time()
     try:
         async with scope:

@@ -7,7 +7,7 @@ import time
 from itertools import islice
 from typing import Any, Literal
 
-from weightsync.coordinator.rank_handle import Link
+from weightsync.coordinator.rank_handle import RankHandle
 from weightsync.coordinator.ranks import EngineNode
 from weightsync.errors import MembershipError, PeerLost
 from weightsync.model import Manifest, Version
@@ -47,7 +47,7 @@ class Replica:
         self.name = name
         self.world_size = world_size
         self.manifest = manifest
-        self.links: dict[int, Link[EngineNode]] = {}
+        self.links: dict[int, RankHandle[EngineNode]] = {}
         self.state: State = "registered"
         self.version: Version | None = None
         self.since = time.time()
@@ -105,7 +105,7 @@ class Replica:
         more = self.world_size - len(self.links) - _SHOWN
         return ", ".join(map(str, self.missing)) + (f" and {more:,} more" if more > 0 else "")
 
-    def members(self) -> dict[str, Link[EngineNode]]:
+    def members(self) -> dict[str, RankHandle[EngineNode]]:
         """Handles of its ranks by member name, in rank order."""
         return {link.member: link for _, link in sorted(self.links.items())}
 
@@ -127,7 +127,7 @@ class Replica:
             self.become("registered", error=why)
         self.error = why
 
-    def attach(self, link: Link[EngineNode]) -> None:
+    def attach(self, link: RankHandle[EngineNode]) -> None:
         """Add a rank that has joined.
 
         Raises:
@@ -149,7 +149,7 @@ class Replica:
         if self.state == "lost":
             self.become("registered", error=self.error)
 
-    def detach(self, link: Link[EngineNode], reason: str, clean: bool = False) -> None:
+    def detach(self, link: RankHandle[EngineNode], reason: str, clean: bool = False) -> None:
         """Remove a rank whose connection is gone. Its calls fail, and the replica is lost at once.
 
         Args:
@@ -165,7 +165,7 @@ class Replica:
             if self.state != "lost":
                 self.become("lost", error=f"{link.member}: {reason}")
 
-    def begin(self, links: dict[str, Link[EngineNode]]) -> None:
+    def begin(self, links: dict[str, RankHandle[EngineNode]]) -> None:
         """Start an update: from here on no rank counts as holding a version.
 
         Raises:
@@ -176,7 +176,7 @@ class Replica:
         for link in links.values():
             link.serving = None
 
-    def succeed(self, links: dict[str, Link[EngineNode]], version: Version) -> None:
+    def succeed(self, links: dict[str, RankHandle[EngineNode]], version: Version) -> None:
         """End an update: every rank committed ``version`` and was resumed.
 
         Raises:
@@ -187,7 +187,7 @@ class Replica:
         for link in links.values():
             link.serving = version
 
-    def fail(self, links: dict[str, Link[EngineNode]], error: str) -> None:
+    def fail(self, links: dict[str, RankHandle[EngineNode]], error: str) -> None:
         """End an update with ``error``: the replica becomes dirty, unless it was lost or reconnected in the meantime."""
         for link in links.values():
             link.prepared = None
@@ -196,6 +196,6 @@ class Replica:
         else:
             self.error = error
 
-    def _check_links(self, links: dict[str, Link[EngineNode]]) -> None:
+    def _check_links(self, links: dict[str, RankHandle[EngineNode]]) -> None:
         if self.members() != links:
             raise PeerLost(f"a rank of replica {self.name} disconnected" + (f" ({self.error})" if self.error else ""))

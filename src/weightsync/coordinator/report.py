@@ -11,7 +11,7 @@ from msgspec import structs
 
 from weightsync.config import Require
 from weightsync.coordinator.events import ReplicaEnded, ReplicaPhase, Watcher
-from weightsync.coordinator.negotiation import Agreement
+from weightsync.coordinator.negotiation import TransferPlan
 from weightsync.coordinator.replicas import Replica
 from weightsync.errors import readable, to_wire
 from weightsync.model import Version
@@ -29,7 +29,7 @@ class Report:
 
     def __init__(self, replica: Replica, number: int, emit: Watcher) -> None:
         self.replica = replica
-        self.agreement: Agreement | None = None
+        self.agreement: TransferPlan | None = None
         self.moved: Mapping[str, Moved] = {}
         self._round = number
         self._emit = emit
@@ -148,7 +148,7 @@ def round_result(
     failed = sum(result.error is not None for result in replicas)
     if failed * _ERROR_BYTES > _ERRORS_BYTES:  # bounded, because the result is kept and sent to every trainer rank
         most = max(_ERRORS_BYTES // failed, _LEAST)
-        replicas = [structs.replace(one, error=one.error and readable(one.error, most)) for one in replicas]
+        replicas = [structs.replace(replica, error=replica.error and readable(replica.error, most)) for replica in replicas]
     return RoundResult(
         round=number,
         version=version,

@@ -26,10 +26,10 @@ import numpy.typing as npt
 from weightsync import failpoints
 from weightsync.config import RoundSettings
 from weightsync.coordinator.events import RoundStarted, Watcher
-from weightsync.coordinator.negotiation import Agreement
+from weightsync.coordinator.negotiation import TransferPlan
 from weightsync.coordinator.planner import Planner
-from weightsync.coordinator.publications import Placement, Shelves
-from weightsync.coordinator.rank_handle import Limit, Link, bounded, in_thread, on_all
+from weightsync.coordinator.publications import Placement, Publications
+from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, bounded, in_thread, on_all
 from weightsync.coordinator.ranks import EngineNode, TrainerNode
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import Report, round_result
@@ -37,17 +37,17 @@ from weightsync.errors import ConfigurationError, PeerLost, PlanMismatch, Protoc
 from weightsync.model import Version, fold
 from weightsync.protocol.messages import Moved, PlanSlice, ReplicaResult, RoundResult
 
-__all__ = ["Order", "prepare", "run_round"]
+__all__ = ["RoundContext", "prepare", "run_round"]
 
-Trainers = Mapping[str, Link[TrainerNode]]
-Engines = Mapping[str, Link[EngineNode]]
+Trainers = Mapping[str, RankHandle[TrainerNode]]
+Engines = Mapping[str, RankHandle[EngineNode]]
 
 _log = logging.getLogger(__name__)
 _ROWS_AT_ONCE = 1 << 17  # comparing up to this many digests (1 ms at most) is faster than handing them to a thread
 
 
 @dataclass(frozen=True, eq=False)
-class Order:
+class RoundContext:
     """Inputs of one round, filled in by the coordinator."""
 
     round: int
@@ -59,11 +59,11 @@ class Order:
     """Whether to deliver the version that is already published instead of placing a new one."""
     trainers: Trainers
     replicas: Sequence[Replica]
-    shelves: Shelves
+    publications: Publications
     settings: RoundSettings
-    limit: Limit
+    deadline: RoundDeadline
     grace: float
-    """Seconds that a quarantine may take, even after ``limit``. At most the settings' value."""
+    """Seconds that a quarantine may take, even after ``deadline``. At most the settings' value."""
     emit: Watcher
     left_out: Sequence[ReplicaResult] = ()
     """Results of replicas that cannot take part. The round's result lists and counts them."""
@@ -77,11 +77,11 @@ class Order:
         object.__setattr__(self, "serving", asyncio.Semaphore(places))
 
 
-async def run_round(order: Order) -> RoundResult:
-    """Bring every replica of ``order`` to the version, each independently.
+async def run_round(context: RoundContext) -> RoundResult:
+    """Bring every replica of ``context`` to the version, each independently.
 
-    The round ends at most ``order.grace`` seconds after ``order.limit``. If it is cancelled, it first quarantines the replicas that
-    are in the middle of an update.
+    The round ends at most ``context.grace`` seconds after ``context.deadline``. If it is cancelled, it first quarantines the
+    replicas that are in the middle of an update.
 
     Returns:
         The result of the round, with one result for each replica. Failed replicas are results, not errors.
@@ -91,13 +91,13 @@ async def run_round(order: Order) -> RoundResult:
     """
     started = asyncio.get_running_loop().time()
     failpoints.reached("round.start")
-    names = tuple(replica.name for replica in order.replicas)
-    order.emit(RoundStarted(order.round, order.number, names, order.seeding, order.epoch))
-    reports = [Report(replica, order.round, order.emit) for replica in order.replicas]
+    names = tuple(replica.name for replica in context.replicas)
+    context.emit(RoundStarted(context.round, context.number, names, context.seeding, context.epoch))
+    reports = [Report(replica, context.round, context.emit) for replica in context.replicas]
     try:
         async with asyncio.TaskGroup() as group:
-            placing = group.create_task(place(order))
-            ended = [group.create_task(_bring(order, report, placing)) for report in reports]
+            placing = group.create_task(place(context))
+            ended = [group.create_task(_update_replica(context, report, placing)) for report in reports]
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from failed.exceptions[0].__cause__
     finally:
@@ -105,53 +105,53 @@ async def run_round(order: Order) -> RoundResult:
     placement, place_seconds = placing.result()
     failpoints.reached("round.end")
     seconds = asyncio.get_running_loop().time() - started
-    results = [*(task.result() for task in ended), *order.left_out]
-    return round_result(order.round, placement.version, order.settings.require, results, place_seconds, seconds)
+    results = [*(task.result() for task in ended), *context.left_out]
+    return round_result(context.round, placement.version, context.settings.require, results, place_seconds, seconds)
 
 
-async def _bring(order: Order, report: Report, placing: asyncio.Task[tuple[Placement, float]]) -> ReplicaResult:
+async def _update_replica(context: RoundContext, report: Report, placing: asyncio.Task[tuple[Placement, float]]) -> ReplicaResult:
     """Take one replica through the whole round. Never raises except for cancellation: errors become the replica's result."""
-    replica, limit = report.replica, order.limit
+    replica, limit = report.replica, context.deadline
     engines = replica.members()
     try:
         with report.phase("agree"):
-            agreed = report.agreement = await agree(order, replica, engines)
+            agreed = report.agreement = await agree(context, replica, engines)
         failpoints.reached("round.agreed")
         placement, _ = placing.result() if placing.done() else await bounded("placing", limit, asyncio.shield(placing))
         failpoints.reached("round.placed")
-        if order.seeding:  # do not pause a serving replica for a version that is gone
+        if context.seeding:  # do not pause a serving replica for a version that is gone
             number = placement.version.number
             await on_all("check", limit, engines, lambda link, left: link.node.check_sources(number, left))
         bring = _at_once if len(engines) == 1 else _step_by_step
-        async with _turn(order, report), _out_of_service(order, report, engines) as serves:
-            await bring(order, report, engines, agreed, placement)
+        async with _availability(context, report), _out_of_service(context, report, engines) as serves:
+            await bring(context, report, engines, agreed, placement)
             serves(placement.version)
     except WeightSyncError as error:
         report.failed(error)
     except Exception as error:  # noqa: BLE001 - becomes this replica's result: a bug here must not fail other replicas
-        _log.exception("round %d failed in replica %s: unexpected error", order.round, replica.name)
+        _log.exception("round %d failed in replica %s: unexpected error", context.round, replica.name)
         report.failed(error)
     return report.result()
 
 
 @asynccontextmanager
-async def _turn(order: Order, report: Report) -> AsyncIterator[None]:
+async def _availability(context: RoundContext, report: Report) -> AsyncIterator[None]:
     """Wait until fewer than ``max_unavailable`` replicas are out of service. A replica that is not serving does not wait."""
     if report.replica.state != "loaded":
         yield
         return
-    if order.serving.locked():
+    if context.serving.locked():
         with report.phase("wait"):
-            await bounded("waiting for its turn", order.limit, order.serving.acquire())
+            await bounded("waiting for its turn", context.deadline, context.serving.acquire())
     else:
-        await order.serving.acquire()
+        await context.serving.acquire()
     try:
         yield
     finally:
-        order.serving.release()
+        context.serving.release()
 
 
-async def place(order: Order) -> tuple[Placement, float]:
+async def place(context: RoundContext) -> tuple[Placement, float]:
     """Let the trainer ranks place a new version in their regions; for seeding, take the version that is there.
 
     The version exists once every rank has placed: its digest is the sum of the digests that the ranks computed while they copied.
@@ -165,18 +165,20 @@ async def place(order: Order) -> tuple[Placement, float]:
         ProtocolError: A rank sent digests of the wrong shape or dtype.
         StaleSource: For seeding, no version can be read from the trainer.
     """
-    if order.seeding:
-        return order.shelves.require(order.trainers), 0.0
-    started, limit = asyncio.get_running_loop().time(), order.limit
-    ranks = {member: link.node.rank for member, link in order.trainers.items()}
+    if context.seeding:
+        return context.publications.require(context.trainers), 0.0
+    started, limit = asyncio.get_running_loop().time(), context.deadline
+    ranks = {member: link.node.rank for member, link in context.trainers.items()}
     if not ranks:
         raise PeerLost("no trainer rank is connected any more: nothing can be published")
     manifest = next(iter(ranks.values())).manifest
     if not manifest.nbytes:
         raise ConfigurationError("the trainer's tensors hold no bytes: nothing can be published")
-    cover = await order.planner.cover(manifest, ranks, limit)
-    order.shelves.clear()
-    digests = await on_all("place", limit, order.trainers, lambda link, left: link.node.place(order.number, left, order.epoch))
+    cover = await context.planner.cover(manifest, ranks, limit)
+    context.publications.clear()
+    digests = await on_all(
+        "place", limit, context.trainers, lambda link, left: link.node.place(context.number, left, context.epoch)
+    )
     for member, rows in digests.items():
         if rows.dtype != np.uint64 or rows.shape != (len(ranks[member].layout),):
             wanted = len(ranks[member].layout)
@@ -184,14 +186,14 @@ async def place(order: Order) -> tuple[Placement, float]:
                 f"{member} sent digests of {rows.dtype}{list(rows.shape)}, not one uint64 for each of {wanted} rows"
             )
     totals = await in_thread("adding up the trainer's digests", limit, lambda: cover.total(digests))
-    version = Version(order.settings.run, order.number, manifest.fingerprint, fold(totals), order.epoch)
+    version = Version(context.settings.run, context.number, manifest.fingerprint, fold(totals), context.epoch)
     live = any(rank.live for rank in ranks.values())
     placement = Placement(version, totals, {member: rank.session for member, rank in ranks.items()}, live)
-    order.shelves.hold(placement)
+    context.publications.hold(placement)
     return placement, asyncio.get_running_loop().time() - started
 
 
-async def agree(order: Order, replica: Replica, engines: Engines) -> Agreement:
+async def agree(context: RoundContext, replica: Replica, engines: Engines) -> TransferPlan:
     """Negotiate a plan for one replica and prepare its ranks for it, while the replica still serves.
 
     Afterwards trainer and replica hold the same manifest, their layouts cover it, and every engine rank is ready for its slice of
@@ -203,13 +205,15 @@ async def agree(order: Order, replica: Replica, engines: Engines) -> Agreement:
     if replica.missing:
         absent = replica.missing_in_words
         raise WeightSyncError(f"replica {replica.name} is not complete: rank {absent} of {replica.world_size} is missing")
-    await _settled(order, replica)
+    await _settled(context, replica)
     if replica.preparing is not None:
-        await asyncio.wait([replica.preparing], timeout=order.limit.remaining("preparing ahead of the round"))
-    return await prepare(order.planner, order.trainers, replica, engines, order.limit)
+        await asyncio.wait([replica.preparing], timeout=context.deadline.remaining("preparing ahead of the round"))
+    return await prepare(context.planner, context.trainers, replica, engines, context.deadline)
 
 
-async def prepare(planner: Planner, trainers: Trainers, replica: Replica, engines: Engines, limit: Limit) -> Agreement:
+async def prepare(
+    planner: Planner, trainers: Trainers, replica: Replica, engines: Engines, deadline: RoundDeadline
+) -> TransferPlan:
     """Plan the transfer to ``engines``; ranks that are not ready for that plan connect, map memory and build copy tables.
 
     Raises:
@@ -217,12 +221,12 @@ async def prepare(planner: Planner, trainers: Trainers, replica: Replica, engine
     """
     sources = {member: link.node.rank for member, link in trainers.items()}
     ranks = {member: link.node.rank for member, link in engines.items()}
-    agreed = await planner.agree(replica.name, sources, ranks, limit)
+    agreed = await planner.agree(replica.name, sources, ranks, deadline)
     slices, key = agreed.slices, agreed.key
     unprepared = {member: link for member, link in engines.items() if link.prepared != key}
     for link in unprepared.values():
         link.prepared = None  # even if this fails: a rank drops its plan before it prepares another
-    answers = await on_all("prepare", limit, unprepared, lambda link, left: link.node.prepare(slices[link.member], left))
+    answers = await on_all("prepare", deadline, unprepared, lambda link, left: link.node.prepare(slices[link.member], left))
     for member, answer in answers.items():
         if answer.digest != slices[member].digest:
             wanted = slices[member].digest
@@ -231,10 +235,10 @@ async def prepare(planner: Planner, trainers: Trainers, replica: Replica, engine
     return agreed
 
 
-async def _settled(order: Order, replica: Replica) -> None:
+async def _settled(context: RoundContext, replica: Replica) -> None:
     """Wait for a quarantine that runs outside any round: it would abort calls of this round in the ranks."""
     if replica.quarantining is not None:
-        await asyncio.wait([replica.quarantining], timeout=order.limit.remaining("an earlier quarantine"))
+        await asyncio.wait([replica.quarantining], timeout=context.deadline.remaining("an earlier quarantine"))
 
 
 class _Permit:
@@ -248,7 +252,7 @@ class _Permit:
 
 
 @asynccontextmanager
-async def _out_of_service(order: Order, report: Report, engines: Engines) -> AsyncIterator[_Permit]:
+async def _out_of_service(context: RoundContext, report: Report, engines: Engines) -> AsyncIterator[_Permit]:
     """Take the replica out of service for the duration of the block.
 
     The block ends in one of two ways: every rank serves a new version and the caller has called the permit, or every rank is
@@ -256,7 +260,7 @@ async def _out_of_service(order: Order, report: Report, engines: Engines) -> Asy
     dirty.
     """
     replica, links = report.replica, dict(engines)
-    await _settled(order, replica)
+    await _settled(context, replica)
     replica.begin(links)
     permit = _Permit()
     report.paused()
@@ -270,18 +274,20 @@ async def _out_of_service(order: Order, report: Report, engines: Engines) -> Asy
         reason = str(error) or type(error).__name__
         replica.fail(links, reason)
         report.enter("quarantine")
-        await quarantine(engines, reason, order.grace)
+        await quarantine(engines, reason, context.grace)
         raise
 
 
-async def _step_by_step(order: Order, report: Report, engines: Engines, agreed: Agreement, placement: Placement) -> None:
+async def _step_by_step(
+    context: RoundContext, report: Report, engines: Engines, agreed: TransferPlan, placement: Placement
+) -> None:
     """Run each step in all ranks before the next step in any rank.
 
     So no rank moves weights while another generates, and none resumes before all have committed.
     """
-    version, limit = placement.version, order.limit
+    version, limit = placement.version, context.deadline
     with report.phase("pause"):
-        await pause(engines, order)
+        await pause(engines, context)
     failpoints.reached("round.paused")
     with report.phase("move"):
         moved = report.moved = await move(engines, version.number, agreed, limit)
@@ -296,22 +302,22 @@ async def _step_by_step(order: Order, report: Report, engines: Engines, agreed: 
     failpoints.reached("round.resumed")
 
 
-async def _at_once(order: Order, report: Report, engines: Engines, agreed: Agreement, placement: Placement) -> None:
+async def _at_once(context: RoundContext, report: Report, engines: Engines, agreed: TransferPlan, placement: Placement) -> None:
     """Run all steps in one exchange, for a replica of a single rank. The rank compares the digests with the version's itself.
 
     The coordinator checks the reported digests again, tensor by tensor, so that it can name tensors that differ and need not trust
     the rank.
     """
-    version, mode = placement.version, order.settings.pause_mode
+    version, mode = placement.version, context.settings.pause_mode
     report.enter("pause")  # routers must know before the engine pauses
     failpoints.reached("round.paused")
     with report.phase("move"):
-        updated = await on_all("update", order.limit, engines, lambda link, left: link.node.update(version, mode, left))
+        updated = await on_all("update", context.deadline, engines, lambda link, left: link.node.update(version, mode, left))
     failpoints.reached("round.moved")
     [(member, answer)] = updated.items()
     report.moved = _whole(agreed, {member: answer.moved})
     with report.phase("verify"):
-        await verify(agreed, report.moved, placement, order.limit)
+        await verify(agreed, report.moved, placement, context.deadline)
     failpoints.reached("round.verified")
     if not answer.committed:
         raise VerificationError(f"{member} reported that it installed the weights but did not commit them")
@@ -319,22 +325,22 @@ async def _at_once(order: Order, report: Report, engines: Engines, agreed: Agree
     report.moved_with({"pause": answer.pause_seconds, "commit": answer.commit_seconds})
 
 
-async def pause(engines: Engines, order: Order) -> None:
+async def pause(engines: Engines, context: RoundContext) -> None:
     """Stop generation in every rank."""
-    await on_all("pause", order.limit, engines, lambda link, left: link.node.pause(order.settings.pause_mode, left))
+    await on_all("pause", context.deadline, engines, lambda link, left: link.node.pause(context.settings.pause_mode, left))
 
 
-async def move(engines: Engines, number: int, agreed: Agreement, limit: Limit) -> dict[str, Moved]:
+async def move(engines: Engines, number: int, agreed: TransferPlan, deadline: RoundDeadline) -> dict[str, Moved]:
     """Let every rank fetch its bytes and read back what it installed.
 
     Raises:
         VerificationError: A rank moved fewer or more bytes than planned.
         ProtocolError: A rank sent digests of the wrong size.
     """
-    return _whole(agreed, await on_all("move", limit, engines, lambda link, left: link.node.move(number, left)))
+    return _whole(agreed, await on_all("move", deadline, engines, lambda link, left: link.node.move(number, left)))
 
 
-def _whole(agreed: Agreement, moved: dict[str, Moved]) -> dict[str, Moved]:
+def _whole(agreed: TransferPlan, moved: dict[str, Moved]) -> dict[str, Moved]:
     for member, answer in moved.items():
         wanted: PlanSlice = agreed.slices[member]
         if answer.nbytes != wanted.nbytes:
@@ -345,7 +351,7 @@ def _whole(agreed: Agreement, moved: dict[str, Moved]) -> dict[str, Moved]:
     return moved
 
 
-async def verify(agreed: Agreement, moved: Mapping[str, Moved], placement: Placement, limit: Limit) -> None:
+async def verify(agreed: TransferPlan, moved: Mapping[str, Moved], placement: Placement, deadline: RoundDeadline) -> None:
     """Check that the installed digests add up to the published ones.
 
     Raises:
@@ -356,23 +362,23 @@ async def verify(agreed: Agreement, moved: Mapping[str, Moved], placement: Place
     }
 
     def check() -> None:
-        for members, cover in agreed.covers:
+        for members, cover in agreed.coverages:
             cover.check({member: digests[member] for member in members}, placement.digests)
 
     if sum(map(len, digests.values())) > _ROWS_AT_ONCE:
-        await in_thread("verifying", limit, check)
+        await in_thread("verifying", deadline, check)
     else:
         check()
 
 
-async def commit(engines: Engines, version: Version, limit: Limit) -> None:
+async def commit(engines: Engines, version: Version, deadline: RoundDeadline) -> None:
     """Let every rank finish loading, flush its caches and take the version label."""
-    await on_all("commit", limit, engines, lambda link, left: link.node.commit(version, left))
+    await on_all("commit", deadline, engines, lambda link, left: link.node.commit(version, left))
 
 
-async def resume(engines: Engines, limit: Limit) -> None:
+async def resume(engines: Engines, deadline: RoundDeadline) -> None:
     """Resume generation in every rank."""
-    await on_all("resume", limit, engines, lambda link, left: link.node.resume(left))
+    await on_all("resume", deadline, engines, lambda link, left: link.node.resume(left))
 
 
 async def quarantine(engines: Engines, reason: str, grace: float) -> None:
@@ -381,9 +387,11 @@ async def quarantine(engines: Engines, reason: str, grace: float) -> None:
     A rank that does not answer is only logged: it was not resumed either, and its replica receives no requests.
     """
 
-    async def one(link: Link[EngineNode]) -> None:
+    async def one(link: RankHandle[EngineNode]) -> None:
         try:
-            await on_all("quarantine", Limit(grace), {link.member: link}, lambda link, left: link.node.quarantine(reason, left))
+            await on_all(
+                "quarantine", RoundDeadline(grace), {link.member: link}, lambda link, left: link.node.quarantine(reason, left)
+            )
         except WeightSyncError as error:
             _log.warning("could not quarantine %s: %s", link.member, error)
 

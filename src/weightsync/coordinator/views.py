@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightsync.coordinator.publications import Shelves
-from weightsync.coordinator.rank_handle import Link
+from weightsync.coordinator.publications import Publications
+from weightsync.coordinator.rank_handle import RankHandle
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.status import RankStatus, ReplicaGauges, ReplicaStatus
 
 __all__ = ["rank_status", "replica_gauges", "replica_status"]
 
 
-def rank_status(link: Link[Any]) -> RankStatus:
+def rank_status(link: RankHandle[Any]) -> RankStatus:
     """Status of a rank."""
     rank = link.node.rank
     return RankStatus(rank.member, rank.rank, rank.host.name, rank.pid)
 
 
-def replica_gauges(replica: Replica, shelves: Shelves) -> ReplicaGauges:
+def replica_gauges(replica: Replica, publications: Publications) -> ReplicaGauges:
     """Metrics of a replica."""
-    return ReplicaGauges(replica.name, replica.shown_state, *_version(replica, shelves), replica.phases, replica.since)
+    return ReplicaGauges(replica.name, replica.shown_state, *_version(replica, publications), replica.phases, replica.since)
 
 
-def replica_status(replica: Replica, shelves: Shelves) -> ReplicaStatus:
+def replica_status(replica: Replica, publications: Publications) -> ReplicaStatus:
     """Status of a replica."""
     version = replica.version
-    number, staleness = _version(replica, shelves)
+    number, staleness = _version(replica, publications)
     return ReplicaStatus(
         name=replica.name,
         state=replica.shown_state,
@@ -45,7 +45,7 @@ def replica_status(replica: Replica, shelves: Shelves) -> ReplicaStatus:
     )
 
 
-def _version(replica: Replica, shelves: Shelves) -> tuple[int | None, int | None]:
+def _version(replica: Replica, publications: Publications) -> tuple[int | None, int | None]:
     """Number of the served version, and by how many publications it is behind."""
     version = replica.version
-    return (None, None) if version is None else (version.number, shelves.behind(version))
+    return (None, None) if version is None else (version.number, publications.behind(version))

@@ -110,5 +110,5 @@ class EngineAdapter:
 
 def _declared(cls: type, flag: str, method: str, *, default: bool) -> bool:
     """What the class that defines ``flag`` or ``method``, the nearest of them, says of ``flag``; else the ``default``."""
-    said = next(vars(one) for one in cls.__mro__ if {flag, method} & vars(one).keys())
-    return bool(said.get(flag, default))
+    declared = next(vars(base) for base in cls.__mro__ if {flag, method} & vars(base).keys())
+    return bool(declared.get(flag, default))

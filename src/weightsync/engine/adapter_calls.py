@@ -120,7 +120,7 @@ class AdapterCalls:
             if shards is None:
                 return None
             every.append(shards)
-        return every[0] if len(every) == 1 else [one for shards in every for one in shards]
+        return every[0] if len(every) == 1 else [shard for shards in every for shard in shards]
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """See :meth:`EngineAdapter.pause` and :attr:`EngineAdapter.pauses_twice`."""

@@ -17,7 +17,7 @@ from weightsync.errors import ConfigurationError
 from weightsync.forks import Origin
 from weightsync.launch import place_in_world
 from weightsync.model import Version
-from weightsync.protocol.connection import Link
+from weightsync.protocol.connection import CoordinatorConnection
 from weightsync.protocol.messages import PROTOCOL, Delivery, Hello
 from weightsync.protocol.round_log import LoggedCalls
 from weightsync.transports.base import Transport
@@ -83,17 +83,17 @@ class Engine:
         self._origin = Origin()
         self.replica, self.rank, self.world_size = replica, rank, world_size
         self._run, self._session, self._delivery = run, uuid.uuid4().hex, delivery
-        self._here = this_host()
+        self._host = this_host()
         settings = ClientSettings.load(coordinator=coordinator, token=Secret(token) if token else None, timeouts=timeouts)
         self._timeouts = settings.timeouts
         with ExitStack() as owned:
             self._role = EngineRole(
-                adapter, transports, self._here, progress=self._progress, bucket_bytes=bucket_bytes, buffers=staging_buckets,
+                adapter, transports, self._host, progress=self._progress, bucket_bytes=bucket_bytes, buffers=staging_buckets,
                 encrypted=settings.data_encryption == "on", rank=rank, member=f"{replica}/{rank}",
             )  # fmt: skip
             if delivery == "direct" and self._role.layout is None:
                 raise ConfigurationError(f"the {adapter.name} adapter has no shards(): it can only be streamed to")
-            self._link = Link(
+            self._link = CoordinatorConnection(
                 settings,
                 hello=self._hello,
                 receive=LoggedCalls(f"{replica}/{rank}", self._role.receive),
@@ -113,10 +113,10 @@ class Engine:
         direct = role.layout is not None and self._delivery != "streamed"
         return Hello(
             protocol=PROTOCOL, run=self._run, role="engine", name=self.replica, rank=self.rank, world_size=self.world_size,
-            session=self._session, host=self._here, pid=os.getpid(), manifest=role.manifest.tensors,
+            session=self._session, host=self._host, pid=os.getpid(), manifest=role.manifest.tensors,
             layout=role.layout.to_columns() if direct and role.layout is not None else None,
             no_layout="" if direct else str(role.adapter.no_shards)[:_LONGEST], device_memory=direct and role.device_memory,
-            transports=tuple(one.name for one in role.transports),
+            transports=tuple(transport.name for transport in role.transports),
             delivery=self._delivery, bucket_bytes=role.bucket_bytes, adapter=role.adapter.name,
             serving=role.attests,
         )  # fmt: skip

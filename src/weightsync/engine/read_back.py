@@ -38,7 +38,7 @@ class ReadBack:
         """Whether ``shards`` can be read back as what a trainer publishes: all of them whole, and none of another dtype."""
         if shards is None or (self._part < len(shards) and not _whole(shards[self._part])):
             return False  # perhaps as it was the last time, which takes no further look
-        tensors = [one.tensor for one in shards]
+        tensors = [shard.tensor for shard in shards]
         if self._views is None or not self._views.are_of(tensors):
             self._views, self._digest = Views(tensors), None
             self._layout, self._addresses, self._device = self._find(shards)
@@ -46,7 +46,7 @@ class ReadBack:
 
     def _find(self, shards: Sequence[Shard]) -> tuple[Layout | None, tuple[int, ...], torch.device | None]:
         device = device_of(shards)
-        self._part = next((index for index, one in enumerate(shards) if not _whole(one)), len(shards))
+        self._part = next((index for index, shard in enumerate(shards) if not _whole(shard)), len(shards))
         if device is None or device.type not in ("cpu", "cuda") or self._part < len(shards):
             return None, (), None
         try:
@@ -80,5 +80,5 @@ class ReadBack:
         return digests
 
 
-def _whole(one: Shard) -> bool:
-    return one.box == Box.whole(one.shape)
+def _whole(shard: Shard) -> bool:
+    return shard.box == Box.whole(shard.shape)

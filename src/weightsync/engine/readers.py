@@ -14,7 +14,7 @@ from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, DeadlineExceeded, TransportError, TransportUnavailable
 from weightsync.protocol.messages import Host, Offer, PlanSlice, SourceAddress
-from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.base import Reader, Transport
 from weightsync.transports.select import choose
 
@@ -55,7 +55,7 @@ class Readers:
     def connect(
         self,
         sources: Sequence[SourceAddress],
-        tables: Sequence[Sequence[Tiles]],
+        tables: Sequence[Sequence[CopyTable]],
         device: torch.device | None,
         deadline: Deadline,
         stopwatch: Stopwatch,

@@ -18,9 +18,9 @@ from weightsync.engine.fill.streamed import bucket_bytes_for
 from weightsync.engine.readers import writing
 from weightsync.engine.session import EngineSession, Ticket
 from weightsync.errors import Aborted, PlanMismatch, ProtocolError
-from weightsync.gc_pause import no_collection
+from weightsync.gc_pause import gc_paused
 from weightsync.model import Layout, Manifest, Version, fold
-from weightsync.planning.coverage import Cover
+from weightsync.planning.coverage import Coverage
 from weightsync.protocol.messages import (
     Body,
     CheckSources,
@@ -128,7 +128,7 @@ class EngineRole:
         if shards is None or device is None or (device.type != "cpu" and not writing(device, self.transports)):
             return None, ()
         self._device = device if device.type == "cuda" else None
-        self._views = Views([one.tensor for one in shards])
+        self._views = Views([shard.tensor for shard in shards])
         # Rows are cut so that a processor's cache holds them until they are digested; a GPU digests all at once.
         cut = {} if self._device is None else {"block_bytes": None}
         layout, addresses = layout_in_place(self.manifest, shards, **cut)
@@ -245,7 +245,7 @@ class EngineRole:
                 self.session.begin()
                 if self.session.sleeps:
                     filler = self._follow_memory(filler, deadline)
-                with no_collection():
+                with gc_paused():
                     filled = filler.run(number, deadline)
         except BaseException:
             self._drop_filler()  # connections may be beyond use, or aborted: the next round makes new ones
@@ -265,7 +265,7 @@ class EngineRole:
         if filler.plan.delivery != "direct":
             return filler
         if self._views is not None:
-            tensors = [one.tensor for one in self.session.shards() or ()]
+            tensors = [shard.tensor for shard in self.session.shards() or ()]
             # How memory on a device is read is looked at while the device copies: this must be quick for ten thousands of tensors.
             if self._views.are_of(tensors) if filler.device is None else self._views.are_at(tensors):
                 return filler
@@ -277,7 +277,7 @@ class EngineRole:
         return self._filler
 
     def _check_memory(self) -> None:
-        if self._views is not None and not self._views.are_of([one.tensor for one in self.session.shards() or ()]):
+        if self._views is not None and not self._views.are_of([shard.tensor for shard in self.session.shards() or ()]):
             raise PlanMismatch("the engine rebuilt its parameters since it prepared: restart this rank's weightsync.Engine")
 
     def _commit(self, version: Version) -> None:
@@ -313,7 +313,7 @@ class EngineRole:
         self._resume(deadline)
         return Updated(moved, True, paused - started, time.perf_counter() - came)
 
-    def _holds(self, version: Version, moved: Moved, cover: Cover) -> bool:
+    def _holds(self, version: Version, moved: Moved, cover: Coverage) -> bool:
         digests = np.frombuffer(moved.digests, "<u8").astype(np.uint64, copy=False)
         return fold(cover.total({"": digests})) == version.digest
 

@@ -82,7 +82,7 @@ class EngineSession:
         self._calls = AdapterCalls(self._adapters, member, self._forget)
         main, *rest = self._calls.manifests()
         self.manifest: Manifest = join_manifests(main, rest[0] if rest else None, draft_prefix)
-        self.sleeps = any(one.sleeps for one in self._adapters)
+        self.sleeps = any(adapter.sleeps for adapter in self._adapters)
         """Whether parameters may be elsewhere after :meth:`begin`."""
         self._read_back = ReadBack(self.manifest)
         self.state: State = "serving"
@@ -288,7 +288,7 @@ class EngineSession:
 
     def can_read_back(self, *, build: bool = False) -> bool:
         """Whether parameters can be digested after a write; with ``build`` tables for a device are made now, not in a round."""
-        if any(one.loads_late for one in self._adapters) or not self._read_back.look(self._calls.shards()):
+        if any(adapter.loads_late for adapter in self._adapters) or not self._read_back.look(self._calls.shards()):
             return False
         if build:
             self._read_back.build()
@@ -299,7 +299,7 @@ class EngineSession:
 
         Returns the tensors' indices in the manifest and their digests.
         """
-        if any(one.loads_late for one in self._adapters):
+        if any(adapter.loads_late for adapter in self._adapters):
             return None
         return self._read_back.digests(self._calls.shards(), deadline)
 

@@ -15,20 +15,20 @@ from weightsync.external import checkpoint_files
 from weightsync.model import Manifest, TensorSpec
 from weightsync.tensors.shards import manifest_of
 
-__all__ = ["Checkpoint", "checkpoint_of"]
+__all__ = ["HfCheckpoint", "checkpoint_of"]
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class HfCheckpoint:
     """The tensors that a loader expects."""
 
     manifest: Manifest
     names: tuple[str, ...]
     """Names under which tensors are handed to the loader: those that the files hold."""
 
-    def with_draft(self, draft: Checkpoint, prefix: str) -> Checkpoint:
+    def with_draft(self, draft: HfCheckpoint, prefix: str) -> HfCheckpoint:
         """This one, and a draft model's under names that begin with ``prefix``.
 
         Raises :class:`~weightsync.errors.ConfigurationError` if some of its own do, or the prefix is empty.
@@ -41,10 +41,10 @@ class Checkpoint:
             for spec in draft.manifest
         ]
         joined = join_manifests(self.manifest, Manifest(specs), prefix)
-        return Checkpoint(joined, self.names + tuple(prefix + name for name in draft.names))
+        return HfCheckpoint(joined, self.names + tuple(prefix + name for name in draft.names))
 
 
-def checkpoint_of(model: str, revision: str | None, config: object) -> Checkpoint:
+def checkpoint_of(model: str, revision: str | None, config: object) -> HfCheckpoint:
     """The checkpoint behind a vLLM model: ``model`` is a folder or a hub name, ``config`` its Hugging Face configuration.
 
     Names, shapes and dtypes are those of the safetensors files; ties come from the Transformers class of ``config``, built
@@ -59,11 +59,11 @@ def checkpoint_of(model: str, revision: str | None, config: object) -> Checkpoin
                 f"{model} has no safetensors files here, and Transformers has no class for its configuration: weightsync cannot "
                 "tell which tensors this engine takes"
             )
-        return Checkpoint(built, tuple(spec.name for spec in built))
+        return HfCheckpoint(built, tuple(spec.name for spec in built))
     aliases = {} if built is None else _ties(built, headers)
     tied = {name for others in aliases.values() for name in others}
     specs = [msgspec.structs.replace(spec, aliases=aliases.get(name, ())) for name, spec in headers.items() if name not in tied]
-    return Checkpoint(Manifest(specs), tuple(headers))
+    return HfCheckpoint(Manifest(specs), tuple(headers))
 
 
 def _folder(model: str, revision: str | None) -> Path | None:
@@ -84,11 +84,11 @@ def _headers(folder: Path | None) -> dict[str, TensorSpec]:
         return {}
     whole = any((folder / name).exists() for name in (checkpoint_files.INDEX, checkpoint_files.SINGLE))
     files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
-    found: dict[str, TensorSpec] = {}
+    specs: dict[str, TensorSpec] = {}
     for path in [folder] if whole else files:
-        with checkpoint_files.Checkpoint(path, follow_links=True) as opened:  # vLLM follows them, and no weight is read here
-            found |= {spec.name: spec for spec in opened.manifest}
-    return found
+        with checkpoint_files.CheckpointFiles(path, follow_links=True) as opened:  # vLLM follows them, and no weight is read here
+            specs |= {spec.name: spec for spec in opened.manifest}
+    return specs
 
 
 def _built(config: object) -> Manifest | None:
@@ -107,8 +107,8 @@ def _built(config: object) -> Manifest | None:
 
 def _ties(built: Manifest, headers: Mapping[str, TensorSpec]) -> dict[str, tuple[str, ...]]:
     """Aliases by the name that the files hold; a trainer's model lists the same ones."""
-    found: dict[str, tuple[str, ...]] = {}
+    ties: dict[str, tuple[str, ...]] = {}
     for spec in built:
         if spec.aliases and spec.name in headers:
-            found[spec.name] = spec.aliases
-    return found
+            ties[spec.name] = spec.aliases
+    return ties

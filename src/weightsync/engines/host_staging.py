@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from weightsync.engines.hf_checkpoint import Checkpoint
+from weightsync.engines.hf_checkpoint import HfCheckpoint
 from weightsync.errors import LoadError
 
 __all__ = ["HostStaging"]
@@ -22,7 +22,7 @@ class HostStaging:
     one version to the next. Not thread-safe: calls come one at a time.
     """
 
-    def __init__(self, checkpoint: Checkpoint, engine: str, draft_prefix: str | None = None) -> None:
+    def __init__(self, checkpoint: HfCheckpoint, engine: str, draft_prefix: str | None = None) -> None:
         self._checkpoint, self._engine, self._draft_prefix = checkpoint, engine, draft_prefix
         self._memory: dict[str, torch.Tensor] = {}
         self._arrived: set[str] = set()

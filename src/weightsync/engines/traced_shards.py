@@ -30,8 +30,8 @@ class DirectShards:
         self._where, self._shards = self._look(), traced.shards(model)
 
     def _look(self) -> list[tuple[int, tuple[int, ...]]]:
-        found: list[torch.Tensor] = [getattr(layer, name) for layer, name in self._used]
-        return [(one.data_ptr(), one.stride()) for one in found]
+        tensors: list[torch.Tensor] = [getattr(layer, name) for layer, name in self._used]
+        return [(tensor.data_ptr(), tensor.stride()) for tensor in tensors]
 
     def now(self) -> Sequence[Shard]:
         """The shards where they are now; cheap while nothing has moved, as it is asked for while the engine stands still.
@@ -71,7 +71,7 @@ def find_direct(
         if reason is not None:
             return reason
         direct = DirectShards(traced, model)
-        elsewhere = {str(one.tensor.device) for one in direct.now()} - {str(device)}
+        elsewhere = {str(shard.tensor.device) for shard in direct.now()} - {str(device)}
         if elsewhere:
             return f"some parameters are not on {device} but on {', '.join(sorted(elsewhere))}"
         with _parameters_kept(model):
@@ -87,9 +87,9 @@ def find_direct(
 @contextmanager
 def _parameters_kept(model: nn.Module) -> Iterator[None]:
     """Put back parameters that the loader replaced, by some of the trace, which have no bytes, or of the trial."""
-    before = [(layer, name, one) for layer in model.modules() for name, one in layer._parameters.items()]
+    before = [(layer, name, parameter) for layer in model.modules() for name, parameter in layer._parameters.items()]
     try:
         yield
     finally:
-        for layer, name, one in before:
-            layer._parameters[name] = one
+        for layer, name, parameter in before:
+            layer._parameters[name] = parameter

@@ -22,7 +22,7 @@ from weightsync.errors import ConfigurationError
 from weightsync.model import Manifest, TensorSpec
 from weightsync.protocol.messages import UNREADABLE
 
-__all__ = ["INDEX", "SINGLE", "Checkpoint", "buckets_of"]
+__all__ = ["INDEX", "SINGLE", "CheckpointFiles", "buckets_of"]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -77,13 +77,13 @@ _Entry = dict[_Field, str | list[int]]
 _Header = dict[_Name, _Entry]
 
 
-class _Place(NamedTuple):
+class _Location(NamedTuple):
     descriptor: int
     path: Path
     offset: int
 
 
-class Checkpoint:
+class CheckpointFiles:
     """The tensors of a checkpoint ``directory`` (or one ``.safetensors`` file), open for reading. Close it, or use a ``with``.
 
     Reads headers only; :meth:`read` reads a tensor. A name in the index never leads out of the directory. Links are followed within
@@ -95,7 +95,7 @@ class Checkpoint:
     """
 
     def __init__(self, directory: Path, *, follow_links: bool = False, allow_sparse: bool = False) -> None:
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _Location] = {}
         self._allow_sparse = allow_sparse
         # A file that the caller names is what the caller wants, wherever it leads.
         self._folders = None if follow_links or directory.is_file() else _allowed(directory)
@@ -133,7 +133,7 @@ class Checkpoint:
                 raise ConfigurationError(f"{path}: tensor {spec.name!r} is in {self._places[spec.name].path.name} already")
             if mapped is not None and mapped.get(spec.name) != path.name:
                 raise ConfigurationError(f"{path}: the index does not say that tensor {spec.name!r} is here")
-            self._places[spec.name] = _Place(descriptor, path, offset)
+            self._places[spec.name] = _Location(descriptor, path, offset)
             yield spec
 
     def read(self, specs: Sequence[TensorSpec], memory: npt.NDArray[np.uint8]) -> None:
@@ -186,8 +186,8 @@ def buckets_of(manifest: Manifest, bucket_bytes: int) -> list[list[TensorSpec]]:
 
 def _allowed(directory: Path) -> tuple[Path, ...]:
     """Where a checkpoint's files may really lie: in it, or among the blobs that a snapshot of Hugging Face's cache links to."""
-    here = Path(os.path.realpath(directory))
-    return (here, here.parent.parent / "blobs") if here.parent.name == "snapshots" else (here,)
+    root = Path(os.path.realpath(directory))
+    return (root, root.parent.parent / "blobs") if root.parent.name == "snapshots" else (root,)
 
 
 def _regular(path: Path, folders: tuple[Path, ...] | None) -> tuple[int, int]:
@@ -202,18 +202,18 @@ def _regular(path: Path, folders: tuple[Path, ...] | None) -> tuple[int, int]:
     except OSError as error:
         raise ConfigurationError(f"cannot open {path}: {error.strerror}") from error
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise ConfigurationError(f"{path} is not a regular file")
         if folders is not None:
             real = Path(os.path.realpath(path))
             # The file that is open must be the one at that place: a link may be exchanged between two looks.
-            if real.parent not in folders or not os.path.samestat(os.stat(real), found):
+            if real.parent not in folders or not os.path.samestat(os.stat(real), status):
                 raise ConfigurationError(
                     f"{path} is a link that leads out of the checkpoint, to {real}; name that file itself, or say that links are "
                     "to be followed (follow_links=True, --follow-links)"
                 )
-        return descriptor, found.st_size
+        return descriptor, status.st_size
     except OSError as error:
         os.close(descriptor)
         raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
@@ -227,12 +227,12 @@ def _only(directory: Path) -> Path:
     if (directory / SINGLE).exists():
         return directory / SINGLE
     try:
-        found = sorted(path for path in directory.iterdir() if path.name.endswith(".safetensors"))
+        files = sorted(path for path in directory.iterdir() if path.name.endswith(".safetensors"))
     except OSError as error:
         raise ConfigurationError(f"{directory} is not a checkpoint: {error.strerror}") from error
-    if len(found) != 1:
-        raise ConfigurationError(f"{directory} has neither {INDEX} nor {SINGLE}, and {len(found)} other .safetensors files")
-    return found[0]
+    if len(files) != 1:
+        raise ConfigurationError(f"{directory} has neither {INDEX} nor {SINGLE}, and {len(files)} other .safetensors files")
+    return files[0]
 
 
 def _find(directory: Path, folders: tuple[Path, ...] | None) -> dict[str, str] | None:
@@ -278,13 +278,13 @@ def _decoded(path: Path, data: bytes, kind: Any) -> Any:  # noqa: ANN401 - the t
         return key(text)
 
     try:
-        found = msgspec.json.decode(data, type=kind, dec_hook=once)
+        value = msgspec.json.decode(data, type=kind, dec_hook=once)
     except UNREADABLE as error:
         what = "is not an index (JSON) of files of this directory" if kind is _Index else "does not begin with a header (JSON)"
         raise ConfigurationError(f"{path} {what}: {str(error)[:500]}") from None
-    if kind is _Index and len(found.weight_map) != len(names):
+    if kind is _Index and len(value.weight_map) != len(names):
         raise ConfigurationError(f"{path}: 'weight_map' occurs twice")
-    return found
+    return value
 
 
 def _read_header(path: Path, descriptor: int, size: int) -> list[tuple[TensorSpec, int]]:
@@ -295,20 +295,20 @@ def _read_header(path: Path, descriptor: int, size: int) -> list[tuple[TensorSpe
     header: _Header = _decoded(path, _exactly(path, descriptor, length, 8), _Header)
     header.pop(_Name("__metadata__"), None)
     base, end = 8 + length, 0
-    found = []
+    entries = []
     for name, entry in header.items():
         spec, first, last = _entry(path, str(name), entry)
         if last > size - base:
             raise ConfigurationError(f"{path}: tensor {name!r} ends {last - (size - base):,} bytes after the file")
-        found.append((spec, first, last))
-    for spec, first, last in sorted(found, key=lambda one: one[1:]):
+        entries.append((spec, first, last))
+    for spec, first, last in sorted(entries, key=lambda one: one[1:]):
         if first != end:
             what = "overlaps another" if first < end else "comes after a gap"
             raise ConfigurationError(f"{path}: tensor {spec.name!r} {what} (bytes {first:,} to {last:,}, after {end:,})")
         end = last
     if end != size - base:
         raise ConfigurationError(f"{path}: {size - base - end:,} bytes at the end belong to no tensor")
-    return [(spec, base + first) for spec, first, _ in found]
+    return [(spec, base + first) for spec, first, _ in entries]
 
 
 def _exactly(path: Path, descriptor: int, length: int, offset: int) -> bytes:

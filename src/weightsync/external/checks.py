@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import ConfigurationError, ManifestMismatch, VerificationError
-from weightsync.external.requests import InitGroup, Tensors, Update
+from weightsync.external.requests import InitGroupRequest, Tensors, UpdateRequest
 from weightsync.model import FIRST_EPOCH, ITEMSIZE, Manifest, Version, parse_label
 from weightsync.model.version import fold
 
@@ -52,15 +52,16 @@ class Incoming(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
-def check_group(wish: InitGroup, ranks: int, known: Collection[str], backends: Collection[str]) -> None:
+def check_group(request: InitGroupRequest, ranks: int, known: Collection[str], backends: Collection[str]) -> None:
     """Raise :class:`~weightsync.errors.ConfigurationError` for a group that cannot come about."""
-    if wish.group_name in known:
-        raise ConfigurationError(f"group {wish.group_name!r} is already initialized; destroy it first, or use another name")
-    if wish.backend not in backends:
-        raise ConfigurationError(f"backend {wish.backend!r} is not available here; available: {', '.join(sorted(backends))}")
-    if wish.rank_offset + ranks > wish.world_size:
+    if request.group_name in known:
+        raise ConfigurationError(f"group {request.group_name!r} is already initialized; destroy it first, or use another name")
+    if request.backend not in backends:
+        raise ConfigurationError(f"backend {request.backend!r} is not available here; available: {', '.join(sorted(backends))}")
+    if request.rank_offset + ranks > request.world_size:
         raise ConfigurationError(
-            f"{ranks} engine ranks from rank {wish.rank_offset} on do not fit {wish.group_name!r}, a world of {wish.world_size}"
+            f"{ranks} engine ranks from rank {request.rank_offset} on do not fit {request.group_name!r}, a world of "
+            f"{request.world_size}"
         )
 
 
@@ -90,7 +91,7 @@ def check_address(address: str, networks: Collection[str]) -> None:
         raise ConfigurationError(f"master_address {place} is in none of the networks that this server takes: {', '.join(networks)}")
 
 
-def check_bucket(update: Update, manifest: Manifest, max_bytes: int, packing: Packing) -> tuple[Incoming, ...]:
+def check_bucket(update: UpdateRequest, manifest: Manifest, max_bytes: int, packing: Packing) -> tuple[Incoming, ...]:
     """The tensors of a bucket, checked against ``manifest``; a single tensor may be larger than ``max_bytes``, a bucket not.
 
     A flattened bucket of ``elements`` is a vector of one dtype, with offsets in elements: mixed dtypes are refused. One of
@@ -99,14 +100,14 @@ def check_bucket(update: Update, manifest: Manifest, max_bytes: int, packing: Pa
     """
     if not update.names and not update.finished:
         raise ConfigurationError("an update without tensors does nothing; with finished=true it would finalize")
-    found = _incoming(update, manifest)
-    dtypes = {one.dtype for one in found}
+    incoming = _incoming(update, manifest)
+    dtypes = {tensor.dtype for tensor in incoming}
     if update.load_format == "flattened_bucket" and packing == "elements" and len(dtypes) > 1:
         raise ConfigurationError(f"a flattened bucket holds one dtype, not {', '.join(sorted(dtypes))}; send one bucket for each")
-    total = sum(one.nbytes for one in found)
-    if total > max_bytes and len(found) > 1:
+    total = sum(tensor.nbytes for tensor in incoming)
+    if total > max_bytes and len(incoming) > 1:
         raise ConfigurationError(f"a bucket of {total:,} bytes; this server stages {max_bytes:,} at most: send smaller ones")
-    return found
+    return incoming
 
 
 def check_tensors(tensors: Tensors, manifest: Manifest, *, partial: bool) -> None:
@@ -115,7 +116,7 @@ def check_tensors(tensors: Tensors, manifest: Manifest, *, partial: bool) -> Non
     Raises :class:`~weightsync.errors.ConfigurationError` or :class:`~weightsync.errors.ManifestMismatch`.
     """
     known = np.zeros(len(manifest), np.bool_)
-    known[[one.index for one in _incoming(tensors, manifest)]] = True
+    known[[tensor.index for tensor in _incoming(tensors, manifest)]] = True
     missing = [manifest[int(index)].name for index in np.flatnonzero(~known)]
     if missing and not partial:
         raise ManifestMismatch(f"{len(missing)} of the engine's {len(manifest)} tensors are not there to be sent: {_few(missing)}")
@@ -123,7 +124,7 @@ def check_tensors(tensors: Tensors, manifest: Manifest, *, partial: bool) -> Non
         raise ConfigurationError("an update without tensors does nothing")
 
 
-def _incoming(tensors: Tensors | Update, manifest: Manifest) -> tuple[Incoming, ...]:
+def _incoming(tensors: Tensors | UpdateRequest, manifest: Manifest) -> tuple[Incoming, ...]:
     names, dtypes, shapes = tensors.names, tensors.dtypes, tensors.shapes
     if not len(names) == len(dtypes) == len(shapes):
         raise ConfigurationError(
@@ -137,7 +138,7 @@ def _incoming(tensors: Tensors | Update, manifest: Manifest) -> tuple[Incoming, 
     bad = sorted(set(dtypes) - set(ITEMSIZE))
     if bad:
         raise ConfigurationError(f"unknown dtypes {_few(bad)}; known: {', '.join(sorted(ITEMSIZE))}")
-    found = []
+    incoming = []
     for name, dtype, extents in zip(names, dtypes, shapes, strict=True):
         index = manifest.index[name]
         spec, shape = manifest[index], tuple(extents)
@@ -145,8 +146,8 @@ def _incoming(tensors: Tensors | Update, manifest: Manifest) -> tuple[Incoming, 
             raise ManifestMismatch(f"shape of {name}: {list(shape)} sent, the engine has {list(spec.shape)}")
         if dtype != spec.dtype:
             raise ManifestMismatch(f"dtype of {name}: {dtype} sent, the engine has {spec.dtype}; convert it before sending")
-        found.append(Incoming(index, name, dtype, shape, spec.nbytes))
-    return tuple(found)
+        incoming.append(Incoming(index, name, dtype, shape, spec.nbytes))
+    return tuple(incoming)
 
 
 def parse_version(label: str | None, run: str, last: int, epoch: int = FIRST_EPOCH) -> tuple[str, int, int]:
@@ -161,8 +162,8 @@ def parse_version(label: str | None, run: str, last: int, epoch: int = FIRST_EPO
     parsed = parse_label(label) if re.fullmatch(r"(?:[A-Za-z0-9_.:/-]{1,200}@)?[0-9]{1,18}", label) else None
     if parsed is None or parsed[0] == "":
         raise ConfigurationError(f"{label!r} is not a version; write a number, RUN@NUMBER or RUN.EPOCH@NUMBER")
-    named, said, number = parsed
-    return (run, number, epoch) if named is None else (named, number, said)
+    named, parsed_number, number = parsed
+    return (run, number, epoch) if named is None else (named, number, parsed_number)
 
 
 def check_digests(

@@ -6,52 +6,52 @@ from collections.abc import Mapping, Sequence
 
 from weightsync.deadline import Deadline
 from weightsync.errors import ProtocolError
-from weightsync.external.clients.base import Call, GroupWish, UpdateClient, bucket_body, group_body, tensors_body
+from weightsync.external.clients.base import GroupSpec, HttpCall, UpdateClient, bucket_body, group_body, tensors_body
 from weightsync.model import Manifest, PauseMode, TensorSpec
 
 __all__ = ["WeightUpdateClient", "abort", "begin", "check", "commit", "destroy_group", "init_group", "state", "update"]
 
 
-def init_group(wish: GroupWish, timeout: float) -> Call:
+def init_group(request: GroupSpec, timeout: float) -> HttpCall:
     """Join a group within ``timeout`` seconds."""
-    return Call("POST", "/init_weights_update_group", group_body(wish) | {"timeout": timeout})
+    return HttpCall("POST", "/init_weights_update_group", group_body(request) | {"timeout": timeout})
 
 
-def destroy_group(name: str) -> Call:
+def destroy_group(name: str) -> HttpCall:
     """Leave a group."""
-    return Call("POST", "/destroy_weights_update_group", {"group_name": name})
+    return HttpCall("POST", "/destroy_weights_update_group", {"group_name": name})
 
 
-def check(label: str | None, manifest: Manifest) -> Call:
+def check(label: str | None, manifest: Manifest) -> HttpCall:
     """Say whether an update of these tensors would be taken; nothing is paused for it."""
-    return Call("POST", "/check_weight_update", {"weight_version": label, "tensors": tensors_body(manifest)})
+    return HttpCall("POST", "/check_weight_update", {"weight_version": label, "tensors": tensors_body(manifest)})
 
 
-def begin(label: str | None, fingerprint: str | None, mode: PauseMode | None, timeout: float) -> Call:
+def begin(label: str | None, fingerprint: str | None, mode: PauseMode | None, timeout: float) -> HttpCall:
     """Pause, and take an update within ``timeout`` seconds: of everything in the manifest of this ``fingerprint``, if given."""
-    return Call(
+    return HttpCall(
         "POST", "/begin_weight_update", {"weight_version": label, "manifest": fingerprint, "mode": mode, "timeout": timeout}
     )
 
 
-def update(specs: Sequence[TensorSpec], group: str) -> Call:
+def update(specs: Sequence[TensorSpec], group: str) -> HttpCall:
     """Receive a flattened bucket of one dtype."""
-    return Call("POST", "/update_weights_from_distributed", bucket_body(specs, group))
+    return HttpCall("POST", "/update_weights_from_distributed", bucket_body(specs, group))
 
 
-def commit(digests: Mapping[str, str]) -> Call:
+def commit(digests: Mapping[str, str]) -> HttpCall:
     """Verify, finalize, flush, label, resume."""
-    return Call("POST", "/commit_weight_update", {"digests": dict(digests)})
+    return HttpCall("POST", "/commit_weight_update", {"digests": dict(digests)})
 
 
-def abort() -> Call:
+def abort() -> HttpCall:
     """Give up; the engine stays paused."""
-    return Call("POST", "/abort_weight_update", {})
+    return HttpCall("POST", "/abort_weight_update", {})
 
 
-def state() -> Call:
+def state() -> HttpCall:
     """Where the engine stands."""
-    return Call("GET", "/weight_update")
+    return HttpCall("GET", "/weight_update")
 
 
 class WeightUpdateClient(UpdateClient):
@@ -62,13 +62,13 @@ class WeightUpdateClient(UpdateClient):
     _mode: PauseMode | None = None
     _init_seconds = 60.0
 
-    def _init(self, wish: GroupWish) -> Call:
-        return init_group(wish, self._init_seconds)
+    def _init(self, request: GroupSpec) -> HttpCall:
+        return init_group(request, self._init_seconds)
 
-    def _destroy(self) -> Call:
+    def _destroy(self) -> HttpCall:
         return destroy_group(self.group_name)
 
-    def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> Call:
+    def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> HttpCall:
         return update(specs, self.group_name)
 
     def join(self, deadline: Deadline) -> None:
@@ -92,10 +92,10 @@ class WeightUpdateClient(UpdateClient):
 
     def version(self, deadline: Deadline) -> str | None:
         """What is served now; ``None`` while it is paused."""
-        found = self.call(state(), deadline)
-        if not isinstance(found, dict):
-            raise ProtocolError(f"{self.url} answered /weight_update with a {type(found).__name__}")
-        label = found.get("weight_version")
+        answer = self.call(state(), deadline)
+        if not isinstance(answer, dict):
+            raise ProtocolError(f"{self.url} answered /weight_update with a {type(answer).__name__}")
+        label = answer.get("weight_version")
         return None if label is None else str(label)
 
     def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline) -> None:

@@ -14,24 +14,24 @@ from weightsync.model import PauseMode, TensorSpec, Version
 from weightsync.protocol.messages import UNREADABLE
 
 __all__ = [
-    "Answer",
+    "Command",
+    "CommandAnswer",
+    "CommandDone",
+    "CommandFailed",
     "Describe",
     "Described",
     "Digested",
-    "Done",
-    "Failed",
     "Finish",
-    "Join",
-    "Leave",
-    "Order",
-    "Pause",
-    "Quarantine",
+    "JoinGroup",
+    "LeaveGroup",
+    "PauseRank",
+    "QuarantineRank",
     "Receive",
-    "Resume",
+    "ResumeRank",
     "Step",
     "Verify",
     "decode_answer",
-    "decode_order",
+    "decode_command",
     "encode",
 ]
 
@@ -43,7 +43,7 @@ class Describe(msgspec.Struct, frozen=True, tag=True):
     """Say which tensors you take and which backends you have."""
 
 
-class Join(msgspec.Struct, frozen=True, tag=True):
+class JoinGroup(msgspec.Struct, frozen=True, tag=True):
     """Join a group as rank ``rank_offset`` plus your own rank."""
 
     name: str
@@ -55,13 +55,13 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     timeout: float
 
 
-class Leave(msgspec.Struct, frozen=True, tag=True):
+class LeaveGroup(msgspec.Struct, frozen=True, tag=True):
     """Leave a group; nothing happens if you are in none of that name."""
 
     name: str
 
 
-class Pause(msgspec.Struct, frozen=True, tag=True):
+class PauseRank(msgspec.Struct, frozen=True, tag=True):
     """Stop generating, wake the weights, and from now on obey orders of this update only."""
 
     mode: PauseMode
@@ -69,7 +69,7 @@ class Pause(msgspec.Struct, frozen=True, tag=True):
     update: int = 0
 
 
-class Quarantine(msgspec.Struct, frozen=True, tag=True):
+class QuarantineRank(msgspec.Struct, frozen=True, tag=True):
     """Stop generating, and obey no order of this update or an earlier one until the next pause."""
 
     timeout: float
@@ -101,16 +101,16 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
     timeout: float = SECONDS
 
 
-class Resume(msgspec.Struct, frozen=True, tag=True):
+class ResumeRank(msgspec.Struct, frozen=True, tag=True):
     """Generate again."""
 
     update: int = 0
     timeout: float = SECONDS
 
 
-Step = Pause | Quarantine | Receive | Verify | Finish | Resume
+Step = PauseRank | QuarantineRank | Receive | Verify | Finish | ResumeRank
 """What belongs to an update."""
-Order = Describe | Join | Leave | Step
+Command = Describe | JoinGroup | LeaveGroup | Step
 
 
 class Described(msgspec.Struct, frozen=True, tag=True):
@@ -131,13 +131,13 @@ class Digested(msgspec.Struct, frozen=True, tag=True):
     """Whether they are of the parameters themselves, not of what the loader was given."""
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class CommandDone(msgspec.Struct, frozen=True, tag=True):
     """It is done. ``nbytes`` is what was received."""
 
     nbytes: int = 0
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class CommandFailed(msgspec.Struct, frozen=True, tag=True):
     """It failed, as :func:`weightsync.errors.to_wire` says it."""
 
     kind: str
@@ -148,30 +148,30 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
         return from_wire(self.kind, self.message)
 
 
-Answer = Described | Digested | Done | Failed
+CommandAnswer = Described | Digested | CommandDone | CommandFailed
 
-_orders = msgspec.msgpack.Decoder(Order)
-_answers = msgspec.msgpack.Decoder(Answer)
+_commands = msgspec.msgpack.Decoder(Command)
+_answers = msgspec.msgpack.Decoder(CommandAnswer)
 
 
-def encode(body: Order | Answer) -> bytes:
+def encode(body: Command | CommandAnswer) -> bytes:
     """As bytes (MessagePack)."""
     return msgspec.msgpack.encode(body)
 
 
-def decode_order(data: bytes) -> Order:
+def decode_command(data: bytes) -> Command:
     """The order in ``data``. Raises :class:`~weightsync.errors.ProtocolError`."""
     try:
-        order: Order = _orders.decode(data)
+        order: Command = _commands.decode(data)
     except UNREADABLE as error:
         raise ProtocolError(f"not an order: {error}") from None
     return order
 
 
-def decode_answer(data: bytes) -> Answer:
+def decode_answer(data: bytes) -> CommandAnswer:
     """The answer in ``data``. Raises :class:`~weightsync.errors.ProtocolError`."""
     try:
-        answer: Answer = _answers.decode(data)
+        answer: CommandAnswer = _answers.decode(data)
     except UNREADABLE as error:
         raise ProtocolError(f"not an answer: {error}") from None
     return answer

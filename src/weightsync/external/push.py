@@ -16,7 +16,7 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, WeightSyncError
-from weightsync.external.checkpoint_files import Checkpoint, buckets_of
+from weightsync.external.checkpoint_files import CheckpointFiles, buckets_of
 from weightsync.external.clients.base import Bucket, UpdateClient
 from weightsync.model import PauseMode, TensorSpec
 from weightsync.tensors.digest import digest_box
@@ -40,7 +40,7 @@ class Pushed(msgspec.Struct, kw_only=True):
     ok: bool = False
     verified: bool = False
     """Whether the engine agreed to the digest of every tensor before it served."""
-    said: str = ""
+    answer: str = ""
     """What the engine made of it, or the error."""
     touched: bool = False
     """Whether it was paused; one that failed after that was not resumed by this."""
@@ -62,7 +62,7 @@ class _Target:
             what(self.client)
         except WeightSyncError as error:
             self.failed = True
-            self.result.said = f"{type(error).__name__}: {error}"
+            self.result.answer = f"{type(error).__name__}: {error}"
             if self.result.touched:
                 self.abort()
 
@@ -75,7 +75,7 @@ class _Target:
 
 
 def push(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointFiles,
     clients: Sequence[UpdateClient],
     label: str | None,
     *,
@@ -139,11 +139,11 @@ def push(
 
             def commit(target: _Target) -> Step:
                 def run(client: UpdateClient) -> None:
-                    said = client.commit(reading.digests, step())
+                    answer = client.commit(reading.digests, step())
                     client.flush(step())
                     client.resume(step())
                     client.leave(step())
-                    target.result.said, target.result.ok, target.result.verified = said, True, client.verifies
+                    target.result.answer, target.result.ok, target.result.verified = answer, True, client.verifies
                     target.result.seconds = time.monotonic() - started
 
                 return run
@@ -164,7 +164,7 @@ class _Reading:
     Raises :class:`~weightsync.errors.ConfigurationError` where the memory is not there.
     """
 
-    def __init__(self, checkpoint: Checkpoint, buckets: Sequence[Sequence[TensorSpec]]) -> None:
+    def __init__(self, checkpoint: CheckpointFiles, buckets: Sequence[Sequence[TensorSpec]]) -> None:
         self._checkpoint, self._buckets = checkpoint, buckets
         self.digests: dict[str, str] = {}
         """Of the tensors of every bucket that has come."""

@@ -24,28 +24,28 @@ from weightsync.errors import (
 )
 from weightsync.external.checks import Incoming, Packing
 from weightsync.external.orders import (
-    Answer,
+    Command,
+    CommandAnswer,
+    CommandDone,
+    CommandFailed,
     Describe,
     Described,
     Digested,
-    Done,
-    Failed,
     Finish,
-    Join,
-    Leave,
-    Order,
-    Pause,
-    Quarantine,
+    JoinGroup,
+    LeaveGroup,
+    PauseRank,
+    QuarantineRank,
     Receive,
-    Resume,
+    ResumeRank,
     Step,
     Verify,
-    decode_order,
+    decode_command,
     encode,
 )
 from weightsync.model import Box, Manifest, PauseMode
 from weightsync.tensors.shards import Shard, torch_dtype
-from weightsync.transports.broadcast.process_groups import Group, init_custom_process_group
+from weightsync.transports.broadcast.process_groups import ProcessGroup, init_custom_process_group
 
 __all__ = ["DisaggregatedRank"]
 
@@ -82,7 +82,7 @@ class DisaggregatedRank:
         self._packing = packing
         self._device = torch.device(device)
         self._reset_graphs = reset_graphs
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, ProcessGroup] = {}
         self._joining: set[str] = set()
         self._table = threading.Lock()
         self._received = np.zeros(len(self.manifest), np.uint64)
@@ -91,12 +91,12 @@ class DisaggregatedRank:
     def handle(self, message: bytes) -> bytes:
         """Obey one encoded order; never raises: what went wrong is in the answer."""
         try:
-            answer = self.obey(decode_order(message))
+            answer = self.obey(decode_command(message))
         except WeightSyncError as error:
-            answer = Failed(*to_wire(error))
+            answer = CommandFailed(*to_wire(error))
         except Exception as error:  # noqa: BLE001 - it crosses to the front, and is logged here
             _log.exception("rank %d of a disaggregated update failed", self.rank)
-            answer = Failed(*to_wire(error))
+            answer = CommandFailed(*to_wire(error))
         failpoints.reached("rank.answer")
         return encode(answer)
 
@@ -107,34 +107,34 @@ class DisaggregatedRank:
         for group in groups:
             group.close()
 
-    def obey(self, order: Order) -> Answer:
+    def obey(self, command: Command) -> CommandAnswer:
         """Obey one order. Raises what went wrong."""
-        match order:
+        match command:
             case Describe():
                 nccl = self._device.type == "cuda" and torch.distributed.is_nccl_available()
                 return Described(self.manifest.tensors, ("gloo", "nccl") if nccl else ("gloo",))
-            case Join():
-                self._join(order)
-                return Done()
-            case Leave():
+            case JoinGroup():
+                self._join(command)
+                return CommandDone()
+            case LeaveGroup():
                 failpoints.reached("rank.leave")
                 with self._table:
-                    group = self._groups.pop(order.name, None)
+                    group = self._groups.pop(command.name, None)
                 if group is not None:
                     group.close()
-                return Done()
-        call = self.session.receive(type(order).__name__, order.update, aborts=isinstance(order, Quarantine))
-        return self._update(order, call, Deadline(order.timeout))
+                return CommandDone()
+        call = self.session.receive(type(command).__name__, command.update, aborts=isinstance(command, QuarantineRank))
+        return self._update(command, call, Deadline(command.timeout))
 
-    def _update(self, order: Step, call: Ticket, deadline: Deadline) -> Answer:
-        match order:
-            case Pause():
+    def _update(self, command: Step, call: Ticket, deadline: Deadline) -> CommandAnswer:
+        match command:
+            case PauseRank():
                 failpoints.reached("rank.pause")
                 with self.session.turn(call, deadline):
-                    self._pause(order.mode, deadline)
+                    self._pause(command.mode, deadline)
                 failpoints.reached("rank.paused")
             case Receive():
-                return Done(self._receive(order, call, deadline))
+                return CommandDone(self._receive(command, call, deadline))
             case Verify():
                 failpoints.reached("rank.verify")
                 with self.session.turn(call, deadline):
@@ -145,50 +145,52 @@ class DisaggregatedRank:
             case Finish():
                 failpoints.reached("rank.finish")
                 with self.session.turn(call, deadline):
-                    self.session.finish(order.version)
+                    self.session.finish(command.version)
                     self._reset_graphs()
                     failpoints.reached("rank.flush")
-                    self.session.commit(order.version)
-            case Resume():
+                    self.session.commit(command.version)
+            case ResumeRank():
                 failpoints.reached("rank.resume")
                 with self.session.turn(call, deadline), self.session.resuming(deadline):
                     failpoints.reached("rank.resumed")
-            case Quarantine():
+            case QuarantineRank():
                 failpoints.reached("rank.quarantine")
                 self.session.quarantine(call, deadline)
-        return Done()
+        return CommandDone()
 
-    def _join(self, order: Join) -> None:
+    def _join(self, command: JoinGroup) -> None:
         failpoints.reached("rank.join")
         with self._table:
-            if order.name in self._groups or order.name in self._joining:
-                raise MembershipError(f"group {order.name!r} is already initialized")
-            self._joining.add(order.name)
+            if command.name in self._groups or command.name in self._joining:
+                raise MembershipError(f"group {command.name!r} is already initialized")
+            self._joining.add(command.name)
         try:
-            group = self._meet(order)
+            group = self._meet(command)
             with self._table:
-                self._groups[order.name] = group
+                self._groups[command.name] = group
         finally:
             with self._table:
-                self._joining.discard(order.name)
+                self._joining.discard(command.name)
 
-    def _meet(self, order: Join) -> Group:
+    def _meet(self, command: JoinGroup) -> ProcessGroup:
         """Join the group. One error for every failure at the other end: whoever names an address learns nothing about it."""
         try:
             return init_custom_process_group(
-                cast(Any, order.backend),
-                order.rank_offset + self.rank,
-                order.world_size,
-                order.name,
-                Deadline(order.timeout),
-                address=order.address,
-                port=order.port,
-                device=self._device if order.backend == "nccl" else None,
+                cast(Any, command.backend),
+                command.rank_offset + self.rank,
+                command.world_size,
+                command.name,
+                Deadline(command.timeout),
+                address=command.address,
+                port=command.port,
+                device=self._device if command.backend == "nccl" else None,
             )
         except (DeadlineExceeded, PeerLost) as error:
-            _log.warning("rank %d could not join group %r at %s:%d: %s", self.rank, order.name, order.address, order.port, error)
+            _log.warning(
+                "rank %d could not join group %r at %s:%d: %s", self.rank, command.name, command.address, command.port, error
+            )
             raise PeerLost(
-                f"group {order.name!r} did not come about within {order.timeout:g} s; the log of this engine rank says why"
+                f"group {command.name!r} did not come about within {command.timeout:g} s; the log of this engine rank says why"
             ) from None
 
     def _pause(self, mode: PauseMode, deadline: Deadline) -> None:
@@ -198,35 +200,35 @@ class DisaggregatedRank:
             self.session.begin()
         self._known[:] = False
 
-    def _receive(self, order: Receive, call: Ticket, deadline: Deadline) -> int:
+    def _receive(self, command: Receive, call: Ticket, deadline: Deadline) -> int:
         failpoints.reached("rank.receive")
         with self._table:
-            group = self._groups.get(order.group)
+            group = self._groups.get(command.group)
         if group is None or group.closed:
-            raise MembershipError(f"group {order.group!r} is not initialized, or broke")
+            raise MembershipError(f"group {command.group!r} is not initialized, or broke")
         self.session.check(call, "paused", "writing")  # another group's bucket, which ends before this one is loaded
         device = self._device if group.backend == "nccl" else torch.device("cpu")
-        memory, tensors = _stage(order, device, self._packing)
+        memory, tensors = _stage(command, device, self._packing)
         group.broadcast(memory, deadline)
         failpoints.reached("rank.arrived")
-        if order.flattened:
-            tensors = _unflatten(memory[0], order.tensors) if memory else []
+        if command.flattened:
+            tensors = _unflatten(memory[0], command.tensors) if memory else []
         arrived = [  # under the names that the loaders know: a sender may use the aliases
             Shard(self.manifest[one.index].name, tensor.shape, Box.whole(tuple(tensor.shape)), tensor)
-            for one, tensor in zip(order.tensors, tensors, strict=True)
+            for one, tensor in zip(command.tensors, tensors, strict=True)
         ]
         digested = ReadBack(self.manifest).digests(arrived, deadline)
         failpoints.reached("rank.load")
         with self.session.turn(call, deadline):
             self.session.require("paused")
             if group.closed:
-                raise PeerLost(f"group {order.group!r} was destroyed while a bucket of it arrived; the bucket was not loaded")
+                raise PeerLost(f"group {command.group!r} was destroyed while a bucket of it arrived; the bucket was not loaded")
             with self.session.writing(then="paused"):
                 self.session.load([(named.name, named.tensor) for named in arrived])
             if digested is not None:
                 self._received[digested[0]] = digested[1]
-            self._known[[one.index for one in order.tensors]] = True
-        return sum(one.nbytes for one in order.tensors)
+            self._known[[tensor.index for tensor in command.tensors]] = True
+        return sum(tensor.nbytes for tensor in command.tensors)
 
     def _verify(self, deadline: Deadline) -> Digested:
         """The digests of the parameters themselves where all that was sent can be read back; else of what was received."""
@@ -243,16 +245,16 @@ class DisaggregatedRank:
 def _stage(order: Receive, device: torch.device, packing: Packing) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Memory for the collectives, in their order, and the tensors in it, where each has a collective of its own."""
     if order.flattened:
-        total = sum(one.nbytes for one in order.tensors)
+        total = sum(tensor.nbytes for tensor in order.tensors)
         return ([torch.empty(total, dtype=torch.uint8, device=device)] if order.tensors else []), []
     places, end = [], 0
-    for one in order.tensors:
+    for tensor in order.tensors:
         places.append(end)
-        end += -(-one.nbytes // _ALIGNMENT) * _ALIGNMENT
+        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     memory = torch.empty(end, dtype=torch.uint8, device=device)
     tensors = [
-        memory[place : place + one.nbytes].view(torch_dtype(one.dtype)).view(one.shape)
-        for one, place in zip(order.tensors, places, strict=True)
+        memory[place : place + tensor.nbytes].view(torch_dtype(tensor.dtype)).view(tensor.shape)
+        for tensor, place in zip(order.tensors, places, strict=True)
     ]
     return tensors, tensors
 
@@ -260,11 +262,11 @@ def _stage(order: Receive, device: torch.device, packing: Packing) -> tuple[list
 def _unflatten(flat: torch.Tensor, tensors: Sequence[Incoming]) -> list[torch.Tensor]:
     """Views of a flattened bucket; a copy where mixed dtypes left a tensor at an odd address."""
     found, place = [], 0
-    for one in tensors:
-        dtype = torch_dtype(one.dtype)
-        part = flat[place : place + one.nbytes]
+    for tensor in tensors:
+        dtype = torch_dtype(tensor.dtype)
+        part = flat[place : place + tensor.nbytes]
         if place % dtype.itemsize:
             part = part.clone()
-        found.append(part.view(dtype).view(one.shape))
-        place += one.nbytes
+        found.append(part.view(dtype).view(tensor.shape))
+        place += tensor.nbytes
     return found

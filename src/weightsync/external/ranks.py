@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from weightsync.errors import DeadlineExceeded, ProtocolError, WeightSyncError
-from weightsync.external.orders import Answer, Failed, Order, decode_answer, encode
+from weightsync.external.orders import Command, CommandAnswer, CommandFailed, decode_answer, encode
 from weightsync.external.rank import DisaggregatedRank
 
 __all__ = ["LocalRanks", "Ranks", "tell_all"]
@@ -63,13 +63,13 @@ class LocalRanks:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-async def tell_all(ranks: Ranks, order: Order, timeout: float, kind: type[T]) -> list[T]:
+async def tell_all(ranks: Ranks, command: Command, timeout: float, kind: type[T]) -> list[T]:
     """Every rank's answer, all of type ``kind``.
 
     Raises one error that gathers every rank's failure, ``rank0: ... | rank1: ...``, of their common class if they have one.
     """
-    answers: list[Answer | None] = []
-    for data in await ranks.send(encode(order), timeout + _GRACE):
+    answers: list[CommandAnswer | None] = []
+    for data in await ranks.send(encode(command), timeout + _GRACE):
         answers.append(None if data is None else decode_answer(data))
     if len(answers) != ranks.count:
         raise ProtocolError(f"{ranks.count} engine ranks, but {len(answers)} answers")
@@ -78,7 +78,7 @@ async def tell_all(ranks: Ranks, order: Order, timeout: float, kind: type[T]) ->
     for rank, answer in enumerate(answers):
         if isinstance(answer, kind):
             good.append(answer)
-        elif isinstance(answer, Failed):
+        elif isinstance(answer, CommandFailed):
             failures.append((rank, answer.error()))
         elif answer is None:
             failures.append((rank, DeadlineExceeded(f"no answer within {timeout:g} s")))

@@ -9,18 +9,18 @@ import msgspec
 from weightsync.model import PauseMode
 
 __all__ = [
-    "Abort",
-    "Begin",
-    "Check",
-    "Commit",
-    "Destroy",
-    "End",
+    "AbortRequest",
+    "BeginRequest",
+    "CheckRequest",
+    "CommitRequest",
+    "DestroyRequest",
+    "EndRequest",
     "GroupName",
-    "InitGroup",
+    "InitGroupRequest",
     "Reply",
-    "State",
     "Tensors",
-    "Update",
+    "UpdateRequest",
+    "UpdateState",
 ]
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
@@ -37,7 +37,7 @@ Shapes = Annotated[list[Annotated[list[Extent], msgspec.Meta(max_length=16)]], m
 DEFAULT_GROUP = "weight_update_group"
 
 
-class InitGroup(msgspec.Struct, frozen=True, kw_only=True):
+class InitGroupRequest(msgspec.Struct, frozen=True, kw_only=True):
     """``POST /init_weights_update_group``: join the trainer's group. The trainer is rank 0, engine ranks follow at the offset."""
 
     master_address: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
@@ -50,7 +50,7 @@ class InitGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds until everybody must be there. Ours; the server's own limit if not given, and never more than that."""
 
 
-class Update(msgspec.Struct, frozen=True, kw_only=True):
+class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """``POST /update_weights_from_distributed``: one bucket, broadcast by the trainer meanwhile. Answered when it is loaded."""
 
     names: Names
@@ -69,7 +69,7 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     timeout: Seconds | None = None
 
 
-class Destroy(msgspec.Struct, frozen=True, kw_only=True):
+class DestroyRequest(msgspec.Struct, frozen=True, kw_only=True):
     """``POST /destroy_weights_update_group``."""
 
     group_name: GroupName = DEFAULT_GROUP
@@ -83,7 +83,7 @@ class Tensors(msgspec.Struct, frozen=True, kw_only=True):
     shapes: Shapes
 
 
-class Check(msgspec.Struct, frozen=True, kw_only=True):
+class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
     """``POST /check_weight_update``: whether an update of these tensors would be taken. Changes nothing, pauses nothing."""
 
     tensors: Tensors
@@ -91,7 +91,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     partial: bool = False
 
 
-class Begin(msgspec.Struct, frozen=True, kw_only=True):
+class BeginRequest(msgspec.Struct, frozen=True, kw_only=True):
     """``POST /begin_weight_update``: pause the engine and take an update, until it is committed, ended, aborted or too late."""
 
     weight_version: Label | None = None
@@ -106,7 +106,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds for the whole update."""
 
 
-class Commit(msgspec.Struct, frozen=True, kw_only=True):
+class CommitRequest(msgspec.Struct, frozen=True, kw_only=True):
     """``POST /commit_weight_update``: verify, finalize, flush, label, resume."""
 
     weight_version: Label | None = None
@@ -115,13 +115,13 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     timeout: Seconds | None = None
 
 
-class End(msgspec.Struct, frozen=True, kw_only=True):
+class EndRequest(msgspec.Struct, frozen=True, kw_only=True):
     """``POST /end_weight_update``: SGLang's end: a commit with what is known, or the end of an update that failed."""
 
     timeout: Seconds | None = None
 
 
-class Abort(msgspec.Struct, frozen=True, kw_only=True):
+class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
     """``POST /abort_weight_update``: give up; the engine stays paused until an update is committed."""
 
 
@@ -132,7 +132,7 @@ class Reply(msgspec.Struct, frozen=True):
     message: str
 
 
-class State(msgspec.Struct, frozen=True, kw_only=True):
+class UpdateState(msgspec.Struct, frozen=True, kw_only=True):
     """``GET /weight_update``: where the engine stands."""
 
     state: Literal["serving", "updating", "dirty"]

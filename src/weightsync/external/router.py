@@ -45,24 +45,24 @@ def weight_update_routes(updates: WeightUpdates, token: Secret | None) -> list[B
 
         return Route(path, _answered(handle, token), methods=["POST"])
 
-    async def state(request: Request) -> requests.State:
+    async def state(request: Request) -> requests.UpdateState:
         return await updates.state()
 
     return [
-        post("/init_weights_update_group", requests.InitGroup, updates.init_group),
-        post("/update_weights_from_distributed", requests.Update, updates.update),
-        post("/destroy_weights_update_group", requests.Destroy, updates.destroy),
-        post("/check_weight_update", requests.Check, updates.check),
-        post("/begin_weight_update", requests.Begin, updates.begin),
-        post("/commit_weight_update", requests.Commit, updates.commit),
-        post("/end_weight_update", requests.End, lambda _: updates.end()),
-        post("/abort_weight_update", requests.Abort, lambda _: updates.abort()),
+        post("/init_weights_update_group", requests.InitGroupRequest, updates.init_group),
+        post("/update_weights_from_distributed", requests.UpdateRequest, updates.update),
+        post("/destroy_weights_update_group", requests.DestroyRequest, updates.destroy),
+        post("/check_weight_update", requests.CheckRequest, updates.check),
+        post("/begin_weight_update", requests.BeginRequest, updates.begin),
+        post("/commit_weight_update", requests.CommitRequest, updates.commit),
+        post("/end_weight_update", requests.EndRequest, lambda _: updates.end()),
+        post("/abort_weight_update", requests.AbortRequest, lambda _: updates.abort()),
         Route("/weight_update", _answered(state, token)),
     ]
 
 
 def _answered(
-    handle: Callable[[Request], Awaitable[str | requests.State]], token: Secret | None
+    handle: Callable[[Request], Awaitable[str | requests.UpdateState]], token: Secret | None
 ) -> Callable[[Request], Awaitable[Response]]:
     """Authentication before, and errors as answers after."""
 

@@ -25,17 +25,17 @@ from weightsync.errors import (
 )
 from weightsync.external import checks, requests
 from weightsync.external.orders import (
+    CommandDone,
     Describe,
     Described,
     Digested,
-    Done,
     Finish,
-    Join,
-    Leave,
-    Pause,
-    Quarantine,
+    JoinGroup,
+    LeaveGroup,
+    PauseRank,
+    QuarantineRank,
     Receive,
-    Resume,
+    ResumeRank,
     Verify,
 )
 from weightsync.external.ranks import Ranks, tell_all
@@ -103,7 +103,7 @@ class WeightUpdates:
         self._manifest: Manifest | None = None
         self._backends: frozenset[str] = frozenset()
         self._groups: dict[str, _GroupState] = {}
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._update: _Update | None = None
         self._dirty: str | None = None
         self._last: Version | None = None
@@ -117,19 +117,19 @@ class WeightUpdates:
     async def manifest(self) -> Manifest:
         """The tensors that may arrive; asked of the ranks once. Raises if they disagree."""
         if self._manifest is None:
-            found = await tell_all(self._ranks, Describe(), self.settings.init_timeout, Described)
-            first = Manifest(found[0].tensors)
-            for rank, other in enumerate(found[1:], 1):
+            described = await tell_all(self._ranks, Describe(), self.settings.init_timeout, Described)
+            first = Manifest(described[0].tensors)
+            for rank, other in enumerate(described[1:], 1):
                 first.check_same(Manifest(other.tensors), f"engine rank {rank}")
-            self._backends = frozenset(found[0].backends).intersection(*(one.backends for one in found))
+            self._backends = frozenset(described[0].backends).intersection(*(other.backends for other in described))
             self._manifest = first
         return self._manifest
 
-    async def state(self) -> requests.State:
+    async def state(self) -> requests.UpdateState:
         """Where the engine stands."""
         manifest, update = await self.manifest(), self._update
         late = self._overdue()
-        return requests.State(
+        return requests.UpdateState(
             state="dirty" if self._dirty is not None or late else "updating" if update is not None else "serving",
             weight_version=None if self.version is None else str(self.version),
             digest=None if self.version is None else self.version.digest,
@@ -140,35 +140,37 @@ class WeightUpdates:
             error=late or self._dirty or (None if update is None else update.error),
         )
 
-    async def init_group(self, wish: requests.InitGroup) -> str:
+    async def init_group(self, request: requests.InitGroupRequest) -> str:
         """All ranks join a group; all, or none stays in it."""
         await self.manifest()
-        checks.check_group(wish, self._ranks.count, self._groups, self._backends)
-        checks.check_address(wish.master_address, self.settings.networks)
+        checks.check_group(request, self._ranks.count, self._groups, self._backends)
+        checks.check_address(request.master_address, self.settings.networks)
         if len(self._groups) >= self.settings.max_groups:
             raise ConfigurationError(f"{len(self._groups)} groups are initialized already; destroy one first")
-        timeout = min(wish.timeout or self.settings.init_timeout, self.settings.init_timeout)
-        name = wish.group_name
+        timeout = min(request.timeout or self.settings.init_timeout, self.settings.init_timeout)
+        name = request.group_name
         group = self._groups[name] = _GroupState()
         try:
-            join = Join(name, wish.backend, wish.master_address, wish.master_port, wish.rank_offset, wish.world_size, timeout)
-            await tell_all(self._ranks, join, timeout, Done)
+            join = JoinGroup(
+                name, request.backend, request.master_address, request.master_port, request.rank_offset, request.world_size, timeout
+            )
+            await tell_all(self._ranks, join, timeout, CommandDone)
         except BaseException:
             await self._leave(name)
             raise
         group.state = "ready"
-        return f"group {name!r} is initialized: ranks {wish.rank_offset} to {wish.rank_offset + self._ranks.count - 1}"
+        return f"group {name!r} is initialized: ranks {request.rank_offset} to {request.rank_offset + self._ranks.count - 1}"
 
-    async def destroy(self, wish: requests.Destroy) -> str:
+    async def destroy(self, request: requests.DestroyRequest) -> str:
         """All ranks leave a group; a collective that runs is aborted where the backend can."""
-        self._known_group(wish.group_name)
+        self._known_group(request.group_name)
         failpoints.reached("updates.destroy")
-        await self._leave(wish.group_name)
-        return f"group {wish.group_name!r} is destroyed"
+        await self._leave(request.group_name)
+        return f"group {request.group_name!r} is destroyed"
 
     async def _leave(self, name: str) -> None:
         try:
-            await tell_all(self._ranks, Leave(name), self.settings.leave_timeout, Done)
+            await tell_all(self._ranks, LeaveGroup(name), self.settings.leave_timeout, CommandDone)
         finally:
             self._groups.pop(name, None)
 
@@ -179,29 +181,31 @@ class WeightUpdates:
             raise MembershipError(f"group {name!r} is not initialized; initialized: {known}")
         return group
 
-    async def check(self, wish: requests.Check) -> str:
+    async def check(self, request: requests.CheckRequest) -> str:
         """Look whether an update would be taken; nothing is paused."""
         manifest = await self.manifest()
-        checks.check_tensors(wish.tensors, manifest, partial=wish.partial)
-        self._parse(wish.weight_version)
-        return f"an update of these {len(wish.tensors.names)} tensors fits"
+        checks.check_tensors(request.tensors, manifest, partial=request.partial)
+        self._parse(request.weight_version)
+        return f"an update of these {len(request.tensors.names)} tensors fits"
 
-    async def begin(self, wish: requests.Begin) -> str:
+    async def begin(self, request: requests.BeginRequest) -> str:
         """Pause the engine for an update of several requests."""
         manifest = await self.manifest()
-        if wish.manifest not in (None, manifest.fingerprint):
-            raise ManifestMismatch(f"the sender's manifest is {wish.manifest}, the engine's {manifest.fingerprint}: other tensors")
-        if wish.tensors is not None:
-            checks.check_tensors(wish.tensors, manifest, partial=wish.partial)
-        self._parse(wish.weight_version)
+        if request.manifest not in (None, manifest.fingerprint):
+            raise ManifestMismatch(
+                f"the sender's manifest is {request.manifest}, the engine's {manifest.fingerprint}: other tensors"
+            )
+        if request.tensors is not None:
+            checks.check_tensors(request.tensors, manifest, partial=request.partial)
+        self._parse(request.weight_version)
         failpoints.reached("updates.begin")
-        async with self._turn:
+        async with self._lock:
             self._drop_overdue()
             if self._update is not None and self._update.error is None:
                 raise ConfigurationError("an update runs already; commit or abort it first")
-            if wish.partial and (self._dirty is not None or self._last is None):
+            if request.partial and (self._dirty is not None or self._last is None):
                 raise ConfigurationError("a partial update needs an engine whose last update was committed; send all tensors")
-            await self._open(wish.timeout, wish.mode, explicit=True, partial=wish.partial, label=wish.weight_version)
+            await self._open(request.timeout, request.mode, explicit=True, partial=request.partial, label=request.weight_version)
         return "the engine is paused and takes an update"
 
     async def _open(
@@ -214,7 +218,7 @@ class WeightUpdates:
         pausing = min(deadline.remaining("pausing"), self.settings.bucket_timeout)
         self._update, number = None, secrets.randbits(63)
         try:
-            await tell_all(self._ranks, Pause(mode or self.settings.pause_mode, pausing, number), pausing, Done)
+            await tell_all(self._ranks, PauseRank(mode or self.settings.pause_mode, pausing, number), pausing, CommandDone)
         except BaseException as error:
             self._fail(f"pausing failed: {error}")
             raise
@@ -222,64 +226,64 @@ class WeightUpdates:
         self._update = _Update(number, tensors, deadline, explicit=explicit, partial=partial, label=label)
         return self._update
 
-    async def update(self, wish: requests.Update) -> str:
+    async def update(self, request: requests.UpdateRequest) -> str:
         """Receive and load one bucket; with ``finished`` commit what came, unless the update was begun explicitly."""
         manifest = await self.manifest()
-        group = self._known_group(wish.group_name)
-        tensors = checks.check_bucket(wish, manifest, self.settings.max_bucket_bytes, self.settings.packing)
-        self._parse(wish.weight_version)
+        group = self._known_group(request.group_name)
+        tensors = checks.check_bucket(request, manifest, self.settings.max_bucket_bytes, self.settings.packing)
+        self._parse(request.weight_version)
         if group.state == "busy":
-            raise ConfigurationError(f"group {wish.group_name!r} carries another bucket: one at a time, or use another group")
+            raise ConfigurationError(f"group {request.group_name!r} carries another bucket: one at a time, or use another group")
         failpoints.reached("updates.bucket")
         group.state = "busy"
         try:
-            return await self._take(wish, manifest, tensors, group)
+            return await self._take(request, manifest, tensors, group)
         finally:
             group.state = "ready"
 
     async def _take(
-        self, wish: requests.Update, manifest: Manifest, tensors: tuple[checks.Incoming, ...], group: _GroupState
+        self, request: requests.UpdateRequest, manifest: Manifest, tensors: tuple[checks.Incoming, ...], group: _GroupState
     ) -> str:
-        async with self._turn:
+        async with self._lock:
             self._drop_overdue()
             update = self._update
             if update is not None and update.error is not None:
                 raise ConfigurationError(f"this update failed ({update.error}): end or abort it, then send everything again")
-            if wish.finished:
-                self._check_finish(wish, manifest, tensors, update)
+            if request.finished:
+                self._check_finish(request, manifest, tensors, update)
             if update is None:
-                update = await self._open(None, None, explicit=False, partial=False, label=wish.weight_version)
-            update.label = wish.weight_version or update.label
+                update = await self._open(None, None, explicit=False, partial=False, label=request.weight_version)
+            update.label = request.weight_version or update.label
             update.busy += 1
         try:
             if tensors:
-                await self._receive(wish, tensors, update, group)
+                await self._receive(request, tensors, update, group)
         finally:
             update.busy -= 1
-        if not wish.finished:
+        if not request.finished:
             return f"received and loaded {len(tensors)} tensors"
-        return await self._commit(update, wish.digest, wish.digests)
+        return await self._commit(update, request.digest, request.digests)
 
     def _check_finish(
-        self, wish: requests.Update, manifest: Manifest, tensors: tuple[checks.Incoming, ...], update: _Update | None
+        self, request: requests.UpdateRequest, manifest: Manifest, tensors: tuple[checks.Incoming, ...], update: _Update | None
     ) -> None:
         """Before the collective of the last bucket: what would make the commit after it impossible."""
         if update is not None and update.explicit:
             raise ConfigurationError("this update was begun explicitly: commit or end it explicitly, not by finished=true")
         known = np.zeros(len(manifest), np.bool_) if update is None else update.known.copy()
-        known[[one.index for one in tensors]] = True
+        known[[tensor.index for tensor in tensors]] = True
         self._check_complete(manifest, known, partial=False)
-        self._check_digest(manifest, known, wish.digest, wish.digests)
+        self._check_digest(manifest, known, request.digest, request.digests)
 
     async def _receive(
-        self, wish: requests.Update, tensors: tuple[checks.Incoming, ...], update: _Update, group: _GroupState
+        self, request: requests.UpdateRequest, tensors: tuple[checks.Incoming, ...], update: _Update, group: _GroupState
     ) -> None:
-        limit = min(wish.timeout or self.settings.bucket_timeout, self.settings.bucket_timeout)
+        limit = min(request.timeout or self.settings.bucket_timeout, self.settings.bucket_timeout)
         timeout = min(limit, update.deadline.remaining("the update"))
-        order = Receive(wish.group_name, tensors, wish.load_format is not None, timeout, update.number)
+        order = Receive(request.group_name, tensors, request.load_format is not None, timeout, update.number)
         try:
-            done = await tell_all(self._ranks, order, timeout, Done)
-            short = [rank for rank, one in enumerate(done) if one.nbytes != sum(t.nbytes for t in tensors)]
+            done = await tell_all(self._ranks, order, timeout, CommandDone)
+            short = [rank for rank, answer in enumerate(done) if answer.nbytes != sum(t.nbytes for t in tensors)]
             if short:
                 raise LoadError(f"ranks {short} received fewer bytes than were sent")
             if self._update is not update:
@@ -291,23 +295,23 @@ class WeightUpdates:
                 if not update.explicit:
                     self._update = None
             # After a loader's error all ranks still stand at the same collective.
-            if not isinstance(error, LoadError) and self._groups.get(wish.group_name) is group:
-                await self._leave(wish.group_name)
+            if not isinstance(error, LoadError) and self._groups.get(request.group_name) is group:
+                await self._leave(request.group_name)
             raise
-        update.known[[one.index for one in tensors]] = True
+        update.known[[tensor.index for tensor in tensors]] = True
 
-    async def commit(self, wish: requests.Commit) -> str:
+    async def commit(self, request: requests.CommitRequest) -> str:
         """Verify, finalize, flush, label, resume."""
-        async with self._turn:
+        async with self._lock:
             update = self._running()
         if update.error is not None:
             raise ConfigurationError(f"this update failed ({update.error}): end or abort it, then send everything again")
-        update.label = wish.weight_version or update.label
-        return await self._commit(update, wish.digest, wish.digests)
+        update.label = request.weight_version or update.label
+        return await self._commit(update, request.digest, request.digests)
 
     async def end(self) -> str:
         """SGLang's end: a commit of what came, or the end of an update that failed."""
-        async with self._turn:
+        async with self._lock:
             update = self._running()
             if update.error is not None:
                 self._update = None
@@ -323,7 +327,7 @@ class WeightUpdates:
     async def abort(self) -> str:
         """Give the update up; the engine stays paused."""
         failpoints.reached("updates.abort")
-        async with self._turn:
+        async with self._lock:
             self._running()
             self._update = None
             self._fail("the last update was aborted")
@@ -332,7 +336,7 @@ class WeightUpdates:
     async def _commit(self, update: _Update, digest: str | None, digests: dict[str, str] | None) -> str:
         manifest = await self.manifest()
         failpoints.reached("updates.commit")
-        async with self._turn:
+        async with self._lock:
             if self._update is not update:
                 raise ConfigurationError("the update ended meanwhile")
             if update.busy:
@@ -352,8 +356,8 @@ class WeightUpdates:
     async def _quarantine(self, update: _Update) -> None:
         """Pause again: one rank may have resumed before another failed to."""
         with suppress(WeightSyncError):  # a rank that cannot be paused is already reported
-            order = Quarantine(self.settings.leave_timeout, update.number)
-            await tell_all(self._ranks, order, self.settings.leave_timeout, Done)
+            order = QuarantineRank(self.settings.leave_timeout, update.number)
+            await tell_all(self._ranks, order, self.settings.leave_timeout, CommandDone)
 
     async def _settle(
         self,
@@ -366,8 +370,8 @@ class WeightUpdates:
     ) -> str:
         wrong, folds, whole = [], [], []
         held = await tell_all(self._ranks, Verify(update.number, timeout), timeout, Digested)
-        for rank, one in enumerate(held):
-            values = np.frombuffer(one.digests, "<u8").astype(np.uint64)
+        for rank, item in enumerate(held):
+            values = np.frombuffer(item.digests, "<u8").astype(np.uint64)
             if len(values) != len(manifest):
                 raise VerificationError(f"rank{rank}: {len(values)} digests for {len(manifest)} tensors")
             try:
@@ -385,11 +389,11 @@ class WeightUpdates:
         run, number, epoch = name
         version = Version(run, number, manifest.fingerprint, folds[0], epoch)
         verified = digest is not None or digests is not None
-        installed = all(one.installed for one in held)
+        installed = all(item.installed for item in held)
         failpoints.reached("updates.verified")
-        await tell_all(self._ranks, Finish(version, update.number, timeout), timeout, Done)
+        await tell_all(self._ranks, Finish(version, update.number, timeout), timeout, CommandDone)
         failpoints.reached("updates.finished")
-        await tell_all(self._ranks, Resume(update.number, timeout), timeout, Done)
+        await tell_all(self._ranks, ResumeRank(update.number, timeout), timeout, CommandDone)
         rest = self._committed.describe_rest(update.known, self._last, read_again=installed)
         self._committed.take(whole[0], update.known, verified=verified)
         self._update, self._dirty, self._last = None, None, version
@@ -399,7 +403,7 @@ class WeightUpdates:
     def _check_complete(self, manifest: Manifest, known: Known, *, partial: bool) -> None:
         if not known.any():
             raise ConfigurationError("not one tensor was received: there is nothing to commit")
-        missing = [spec.name for spec, there in zip(manifest, known, strict=True) if not there]
+        missing = [spec.name for spec, received in zip(manifest, known, strict=True) if not received]
         if missing and not partial:
             shown = ", ".join(missing[:5])
             raise ConfigurationError(f"{len(missing)} of {len(manifest)} tensors were not received: {shown}; send them first")

@@ -195,11 +195,13 @@ def _remedy(
     dtypes: Mapping[tuple[str, str], Sequence[str]], ours: Mapping[str, TensorSpec], theirs: Mapping[str, TensorSpec]
 ) -> str:
     """Suggest the trainer's ``dtype`` argument that publishes what the engine holds, if a conversion is all that is needed."""
-    if not dtypes or not all(here in _CONVERTIBLE and there in _CONVERTIBLE for here, there in dtypes):
+    if not dtypes or not all(our_dtype in _CONVERTIBLE and there in _CONVERTIBLE for our_dtype, there in dtypes):
         return ""
     # A single dtype converts every floating-point tensor, so it fits only an engine that holds all of them in that dtype.
     wanted = {theirs[name].dtype for name, spec in ours.items() if spec.dtype in _CONVERTIBLE and name in theirs}
     if len(wanted) == 1:
         return f"\nto publish what the engine holds, use Trainer(..., dtype=torch.{wanted.pop()})"
-    (_, there), names = next(iter(dtypes.items()))
-    return f"\nto publish what the engine holds, pass dtypes by name: Trainer(..., dtype={{{names[0]!r}: torch.{there}, ...}})"
+    (_, their_dtype), names = next(iter(dtypes.items()))
+    return (
+        f"\nto publish what the engine holds, pass dtypes by name: Trainer(..., dtype={{{names[0]!r}: torch.{their_dtype}, ...}})"
+    )

@@ -66,14 +66,16 @@ class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Time of the end by the coordinator's clock, in seconds since the Unix epoch; for display."""
 
     def __str__(self) -> str:
-        good = [one for one in self.replicas if one.error is None]
-        bad = [one for one in self.replicas if one.error is not None]
+        good = [failed_replica for failed_replica in self.replicas if failed_replica.error is None]
+        bad = [failed_replica for failed_replica in self.replicas if failed_replica.error is not None]
         verified = [
             f"{', '.join(_shown(names))} ({kind}: {meaning})"
             for kind, meaning in GUARANTEES.items()
-            if (names := [one.name for one in good if one.verified == kind])
+            if (names := [failed_replica.name for failed_replica in good if failed_replica.verified == kind])
         ]
-        failed = _shown([f"{one.name} ({one.state}: {_one_line(one.error)})" for one in bad])
+        failed = _shown(
+            [f"{failed_replica.name} ({failed_replica.state}: {_one_line(failed_replica.error)})" for failed_replica in bad]
+        )
         return "\n".join(
             (
                 f"round {self.round}, version {self.version}: {'ok' if self.ok else 'failed'}, {len(good)} of {len(self.replicas)} "

@@ -1,18 +1,18 @@
 """Transfer planning and coverage checks: pure arithmetic over layouts, in NumPy. Uses no tensors and no I/O."""
 
 from weightsync.planning.buckets import ring_bytes, staging_layout
-from weightsync.planning.coverage import Cover, cover
+from weightsync.planning.coverage import Coverage, coverage_of
 from weightsync.planning.pieces import Pieces
 from weightsync.planning.plan import Plan, SourceRank, TargetRank, plan_transfer
 from weightsync.planning.split import split_rows
 
 __all__ = [
-    "Cover",
+    "Coverage",
     "Pieces",
     "Plan",
     "SourceRank",
     "TargetRank",
-    "cover",
+    "coverage_of",
     "plan_transfer",
     "ring_bytes",
     "split_rows",

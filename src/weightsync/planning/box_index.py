@@ -87,15 +87,15 @@ class BoxIndex:
             stops: End index of each query, above ``starts``: queries must not be empty.
             count: Called with the queries of a batch of pairs; raises if there are too many.
         """
-        found = []
+        overlaps = []
         for pairs in self._descend(0, np.arange(len(group)), group, starts, stops):
             if count is not None:
                 count(pairs[0])
-            found.append(pairs)
-        if len(found) == 1:
-            return found[0]
+            overlaps.append(pairs)
+        if len(overlaps) == 1:
+            return overlaps[0]
         none = np.zeros(0, np.int64)
-        return np.concatenate([none, *(pair[0] for pair in found)]), np.concatenate([none, *(pair[1] for pair in found)])
+        return np.concatenate([none, *(pair[0] for pair in overlaps)]), np.concatenate([none, *(pair[1] for pair in overlaps)])
 
     def _descend(self, depth: int, query: Int64, node: Int64, starts: Int64, stops: Int64) -> Iterator[tuple[Int64, Int64]]:
         self._stop.check()
@@ -121,23 +121,23 @@ class BoxIndex:
 
     def collisions(self) -> dict[int, tuple[int, int]]:
         """Find one pair of distinct boxes that overlap, for each group that has one."""
-        found: dict[int, tuple[int, int]] = {}
+        colliding: dict[int, tuple[int, int]] = {}
         begin = 0
         while begin < len(self):
             asked = np.arange(begin, min(begin + _QUERIES, len(self)))
-            if found:
-                asked = asked[~np.isin(self.group[asked], list(found))]
+            if colliding:
+                asked = asked[~np.isin(self.group[asked], list(colliding))]
             for query, box in self._descend(0, asked, self.group[asked], self.starts, self.stops):
                 other = np.flatnonzero(query != box)
                 if len(other):  # one pair a group is enough: a forged layout may have a huge number of pairs
                     groups, head = np.unique(self.group[query[other]], return_index=True)
                     for group, at in zip(groups.tolist(), other[head].tolist(), strict=True):
                         pair = int(query[at]), int(box[at])
-                        found[group] = (min(pair), max(pair))
+                        colliding[group] = (min(pair), max(pair))
                     break
             else:
                 begin += _QUERIES
-        return found
+        return colliding
 
 
 def first_hole(starts: Int64, stops: Int64, within: tuple[Int64, Int64]) -> tuple[list[int], list[int]] | None:

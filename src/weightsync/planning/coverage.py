@@ -11,10 +11,10 @@ import numpy.typing as npt
 from weightsync.errors import LayoutError, VerificationError
 from weightsync.model import Layout, Manifest
 from weightsync.planning.box_index import BoxIndex, first_hole
-from weightsync.planning.geometry import Geometries, Rows, Side, geometries
+from weightsync.planning.geometry import Geometries, Rows, ShardingIndex, geometries
 from weightsync.planning.limits import Stop
 
-__all__ = ["Cover", "collisions", "cover", "listed", "printed"]
+__all__ = ["Coverage", "collisions", "coverage_of", "listed", "printed"]
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -59,14 +59,14 @@ class _Share:
     """The same rows by leading member: its name, the rows of this member, and the leader's rows that they must equal."""
 
 
-def _share(side: Side, member: int, kinds: Geometries, begin: Int64, rows: Rows, leader: Int64) -> _Share:
+def _share(sharding: ShardingIndex, member: int, kinds: Geometries, begin: Int64, rows: Rows, leader: Int64) -> _Share:
     """Contribution of one member.
 
     ``begin[kind]`` is its first entry of that geometry in ``rows``; ``leader`` is the leading entry of each entry's box.
     """
-    first, layout = side.first[member], side.layouts[member]
+    first, layout = sharding.first[member], sharding.layouts[member]
     held = np.flatnonzero(np.diff(first))
-    every = slice(None) if len(held) == len(side.manifest) else held
+    every = slice(None) if len(held) == len(sharding.manifest) else held
     single = None if len(held) == len(layout) else first[held]
     copied, copies = np.zeros(0, np.int64), list[tuple[str, Int64, Int64]]()
     if np.any(leader != np.arange(len(leader))):
@@ -75,26 +75,26 @@ def _share(side: Side, member: int, kinds: Geometries, begin: Int64, rows: Rows,
         lead = leader[entry[copied]]
         for other in np.unique(rows.member[lead]).tolist():
             mine = copied[rows.member[lead] == other]
-            theirs = side.first[other, layout.tensor[mine]] + rows.order[leader[entry[mine]]]
-            copies.append((side.members[other], mine, theirs.astype(np.int64)))
+            theirs = sharding.first[other, layout.tensor[mine]] + rows.order[leader[entry[mine]]]
+            copies.append((sharding.members[other], mine, theirs.astype(np.int64)))
     return _Share(every, single, copied, copies)
 
 
-class Cover:
-    """Coverage: the boxes of a set of ranks, which partition every tensor. Made by :func:`cover`.
+class Coverage:
+    """Coverage: the boxes of a set of ranks, which partition every tensor. Made by :func:`coverage_of`.
 
     Each distinct box has a *leader*, the first member that holds it. The others hold copies.
     """
 
-    def __init__(self, side: Side, whose: str, kinds: Geometries, rows: Rows, index: BoxIndex) -> None:
-        self.manifest, self.members, self.whose = side.manifest, side.members, whose
-        self._side = side
+    def __init__(self, sharding: ShardingIndex, whose: str, kinds: Geometries, rows: Rows, index: BoxIndex) -> None:
+        self.manifest, self.members, self.whose = sharding.manifest, sharding.members, whose
+        self._sharding = sharding
         # first row of each member in each geometry; rows are ordered by member, geometry, order
-        counts = np.bincount(rows.member * len(kinds) + rows.group, minlength=len(side.members) * len(kinds))
-        begin = (np.cumsum(counts) - counts).reshape(len(side.members), len(kinds))
+        counts = np.bincount(rows.member * len(kinds) + rows.group, minlength=len(sharding.members) * len(kinds))
+        begin = (np.cumsum(counts) - counts).reshape(len(sharding.members), len(kinds))
         leader = index.order[index.first[:-1]][index.box]
         # Computed now, because engines are paused when digests arrive.
-        self._shares = [_share(side, member, kinds, begin[member], rows, leader) for member in range(len(side.members))]
+        self._shares = [_share(sharding, member, kinds, begin[member], rows, leader) for member in range(len(sharding.members))]
 
     def total(self, digests: Mapping[str, UInt64]) -> UInt64:
         """Add up the digest of each tensor from the digests of the members' layout rows. Every distinct box counts once.
@@ -112,7 +112,7 @@ class Cover:
         self._check_complete(digests)
         sums = np.zeros(len(self.manifest), np.uint64)
         differing: dict[int, set[str]] = {}
-        for name, layout, share in zip(self.members, self._side.layouts, self._shares, strict=True):
+        for name, layout, share in zip(self.members, self._sharding.layouts, self._shares, strict=True):
             if not len(layout):
                 continue
             mine = digests[name]
@@ -152,7 +152,7 @@ class Cover:
             )
 
     def _holders(self, tensor: int) -> list[str]:
-        held = self._side.first[:, tensor + 1] > self._side.first[:, tensor]
+        held = self._sharding.first[:, tensor + 1] > self._sharding.first[:, tensor]
         return [name for name, holds in zip(self.members, held, strict=True) if holds]
 
     def _check_complete(self, digests: Mapping[str, UInt64]) -> None:
@@ -162,12 +162,12 @@ class Cover:
             raise VerificationError(
                 f"{self.whose}: digests are missing from {shortened(missing)}; unexpected from {shortened(extra)}"
             )
-        for name, layout in zip(self.members, self._side.layouts, strict=True):
+        for name, layout in zip(self.members, self._sharding.layouts, strict=True):
             if digests[name].dtype != np.uint64 or digests[name].shape != (len(layout),):
                 raise VerificationError(f"{name} reported {digests[name].shape} digests for {len(layout)} layout rows")
 
 
-def cover(manifest: Manifest, layouts: Mapping[str, Layout], whose: str, stop: Stop | None = None) -> Cover:
+def coverage_of(manifest: Manifest, layouts: Mapping[str, Layout], whose: str, stop: Stop | None = None) -> Coverage:
     """Check that the distinct boxes of ``layouts`` (by member) partition every tensor of ``manifest``.
 
     Several members may hold equal boxes, which are copies. Tensors without elements need no rows. Members are processed in sorted
@@ -185,47 +185,47 @@ def cover(manifest: Manifest, layouts: Mapping[str, Layout], whose: str, stop: S
         Aborted: ``stop`` was set.
     """
     members = sorted(layouts)
-    side = Side(manifest, members, [layouts[name] for name in members])
+    side = ShardingIndex(manifest, members, [layouts[name] for name in members])
     kinds = geometries(manifest, side)
     rows = side.rows(kinds.tensor)
     index = BoxIndex(rows.group, rows.starts, rows.stops, len(kinds), stop)
     problems = collisions(side, kinds, rows, index)
     problems |= _holes(side, kinds, index, set(problems))
     if problems:
-        count, said = listed(manifest, kinds, problems)
-        raise LayoutError(f"{whose}: every element must be held exactly once, but {count} tensors are wrong:\n  {said}")
-    return Cover(side, whose, kinds, rows, index)
+        count, listing = listed(manifest, kinds, problems)
+        raise LayoutError(f"{whose}: every element must be held exactly once, but {count} tensors are wrong:\n  {listing}")
+    return Coverage(side, whose, kinds, rows, index)
 
 
-def collisions(side: Side, kinds: Geometries, rows: Rows, index: BoxIndex) -> dict[int, str]:
+def collisions(sharding: ShardingIndex, kinds: Geometries, rows: Rows, index: BoxIndex) -> dict[int, str]:
     """Describe the overlapping boxes of each geometry that has any."""
-    said = {}
+    messages = {}
     for kind, pair in index.collisions().items():
         parts = []
         for box in pair:
             holders = rows.member[index.order[index.first[box] : index.first[box + 1]]]
-            names = shortened(dict.fromkeys(side.members[int(member)] for member in holders))
-            region = printed(side.manifest, int(kinds.tensor[kind]), index.starts[box].tolist(), index.stops[box].tolist())
+            names = shortened(dict.fromkeys(sharding.members[int(member)] for member in holders))
+            region = printed(sharding.manifest, int(kinds.tensor[kind]), index.starts[box].tolist(), index.stops[box].tolist())
             parts.append(f"{region} on {names}")
-        said[kind] = f"boxes overlap without being equal: {' and '.join(parts)}"
-    return said
+        messages[kind] = f"boxes overlap without being equal: {' and '.join(parts)}"
+    return messages
 
 
-def _holes(side: Side, kinds: Geometries, index: BoxIndex, colliding: set[int]) -> dict[int, str]:
+def _holes(sharding: ShardingIndex, kinds: Geometries, index: BoxIndex, colliding: set[int]) -> dict[int, str]:
     """Describe a hole of each geometry whose boxes do not fill its shape, except those in ``colliding``."""
-    shapes = side.manifest.shapes[kinds.tensor]
+    shapes = sharding.manifest.shapes[kinds.tensor]
     # Disjoint boxes inside the shape hold at most its 2**60 elements, so the sums that matter are exact.
     held = np.zeros(len(kinds), np.int64)
     np.add.at(held, index.group, np.prod(index.stops - index.starts, axis=1))
-    said = {}
+    messages = {}
     for kind in np.flatnonzero(held != np.prod(shapes, axis=1)).tolist():
         if kind in colliding:
             continue
         mine = slice(*np.searchsorted(index.group, [kind, kind + 1]))
         hole = first_hole(index.starts[mine], index.stops[mine], (np.zeros_like(shapes[kind]), shapes[kind]))
         if hole is not None:
-            region = printed(side.manifest, int(kinds.tensor[kind]), *hole)
+            region = printed(sharding.manifest, int(kinds.tensor[kind]), *hole)
             tensor = int(kinds.tensor[kind])
-            holders = [n for n, f in zip(side.members, side.first, strict=True) if f[tensor + 1] > f[tensor]]
-            said[kind] = f"no rank holds {region}" + (f"; the rest is on {shortened(holders)}" if holders else "")
-    return said
+            holders = [n for n, f in zip(sharding.members, sharding.first, strict=True) if f[tensor + 1] > f[tensor]]
+            messages[kind] = f"no rank holds {region}" + (f"; the rest is on {shortened(holders)}" if holders else "")
+    return messages

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from weightsync.errors import LayoutError
 from weightsync.model import Layout, Manifest
 
-__all__ = ["Geometries", "Rows", "Side", "geometries", "ranges"]
+__all__ = ["Geometries", "Rows", "ShardingIndex", "geometries", "ranges"]
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -74,7 +74,7 @@ class Rows:
         return len(self.group)
 
 
-class Side:
+class ShardingIndex:
     """Layouts of several members, in the given order.
 
     ``first[m, t]`` is the first row of tensor ``t`` in member ``m``'s layout; ``first[m, t + 1]`` is one past the last
@@ -149,7 +149,7 @@ class Geometries:
         return len(self.tensor)
 
 
-def geometries(manifest: Manifest, *sides: Side) -> Geometries:
+def geometries(manifest: Manifest, *sides: ShardingIndex) -> Geometries:
     """Group the tensors by shape, element size, and the boxes, in order, of every member of ``sides``."""
     if not len(manifest):
         none = np.zeros(0, np.int64)

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import Aborted, LayoutError
-from weightsync.planning.geometry import Geometries, Side
+from weightsync.planning.geometry import Geometries, ShardingIndex
 
 __all__ = ["MOST_PIECES", "Allowance", "Stop"]
 
@@ -56,7 +56,9 @@ class Stop:
 class Allowance:
     """Number of pieces that a plan may still have, for each target and in total."""
 
-    def __init__(self, sources: Side, targets: Side, kinds: Geometries, claim: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, sources: ShardingIndex, targets: ShardingIndex, kinds: Geometries, claim: Callable[[int], None] | None = None
+    ) -> None:
         self._sources, self._targets, self._kinds = sources, targets, kinds
         self._claim = claim
         given = self._rows(sources)
@@ -96,5 +98,5 @@ class Allowance:
         )
 
     @staticmethod
-    def _rows(side: Side) -> int:
-        return sum(map(len, side.layouts))
+    def _rows(sharding: ShardingIndex) -> int:
+        return sum(map(len, sharding.layouts))

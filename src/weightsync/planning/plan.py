@@ -19,7 +19,7 @@ from weightsync.errors import LayoutError
 from weightsync.model import Layout, Manifest
 from weightsync.planning.box_index import BoxIndex, first_hole
 from weightsync.planning.coverage import collisions, listed, printed
-from weightsync.planning.geometry import Geometries, Rows, Side, geometries, ranges
+from weightsync.planning.geometry import Geometries, Rows, ShardingIndex, geometries, ranges
 from weightsync.planning.limits import Allowance, Stop
 from weightsync.planning.pieces import Pieces
 from weightsync.planning.source_balance import Choices, choices
@@ -77,7 +77,7 @@ class Plan:
         self,
         sources: Sequence[SourceRank],
         targets: Sequence[TargetRank],
-        sides: tuple[Side, Side],
+        sides: tuple[ShardingIndex, ShardingIndex],
         kinds: Geometries,
         templates: _Templates,
         options: Choices,
@@ -246,8 +246,8 @@ def plan_transfer(
     sources = sorted(sources, key=lambda rank: rank.member)
     targets = sorted(targets, key=lambda rank: rank.member)
     sides = (
-        Side(manifest, [rank.member for rank in sources], [rank.layout for rank in sources]),
-        Side(manifest, [rank.member for rank in targets], [rank.layout for rank in targets]),
+        ShardingIndex(manifest, [rank.member for rank in sources], [rank.layout for rank in sources]),
+        ShardingIndex(manifest, [rank.member for rank in targets], [rank.layout for rank in targets]),
     )
     kinds = geometries(manifest, *sides)
     held = sides[0].rows(kinds.tensor)
@@ -255,8 +255,8 @@ def plan_transfer(
     index = BoxIndex(held.group, held.starts, held.stops, len(kinds), stop)
     problems = collisions(sides[0], kinds, held, index)
     if problems:
-        number, said = listed(manifest, kinds, problems)
-        raise LayoutError(f"sources overlap in {number} tensors:\n  {said}")
+        number, listing = listed(manifest, kinds, problems)
+        raise LayoutError(f"sources overlap in {number} tensors:\n  {listing}")
     allowance = Allowance(*sides, kinds, claim)
     row, box = index.meeting(
         wanted.group, wanted.starts, wanted.stops, lambda rows: allowance.take(wanted.member[rows], wanted.group[rows])
@@ -282,8 +282,8 @@ def plan_transfer(
     return Plan(sources, targets, sides, kinds, templates, options, allowance.taken, stop)
 
 
-def _check_filled(side: Side, kinds: Geometries, rows: Rows, row: Int64, found: tuple[Int64, Int64, Int64]) -> None:
-    starts, stops, sizes = found
+def _check_filled(sharding: ShardingIndex, kinds: Geometries, rows: Rows, row: Int64, overlaps: tuple[Int64, Int64, Int64]) -> None:
+    starts, stops, sizes = overlaps
     filled = np.zeros(len(rows), np.int64)
     np.add.at(filled, row, sizes)
     short = np.flatnonzero(filled != np.prod(rows.stops - rows.starts, axis=1))
@@ -294,7 +294,7 @@ def _check_filled(side: Side, kinds: Geometries, rows: Rows, row: Int64, found: 
     for group, at in zip(kind.tolist(), short[head].tolist(), strict=True):
         mine = slice(*np.searchsorted(row, [at, at + 1]))
         hole = first_hole(starts[mine], stops[mine], (rows.starts[at], rows.stops[at]))
-        region = printed(side.manifest, int(kinds.tensor[group]), *hole) if hole else "a part"
-        problems[group] = f"{region}, needed by {side.members[int(rows.member[at])]}"
-    number, said = listed(side.manifest, kinds, problems)
-    raise LayoutError(f"no source holds all elements that targets need of {number} tensors:\n  {said}")
+        region = printed(sharding.manifest, int(kinds.tensor[group]), *hole) if hole else "a part"
+        problems[group] = f"{region}, needed by {sharding.members[int(rows.member[at])]}"
+    number, listing = listed(sharding.manifest, kinds, problems)
+    raise LayoutError(f"no source holds all elements that targets need of {number} tensors:\n  {listing}")

@@ -54,8 +54,8 @@ class Choices:
     width: Int64
 
 
-def _nearest(holders: Sequence[Host], here: Host) -> list[int]:
-    for near in ([host.memory == here.memory for host in holders], [host.name == here.name for host in holders]):
+def _nearest(holders: Sequence[Host], target_host: Host) -> list[int]:
+    for near in ([host.memory == target_host.memory for host in holders], [host.name == target_host.name for host in holders]):
         if any(near):
             return [place for place, is_near in enumerate(near) if is_near]
     return list(range(len(holders)))
@@ -87,8 +87,8 @@ def choices(index: BoxIndex, rows: Rows, sources: Sequence[Host], targets: Seque
     pools: dict[bytes, int] = {}
     width: list[int] = []
     for at, holders in enumerate(members, start=1):
-        for where, here in enumerate(hosts):
-            places = np.array(_nearest([sources[one] for one in holders.tolist()], here), np.int64)
+        for where, target_host in enumerate(hosts):
+            places = np.array(_nearest([sources[holder] for holder in holders.tolist()], target_host), np.int64)
             found = pools.setdefault(holders[places].tobytes(), len(pools))
             if found == len(width):
                 width.append(len(places))

@@ -45,7 +45,7 @@ from weightsync.protocol.notices import tell
 from weightsync.protocol.wait_notices import NOTICE_SECONDS, reminding
 from weightsync.protocol.worker import Handler, Received, Worker, received_for
 
-__all__ = ["Link", "LinkLost"]
+__all__ = ["ConnectionLost", "CoordinatorConnection"]
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ _GRACE = 1.0
 """Seconds that a caller's thread waits longer than the call itself, so that the call's own error arrives first."""
 
 
-class LinkLost(PeerLost):
+class ConnectionLost(PeerLost):
     """This rank's own connection broke; another rank's death, which the coordinator reports, is a plain ``PeerLost``."""
 
 
@@ -69,7 +69,7 @@ def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
         return False
 
 
-class Link:
+class CoordinatorConnection:
     """One rank's connection to the coordinator.
 
     ``hello`` is asked before every attempt, so that what the rank serves or published is current. ``handle`` runs the
@@ -314,7 +314,7 @@ class Link:
             try:
                 await socket.send(encode(frame))
             except ConnectionClosed as error:
-                raise LinkLost(f"the coordinator at {self._settings.coordinator} is gone: {error}") from None
+                raise ConnectionLost(f"the coordinator at {self._settings.coordinator} is gone: {error}") from None
 
         calls = Calls(send, self._dispatch, on_notice=self._on_notice)
         reason = "the link was closed"
@@ -327,14 +327,14 @@ class Link:
             self._greeted(welcome)
             if not self._first.done():
                 self._first.set_result(welcome)
-            with contextlib.suppress(LinkLost):  # read() says why
+            with contextlib.suppress(ConnectionLost):  # read() says why
                 await send(Confirmed())
             reason = await self._read(socket, calls)
         finally:
             self._connected.clear()
             self._calls = self._send = self._socket = None
             lost = f"the connection to the coordinator at {self._settings.coordinator} ended: {reason}"
-            calls.close(LinkLost(lost))
+            calls.close(ConnectionLost(lost))
             leaves = CLOSE_NORMAL, "its process closed it"
             await socket.close(*(leaves if self._closed else (CLOSE_INTERNAL, "its link failed")))
         self._lost_at = time.monotonic()
@@ -418,7 +418,7 @@ class Link:
         except TimeoutError:
             raise DeadlineExceeded(f"{what} was not sent within {deadline.seconds:g} s: {self._trouble}") from None
         if self._calls is None:
-            raise LinkLost(f"{what} was not sent: {self._trouble}")
+            raise ConnectionLost(f"{what} was not sent: {self._trouble}")
         return await self._calls.call(body, deadline.remaining(what))
 
     def _tell_waiting(self) -> None:

@@ -90,7 +90,7 @@ async def _connect(settings: ClientSettings, timeout: float) -> ClientConnection
 
 def _denied(settings: ClientSettings, error: InvalidStatus) -> WeightSyncError:
     status, body = error.response.status_code, bytes(error.response.body or b"")
-    said = body.decode("utf-8", "replace")[:_MESSAGE_CHARS]
+    text = body.decode("utf-8", "replace")[:_MESSAGE_CHARS]
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         return AuthenticationError(
             f"the coordinator at {settings.coordinator} wants another token (HTTP {status}): set WEIGHTSYNC_TOKEN or "
@@ -98,8 +98,8 @@ def _denied(settings: ClientSettings, error: InvalidStatus) -> WeightSyncError:
             "on the same machine"
         )
     if status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS):
-        return CoordinatorUnreachable(unreachable(settings, f"HTTP {status}: {said}"))
-    return ConfigurationError(f"what answers at {settings.coordinator} took no weightsync agent: HTTP {status}: {said}")
+        return CoordinatorUnreachable(unreachable(settings, f"HTTP {status}: {text}"))
+    return ConfigurationError(f"what answers at {settings.coordinator} took no weightsync agent: HTTP {status}: {text}")
 
 
 async def _greet(settings: ClientSettings, socket: ClientConnection, hello: Hello) -> Welcome:

@@ -55,8 +55,8 @@ def _proof(token: Secret, who: str, *parts: str) -> str:
     return hmac.new(_key(token), "\n".join((who, *parts)).encode(), hashlib.sha256).hexdigest()
 
 
-def _same(one: str, other: str) -> bool:
-    return hmac.compare_digest(one.encode("utf-8", "surrogateescape"), other.encode("utf-8", "surrogateescape"))
+def _same(left: str, right: str) -> bool:
+    return hmac.compare_digest(left.encode("utf-8", "surrogateescape"), right.encode("utf-8", "surrogateescape"))
 
 
 class Challenger:

@@ -125,8 +125,8 @@ class _Asking:
         if self._status == HTTPStatus.OK:
             self.answer.set_result(bytes(self._body))
         elif self._status in _PASSING:
-            said = bytes(self._body).decode("utf-8", "replace")[:500]
-            self._fail(CoordinatorUnreachable(unreachable(self._settings, f"HTTP {self._status}: {said}")))
+            text = bytes(self._body).decode("utf-8", "replace")[:500]
+            self._fail(CoordinatorUnreachable(unreachable(self._settings, f"HTTP {self._status}: {text}")))
         else:
             self._fail(
                 ConfigurationError(

@@ -143,10 +143,10 @@ def token_for(settings: ClientSettings) -> Secret | None:
     return settings.token if settings.token is not None else find_token(settings.coordinator)
 
 
-def _check_private(path: Path, found: os.stat_result, kind: object) -> None:
-    if not callable(kind) or not kind(found.st_mode):
+def _check_private(path: Path, status: os.stat_result, kind: object) -> None:
+    if not callable(kind) or not kind(status.st_mode):
         raise AuthenticationError(f"{path} is not what it should be (a link, or another kind of file)")
-    if found.st_uid != os.getuid():
-        raise AuthenticationError(f"{path} belongs to user {found.st_uid}, not to you ({os.getuid()})")
-    if found.st_mode & 0o077:
-        raise AuthenticationError(f"{path} is open to other users (mode {found.st_mode & 0o777:o}); expected owner only")
+    if status.st_uid != os.getuid():
+        raise AuthenticationError(f"{path} belongs to user {status.st_uid}, not to you ({os.getuid()})")
+    if status.st_mode & 0o077:
+        raise AuthenticationError(f"{path} is open to other users (mode {status.st_mode & 0o777:o}); expected owner only")

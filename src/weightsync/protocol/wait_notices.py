@@ -13,15 +13,15 @@ NOTICE_SECONDS = 2.0
 
 
 @contextmanager
-def reminding(tell: Callable[[], None], first: float = NOTICE_SECONDS) -> Iterator[None]:
-    """Call ``tell`` after ``first`` seconds, then after twice, four times, ... as many, until the block ends."""
+def reminding(notify: Callable[[], None], first: float = NOTICE_SECONDS) -> Iterator[None]:
+    """Call ``notify`` after ``first`` seconds, then after twice, four times, ... as many, until the block ends."""
     loop = asyncio.get_running_loop()
     handle: asyncio.TimerHandle
 
     def due(seconds: float) -> None:
         nonlocal handle
         handle = loop.call_later(2 * seconds, due, 2 * seconds)
-        tell()
+        notify()
 
     handle = loop.call_later(first, due, first)
     try:

@@ -12,9 +12,9 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, PeerLost, WeightSyncError
-from weightsync.ray.places import Place
+from weightsync.ray.places import RankPlace
 
-__all__ = ["Calls", "call", "handles", "in_our_words"]
+__all__ = ["ActorCalls", "call", "handles", "in_our_words"]
 
 
 def handles(workers: object) -> tuple[Any, ...]:
@@ -28,9 +28,9 @@ def handles(workers: object) -> tuple[Any, ...]:
     """
     if isinstance(workers, ray.actor.ActorHandle):
         return (workers,)
-    found = getattr(workers, "workers", workers)
-    actors = tuple(found) if isinstance(found, Sequence) else ()
-    if not actors or not all(isinstance(one, ray.actor.ActorHandle) for one in actors):
+    members = getattr(workers, "workers", workers)
+    actors = tuple(members) if isinstance(members, Sequence) else ()
+    if not actors or not all(isinstance(actor, ray.actor.ActorHandle) for actor in actors):
         raise ConfigurationError(
             f"{type(workers).__name__} is not a worker group: pass the handles of its actors in rank order, or an object that "
             "has them as `workers`"
@@ -60,10 +60,10 @@ _UNDER_WAY = 2.0
 and then drop the calls after it (Ray 2.60: "timed out waiting for seq_no")."""
 
 
-class Calls:
+class ActorCalls:
     """Running calls, one for each place. Call either :meth:`wait` or ``await`` :meth:`join`, once."""
 
-    def __init__(self, what: str, asked: Sequence[tuple[Place, Any]]) -> None:
+    def __init__(self, what: str, asked: Sequence[tuple[RankPlace, Any]]) -> None:
         self._what, self._since = what, time.monotonic()
         self._asked = [(place, ref, ref.future()) for place, ref in asked]
 
@@ -128,7 +128,7 @@ class _ActorLost(PeerLost):
     """The death of an actor itself, not another rank's report of it."""
 
 
-def in_our_words(place: Place, error: BaseException) -> BaseException:
+def in_our_words(place: RankPlace, error: BaseException) -> BaseException:
     """Convert Ray's errors to errors of this package. Errors of the user's code are returned unchanged."""
     if isinstance(error, RayTaskError):
         cause = error.cause

@@ -105,9 +105,9 @@ def start_coordinator(*, port: int = 0, token: str | None = None, run: str = "",
             "start_coordinator(port=7400, max_restarts=...)"
         )
     # Chosen here instead of in the actor, so that a restarted actor uses the same.
-    here = ServerSettings.load(token=Secret(token) if token else None, run=run or None)
-    secret = here.token or generate()
-    name = here.run or f"run-{secrets.token_hex(4)}"
+    settings = ServerSettings.load(token=Secret(token) if token else None, run=run or None)
+    secret = settings.token or generate()
+    name = settings.run or f"run-{secrets.token_hex(4)}"
     actor = ray.remote(CoordinatorActor).options(**{"num_cpus": 0, **options}).remote(port, name)
     actor.begin.remote(secret.reveal(), bool(options.get("max_restarts")))
     return actor

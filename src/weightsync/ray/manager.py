@@ -20,11 +20,11 @@ from weightsync.errors import ConfigurationError, CoordinatorUnreachable, Member
 from weightsync.forks import Origin
 from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.tokens import token_for
-from weightsync.ray.calls import Calls, call, handles
+from weightsync.ray.calls import ActorCalls, call, handles
 from weightsync.ray.coordinator import cluster_settings, with_token
 from weightsync.ray.members import is_joined, join_engine, join_trainer, leave, publish
 from weightsync.ray.places import Access
-from weightsync.ray.rejoining import Group, Rejoining
+from weightsync.ray.rejoining import ActorGroup, Rejoining
 from weightsync.server.client import Client
 from weightsync.server.server import BackgroundServer
 
@@ -88,8 +88,8 @@ class Manager:
                 access: Access = ray.get(coordinator.access.remote(), timeout=ClientSettings.load().timeouts.connect)
                 url, token = access.url, access.token
             self._settings = ClientSettings.load(coordinator=url, token=Secret(token) if token else None)
-            found = token_for(self._settings)
-            self._access = Access(self._settings.coordinator.url, found.reveal() if found is not None else None)
+            found_token = token_for(self._settings)
+            self._access = Access(self._settings.coordinator.url, found_token.reveal() if found_token is not None else None)
             self.status()  # is it there, and does it take the token?
             self._members = Rejoining(self._settings, self._access)
             self._members.start()
@@ -133,7 +133,7 @@ class Manager:
             DeadlineExceeded: ``timeout`` passed.
             WeightSyncError: :class:`weightsync.Trainer` raised it.
         """
-        self._add(Group(None, handles(workers), join_trainer, state, options), timeout)
+        self._add(ActorGroup(None, handles(workers), join_trainer, state, options), timeout)
 
     def add_replica(
         self,
@@ -163,12 +163,12 @@ class Manager:
         """
         if not name:
             raise ConfigurationError("a replica needs a name")
-        self._add(Group(name, handles(workers), join_engine, adapter, options), timeout)
+        self._add(ActorGroup(name, handles(workers), join_engine, adapter, options), timeout)
 
-    def _add(self, group: Group, timeout: float) -> None:
+    def _add(self, group: ActorGroup, timeout: float) -> None:
         _refuse_captured(group.source)
         self._remove(group.replica)
-        calls = Calls("joining", [(place, group.join(place, self._access)) for place in group.places])
+        calls = ActorCalls("joining", [(place, group.join(place, self._access)) for place in group.places])
         try:
             calls.wait(timeout)
         except BaseException:
@@ -203,7 +203,7 @@ class Manager:
         """Do the same on an event loop."""
         return _report(await self._publish(version, timeout).join(timeout + _GRACE))
 
-    def _publish(self, version: int, timeout: float) -> Calls:
+    def _publish(self, version: int, timeout: float) -> ActorCalls:
         Deadline(timeout)  # validates the timeout
         group = self._members.group(None)
         if group is None:
@@ -211,9 +211,9 @@ class Manager:
         if self._members.trainer_lost():  # otherwise the other ranks would wait for the lost one until the timeout
             self._refuse_lost(group)
         asked = [(place, call(group.actors[place.rank], publish, place, version, timeout)) for place in group.places]
-        return Calls(f"publishing version {version}", asked)
+        return ActorCalls(f"publishing version {version}", asked)
 
-    def _refuse_lost(self, group: Group) -> None:
+    def _refuse_lost(self, group: ActorGroup) -> None:
         """Raise PeerLost if a trainer's actor is gone. A rank whose connection broke reconnects, so it is waited for."""
         try:
             missing = group.missing(self.status())
@@ -224,10 +224,10 @@ class Manager:
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ALIVE_SECONDS) if asked else ([], [])
         for ref in answered:
             try:
-                there = ray.get(ref, timeout=_ALIVE_SECONDS)
+                alive = ray.get(ref, timeout=_ALIVE_SECONDS)
             except RayError:
-                there = False
-            if not there:
+                alive = False
+            if not alive:
                 raise PeerLost(
                     f"{asked[ref]}: its actor died or is being restarted. Continue when it has its model again, or call "
                     "add_trainer() with other actors"
@@ -263,12 +263,14 @@ class Manager:
         for name in self._members.names():
             self._remove(name)
 
-    def _leave(self, group: Group) -> None:
+    def _leave(self, group: ActorGroup) -> None:
         """Ask all ranks to leave. A rank that cannot be reached has left already."""
         if not ray.is_initialized():
             return
         try:
-            Calls("leaving", [(place, call(group.actors[place.rank], leave, place)) for place in group.places]).wait(_LEAVE_SECONDS)
+            ActorCalls("leaving", [(place, call(group.actors[place.rank], leave, place)) for place in group.places]).wait(
+                _LEAVE_SECONDS
+            )
         except (WeightSyncError, ray.exceptions.RayError) as error:
             _log.info("could not ask all ranks to leave: %s", error)
 
@@ -284,8 +286,8 @@ def _refuse_captured(function: Callable[[Any], Any]) -> None:
         raise ConfigurationError(f"pass a function of the actor's object, not {function!r}")
     if not inspect.isfunction(function):
         return
-    found = inspect.getclosurevars(function)
-    taken = {**found.nonlocals, **(found.globals if function.__module__ == "__main__" else {})}
+    captured = inspect.getclosurevars(function)
+    taken = {**captured.nonlocals, **(captured.globals if function.__module__ == "__main__" else {})}
     for name, value in taken.items():
         if isinstance(value, torch.Tensor | torch.nn.Module):
             raise ConfigurationError(

@@ -14,7 +14,7 @@ from typing import Any
 from weightsync.engine.agent import Engine
 from weightsync.errors import MembershipError
 from weightsync.protocol.messages import RoundResult
-from weightsync.ray.places import Access, Place
+from weightsync.ray.places import Access, RankPlace
 from weightsync.trainer.agent import Trainer
 
 __all__ = ["is_joined", "join_engine", "join_trainer", "leave", "publish"]
@@ -24,7 +24,7 @@ _lock = threading.Lock()
 _joined: dict[tuple[str | None, int], tuple[Access, Trainer | Engine]] = {}
 
 
-def join_trainer(worker: Any, access: Access, place: Place, state: Callable[[Any], Any], options: Mapping[str, Any]) -> None:  # noqa: ANN401
+def join_trainer(worker: Any, access: Access, place: RankPlace, state: Callable[[Any], Any], options: Mapping[str, Any]) -> None:  # noqa: ANN401
     """Make this actor a trainer rank that publishes ``state(worker)``. Idempotent."""
 
     def make() -> Trainer:
@@ -33,7 +33,7 @@ def join_trainer(worker: Any, access: Access, place: Place, state: Callable[[Any
     _join(access, place, make)
 
 
-def join_engine(worker: Any, access: Access, place: Place, adapter: Callable[[Any], Any], options: Mapping[str, Any]) -> None:  # noqa: ANN401
+def join_engine(worker: Any, access: Access, place: RankPlace, adapter: Callable[[Any], Any], options: Mapping[str, Any]) -> None:  # noqa: ANN401
     """Make this actor an engine rank around ``adapter(worker)``. Idempotent."""
 
     def make() -> Engine:
@@ -45,7 +45,7 @@ def join_engine(worker: Any, access: Access, place: Place, adapter: Callable[[An
     _join(access, place, make)
 
 
-def _join(access: Access, place: Place, make: Callable[[], Trainer | Engine]) -> None:
+def _join(access: Access, place: RankPlace, make: Callable[[], Trainer | Engine]) -> None:
     with _lock:
         key = (place.replica, place.rank)
         before = _joined.get(key)
@@ -57,12 +57,12 @@ def _join(access: Access, place: Place, make: Callable[[], Trainer | Engine]) ->
         _joined[key] = (access, make())
 
 
-def is_joined(_worker: Any, place: Place) -> bool:  # noqa: ANN401
+def is_joined(_worker: Any, place: RankPlace) -> bool:  # noqa: ANN401
     """Whether this actor's process has joined as that rank, connected or reconnecting. False in a process that Ray restarted."""
     return (place.replica, place.rank) in _joined
 
 
-def publish(_worker: Any, place: Place, number: int, timeout: float) -> RoundResult | None:  # noqa: ANN401
+def publish(_worker: Any, place: RankPlace, number: int, timeout: float) -> RoundResult | None:  # noqa: ANN401
     """Publish on this rank. Rank 0 returns the result.
 
     Raises:
@@ -78,7 +78,7 @@ def publish(_worker: Any, place: Place, number: int, timeout: float) -> RoundRes
     return result if place.rank == 0 else None
 
 
-def leave(_worker: Any, place: Place) -> None:  # noqa: ANN401
+def leave(_worker: Any, place: RankPlace) -> None:  # noqa: ANN401
     """Leave the coordinator. An engine keeps its weights. Idempotent."""
     with _lock, ExitStack() as left:
         _, agent = _joined.pop((place.replica, place.rank), (None, None))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Access", "Place"]
+__all__ = ["Access", "RankPlace"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Access:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Rank of an actor, in the trainer (``replica`` is ``None``) or in a replica."""
 
     replica: str | None

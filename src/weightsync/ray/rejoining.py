@@ -19,10 +19,10 @@ from weightsync.config import ClientSettings
 from weightsync.coordinator.status import Status
 from weightsync.errors import AuthenticationError
 from weightsync.ray.calls import call, in_our_words
-from weightsync.ray.places import Access, Place
+from weightsync.ray.places import Access, RankPlace
 from weightsync.server.watch import Watch
 
-__all__ = ["Group", "Rejoining"]
+__all__ = ["ActorGroup", "Rejoining"]
 
 _log = logging.getLogger(__name__)
 _RETRIES = 900
@@ -31,7 +31,7 @@ _CLOSE_SECONDS = 5.0
 
 
 @dataclass
-class Group:
+class ActorGroup:
     """Actors of the trainer (``replica`` is ``None``) or of one replica, in rank order, and how they join."""
 
     replica: str | None
@@ -45,21 +45,21 @@ class Group:
     """Ranks whose actors will not return, or could not join."""
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[RankPlace]:
         """Rank of each actor."""
-        return [Place(self.replica, rank, len(self.actors)) for rank in range(len(self.actors))]
+        return [RankPlace(self.replica, rank, len(self.actors)) for rank in range(len(self.actors))]
 
-    def join(self, place: Place, access: Access, retries: int = 0) -> Any:  # noqa: ANN401 - Ray's reference
+    def join(self, place: RankPlace, access: Access, retries: int = 0) -> Any:  # noqa: ANN401 - Ray's reference
         """Ask one actor to join."""
         return call(self.actors[place.rank], self.function, access, place, self.source, self.options, retries=retries)
 
-    def missing(self, status: Status) -> list[Place]:
+    def missing(self, status: Status) -> list[RankPlace]:
         """Ranks that the coordinator does not list."""
         if self.replica is None:
-            there = {rank.rank for rank in status.trainer}
+            connected = {rank.rank for rank in status.trainer}
         else:
-            there = {rank.rank for one in status.replicas if one.name == self.replica for rank in one.ranks}
-        return [place for place in self.places if place.rank not in there]
+            connected = {rank.rank for replica in status.replicas if replica.name == self.replica for rank in replica.ranks}
+        return [place for place in self.places if place.rank not in connected]
 
 
 class Rejoining:
@@ -67,7 +67,7 @@ class Rejoining:
 
     def __init__(self, settings: ClientSettings, access: Access) -> None:
         self._settings, self._access = settings, access
-        self._groups: dict[str | None, Group] = {}
+        self._groups: dict[str | None, ActorGroup] = {}
         self._lock = threading.RLock()
         self._status: Status | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -78,17 +78,17 @@ class Rejoining:
         """Start to watch."""
         self._thread.start()
 
-    def add(self, group: Group) -> None:
+    def add(self, group: ActorGroup) -> None:
         """Keep this group's ranks joined from now on, instead of an older group of the same name."""
         with self._lock:
             self._groups[group.replica] = group
 
-    def remove(self, replica: str | None) -> Group | None:
+    def remove(self, replica: str | None) -> ActorGroup | None:
         """Stop watching a group, and return it."""
         with self._lock:
             return self._groups.pop(replica, None)
 
-    def group(self, replica: str | None) -> Group | None:
+    def group(self, replica: str | None) -> ActorGroup | None:
         """Return the group of this name."""
         return self._groups.get(replica)
 
@@ -142,7 +142,7 @@ class Rejoining:
                 future: Future[None] = group.join(place, self._access, _RETRIES).future()
                 future.add_done_callback(partial(self._answered, group, place))
 
-    def _answered(self, group: Group, place: Place, done: Future[None]) -> None:
+    def _answered(self, group: ActorGroup, place: RankPlace, done: Future[None]) -> None:
         error = done.exception(0)
         with self._lock:
             group.busy.discard(place.rank)

@@ -10,7 +10,7 @@ from weightsync.rollouts.callbacks import RolloutCallback
 from weightsync.rollouts.controller import Counts, Generate, Rollout, RolloutController, RolloutSettings, Task
 from weightsync.rollouts.generation import Completions, Generation, VllmTokens
 from weightsync.rollouts.mail import CompletionReceiver, CompletionSender
-from weightsync.rollouts.orders import OrderFollower, Server, UpdateServers
+from weightsync.rollouts.orders import CommandFollower, Server, UpdateServers
 from weightsync.rollouts.replicas import Replicas
 from weightsync.rollouts.samples import Chunk, Sample, Sampling
 from weightsync.rollouts.staleness import Admission, capacity
@@ -19,13 +19,13 @@ from weightsync.server.watch import Watch
 __all__ = [
     "Admission",
     "Chunk",
+    "CommandFollower",
     "CompletionReceiver",
     "CompletionSender",
     "Completions",
     "Counts",
     "Generate",
     "Generation",
-    "OrderFollower",
     "Replicas",
     "Rollout",
     "RolloutCallback",

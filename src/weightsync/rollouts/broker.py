@@ -147,7 +147,7 @@ class RolloutBroker:
     async def _complete(self, request: Request) -> Response:
         done = await _body(request, Completed)
         try:
-            numbers = self._completions.put([Post(one.id, one.content) for one in done.completions])
+            numbers = self._completions.put([Post(completion.id, completion.content) for completion in done.completions])
         except Full as error:
             raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from None
         return _json(Numbered(self._completions.epoch, tuple(numbers)))
@@ -192,7 +192,7 @@ class RolloutBroker:
     def _settle(self, number: int, answer: asyncio.Future[Answered], said: Answered) -> None:
         answer.set_result(said)
         self._orders.withdraw(number)
-        settled = [known for known, one in self._answers.items() if one.done()]
+        settled = [known for known, answer in self._answers.items() if answer.done()]
         for known in settled[: max(0, len(settled) - _REMEMBERED)]:  # the rest answer orders that are repeated
             del self._answers[known]
 

@@ -149,10 +149,10 @@ class RolloutCallback:
         order = Order(uuid.uuid4().hex, kind, body, deadline.seconds)
         return asyncio.run_coroutine_threadsafe(self._ask(order, deadline), self._loop)
 
-    async def _ask(self, order: Order, deadline: Deadline) -> str:
+    async def _ask(self, command: Order, deadline: Deadline) -> str:
         # A little longer than the order's own, so that the coordinator's word on it is heard, if it has one.
         answer = await asked(
-            self._http, self._settings, "POST", "/v1/rollouts/orders", msgspec.json.encode(order), deadline, patience=_GRACE
+            self._http, self._settings, "POST", "/v1/rollouts/orders", msgspec.json.encode(command), deadline, patience=_GRACE
         )
         return str(msgspec.json.decode(answer.content)["message"])
 

@@ -71,14 +71,14 @@ class Rollout(Generic[T]):
     seconds: float
 
     @property
-    def oldest_order(self) -> tuple[int, int] | None:
+    def oldest_first(self) -> tuple[int, int] | None:
         """Epoch and number of the oldest version of any of its tokens."""
-        return min((sample.oldest_order for sample in self.samples if sample.oldest_order is not None), default=None)
+        return min((sample.oldest_first for sample in self.samples if sample.oldest_first is not None), default=None)
 
     @property
     def oldest(self) -> int | None:
         """The number of the oldest version of any of its tokens."""
-        return None if self.oldest_order is None else self.oldest_order[1]
+        return None if self.oldest_first is None else self.oldest_first[1]
 
     def age(self, version: int) -> int:
         """By how many versions its oldest token is behind ``version``."""
@@ -376,7 +376,7 @@ class RolloutController(Generic[T]):
     def _drop_old(self) -> None:
         known = [version for version in (self.admission.version, self._consumer) if version is not None]
         most = self.settings.max_age
-        young = [rollout for rollout in self._ready if rollout.oldest_order is None or rollout.oldest_order[0] >= self._epoch]
+        young = [rollout for rollout in self._ready if rollout.oldest_first is None or rollout.oldest_first[0] >= self._epoch]
         if known and most is not None:
             version = max(known)
             young = [rollout for rollout in young if rollout.age(version) <= most]
@@ -407,11 +407,13 @@ class RolloutController(Generic[T]):
         """One request for the rest of ``sample``; returns whether it is whole."""
         chunks: list[Chunk] = []
         finish: FinishReason = "abort"
-        wish = sampling if sampling.seed is None else msgspec.structs.replace(sampling, seed=sampling.seed + len(sample.tokens))
+        request_sampling = (
+            sampling if sampling.seed is None else msgspec.structs.replace(sampling, seed=sampling.seed + len(sample.tokens))
+        )
         budget = sampling.max_tokens - len(sample.tokens)
         async with self.replicas.lease() as lease:
             try:
-                stream = self._generation.stream(lease.url, [*sample.prompt, *sample.tokens], budget, wish)
+                stream = self._generation.stream(lease.url, [*sample.prompt, *sample.tokens], budget, request_sampling)
                 async with aclosing(stream):
                     async for chunk in stream:
                         chunks.append(chunk)

@@ -114,12 +114,12 @@ class _Info(msgspec.Struct):
     weight_version: str | None = None
 
 
-def _reason(said: str | None) -> FinishReason | None:
+def _reason(finish_reason: str | None) -> FinishReason | None:
     for known in get_args(FinishReason):
-        if said == known:
+        if finish_reason == known:
             reason: FinishReason = known
             return reason
-    return None if said is None else "abort"
+    return None if finish_reason is None else "abort"
 
 
 class _Http:
@@ -149,8 +149,8 @@ class _Http:
         try:
             async with self._http.stream("POST", url.rstrip("/") + path, json=body) as answer:
                 if not answer.is_success:
-                    said = await _beginning(answer)
-                    text = f"{url} answered {path} with HTTP {answer.status_code}: {said}"
+                    beginning = await _beginning(answer)
+                    text = f"{url} answered {path} with HTTP {answer.status_code}: {beginning}"
                     raise PeerLost(text) if answer.status_code in _AGAIN else LoadError(text)
                 yield answer
         except httpx.InvalidURL as error:
@@ -160,12 +160,12 @@ class _Http:
 
 
 async def _beginning(answer: httpx.Response) -> str:
-    said = bytearray()
+    head = bytearray()
     async for part in answer.aiter_bytes():
-        said += part
-        if len(said) > _REFUSAL_BYTES:
+        head += part
+        if len(head) > _REFUSAL_BYTES:
             break
-    return bytes(said[:2000]).decode("utf-8", "replace")
+    return bytes(head[:2000]).decode("utf-8", "replace")
 
 
 async def _messages(answer: httpx.Response, url: str) -> AsyncIterator[bytes]:
@@ -232,7 +232,7 @@ class VllmTokens(_Http):
             versions += [order[1]] * (span.end - span.start)
         return Chunk(
             tuple(choice.token_ids or ()),
-            None if logprobs is None else tuple(one.logprob for one in logprobs),
+            None if logprobs is None else tuple(logprob.logprob for logprob in logprobs),
             tuple(versions),
             _reason(choice.finish_reason),
             tuple(epochs),

@@ -62,19 +62,19 @@ def check(answer: httpx.Response, settings: ClientSettings) -> None:
     if answer.is_success:
         return
     try:
-        said = msgspec.json.decode(answer.content, type=Problem)
+        problem = msgspec.json.decode(answer.content, type=Problem)
     except UNREADABLE:
         raise ProtocolError(f"what answers at {settings.coordinator} is not a coordinator (HTTP {answer.status_code})") from None
     if answer.status_code == HTTPStatus.UNAUTHORIZED:
-        raise AuthenticationError(f"{settings.coordinator}: {said.message}")
-    if answer.status_code == HTTPStatus.SERVICE_UNAVAILABLE and said.kind == "ServiceUnavailable":
-        raise httpx.HTTPStatusError(said.message, request=answer.request, response=answer)
-    if answer.status_code == HTTPStatus.NOT_FOUND and said.kind == "NotFound":
+        raise AuthenticationError(f"{settings.coordinator}: {problem.message}")
+    if answer.status_code == HTTPStatus.SERVICE_UNAVAILABLE and problem.kind == "ServiceUnavailable":
+        raise httpx.HTTPStatusError(problem.message, request=answer.request, response=answer)
+    if answer.status_code == HTTPStatus.NOT_FOUND and problem.kind == "NotFound":
         raise ConfigurationError(
             f"the coordinator at {settings.coordinator} has no mailboxes for rollouts: start it with "
             "`weightsync serve --mount rollouts`, or with WEIGHTSYNC_MOUNTS=rollouts in its process"
         )
-    raise from_wire(said.kind, said.message)
+    raise from_wire(problem.kind, problem.message)
 
 
 async def followed(http: httpx.AsyncClient, settings: ClientSettings, path: str) -> AsyncIterator[Signal]:

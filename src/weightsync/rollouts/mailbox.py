@@ -106,10 +106,10 @@ class Mailbox:
         try:
             while not self._closed:
                 at = max(at, self._acknowledged)
-                found = self._after(at)
+                signals = self._after(at)
                 at = self._last
-                if found:
-                    yield found
+                if signals:
+                    yield signals
                     continue
                 wake.clear()
                 await wake.wait()  # ends with the mailbox, or with the connection of who follows

@@ -27,7 +27,7 @@ from weightsync.rollouts.mail import asked, followed
 from weightsync.rollouts.mailbox import Signal
 from weightsync.server.watch import coordinator_http
 
-__all__ = ["OrderFollower", "Server", "UpdateServers"]
+__all__ = ["CommandFollower", "Server", "UpdateServers"]
 
 _log = logging.getLogger(__name__)
 _ANSWER_SECONDS = 30.0
@@ -71,7 +71,7 @@ class _Destroy(_Body, frozen=True, kw_only=True):
     group_name: Group
 
 
-class _Pause(_Body, frozen=True, kw_only=True):
+class _PauseBody(_Body, frozen=True, kw_only=True):
     mode: PauseMode = "abort"
 
 
@@ -124,70 +124,70 @@ class UpdateServers:
         """Close connections."""
         await self._http.aclose()
 
-    async def carry_out(self, order: Order) -> str:
+    async def carry_out(self, command: Order) -> str:
         """Do it everywhere.
 
         Raises :class:`~weightsync.errors.LoadError` that names every server that failed, and
         :class:`~weightsync.errors.ConfigurationError` for an order that no server was told of.
         """
         sglang = self._kind == "sglang"
-        match order.kind:
+        match command.kind:
             case "init_group":
-                wish = _body(order, _InitGroup)
-                return await self._tell_all(order, "/init_weights_update_group", self._groups(wish, order.timeout))
+                group = _body(command, _InitGroup)
+                return await self._tell_all(command, "/init_weights_update_group", self._groups(group, command.timeout))
             case "update_from_distributed":
-                bucket = _body(order, _Distributed)
+                bucket = _body(command, _Distributed)
                 body = msgspec.to_builtins(bucket)
                 last = bool(body.pop("finished", False))  # weightsync's servers commit on ``continue``, not with a bucket
                 body |= {"load_format": bucket.load_format} | ({"flush_cache": last} if sglang else {})
-                return await self._tell_all(order, "/update_weights_from_distributed", body)
+                return await self._tell_all(command, "/update_weights_from_distributed", body)
             case "update_from_disk":
-                return await self._tell_all(order, "/update_weights_from_disk", self._from_disk(_body(order, _Disk)))
+                return await self._tell_all(command, "/update_weights_from_disk", self._from_disk(_body(command, _Disk)))
             case "destroy_group":
-                return await self._tell_all(order, "/destroy_weights_update_group", msgspec.to_builtins(_body(order, _Destroy)))
+                return await self._tell_all(command, "/destroy_weights_update_group", msgspec.to_builtins(_body(command, _Destroy)))
             case "pause":
-                mode = _body(order, _Pause).mode
+                mode = _body(command, _PauseBody).mode
                 if sglang:
-                    await self._tell_all(order, "/pause_generation", {"mode": sglang_mode(mode)})
-                    return await self._tell_all(order, "/begin_weight_update", {})
-                return await self._tell_all(order, "/begin_weight_update", {"mode": mode})
+                    await self._tell_all(command, "/pause_generation", {"mode": sglang_mode(mode)})
+                    return await self._tell_all(command, "/begin_weight_update", {})
+                return await self._tell_all(command, "/begin_weight_update", {"mode": mode})
             case "continue":
-                _body(order, _Continue)
-                said = await self._tell_all(order, "/end_weight_update", {})
-                return await self._tell_all(order, "/continue_generation", {}) if sglang else said
+                _body(command, _Continue)
+                answer = await self._tell_all(command, "/end_weight_update", {})
+                return await self._tell_all(command, "/continue_generation", {}) if sglang else answer
             case _:
-                raise ConfigurationError(f"{order.kind!r} is no order that servers know")
+                raise ConfigurationError(f"{command.kind!r} is no order that servers know")
 
-    def _from_disk(self, wish: _Disk) -> dict[str, Any]:
+    def _from_disk(self, request: _Disk) -> dict[str, Any]:
         """What to ask: a path under the folder of checkpoints, and nothing but safetensors, which hold no code."""
         root = self._checkpoints
         if root is None:
             raise ConfigurationError("servers load nothing from disk here: give UpdateServers the folder (checkpoints=...)")
-        path = PurePosixPath(wish.model_path)
-        if ".." in path.parts or not path.is_relative_to(root) or not wish.model_path.isprintable():
-            raise ConfigurationError(f"{wish.model_path[:200]!r} is not a path under {root}, the folder of checkpoints")
-        return {**msgspec.to_builtins(wish), "load_format": "safetensors"}
+        path = PurePosixPath(request.model_path)
+        if ".." in path.parts or not path.is_relative_to(root) or not request.model_path.isprintable():
+            raise ConfigurationError(f"{request.model_path[:200]!r} is not a path under {root}, the folder of checkpoints")
+        return {**msgspec.to_builtins(request), "load_format": "safetensors"}
 
-    async def _tell_all(self, order: Order, path: str, body: Mapping[str, Any] | list[dict[str, Any]]) -> str:
+    async def _tell_all(self, command: Order, path: str, body: Mapping[str, Any] | list[dict[str, Any]]) -> str:
         bodies = body if isinstance(body, list) else [body] * len(self._servers)
-        told = await asyncio.gather(
-            *(self._tell(server, path, mine, order.timeout) for server, mine in zip(self._servers.values(), bodies, strict=True))
+        answers = await asyncio.gather(
+            *(self._tell(server, path, mine, command.timeout) for server, mine in zip(self._servers.values(), bodies, strict=True))
         )
-        failed = [f"{name}: {said}" for name, (good, said) in zip(self._servers, told, strict=True) if not good]
+        failed = [f"{name}: {answer}" for name, (good, answer) in zip(self._servers, answers, strict=True) if not good]
         if failed:
-            raise LoadError(f"{order.kind} failed at {len(failed)} of {len(told)} replicas: {' | '.join(failed)}")
-        return " | ".join(f"{name}: {said}" for name, (_, said) in zip(self._servers, told, strict=True))
+            raise LoadError(f"{command.kind} failed at {len(failed)} of {len(answers)} replicas: {' | '.join(failed)}")
+        return " | ".join(f"{name}: {answer}" for name, (_, answer) in zip(self._servers, answers, strict=True))
 
-    def _groups(self, wish: _InitGroup, timeout: float) -> list[dict[str, Any]]:
-        world, body = 1 + sum(server.ranks for server in self._servers.values()), msgspec.to_builtins(wish)
-        if wish.world_size not in (None, world):
-            raise ConfigurationError(f"the trainer says {wish.world_size} ranks, but it and the engines' ranks are {world}")
-        found, offset = [], 1
+    def _groups(self, request: _InitGroup, timeout: float) -> list[dict[str, Any]]:
+        world, body = 1 + sum(server.ranks for server in self._servers.values()), msgspec.to_builtins(request)
+        if request.world_size not in (None, world):
+            raise ConfigurationError(f"the trainer says {request.world_size} ranks, but it and the engines' ranks are {world}")
+        bodies, offset = [], 1
         for server in self._servers.values():
             mine = body | {"world_size": world, "rank_offset": offset}
-            found.append(mine | ({"timeout": timeout} if self._kind == "weightsync" else {}))
+            bodies.append(mine | ({"timeout": timeout} if self._kind == "weightsync" else {}))
             offset += server.ranks
-        return found
+        return bodies
 
     async def _tell(self, server: Server, path: str, body: Mapping[str, Any], timeout: float) -> tuple[bool, str]:
         try:
@@ -195,21 +195,21 @@ class UpdateServers:
         except httpx.HTTPError as error:
             return False, f"{server.url} did not answer: {reason(error)}"
         try:
-            said = msgspec.json.decode(answer.content, type=dict[str, Any])
+            decoded = msgspec.json.decode(answer.content, type=dict[str, Any])
         except UNREADABLE:
-            said = {}
-        message = str(said.get("message", answer.text))[:_SAID]
-        return answer.is_success and said.get("success", True) is not False, message or f"HTTP {answer.status_code}"
+            decoded = {}
+        message = str(decoded.get("message", answer.text))[:_SAID]
+        return answer.is_success and decoded.get("success", True) is not False, message or f"HTTP {answer.status_code}"
 
 
-def _body(order: Order, kind: type[B]) -> B:
+def _body(command: Order, kind: type[B]) -> B:
     try:
-        return msgspec.convert(order.body, kind)
+        return msgspec.convert(command.body, kind)
     except msgspec.ValidationError as error:
-        raise ConfigurationError(f"an order {order.kind!r} of another form than servers are asked: {error}") from None
+        raise ConfigurationError(f"an order {command.kind!r} of another form than servers are asked: {error}") from None
 
 
-class OrderFollower:
+class CommandFollower:
     """Carries out the orders of a :class:`~weightsync.rollouts.callbacks.RolloutCallback`, each once, as they are pushed.
 
     ``controller`` is paused with the engines. Made and used on one event loop; use it in an ``async with``. Only one follower may
@@ -254,17 +254,19 @@ class OrderFollower:
     async def _carry_out(self, signal: Signal) -> None:
         where = f"/v1/rollouts/orders/{signal.number}"
         try:
-            found = await asked(self._http, self._settings, "GET", f"{where}?epoch={signal.epoch}", b"", Deadline(_ANSWER_SECONDS))
+            content = await asked(
+                self._http, self._settings, "GET", f"{where}?epoch={signal.epoch}", b"", Deadline(_ANSWER_SECONDS)
+            )
         except MembershipError:  # it timed out, or was answered already
             return
         outcome = self._outcomes.get(signal.id)
         if outcome is None:
-            outcome = self._outcomes[signal.id] = asyncio.create_task(self._try(found.content))
+            outcome = self._outcomes[signal.id] = asyncio.create_task(self._try(content.content))
             while len(self._outcomes) > _REMEMBERED:
                 self._outcomes.popitem(last=False)
         message, failure = await asyncio.shield(outcome)
-        said = Answered(signal.epoch, message, failure)
-        await asked(self._http, self._settings, "POST", where, msgspec.json.encode(said), Deadline(_ANSWER_SECONDS))
+        answered = Answered(signal.epoch, message, failure)
+        await asked(self._http, self._settings, "POST", where, msgspec.json.encode(answered), Deadline(_ANSWER_SECONDS))
 
     async def _try(self, content: bytes) -> tuple[str, str | None]:
         """What to answer: a message, and the kind of the error if it is one."""
@@ -276,12 +278,12 @@ class OrderFollower:
             kind, message = to_wire(error)
             return message, kind
 
-    async def _do(self, order: Order) -> str:
-        if order.kind == "pause" and not self._paused and self._controller is not None:
+    async def _do(self, command: Order) -> str:
+        if command.kind == "pause" and not self._paused and self._controller is not None:
             self._controller.pause()
             self._paused = True
-        said = await self._servers.carry_out(order)
-        if order.kind == "continue" and self._paused and self._controller is not None:
+        answer = await self._servers.carry_out(command)
+        if command.kind == "continue" and self._paused and self._controller is not None:
             self._controller.resume()
             self._paused = False
-        return said
+        return answer

@@ -79,27 +79,27 @@ class Replicas:
     @property
     def served(self) -> int | None:
         """The oldest version that a request could meet now; ``None`` where none can be placed."""
-        return min((one.version for one in self._table.values() if self._serves(one) and one.version is not None), default=None)
+        return min((row.version for row in self._table.values() if self._serves(row) and row.version is not None), default=None)
 
     def running(self) -> dict[str, int]:
         """Requests under way, by replica."""
-        return {name: one.running for name, one in self._table.items()}
+        return {name: row.running for name, row in self._table.items()}
 
     def apply(self, status: Status) -> None:
         """Take what the coordinator says of all replicas. Raises :class:`~weightsync.errors.ConfigurationError` for a wrong URL."""
         seen = set()
-        for found in status.replicas:
-            url = self._urls(found.name)
+        for replica in status.replicas:
+            url = self._urls(replica.name)
             if url is None:
                 continue
             if not url.startswith(("http://", "https://")):
-                raise ConfigurationError(f"{url!r} is not the URL of replica {found.name}: write it as http://host:port")
-            seen.add(found.name)
-            mine = self._table.setdefault(found.name, _Replica(found.name, url))
-            epoch = found.epoch or FIRST_EPOCH
-            told = (url, found.state, found.routable, found.version, epoch)
-            if (mine.url, mine.state, mine.routable, mine.version, mine.epoch) != told:
-                mine.url, mine.state, mine.routable, mine.version, mine.epoch = told
+                raise ConfigurationError(f"{url!r} is not the URL of replica {replica.name}: write it as http://host:port")
+            seen.add(replica.name)
+            mine = self._table.setdefault(replica.name, _Replica(replica.name, url))
+            epoch = replica.epoch or FIRST_EPOCH
+            known = (url, replica.state, replica.routable, replica.version, epoch)
+            if (mine.url, mine.state, mine.routable, mine.version, mine.epoch) != known:
+                mine.url, mine.state, mine.routable, mine.version, mine.epoch = known
                 self._told(mine)
         for name in self._table.keys() - seen:
             self.pausing(name)
@@ -119,12 +119,12 @@ class Replicas:
     async def lease(self) -> AsyncIterator[Lease]:
         """A place at the least loaded replica that takes requests; waits until there is one. Whoever asks bounds the wait."""
         while (mine := self._best()) is None:
-            told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.add(told)
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.add(waiter)
             try:
-                await told
+                await waiter
             finally:
-                self._waiting.discard(told)
+                self._waiting.discard(waiter)
         self._count += 1
         mine.running, mine.used = mine.running + 1, self._count
         lease = Lease(mine.name, mine.url, mine.version, mine.news, mine.epoch)
@@ -142,12 +142,12 @@ class Replicas:
         for mine in self._table.values():
             self._release(mine)
 
-    def _serves(self, one: _Replica) -> bool:
-        return one.routable and (one.version is None or (one.epoch, one.version) >= (self.epoch, self.oldest))
+    def _serves(self, replica: _Replica) -> bool:
+        return replica.routable and (replica.version is None or (replica.epoch, replica.version) >= (self.epoch, self.oldest))
 
     def _best(self) -> _Replica | None:
-        free = [one for one in self._table.values() if self._serves(one) and one.held is None]
-        return min(free, key=lambda one: (one.running, one.used), default=None)
+        free = [replica for replica in self._table.values() if self._serves(replica) and replica.held is None]
+        return min(free, key=lambda replica: (replica.running, replica.used), default=None)
 
     def _told(self, mine: _Replica) -> None:
         mine.news, mine.failures = mine.news + 1, 0
@@ -170,7 +170,7 @@ class Replicas:
 
     def _changed(self) -> None:
         if self._best() is not None:
-            for told in self._waiting:
-                if not told.done():
-                    told.set_result(None)
+            for waiter in self._waiting:
+                if not waiter.done():
+                    waiter.set_result(None)
         self.on_change()

@@ -67,7 +67,7 @@ class Sample:
     """Of the versions: of a later epoch, even a smaller number is newer. Empty: all are of the first."""
 
     @property
-    def oldest_order(self) -> tuple[int, int] | None:
+    def oldest_first(self) -> tuple[int, int] | None:
         """Epoch and number of the oldest version of any token; ``None`` without tokens."""
         epochs = self.epochs or [FIRST_EPOCH] * len(self.versions)
         return min(zip(epochs, self.versions, strict=True), default=None)
@@ -75,7 +75,7 @@ class Sample:
     @property
     def oldest(self) -> int | None:
         """The number of the oldest version of any token; ``None`` without tokens."""
-        return None if self.oldest_order is None else self.oldest_order[1]
+        return None if self.oldest_first is None else self.oldest_first[1]
 
     def keep(self, replica: str, chunks: Sequence[Chunk], epoch: int = FIRST_EPOCH) -> None:
         """Add what one request brought, as far as its versions are attested. ``epoch`` is theirs where the server says none.
@@ -86,12 +86,12 @@ class Sample:
         versions = [version for chunk in chunks for version in chunk.versions]
         epochs = [said for chunk in chunks for said in chunk.epochs or (epoch,) * len(chunk.versions)]
         logprobs = [value for chunk in chunks for value in chunk.logprobs or ()]
-        said = bool(logprobs)
-        if len(versions) > len(tokens) or len(epochs) != len(versions) or (said and len(logprobs) != len(tokens)):
+        has_logprobs = bool(logprobs)
+        if len(versions) > len(tokens) or len(epochs) != len(versions) or (has_logprobs and len(logprobs) != len(tokens)):
             raise ProtocolError(
                 f"{replica} answered {len(tokens)} tokens with {len(versions)} versions and {len(logprobs)} log-probabilities"
             )
-        if self.tokens and tokens and said != bool(self.logprobs):
+        if self.tokens and tokens and has_logprobs != bool(self.logprobs):
             raise ProtocolError(f"{replica} and the replicas before it do not agree on whether to say log-probabilities")
         kept = len(versions)
         self.lost_tokens += len(tokens) - kept

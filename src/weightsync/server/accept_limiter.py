@@ -77,7 +77,7 @@ class AcceptLimiter:
         self._later = self._loop.call_later(seconds, self.open)
 
     def _ready(self) -> None:
-        wait = self._connections.turn()
+        wait = self._connections.acquire()
         if wait > 0:
             self._pause(wait)
             return
@@ -94,7 +94,7 @@ class AcceptLimiter:
             self._pause(_RETRY_SECONDS)
             return
         sock.setblocking(False)
-        if len(self._handshakes) >= self._limits.strangers:
+        if len(self._handshakes) >= self._limits.unauthenticated:
             most, _ = Counter(host for host, _ in self._handshakes.values()).most_common(1)[0]
             self._drop(next(task for task, (host, _) in self._handshakes.items() if host == most))
         task = asyncio.ensure_future(self._connect(sock))

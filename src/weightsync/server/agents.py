@@ -14,7 +14,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from weightsync.config import ServerSettings
 from weightsync.coordinator.coordinator import Coordinator
-from weightsync.coordinator.rank_handle import Link
+from weightsync.coordinator.rank_handle import RankHandle
 from weightsync.coordinator.ranks import TrainerRank
 from weightsync.coordinator.remote_ranks import RemoteEngine, RemoteTrainer, answer_agent, rank_of
 from weightsync.errors import DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, readable, to_wire
@@ -223,7 +223,7 @@ class _Connection:
         if self.engine is not None and self.dismissed is None:
             self._coordinator.progress(self.engine, nbytes)
 
-    async def read(self, calls: Calls, link: Link[Any]) -> str:
+    async def read(self, calls: Calls, link: RankHandle[Any]) -> str:
         """Feed frames to ``calls`` until the connection ends, and say why it did."""
         try:
             while True:

@@ -151,7 +151,7 @@ class Service:
         return _answer(self._state.get())
 
     async def _openapi(self, request: Request) -> Response:
-        return _json(document((*OPERATIONS, *(one for mount in self._mounts for one in mount.operations)), _version()))
+        return _json(document((*OPERATIONS, *(operation for mount in self._mounts for operation in mount.operations)), _version()))
 
     async def _metrics(self, request: Request) -> Response:
         return Response(self._exposition.get(), headers={"Content-Type": metrics.CONTENT_TYPE})

@@ -64,7 +64,7 @@ class Client:
         """Who serves which version."""
         return self._decode(self._request("GET", "/v1/status"), Status)
 
-    def round(self, replicas: Sequence[str] | None = None, timeout: float | None = None) -> RoundResult:
+    def start_round(self, replicas: Sequence[str] | None = None, timeout: float | None = None) -> RoundResult:
         """Bring ``replicas`` (``None``: all that are behind) to the version on the trainer's shelves; returns when it is over."""
         body = msgspec.json.encode(RoundRequest(None if replicas is None else tuple(replicas), timeout))
         patience = _ROUND_SECONDS if timeout is None else timeout + _GRACE
@@ -113,14 +113,14 @@ class Client:
         if answer.is_success:
             return
         try:
-            said = msgspec.json.decode(answer.content, type=Problem)
+            problem = msgspec.json.decode(answer.content, type=Problem)
         except UNREADABLE:
             raise ProtocolError(
                 f"what answers at {self._settings.coordinator} is not a weightsync coordinator (HTTP {answer.status_code})"
             ) from None
         if answer.status_code == HTTPStatus.UNAUTHORIZED:
-            raise AuthenticationError(f"{self._settings.coordinator}: {said.message}")
-        raise from_wire(said.kind, said.message)
+            raise AuthenticationError(f"{self._settings.coordinator}: {problem.message}")
+        raise from_wire(problem.kind, problem.message)
 
     def _decode(self, answer: httpx.Response, kind: type[T]) -> T:
         try:

@@ -25,12 +25,12 @@ class Connections:
 
     def __init__(self, limits: Limits, encrypted: bool = False) -> None:
         self._limits, self._cost = limits, 2.0 if encrypted else 1.0
-        self._most = max(float(limits.strangers), self._cost)
+        self._most = max(float(limits.unauthenticated), self._cost)
         self._transports: dict[_Peer, asyncio.WriteTransport] = {}
-        self._strangers: dict[str, dict[_Peer, TimerHandle]] = {}
+        self._unauthenticated: dict[str, dict[_Peer, TimerHandle]] = {}
         self._challenged: set[_Peer] = set()
         self._unproved = 0
-        self._turns, self._since = self._most, time.monotonic()
+        self._permits, self._since = self._most, time.monotonic()
         self.refused = 0
         """Connections that were cut because there were too many strangers, or because they took too long."""
 
@@ -38,23 +38,23 @@ class Connections:
         return len(self._transports)
 
     @property
-    def strangers(self) -> int:
+    def unauthenticated(self) -> int:
         """Connections that have not shown the token."""
         return self._unproved
 
-    def turn(self) -> float:
+    def acquire(self) -> float:
         """Take the turn of one more connection, or say in how many seconds there will be one."""
         now = time.monotonic()
-        self._turns = min(self._most, self._turns + (now - self._since) * self._limits.arrivals)
+        self._permits = min(self._most, self._permits + (now - self._since) * self._limits.arrivals)
         self._since = now
-        if self._turns < self._cost:
-            return (self._cost - self._turns) / self._limits.arrivals
-        self._turns -= self._cost
+        if self._permits < self._cost:
+            return (self._cost - self._permits) / self._limits.arrivals
+        self._permits -= self._cost
         return 0.0
 
     def opened(self, transport: asyncio.WriteTransport, peer: _Peer) -> None:
         """Count a new connection; it is cut off if it has not authenticated in time."""
-        while self._unproved >= self._limits.strangers or (self._unproved and len(self) >= self._limits.connections):
+        while self._unproved >= self._limits.unauthenticated or (self._unproved and len(self) >= self._limits.connections):
             self._cut(self._dispensable())
         if len(self) >= self._limits.connections:
             self.refused += 1
@@ -62,20 +62,20 @@ class Connections:
             return
         self._transports[peer] = transport
         timer = asyncio.get_running_loop().call_later(self._limits.hello_seconds, self._cut, peer)
-        self._strangers.setdefault(peer[0], {})[peer] = timer
+        self._unauthenticated.setdefault(peer[0], {})[peer] = timer
         self._unproved += 1
 
     def proved(self, peer: _Peer | None) -> None:
         """The connection of ``peer`` has shown the token."""
-        if peer is not None and self._forget_stranger((peer[0], peer[1])):
-            self._turns += self._cost
+        if peer is not None and self._forget_unauthenticated((peer[0], peer[1])):
+            self._permits += self._cost
 
     def may_stay(self, peer: _Peer | None) -> bool:
         """Whether this connection stays open after a challenge: of somebody known always, of a stranger once."""
         if peer is None:
             return False
         peer = peer[0], peer[1]
-        if peer not in self._strangers.get(peer[0], {}):
+        if peer not in self._unauthenticated.get(peer[0], {}):
             return peer in self._transports
         first = peer not in self._challenged
         self._challenged.add(peer)
@@ -88,22 +88,22 @@ class Connections:
 
     def _forget(self, peer: _Peer) -> None:
         self._transports.pop(peer, None)
-        self._forget_stranger(peer)
+        self._forget_unauthenticated(peer)
 
-    def _forget_stranger(self, peer: _Peer) -> bool:
-        host = self._strangers.get(peer[0], {})
+    def _forget_unauthenticated(self, peer: _Peer) -> bool:
+        host = self._unauthenticated.get(peer[0], {})
         timer = host.pop(peer, None)
         self._challenged.discard(peer)
         if timer is not None:
             timer.cancel()
             self._unproved -= 1
         if not host:
-            self._strangers.pop(peer[0], None)
+            self._unauthenticated.pop(peer[0], None)
         return timer is not None
 
     def _dispensable(self) -> _Peer:
         """The oldest stranger of the host that has most of them."""
-        most: dict[_Peer, TimerHandle] = max(self._strangers.values(), key=len)
+        most: dict[_Peer, TimerHandle] = max(self._unauthenticated.values(), key=len)
         return next(iter(most))
 
     def _cut(self, peer: _Peer) -> None:

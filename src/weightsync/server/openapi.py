@@ -67,7 +67,12 @@ class Operation(NamedTuple):
 
 def document(operations: tuple[Operation, ...], version: str) -> dict[str, Any]:
     """The OpenAPI document of ``operations``."""
-    named = [kind for one in operations for kind in (one.answer, one.body, *(kind for _, kind in one.query)) if kind is not None]
+    named = [
+        kind
+        for operation in operations
+        for kind in (operation.answer, operation.body, *(kind for _, kind in operation.query))
+        if kind is not None
+    ]
     _, components = msgspec.json.schema_components([Problem, *named], ref_template="#/components/schemas/{name}")
     paths: dict[str, Any] = {}
     for operation in operations:

@@ -16,8 +16,8 @@ HTML = resources.files(__package__).joinpath("page.html").read_text(encoding="ut
 
 
 def _hashes(tag: str) -> str:
-    found = re.findall(rf"<{tag}>(.*?)</{tag}>", HTML, re.DOTALL)
-    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in found)
+    blocks = re.findall(rf"<{tag}>(.*?)</{tag}>", HTML, re.DOTALL)
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in blocks)
 
 
 HEADERS = {

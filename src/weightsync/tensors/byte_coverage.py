@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Coverage", "LocalView"]
+__all__ = ["ByteCoverage", "LocalView"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -24,7 +24,7 @@ class LocalView(NamedTuple):
     dtype: torch.dtype
 
 
-class Coverage:
+class ByteCoverage:
     """Bytes of one storage that any of ``views`` covers: sorted ranges that neither overlap nor touch."""
 
     def __init__(self, views: Iterable[LocalView]) -> None:
@@ -40,7 +40,7 @@ class Coverage:
 
     def lacking(self, view: LocalView) -> int:
         """Number of bytes of ``view`` that are not covered. A byte that ``view`` holds several times counts once."""
-        other = Coverage([view])
+        other = ByteCoverage([view])
         whole = int((other._stops - other._starts).sum())
         return whole - int((self._before(other._stops) - self._before(other._starts)).sum())
 

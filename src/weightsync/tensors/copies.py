@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import LayoutError, ProtocolError
-from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.copy_table import CopyTable
 from weightsync.tensors.digest import columns_address
 from weightsync.tensors.kernels import copy_table
 
@@ -24,7 +24,7 @@ def _bases(source_addresses: Sequence[int]) -> npt.NDArray[np.int64]:
     return np.asarray(source_addresses, np.int64)
 
 
-def copy_tiles(tiles: Tiles, source_addresses: Sequence[int], stop: Stop | None = None) -> int:
+def copy_tiles(tiles: CopyTable, source_addresses: Sequence[int], stop: Stop | None = None) -> int:
     """Copy every tile from ``source_addresses[region] + source`` to its target.
 
     The caller has checked that the tiles fit the memory (:func:`check_tiles`).
@@ -43,7 +43,7 @@ def copy_tiles(tiles: Tiles, source_addresses: Sequence[int], stop: Stop | None 
 
 
 def gather_tiles(
-    tiles: Tiles, source_addresses: Sequence[int], bucket_address: int, first: int, last: int, stop: Stop | None = None
+    tiles: CopyTable, source_addresses: Sequence[int], bucket_address: int, first: int, last: int, stop: Stop | None = None
 ) -> int:
     """Pack the runs of tiles ``first <= i < last`` into one bucket, in order and without gaps. Targets are ignored.
 
@@ -58,7 +58,7 @@ def gather_tiles(
     return int(copy_table(tiles.table_address, first, last, bases.ctypes.data, 0, bucket_address, 0, 0, flag.ctypes.data))
 
 
-def scatter_tiles(tiles: Tiles, bucket_address: int, first: int, last: int, stop: Stop | None = None) -> int:
+def scatter_tiles(tiles: CopyTable, bucket_address: int, first: int, last: int, stop: Stop | None = None) -> int:
     """Unpack a bucket of :func:`gather_tiles` to the targets of tiles ``first <= i < last``. Sources are ignored.
 
     The caller has checked that the bucket holds that many bytes.
@@ -71,7 +71,7 @@ def scatter_tiles(tiles: Tiles, bucket_address: int, first: int, last: int, stop
     return int(copy_table(tiles.table_address, first, last, 0, bucket_address, 0, 0, 0, flag.ctypes.data))
 
 
-def copy_and_digest(tiles: Tiles, source_addresses: Sequence[int], out: UInt64, stop: Stop | None = None) -> int:
+def copy_and_digest(tiles: CopyTable, source_addresses: Sequence[int], out: UInt64, stop: Stop | None = None) -> int:
     """Copy as :func:`copy_tiles` does, and add the digest of each tile, read back from its target, to ``out[row]``.
 
     As digests are additive and tiles fill each row exactly once, ``out`` then equals the result of
@@ -95,7 +95,7 @@ def copy_and_digest(tiles: Tiles, source_addresses: Sequence[int], out: UInt64, 
     )
 
 
-def scatter_and_digest(tiles: Tiles, bucket_address: int, first: int, last: int, out: UInt64, stop: Stop | None = None) -> int:
+def scatter_and_digest(tiles: CopyTable, bucket_address: int, first: int, last: int, out: UInt64, stop: Stop | None = None) -> int:
     """Scatter as :func:`scatter_tiles` does, with digests as in :func:`copy_and_digest`."""
     flag = _NEVER if stop is None else stop
     check_keys(tiles, out)
@@ -105,7 +105,7 @@ def scatter_and_digest(tiles: Tiles, bucket_address: int, first: int, last: int,
     )
 
 
-def check_keys(tiles: Tiles, out: UInt64) -> None:
+def check_keys(tiles: CopyTable, out: UInt64) -> None:
     """Raise :class:`~weightsync.errors.LayoutError` unless digests of ``tiles`` can be added to ``out``."""
     if out.dtype != np.uint64 or out.ndim != 1 or not (out.flags.c_contiguous and out.flags.writeable):
         raise LayoutError(f"digests need a contiguous uint64 array, not {out.dtype}{list(out.shape)}")
@@ -113,13 +113,13 @@ def check_keys(tiles: Tiles, out: UInt64) -> None:
         raise LayoutError(f"tiles have no keys, or name rows beyond the {len(out)} digests")
 
 
-def _range(tiles: Tiles, first: int, last: int) -> tuple[int, int]:
+def _range(tiles: CopyTable, first: int, last: int) -> tuple[int, int]:
     if not 0 <= first <= last <= len(tiles):
         raise ProtocolError(f"tiles {first}:{last} of a table of {len(tiles)}")
     return first, last
 
 
-def check_tiles(tiles: Tiles, region_sizes: Sequence[int]) -> None:
+def check_tiles(tiles: CopyTable, region_sizes: Sequence[int]) -> None:
     """Raise :class:`~weightsync.errors.ProtocolError` if a tile leaves its source region of ``region_sizes[region]`` bytes.
 
     Safe for a forged table: negative or huge numbers do not wrap around. The reader checks the targets.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from weightsync.planning.pieces import Pieces
 
-__all__ = ["TILE_BYTES", "Tiles", "tiles_between", "tiles_of"]
+__all__ = ["TILE_BYTES", "CopyTable", "tiles_between", "tiles_of"]
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -33,7 +33,7 @@ _KEYS = 7  # columns of a table before the keys
 
 
 @dataclass(frozen=True, eq=False)
-class Tiles:
+class CopyTable:
     """Strided 2-D byte copies, one in each row: ``rows`` runs of ``row_bytes`` bytes.
 
     =============  ===========  ========================================================================
@@ -96,14 +96,14 @@ class Tiles:
         return int(self.keys[:, 0].max()) + 1 if len(self.keys) else 0
 
     @classmethod
-    def of_table(cls, table: Int64) -> Tiles:
+    def of_table(cls, table: Int64) -> CopyTable:
         """Make tiles from ``int64[n, 13]``, with columns in the order above."""
         source, source_stride, target, target_stride, rows, row_bytes = (np.ascontiguousarray(c) for c in table[:, 1:_KEYS].T)
         region = table[:, 0].astype(np.int32)
         return cls(region, source, source_stride, target, target_stride, rows, row_bytes, table[:, _KEYS:])
 
     @classmethod
-    def empty(cls) -> Tiles:
+    def empty(cls) -> CopyTable:
         """Return no tiles."""
         return cls.of_table(np.empty((0, _KEYS + 6), np.int64))
 
@@ -114,10 +114,10 @@ def tiles_of(
     layout: Layout,
     addresses: Sequence[int],
     groups: Sequence[tuple[int, int]],
-) -> list[list[Tiles]]:
+) -> list[list[CopyTable]]:
     """Convert the pieces that one target rank receives to copy tables, ``[source][group]``.
 
-    Tiles have keys (:class:`Tiles`). Dimensions that are contiguous at both ends are merged. What is left beyond two dimensions
+    Tiles have keys (:class:`CopyTable`). Dimensions that are contiguous at both ends are merged. What is left beyond two dimensions
     becomes several tiles of at most :data:`TILE_BYTES` each. The owner checks the source bounds
     (:func:`~weightsync.tensors.copies.check_tiles`).
 
@@ -158,12 +158,12 @@ def tiles_of(
     table, piece = _expand(size, strides, firsts[:, order], fixed)
     keys = (pieces.source[order].astype(np.int64) * max(len(groups), 1) + group[order])[piece]
     edges = np.searchsorted(keys, np.arange(sources * max(len(groups), 1) + 1)).tolist()
-    nothing = Tiles.empty()
-    cut = [Tiles.of_table(table[first:last]) if last > first else nothing for first, last in pairwise(edges)]
+    nothing = CopyTable.empty()
+    cut = [CopyTable.of_table(table[first:last]) if last > first else nothing for first, last in pairwise(edges)]
     return [cut[source * len(groups) : (source + 1) * len(groups)] for source in range(sources)]
 
 
-def tiles_between(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Tiles:
+def tiles_between(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> CopyTable:
     """Make one table, without keys, that copies each of ``sources`` to the tensor of ``targets`` at the same position.
 
     Any strides are allowed. ``source`` is an absolute address, so the only region starts at address 0.
@@ -178,7 +178,7 @@ def tiles_between(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
                 f"a tensor of {source.dtype}{list(source.shape)} cannot be copied onto {target.dtype}{list(target.shape)}"
             )
     if not pairs:
-        return Tiles.empty()
+        return CopyTable.empty()
     # Contiguous pairs, the usual case, are one run; only other pairs need their dimensions.
     solid = [target.is_contiguous() and source.is_contiguous() for target, source in pairs]
     count, dims = len(pairs), max((target.ndim for (target, _), flat in zip(pairs, solid, strict=True) if not flat), default=1)
@@ -196,7 +196,7 @@ def tiles_between(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
     size, strides = _merge(extents, np.stack([steps[0], steps[1], np.zeros_like(steps[0]), steps[0]]), itemsize)
     fixed = np.zeros((count, 3), np.int64)
     table, _ = _expand(size, strides, np.stack([first[0], first[1], np.zeros(count, np.int64), first[0]]), fixed)
-    return replace(Tiles.of_table(table), keys=None)
+    return replace(CopyTable.of_table(table), keys=None)
 
 
 def _check_targets(pieces: Pieces, layout: Layout, row: Int64) -> None:

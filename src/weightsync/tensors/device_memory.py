@@ -22,7 +22,7 @@ Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
 def device_of(shards: Sequence[Shard]) -> torch.device | None:
     """Return the device that holds all of ``shards`` (the CPU if they are empty); ``None`` if there are several."""
-    devices = {one.tensor.device for one in shards if one.tensor.numel()}
+    devices = {shard.tensor.device for shard in shards if shard.tensor.numel()}
     if len(devices) > 1:
         return None
     return devices.pop() if devices else torch.device("cpu")
@@ -35,7 +35,7 @@ def wait_for_devices(shards: Sequence[Shard], deadline: Deadline) -> None:
         DeadlineExceeded: ``deadline`` passed.
         TransportError: A device reported an error.
     """
-    for device in {one.tensor.device for one in shards}:
+    for device in {shard.tensor.device for shard in shards}:
         if device.type == "cuda":
             wait_until_idle(device, deadline, f"waiting for work that this trainer rank has queued on {device}")
 
@@ -53,17 +53,17 @@ def layout_by_shard(manifest: Manifest, shards: Sequence[Shard]) -> Layout:
     Raises:
         LayoutError: A shard cannot be read in place: its dtype differs from the manifest's, or it is an expanded tensor.
     """
-    found, _ = layout_in_place(manifest, shards, block_bytes=None)
-    last = ((found.stops - found.starts - 1) * found.strides).sum(axis=1)
-    sizes = last + manifest.itemsizes[found.tensor]
+    layout, _ = layout_in_place(manifest, shards, block_bytes=None)
+    last = ((layout.stops - layout.starts - 1) * layout.strides).sum(axis=1)
+    sizes = last + manifest.itemsizes[layout.tensor]
     return Layout(
         manifest,
-        found.tensor,
-        found.starts,
-        found.stops,
-        np.arange(len(found), dtype=np.int32),
-        np.zeros(len(found), np.int64),
-        found.strides,
+        layout.tensor,
+        layout.starts,
+        layout.stops,
+        np.arange(len(layout), dtype=np.int32),
+        np.zeros(len(layout), np.int64),
+        layout.strides,
         tuple(sizes.tolist()),
     )
 

@@ -23,7 +23,7 @@ BLOCK = 4096
 """Words that share one row factor in the digest."""
 
 TILE = 13
-"""Columns of a tile table, listed in :class:`~weightsync.tensors.copy_table.Tiles`."""
+"""Columns of a tile table, listed in :class:`~weightsync.tensors.copy_table.CopyTable`."""
 
 LEAD = 7
 """Columns of a row table before its leading dimensions, listed in :func:`digest_table`."""

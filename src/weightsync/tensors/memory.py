@@ -37,18 +37,18 @@ def layout_in_place(
     addresses: list[int] = []
     region = np.zeros(len(rows), np.int32)
     offset = np.zeros(len(rows), np.int64)
-    for row, one in enumerate(rows):
-        spec = manifest[manifest.index[one.name]]
-        if dtype_name(one.tensor.dtype) != spec.dtype:
-            raise LayoutError(f"{one.name} is {dtype_name(one.tensor.dtype)} in memory, but is published as {spec.dtype}")
-        _check_apart(one)
-        storage = one.tensor.untyped_storage()
+    for row, shard in enumerate(rows):
+        spec = manifest[manifest.index[shard.name]]
+        if dtype_name(shard.tensor.dtype) != spec.dtype:
+            raise LayoutError(f"{shard.name} is {dtype_name(shard.tensor.dtype)} in memory, but is published as {spec.dtype}")
+        _check_apart(shard)
+        storage = shard.tensor.untyped_storage()
         base = storage.data_ptr()
         region[row] = regions.setdefault(base, len(regions))
         if len(sizes) < len(regions):
             sizes.append(storage.nbytes())
             addresses.append(base)
-        offset[row] = one.tensor.data_ptr() - base
+        offset[row] = shard.tensor.data_ptr() - base
     tensor, starts, stops, strides = _columns(manifest, rows)
     layout = Layout(manifest, tensor, starts, stops, region, offset, strides, tuple(sizes))
     if block_bytes is not None:
@@ -78,31 +78,31 @@ def packed_layout(manifest: Manifest, shards: Iterable[Shard], alignment: int = 
 
 def _columns(manifest: Manifest, rows: list[Shard]) -> tuple[npt.NDArray[np.int32], Int64, Int64, Int64]:
     """Tensor index, starts, stops and byte strides, padded in front to the manifest's dimensions."""
-    tensor = np.array([manifest.index[one.name] for one in rows], np.int32)
+    tensor = np.array([manifest.index[shard.name] for shard in rows], np.int32)
     starts = np.zeros((len(rows), manifest.dims), np.int64)
     stops = np.ones_like(starts)
     strides = np.zeros_like(starts)
-    for row, one in enumerate(rows):
-        if one.shape:
-            first = manifest.dims - len(one.shape)
-            starts[row, first:] = one.box.starts
-            stops[row, first:] = one.box.stops
-            strides[row, first:] = one.tensor.stride()
-            strides[row] *= one.tensor.element_size()
+    for row, shard in enumerate(rows):
+        if shard.shape:
+            first = manifest.dims - len(shard.shape)
+            starts[row, first:] = shard.box.starts
+            stops[row, first:] = shard.box.stops
+            strides[row, first:] = shard.tensor.stride()
+            strides[row] *= shard.tensor.element_size()
     # The stride of a dimension of one element has no meaning, and torch leaves arbitrary values there.
     strides[stops - starts == 1] = 0
     return tensor, starts, stops, strides
 
 
-def _check_apart(one: Shard) -> None:
+def _check_apart(shard: Shard) -> None:
     """Reject memory in which writing one element may change another."""
     reach = 0  # distance from the first to the last element that the dimensions so far can address
-    sizes: torch.Size = one.tensor.shape
-    for stride, extent in sorted(zip(one.tensor.stride(), sizes, strict=True)):
+    sizes: torch.Size = shard.tensor.shape
+    for stride, extent in sorted(zip(shard.tensor.stride(), sizes, strict=True)):
         if extent > 1:
             if stride <= reach:
                 raise LayoutError(
-                    f"memory of {one.name} overlaps itself (shape {list(sizes)}, strides {list(one.tensor.stride())}): "
+                    f"memory of {shard.name} overlaps itself (shape {list(sizes)}, strides {list(shard.tensor.stride())}): "
                     "an expanded view cannot be written in place. Copy it with .contiguous()"
                 )
             reach += stride * (extent - 1)

@@ -33,8 +33,8 @@ class ShardLoader:
 
     def __init__(self, shards: Iterable[Shard]) -> None:
         self._shards: dict[str, list[Shard]] = {}
-        for one in shards:
-            self._shards.setdefault(one.name, []).append(one)
+        for shard in shards:
+            self._shards.setdefault(shard.name, []).append(shard)
         self._copies: dict[Hashable, TileCopy] = {}
         self.table_bytes = 0
         """Device memory of the tables, in bytes."""

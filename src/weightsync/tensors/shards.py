@@ -15,7 +15,7 @@ from torch import nn
 
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.model import ITEMSIZE, Box, Manifest, TensorSpec
-from weightsync.tensors.byte_coverage import Coverage, LocalView
+from weightsync.tensors.byte_coverage import ByteCoverage, LocalView
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -195,16 +195,16 @@ def _survey(
     state: Mapping[str, torch.Tensor] | nn.Module, dtype: DTypes, include_buffers: bool
 ) -> tuple[Manifest, dict[str, tuple[tuple[int, ...], Box | None, torch.Tensor]]]:
     """Return the manifest and, by canonical name, the global shape, this rank's box, and its memory."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for given, value in _entries(state, include_buffers):
         name = checkpoint_name(given)
-        if name in found:
+        if name in tensors:
             raise ConfigurationError(f"two tensors are named {name} once the parts that torch.compile adds are removed")
-        found[name] = value
+        tensors[name] = value
     canonical: dict[tuple[object, ...], str] = {}
     aliases: dict[str, list[str]] = {}
     held: dict[str, tuple[tuple[int, ...], Box | None, torch.Tensor]] = {}
-    for name, value in found.items():
+    for name, value in tensors.items():
         box, local = _local(name, value)
         shape = tuple(value.shape)
         first = canonical.setdefault(_identity(name, shape, box, local), name)
@@ -236,20 +236,24 @@ def ordered(manifest: Manifest, shards: Iterable[Shard]) -> list[Shard]:
         LayoutError: A shard's name, shape or box does not fit the manifest.
     """
     rows: list[tuple[int, Shard]] = []
-    for one in shards:
-        index = manifest.index.get(one.name)
+    for shard in shards:
+        index = manifest.index.get(shard.name)
         if index is None:
-            raise LayoutError(f"shard of {one.name}, which is not in the manifest")
-        if manifest[index].shape != one.shape or not one.box.within(one.shape) or tuple(one.tensor.shape) != one.box.shape:
-            place = f"{list(one.box.starts)}:{list(one.box.stops)} of {list(one.shape)}"
+            raise LayoutError(f"shard of {shard.name}, which is not in the manifest")
+        if (
+            manifest[index].shape != shard.shape
+            or not shard.box.within(shard.shape)
+            or tuple(shard.tensor.shape) != shard.box.shape
+        ):
+            place = f"{list(shard.box.starts)}:{list(shard.box.stops)} of {list(shard.shape)}"
             raise LayoutError(
-                f"shard of {one.name}: memory of shape {list(one.tensor.shape)} for {place}; "
+                f"shard of {shard.name}: memory of shape {list(shard.tensor.shape)} for {place}; "
                 f"the manifest says {list(manifest[index].shape)}"
             )
-        if one.box.size:
-            if not one.tensor.is_meta:
-                _check_memory(one.name, one.tensor)
-            rows.append((index, one))
+        if shard.box.size:
+            if not shard.tensor.is_meta:
+                _check_memory(shard.name, shard.tensor)
+            rows.append((index, shard))
     rows.sort(key=lambda row: row[0])
     return [one for _, one in rows]
 
@@ -287,13 +291,13 @@ def _module_entries(module: nn.Module, include_buffers: bool) -> list[tuple[str,
             continue
         entries.append((name, value))
         seen.setdefault(view.storage, set()).add(view)
-    coverage: dict[int, Coverage] = {}
+    coverage: dict[int, ByteCoverage] = {}
     for name, view in owned.items():
         views = seen.get(view.storage, set())
         if view in views:
             continue
         if view.storage not in coverage:
-            coverage[view.storage] = Coverage(views)
+            coverage[view.storage] = ByteCoverage(views)
         left = coverage[view.storage].lacking(view)
         if left:
             raise LayoutError(
@@ -434,6 +438,6 @@ class FollowedShards:
         """Return :func:`shards_of` for the current memory; the identical objects if nothing has moved."""
         names, tensors = self._look()
         if names != self._names or not self._views.are_of(tensors):
-            found = shards_of(self._state, dtype=self._dtype, include_buffers=self._include_buffers)
-            self._names, self._views, self._found = names, Views(tensors), found
+            shards = shards_of(self._state, dtype=self._dtype, include_buffers=self._include_buffers)
+            self._names, self._views, self._found = names, Views(tensors), shards
         return self._found

@@ -57,7 +57,7 @@ class Staging:
         sizes = [max(layout.regions[index :: self.buffers]) for index in range(self.buffers)]
         self._buffers: list[Buffer] = [_allocate(size) if device is None else _on(device, size) for size in sizes]
         self.nbytes = sum(sizes)
-        starts = [one.data_ptr() if isinstance(one, torch.Tensor) else one.ctypes.data for one in self._buffers] or [0]
+        starts = [buffer.data_ptr() if isinstance(buffer, torch.Tensor) else buffer.ctypes.data for buffer in self._buffers] or [0]
         self.addresses: tuple[int, ...] = tuple(starts[bucket % len(starts)] for bucket in range(self.buckets))
         """Base address of each region."""
         order = np.argsort(layout.region, kind="stable")
@@ -81,9 +81,9 @@ class Staging:
         return list(self._views[bucket])
 
     def _look(self, bucket: int) -> list[tuple[str, torch.Tensor]]:
-        found: list[tuple[str, torch.Tensor]] = []
+        tensors: list[tuple[str, torch.Tensor]] = []
         if bucket == 0:
-            found += [
+            tensors += [
                 (spec.name, torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=self.device))
                 for spec in self._manifest
                 if not spec.size
@@ -93,14 +93,14 @@ class Staging:
             first = int(self._layout.offset[row])
             memory = self._buffers[bucket % self.buffers][first : first + spec.nbytes]
             flat = memory if isinstance(memory, torch.Tensor) else torch.from_numpy(memory)
-            found.append((spec.name, flat.view(torch_dtype(spec.dtype)).view(spec.shape)))
-        return found
+            tensors.append((spec.name, flat.view(torch_dtype(spec.dtype)).view(spec.shape)))
+        return tensors
 
     def used_by(self, stream: torch.cuda.Stream) -> None:
         """Tell torch that ``stream`` writes this memory too, so that it is not reused before that stream is done with it."""
-        for one in self._buffers:
-            if isinstance(one, torch.Tensor):
-                one.record_stream(stream)
+        for buffer in self._buffers:
+            if isinstance(buffer, torch.Tensor):
+                buffer.record_stream(stream)
 
     def close(self) -> None:
         """Drop the buffers. Their memory is freed with the last tensor that views it."""

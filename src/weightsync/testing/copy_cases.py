@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.copy_table import CopyTable
 from weightsync.tensors.digest import digest_box
 from weightsync.tensors.kernels import BLOCK
 
@@ -22,9 +22,9 @@ _GAP = 0xA5
 _MOST_BYTES = 4 << 20  # of one run of each tile, so that plain slices can check them all
 
 
-def tiles_from(table: npt.NDArray[np.int64]) -> Tiles:
+def tiles_from(table: npt.NDArray[np.int64]) -> CopyTable:
     """Tiles from ``int64[n, 7]``: region, source, source stride, target, target stride, rows, row bytes."""
-    return Tiles(table[:, 0].astype(np.int32), *(np.ascontiguousarray(table[:, column]) for column in range(1, 7)))
+    return CopyTable(table[:, 0].astype(np.int32), *(np.ascontiguousarray(table[:, column]) for column in range(1, 7)))
 
 
 class Buffer(Protocol):
@@ -73,7 +73,7 @@ class Wanted:
     """
 
     nbytes: int
-    groups: list[Tiles]
+    groups: list[CopyTable]
     target: Bytes
     buffer: Buffer | None = None
 

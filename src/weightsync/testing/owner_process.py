@@ -85,24 +85,24 @@ class OwnerHere:
     ) -> None:
         self._nbytes = nbytes
         self._published = (PublishedHere if memory == "host" else PublishedOnCuda)(nbytes, layout_digest)
-        self._shelf = self._published.region
+        self._region = self._published.region
         try:
-            self._owner = make_transport(where, arguments).publish(self._shelf, key, this_host())
+            self._owner = make_transport(where, arguments).publish(self._region, key, this_host())
         except BaseException:
-            self._shelf.close()
+            self._region.close()
             raise
         self.offer: Offer = self._owner.offer
 
     def place(self, version: int) -> None:
         """Publish :func:`contents`."""
-        with self._shelf.placing(version):
+        with self._region.placing(version):
             self._published.write(contents(self._nbytes, version))
 
     def close(self) -> list[str]:
         """Stop serving; what was left behind, which must be nothing."""
         self._owner.close()
         self._owner.close()
-        self._shelf.close()
+        self._region.close()
         return []
 
 

@@ -43,7 +43,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.protocol.messages import Memory, Offer, Traits
-from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.copy_table import CopyTable
 from weightsync.testing.copy_cases import Wanted, big, keyed, odd_shapes, tiles_from
 from weightsync.testing.nursery import named
 from weightsync.testing.owner_process import (
@@ -248,7 +248,7 @@ class TransportContract:
                 self.transfer(source, wanted, version)
 
     def test_nothing_wanted_is_a_transfer_too(self) -> None:
-        empty = Tiles.empty()
+        empty = CopyTable.empty()
         with self.owner() as owner:
             owner.place(1)
             with self.reader(owner.offer) as source:
@@ -263,7 +263,7 @@ class TransportContract:
         with self.owner(0) as owner:
             owner.place(1)
             with self.reader(owner.offer) as source:
-                source.prepare([Tiles.empty()], DIGEST, Deadline(5))
+                source.prepare([CopyTable.empty()], DIGEST, Deadline(5))
                 source.begin(1, Deadline(5))
                 source.read(0, Deadline(5))
                 source.end(Deadline(5))

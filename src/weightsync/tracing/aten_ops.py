@@ -19,7 +19,7 @@ def _same(result: torch.Tensor, source: torch.Tensor, *_: object, **__: object) 
 
 
 def _cat(result: torch.Tensor, sources: Sequence[torch.Tensor], dim: int = 0) -> Pairs:
-    return _along(result, [one for one in sources if one.dim() == result.dim()], dim)
+    return _along(result, [source for source in sources if source.dim() == result.dim()], dim)
 
 
 def _along(result: torch.Tensor, sources: Iterable[torch.Tensor], dim: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -50,7 +50,7 @@ def _repeat(result: torch.Tensor, source: torch.Tensor, repeats: Sequence[int]) 
     if not result.numel():
         return None
     target = result.view([extent for pair in zip(repeats, shape, strict=True) for extent in pair])
-    return [(target, source.view_as(source).reshape([extent for one in shape for extent in (1, one)]))]
+    return [(target, source.view_as(source).reshape([extent for length in shape for extent in (1, length)]))]
 
 
 def _picked(result: torch.Tensor, source: torch.Tensor, dim: int, index: torch.Tensor) -> Pairs:

@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from weightsync.tracing.affine_map import Irregular, Walk, contiguous, meet
+from weightsync.tracing.affine_map import AffineMap, Irregular, compose, contiguous
 from weightsync.tracing.aten_ops import COPYING
 
-__all__ = ["Piece", "Recorder", "ValueReads", "walk_of"]
+__all__ = ["Piece", "Recorder", "ValueReads", "map_of"]
 
 aten = torch.ops.aten
 
@@ -42,13 +42,13 @@ _READING = {"_local_scalar_dense", "equal", "is_nonzero"}
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements of one memory (``walk.here``, bytes) that came from a checkpoint.
+    """Elements of one memory (``map.src``, bytes) that came from a checkpoint.
 
-    A plain piece maps to checkpoint tensor ``tensor`` element by element (``walk.there``). A mixed piece (``tensor`` is -1) was
+    A plain piece maps to checkpoint tensor ``tensor`` element by element (``map.dst``). A mixed piece (``tensor`` is -1) was
     computed from tensors ``touched`` in another way, for the ``reason``. ``stale`` means that unknown parts were overwritten since.
     """
 
-    walk: Walk
+    map: AffineMap
     itemsize: int
     tensor: int
     touched: frozenset[int]
@@ -64,17 +64,17 @@ class _Memory:
     parameter: str | None = None
     pieces: list[Piece] = field(default_factory=list)
 
-    def near(self, walk: Walk) -> list[Piece]:
-        last = walk.last
-        return [piece for piece in self.pieces if piece.walk.here <= last and walk.here <= piece.walk.last]
+    def near(self, mapping: AffineMap) -> list[Piece]:
+        last = mapping.last
+        return [piece for piece in self.pieces if piece.map.src <= last and mapping.src <= piece.map.last]
 
 
-def walk_of(tensor: torch.Tensor, there: int = 0, steps: Sequence[int] | None = None) -> Walk:
+def map_of(tensor: torch.Tensor, dst: int = 0, steps: Sequence[int] | None = None) -> AffineMap:
     """Map of ``tensor``'s elements from the bytes of its storage to positions by ``steps`` (default: C order)."""
     size = tensor.element_size()
     others = contiguous(tensor.shape, size) if steps is None else steps
     strides = [stride * size for stride in tensor.stride()]
-    return Walk(int(tensor.storage_offset()) * size, there, tuple(zip(tensor.shape, strides, others, strict=True)))
+    return AffineMap(int(tensor.storage_offset()) * size, dst, tuple(zip(tensor.shape, strides, others, strict=True)))
 
 
 def _is_tensor(value: object) -> bool:
@@ -100,7 +100,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def checkpoint(self, index: int, tensor: torch.Tensor) -> None:
         """Declare ``tensor`` (contiguous, with its own memory) as checkpoint tensor ``index``."""
-        piece = Piece(walk_of(tensor).folded(), tensor.element_size(), index, frozenset([index]))
+        piece = Piece(map_of(tensor).folded(), tensor.element_size(), index, frozenset([index]))
         self._own(tensor).pieces.append(piece)
 
     def parameter(self, name: str, tensor: torch.Tensor) -> None:
@@ -119,41 +119,41 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _known(self, tensor: torch.Tensor) -> _Memory | None:
         return self._memories.get(tensor.untyped_storage()._cdata)
 
-    def found(self, tensor: torch.Tensor, walk: Walk) -> list[Piece]:
-        """Origin of ``tensor``'s elements, at the positions to which ``walk`` maps them. Other elements are left out."""
+    def pieces_of(self, tensor: torch.Tensor, mapping: AffineMap) -> list[Piece]:
+        """Origin of ``tensor``'s elements, at the positions to which ``map`` maps them. Other elements are left out."""
         memory = self._known(tensor)
-        if memory is None or not walk.size:
+        if memory is None or not mapping.size:
             return []
         size = tensor.element_size()
-        near = memory.near(walk)
+        near = memory.near(mapping)
         late = [old for old in near if old.stale]
         pieces: list[Piece] = []
         try:
             for old in near:
                 if old.itemsize != size:
-                    return [_mixed(walk, size, old.touched, "its bytes are read as elements of another size")]
+                    return [_mixed(mapping, size, old.touched, "its bytes are read as elements of another size")]
                 if not old.stale:
-                    pieces += [replace(old, walk=part) for part in meet(walk, old.walk, size)]
+                    pieces += [replace(old, map=part) for part in compose(mapping, old.map, size)]
             # Plain pieces never overlap but mixed ones may, so only plain ones prove that nothing stale is left.
-            if late and sum(piece.walk.size for piece in pieces if piece.tensor >= 0) < walk.size:
+            if late and sum(piece.map.size for piece in pieces if piece.tensor >= 0) < mapping.size:
                 for old in late:
-                    if meet(walk, old.walk, size):
-                        pieces.append(_mixed(walk, size, old.touched, "it is partly overwritten in a buffer, then read from it"))
+                    if compose(mapping, old.map, size):
+                        pieces.append(_mixed(mapping, size, old.touched, "it is partly overwritten in a buffer, then read from it"))
         except Irregular:
-            return [_mixed(walk, size, _union(near), "it is rearranged in too many small parts")]
+            return [_mixed(mapping, size, _union(near), "it is rearranged in too many small parts")]
         return pieces
 
     def touched(self, tensors: Iterable[torch.Tensor]) -> frozenset[int]:
         """Checkpoint tensors that contributed an element to any of these tensors."""
         every: set[int] = set()
         for tensor in tensors:
-            every |= _union(self.found(tensor, walk_of(tensor)))
+            every |= _union(self.pieces_of(tensor, map_of(tensor)))
         return frozenset(every)
 
     def _put(self, target: torch.Tensor, pieces: list[Piece], cause: str) -> None:
         """Record that ``target``'s elements are exactly ``pieces`` now."""
         memory = self._own(target)
-        region = walk_of(target, steps=[0] * target.dim()).folded()
+        region = map_of(target, steps=[0] * target.dim()).folded()
         kept: list[Piece] = []
         near = {id(piece) for piece in memory.near(region)}
         for old in memory.pieces:
@@ -166,7 +166,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if memory.parameter is not None:
                 self.change(old.touched, f"{cause} overwrites it in {memory.parameter}")
                 self.change(_union(pieces), f"it overwrites another checkpoint tensor in {memory.parameter}")
-            if shared < old.walk.size:
+            if shared < old.map.size:
                 kept.append(replace(old, stale=True))
         memory.pieces = [*kept, *pieces]
 
@@ -176,14 +176,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         size = target.element_size()
         source = source.expand(target.shape)
-        there = int(target.storage_offset()) * size
+        dst = int(target.storage_offset()) * size
         steps = [stride * size for stride in target.stride()]
-        pieces = self.found(source, walk_of(source, there, steps))
+        pieces = self.pieces_of(source, map_of(source, dst, steps))
         if source.dtype != target.dtype and pieces:
             before = [piece.reason for piece in pieces if piece.tensor < 0]
             reason = before[0] if before else f"it is converted from {source.dtype} to {target.dtype}"
-            pieces = [_mixed(walk_of(source, there, steps), size, _union(pieces), reason)]
-        self._put(target, [replace(piece, walk=piece.walk.folded()) for piece in pieces], "a later copy")
+            pieces = [_mixed(map_of(source, dst, steps), size, _union(pieces), reason)]
+        self._put(target, [replace(piece, map=piece.map.folded()) for piece in pieces], "a later copy")
 
     def __torch_dispatch__(
         self, func: OpOverload[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -230,12 +230,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> object:
         """Record an operator, other than a copy, that writes to its arguments."""
         inputs = _tensors((args, keywords))
-        others = [tensor for tensor in inputs if not (name in _FILLING and any(tensor is one for one in written))]
+        others = [tensor for tensor in inputs if not (name in _FILLING and any(tensor is target for target in written))]
         touched = self.touched(others) if self._tracked(inputs) else frozenset()
         for target in written:
             if touched or self._known(target) is not None:
                 cause = f"it goes through {name}"
-                pieces = [_mixed(walk_of(target).swapped(), target.element_size(), touched, cause)] if touched else []
+                pieces = [_mixed(map_of(target).swapped(), target.element_size(), touched, cause)] if touched else []
                 self._put(target, pieces, name)
         kept = any((memory := self._known(target)) is not None and memory.parameter is not None for target in written)
         if not kept and all(tensor.is_meta == written[0].is_meta or not tensor.dim() for tensor in inputs):
@@ -279,24 +279,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in new:
             if tensor.numel():
                 reason = f"it goes through {name.strip('_')}"
-                self._own(tensor).pieces.append(_mixed(walk_of(tensor).swapped(), tensor.element_size(), touched, reason))
+                self._own(tensor).pieces.append(_mixed(map_of(tensor).swapped(), tensor.element_size(), touched, reason))
 
 
-def _mixed(walk: Walk, itemsize: int, touched: frozenset[int], reason: str) -> Piece:
-    """Mixed piece at all targets of ``walk``."""
-    return Piece(walk.swapped().folded(), itemsize, -1, touched, reason)
+def _mixed(mapping: AffineMap, itemsize: int, touched: frozenset[int], reason: str) -> Piece:
+    """Mixed piece at all targets of ``map``."""
+    return Piece(mapping.swapped().folded(), itemsize, -1, touched, reason)
 
 
 def _union(pieces: Iterable[Piece]) -> frozenset[int]:
     return frozenset[int]().union(*(piece.touched for piece in pieces))
 
 
-def _overlap(region: Walk, old: Piece, itemsize: int) -> int:
+def _overlap(region: AffineMap, old: Piece, itemsize: int) -> int:
     """Number of elements of ``old`` in ``region``; 1, meaning some, if that cannot be determined."""
     if old.itemsize != itemsize:
         return 1
     try:
-        return sum(part.size for part in meet(region, old.walk, itemsize))
+        return sum(part.size for part in compose(region, old.map, itemsize))
     except Irregular:
         return 1
 

@@ -14,8 +14,8 @@ from weightsync.errors import LayoutError, LoadError, WeightSyncError
 from weightsync.model import Box, Manifest
 from weightsync.planning.box_index import BoxIndex
 from weightsync.tensors.shards import Shard, torch_dtype
-from weightsync.tracing.affine_map import BoxWalk, Irregular, Walk, boxes, contiguous, meet
-from weightsync.tracing.recorder import Recorder, ValueReads, walk_of
+from weightsync.tracing.affine_map import AffineMap, BoxMap, Irregular, boxes, compose, contiguous
+from weightsync.tracing.recorder import Recorder, ValueReads, map_of
 
 __all__ = ["Load", "Parameters", "ShardsByTracing", "Traced", "TracedCopy", "trace_loader"]
 
@@ -107,7 +107,7 @@ class Traced:
         real = _named(parameters)
         used = {copy.parameter for copy in self.copies}
         targets = {seen.names[0]: self._memories(seen, real) for seen in self.parameters if seen.names[0] in used}
-        found: list[Shard] = []
+        traced: list[Shard] = []
         for copy in self.copies:
             spec = self.manifest[copy.tensor]
             for memory in targets[copy.parameter]:
@@ -117,24 +117,25 @@ class Traced:
                     )
                 view = memory.view(torch_dtype(spec.dtype))
                 for box, tensor in _placed(copy, spec.shape, view):
-                    found.append(Shard(spec.name, spec.shape, box, tensor))
-        return found
+                    traced.append(Shard(spec.name, spec.shape, box, tensor))
+        return traced
 
     def _memories(self, seen: _Seen, real: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Memory of the parameter; several tensors if names that shared it in the traced instance do not share it here."""
         different: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
         for name in seen.names:
-            one = real.get(name)
-            if one is None:
+            tensor = real.get(name)
+            if tensor is None:
                 raise LayoutError(f"the engine has no parameter {name}, but the traced loader filled it")
-            if tuple(one.shape) != seen.shape or one.dtype != seen.dtype:
+            if tuple(tensor.shape) != seen.shape or tensor.dtype != seen.dtype:
                 raise LayoutError(
-                    f"parameter {name} is {one.dtype}{list(one.shape)}, but {seen.dtype}{list(seen.shape)} was traced: the engine "
+                    f"parameter {name} is {tensor.dtype}{list(tensor.shape)}, but {seen.dtype}{list(seen.shape)} was traced: "
+                    f"the engine "
                     "changed it after loading"
                 )
-            if one.layout is not torch.strided or one.is_meta or hasattr(one, "__tensor_flatten__"):  # such as a DTensor
-                raise LayoutError(f"parameter {name} has no plain memory of its own ({type(one).__name__} on {one.device})")
-            different.setdefault((one.data_ptr(), one.stride()), one.detach())
+            if tensor.layout is not torch.strided or tensor.is_meta or hasattr(tensor, "__tensor_flatten__"):  # such as a DTensor
+                raise LayoutError(f"parameter {name} has no plain memory of its own ({type(tensor).__name__} on {tensor.device})")
+            different.setdefault((tensor.data_ptr(), tensor.stride()), tensor.detach())
         return list(different.values())
 
 
@@ -196,8 +197,8 @@ def _raised(recorder: Recorder, manifest: Manifest, asked: Sequence[str], error:
 
 def _named(parameters: Parameters) -> dict[str, torch.Tensor]:
     if isinstance(parameters, nn.Module):
-        found = dict(parameters.named_parameters(remove_duplicate=False))
-        return found | dict(parameters.named_buffers(remove_duplicate=False))
+        named = dict(parameters.named_parameters(remove_duplicate=False))
+        return named | dict(parameters.named_buffers(remove_duplicate=False))
     return dict(parameters)
 
 
@@ -216,13 +217,13 @@ def _concluded(recorder: Recorder, given: Parameters, manifest: Manifest, asked:
         name, tensor = names[0], parameters[names[0]]
         kinds.append(_Seen(tuple(names), tuple(tensor.shape), tensor.dtype))
         filled = 0
-        for piece in recorder.found(tensor, walk_of(tensor)):
-            filled += piece.walk.size
+        for piece in recorder.pieces_of(tensor, map_of(tensor)):
+            filled += piece.map.size
             if piece.tensor < 0:
                 recorder.change(piece.touched, f"{piece.reason} on its way to {name}")
                 continue
             try:
-                copies += _copies(piece.tensor, piece.walk, name, manifest, max_boxes)
+                copies += _copies(piece.tensor, piece.map, name, manifest, max_boxes)
             except Irregular:
                 recorder.change(piece.touched, f"{name} holds it in more than {max_boxes} boxes")
         if filled < tensor.numel() and (filled or name in required):
@@ -239,12 +240,12 @@ def _concluded(recorder: Recorder, given: Parameters, manifest: Manifest, asked:
     return Traced(manifest, tuple(copies), fallback, unused, partial, unwritten, tuple(kinds))
 
 
-def _copies(tensor: int, walk: Walk, name: str, manifest: Manifest, max_boxes: int) -> list[TracedCopy]:
+def _copies(tensor: int, mapping: AffineMap, name: str, manifest: Manifest, max_boxes: int) -> list[TracedCopy]:
     spec = manifest[tensor]
     size = torch_dtype(spec.dtype).itemsize
     return [
-        TracedCopy(tensor, Box(one.starts, one.stops), name, one.there // size, tuple(step // size for step in one.steps))
-        for one in boxes(walk.swapped(), spec.shape, size, max_boxes)
+        TracedCopy(tensor, Box(box.starts, box.stops), name, box.dst // size, tuple(step // size for step in box.steps))
+        for box in boxes(mapping.swapped(), spec.shape, size, max_boxes)
     ]
 
 
@@ -287,20 +288,22 @@ def _placed(copy: TracedCopy, shape: tuple[int, ...], memory: torch.Tensor) -> l
     steps = contiguous(shape, size)
     first = sum(start * step for start, step in zip(copy.box.starts, steps, strict=True))
     extents = copy.box.shape
-    here = Walk(
+    placement = AffineMap(
         copy.offset * size,
         first,
         tuple((extent, stride * size, step) for extent, stride, step in zip(extents, copy.strides, steps, strict=True)),
     )
-    found: list[BoxWalk] = []
+    placed: list[BoxMap] = []
     try:
-        for walk in meet(here, walk_of(memory).swapped(), size):  # from the checkpoint's positions to those in this memory
-            found += boxes(walk, shape, size, _MOST_BOXES)
+        for mapping in compose(
+            placement, map_of(memory).swapped(), size
+        ):  # from the checkpoint's positions to those in this memory
+            placed += boxes(mapping, shape, size, _MOST_BOXES)
     except Irregular:
         raise LayoutError(f"parameter {copy.parameter} is strided in memory so that filling it takes too many boxes") from None
     return [
-        (box := Box(one.starts, one.stops), memory.as_strided(box.shape, [step // size for step in one.steps], one.there // size))
-        for one in found
+        (box := Box(one.starts, one.stops), memory.as_strided(box.shape, [step // size for step in one.steps], one.dst // size))
+        for one in placed
     ]
 
 

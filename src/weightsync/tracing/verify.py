@@ -61,7 +61,7 @@ def try_against(
     for shard in shards:
         by_name.setdefault(shard.name, []).append(shard)
     others = _others(model, shards, package)
-    size = sum(one.tensor.nbytes for one in others)
+    size = sum(other.tensor.nbytes for other in others)
     if size > _MOST_OTHERS:
         return f"the model holds {size:,} bytes besides its parameters and caches, which may depend on them"
     device = shards[0].tensor.device
@@ -69,16 +69,16 @@ def try_against(
     reason: str | None = None
     try:
         with torch.no_grad():
-            kept = [one.tensor.clone() for one in others]
+            kept = [other.tensor.clone() for other in others]
             for names in batches(traced, batch_bytes):
                 touched = _storages(shard.tensor for name in names for shard in by_name[name])
-                backup = [one.clone() for one in touched]
+                backup = [tensor.clone() for tensor in touched]
                 try:
                     reason = _try(traced.manifest, names, by_name, reload, generator, engine)
                     reason = reason or _changed(_others(model, shards, package), others, kept)
                 finally:
-                    for one, bits in zip(touched, backup, strict=True):
-                        one.copy_(bits)
+                    for copied, bits in zip(touched, backup, strict=True):
+                        copied.copy_(bits)
                     for other, bits in zip(others, kept, strict=True):
                         other.put_back(bits)
                 if reason is not None:
@@ -97,7 +97,7 @@ def batches(traced: Traced, nbytes: int) -> list[list[str]]:
     for copy in traced.copies:
         layers.setdefault(copy.tensor, set()).add(copy.parameter.rpartition(".")[0])
     last = {layer: index for index in sorted(layers) for layer in layers[index]}
-    found: list[list[str]] = []
+    groups: list[list[str]] = []
     names: list[str] = []
     size = end = 0
     for index in sorted(layers):
@@ -106,9 +106,9 @@ def batches(traced: Traced, nbytes: int) -> list[list[str]]:
         size += spec.size * torch_dtype(spec.dtype).itemsize
         end = max(end, *(last[layer] for layer in layers[index]))
         if index >= end and size >= nbytes:
-            found.append(names)
+            groups.append(names)
             names, size = [], 0
-    return [*found, names] if names else found
+    return [*groups, names] if names else groups
 
 
 def _try(
@@ -158,8 +158,8 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return each storage behind ``tensors`` once, as bytes, which includes padding between the boxes."""
-    found = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
-    return [torch.empty(0, dtype=torch.uint8, device=one.device).set_(one) for one in found.values()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    return [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in storages.values()]
 
 
 @dataclass(frozen=True)
@@ -182,15 +182,15 @@ class _Other:
 
 def _others(model: nn.Module, shards: Sequence[Shard], package: str | None) -> list[_Other]:
     used = {shard.tensor.untyped_storage().data_ptr() for shard in shards}
-    found: list[_Other] = []
+    others: list[_Other] = []
     seen: set[int] = set()
     for name, owner, tensor in _held(model, package):
         if id(tensor) in seen or tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
             continue
         seen.add(id(tensor))
         if tensor.untyped_storage().data_ptr() not in used:
-            found.append(_Other(name, owner, tensor, tensor.detach()))
-    return found
+            others.append(_Other(name, owner, tensor, tensor.detach()))
+    return others
 
 
 def _held(model: nn.Module, package: str | None) -> Iterator[tuple[str, object, torch.Tensor]]:
@@ -203,9 +203,9 @@ def _held(model: nn.Module, package: str | None) -> Iterator[tuple[str, object, 
             if isinstance(value, torch.Tensor):
                 yield f"{prefix}.{key}", layer, value
             elif _is_of(package, value) and hasattr(value, "__dict__") and not isinstance(value, nn.Module):
-                for inner, one in vars(value).items():
-                    if isinstance(one, torch.Tensor) and inner not in _CACHES:
-                        yield f"{prefix}.{key}.{inner}", value, one
+                for inner, inner_value in vars(value).items():
+                    if isinstance(inner_value, torch.Tensor) and inner not in _CACHES:
+                        yield f"{prefix}.{key}.{inner}", value, inner_value
 
 
 def _is_of(package: str | None, value: object) -> bool:
@@ -213,9 +213,9 @@ def _is_of(package: str | None, value: object) -> bool:
 
 
 def _changed(now: Sequence[_Other], others: Sequence[_Other], kept: Sequence[torch.Tensor]) -> str | None:
-    before = {(one.name, id(one.owner)): bits for one, bits in zip(others, kept, strict=True)}
-    for one in now:  # loading may recreate tensors with the same values, such as unused scales
-        bits = before.get((one.name, id(one.owner)))
-        if bits is None or bits.device != one.tensor.device or not _equal(one.tensor, bits):
-            return f"loading computes {one.name} from weights, which direct delivery would not update"
+    before = {(other.name, id(other.owner)): bits for other, bits in zip(others, kept, strict=True)}
+    for other in now:  # loading may recreate tensors with the same values, such as unused scales
+        bits = before.get((other.name, id(other.owner)))
+        if bits is None or bits.device != other.tensor.device or not _equal(other.tensor, bits):
+            return f"loading computes {other.name} from weights, which direct delivery would not update"
     return None

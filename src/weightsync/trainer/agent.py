@@ -35,7 +35,7 @@ from weightsync.errors import (
 from weightsync.forks import Origin
 from weightsync.launch import place_in_world
 from weightsync.model import Version
-from weightsync.protocol.connection import Link, LinkLost
+from weightsync.protocol.connection import ConnectionLost, CoordinatorConnection
 from weightsync.protocol.messages import (
     PROTOCOL,
     CannotPublish,
@@ -128,7 +128,7 @@ class Trainer:
         self._calls = 0
         self._missed: dict[str, str] = {}
         self._publishing = threading.Lock()
-        self._here = this_host()
+        self._host = this_host()
         with ExitStack() as owned:
             settings = self._settings = self._find_coordinator(coordinator, token, timeouts, owned)
             self.coordinator = settings.coordinator.url
@@ -136,7 +136,7 @@ class Trainer:
                 state,
                 transports_for(transports),
                 secrets.token_bytes(32),
-                self._here,
+                self._host,
                 network=_network(settings),
                 dtype=dtype,
                 include_buffers=include_buffers,
@@ -144,7 +144,7 @@ class Trainer:
             owned.callback(self._role.close)
             self._background = ThreadPoolExecutor(1, thread_name_prefix="weightsync-publish")
             owned.callback(self._background.shutdown, wait=False, cancel_futures=True)
-            self._link = Link(
+            self._link = CoordinatorConnection(
                 settings, hello=self._hello, handle=self._role.handle, on_welcome=self._welcomed, name=f"trainer/{self.rank}"
             )
             owned.callback(self._link.close)
@@ -176,7 +176,7 @@ class Trainer:
         role = self._role
         return Hello(
             protocol=PROTOCOL, run=self._run, role="trainer", name="trainer", rank=self.rank, world_size=self.world_size,
-            session=self._session, host=self._here, pid=os.getpid(), manifest=role.manifest.tensors,
+            session=self._session, host=self._host, pid=os.getpid(), manifest=role.manifest.tensors,
             layout=role.layout.to_columns(), offers=role.offers, key=role.key, published=self._published,
             live=role.live, epoch=role.epoch, new_epoch=self._new_epoch,
             version=self._version,
@@ -208,7 +208,7 @@ class Trainer:
         while True:
             try:
                 answer = self._link.call(WaitForReplicas(count), deadline.remaining(f"waiting for {count} replicas"))
-            except LinkLost:
+            except ConnectionLost:
                 continue  # the next call waits for the connection to come back
             if not isinstance(answer, ReplicaList):
                 raise ProtocolError(f"the coordinator answered a wait for replicas with {type(answer).__name__}")
@@ -316,7 +316,7 @@ class Trainer:
             try:
                 answer = self._link.call(Publish(wanted, call), timeout)
                 break
-            except LinkLost:
+            except ConnectionLost:
                 lost = True  # it comes back, and the coordinator that is there then answers, or runs the round again
             except VersionError as error:
                 if not lost:
@@ -340,9 +340,11 @@ class Trainer:
 
     def _warn_of_failures(self, result: RoundResult) -> None:
         """Log which replicas the publication did not reach, where it is not the same as after the one before."""
-        missed = {one.name: one.state for one in result.replicas if one.error is not None}
+        missed = {replica.name: replica.state for replica in result.replicas if replica.error is not None}
         if missed and missed != self._missed:
-            listed = "; ".join(f"{one.name} ({one.state}): {one.error}" for one in result.replicas if one.error is not None)
+            listed = "; ".join(
+                f"{replica.name} ({replica.state}): {replica.error}" for replica in result.replicas if replica.error is not None
+            )
             _log.warning("version %s did not reach %s", result.version, listed)
         self._missed = missed
 

@@ -16,7 +16,7 @@ from weightsync.tensors.kernels import digest_table
 from weightsync.tensors.shards import Shard, ordered, torch_dtype
 from weightsync.tensors.views import bytes_at
 
-__all__ = ["Placer"]
+__all__ = ["HostPublisher"]
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
@@ -25,7 +25,7 @@ _CHUNK_BYTES = 512 << 10  # converted bytes of one chunk, which are still in the
 _NEVER = np.zeros(1, np.int8)
 
 
-class Placer:
+class HostPublisher:
     """Copies the ``shards`` of a trainer rank to a host region at ``address``, laid out by ``layout``, any number of times.
 
     ``layout`` is :func:`~weightsync.tensors.memory.packed_layout` of the same shards. Shards whose dtype differs from the
@@ -70,10 +70,10 @@ class Placer:
     def _sort(self) -> tuple[npt.NDArray[np.int64], list[int], list[int]]:
         """Return the rows that are copied unchanged, the rows that are converted, and the rows on an accelerator."""
         direct, converted, device = [], [], []
-        for row, one in enumerate(self._shards):
-            if one.tensor.device.type != "cpu":
+        for row, shard in enumerate(self._shards):
+            if shard.tensor.device.type != "cpu":
                 device.append(row)
-            elif one.tensor.dtype == self._dtype(row):
+            elif shard.tensor.dtype == self._dtype(row):
                 direct.append(row)
             else:
                 converted.append(row)
@@ -115,11 +115,11 @@ class Placer:
 
     def _place_converted(self, row: int, flag: npt.NDArray[np.int8]) -> int:
         """Convert one shard chunk by chunk to a small buffer, and copy each chunk to the region while digesting it."""
-        one, dtype = self._shards[row], self._dtype(row)
-        dims = max(len(one.shape), 1)
-        source = one.tensor.reshape(1) if not one.shape else one.tensor
-        whole = np.array([one.shape or (1,)], np.int64)
-        origin = np.array(one.box.starts or (0,), np.int64)
+        shard, dtype = self._shards[row], self._dtype(row)
+        dims = max(len(shard.shape), 1)
+        source = shard.tensor.reshape(1) if not shard.shape else shard.tensor
+        whole = np.array([shard.shape or (1,)], np.int64)
+        origin = np.array(shard.box.starts or (0,), np.int64)
         itemsizes = np.array([dtype.itemsize], np.int64)
         target_strides = self._layout.strides[row, -dims:]
         total = 0
@@ -147,10 +147,10 @@ class Placer:
                 return
             if deadline is not None:
                 deadline.remaining("copying shards from their device")
-            one, spec = self._shards[row], self._manifest[int(self._layout.tensor[row])]
-            size = one.box.size * torch_dtype(spec.dtype).itemsize
+            shard, spec = self._shards[row], self._manifest[int(self._layout.tensor[row])]
+            size = shard.box.size * torch_dtype(spec.dtype).itemsize
             memory = torch.from_numpy(bytes_at(int(self._targets[row]), size)).view(self._dtype(row))
-            memory.view(one.box.shape).copy_(one.tensor)
+            memory.view(shard.box.shape).copy_(shard.tensor)
         digests = np.zeros(len(self._shards), np.uint64)
         for row in self._device:
             if flag[0]:
@@ -164,9 +164,9 @@ class Placer:
             raise LayoutError(
                 f"{len(self._shards)} shards do not fit a layout of {len(layout)} rows, {len(layout.regions)} regions"
             )
-        for row, one in enumerate(self._shards):
-            if manifest[int(layout.tensor[row])].name != one.name or layout.box(row, manifest) != one.box:
-                raise LayoutError(f"row {row} of the layout is not the shard of {one.name} at {list(one.box.starts)}")
+        for row, shard in enumerate(self._shards):
+            if manifest[int(layout.tensor[row])].name != shard.name or layout.box(row, manifest) != shard.box:
+                raise LayoutError(f"row {row} of the layout is not the shard of {shard.name} at {list(shard.box.starts)}")
         extents = layout.stops - layout.starts
         close = manifest.itemsizes[layout.tensor]
         for dim in range(manifest.dims - 1, -1, -1):

@@ -17,25 +17,25 @@ from weightsync.transports.base import Transport
 from weightsync.transports.cuda.region import PLACING_SECONDS, CudaRegion
 from weightsync.transports.host.region import EMPTY
 
-__all__ = ["InPlacePublisher", "obstacle_to_live"]
+__all__ = ["InPlacePublisher", "obstacle_to_in_place"]
 
 State = Mapping[str, torch.Tensor] | torch.nn.Module | ShardedState
 
 
-def obstacle_to_live(manifest: Manifest, shards: Sequence[Shard], transports: Sequence[Transport]) -> str | None:
+def obstacle_to_in_place(manifest: Manifest, shards: Sequence[Shard], transports: Sequence[Transport]) -> str | None:
     """Why these shards must be copied to a host shelf instead of being read in place, or ``None`` if they need not be.
 
     Does not look at whether a transport can share this memory; its ``publish`` raises if not.
     """
-    if not any("cuda" in one.traits.reads for one in transports):
+    if not any("cuda" in transport.traits.reads for transport in transports):
         return "no transport that reads GPU memory is among this trainer's transports"
     device = device_of(shards)
     if device is None or device.type != "cuda":
         return "the shards of this trainer rank are not all on one CUDA device"
-    for one in shards:
-        published = manifest[manifest.index[one.name]].dtype
-        if dtype_name(one.tensor.dtype) != published:
-            return f"{one.name} is {dtype_name(one.tensor.dtype)} and published as {published}, which takes a copy"
+    for shard in shards:
+        published = manifest[manifest.index[shard.name]].dtype
+        if dtype_name(shard.tensor.dtype) != published:
+            return f"{shard.name} is {dtype_name(shard.tensor.dtype)} and published as {published}, which takes a copy"
     return None
 
 
@@ -52,14 +52,14 @@ class InPlacePublisher:
             raise TransportUnavailable("shards that are not all on one CUDA device cannot be read in place")
         self._state = state
         self._device = device
-        self._names = [one.name for one in shards if one.box.size]
-        self._first: list[Form] = forms_of([one.tensor for one in shards if one.box.size])
+        self._names = [shard.name for shard in shards if shard.box.size]
+        self._first: list[Form] = forms_of([shard.tensor for shard in shards if shard.box.size])
         self._held: list[torch.Tensor] = []
         self._now: tuple[int, ...] = ()
         self.layout: Layout = layout_by_shard(manifest, shards)
         self._digest = DeviceDigest(manifest, self.layout, device)
         self._digest.build(self._look())
-        self.shelf = CudaRegion(self.layout.regions, self.layout.digest, self._look, device.index)
+        self.region = CudaRegion(self.layout.regions, self.layout.digest, self._look, device.index)
         self._held = []
 
     def _look(self) -> tuple[int, ...]:
@@ -81,15 +81,15 @@ class InPlacePublisher:
     def place(self, stop: npt.NDArray[np.int8] | None = None, deadline: Deadline | None = None) -> npt.NDArray[np.uint64]:
         """The digest of every row of the layout, of what the device's memory holds after all that was queued on it.
 
-        Called within ``shelf.placing``, which has looked where the memory is. One launch, so ``stop`` cannot end it early. Raises
+        Called within ``region.placing``, which has looked where the memory is. One launch, so ``stop`` cannot end it early. Raises
         :class:`~weightsync.errors.DeadlineExceeded` (without a ``deadline``, after a minute).
         """
         return self._digest.take(self._now, deadline or Deadline(PLACING_SECONDS))
 
     def withdraw(self) -> None:
         """The trainer is about to change its memory: readers that are still at it find out and fail. Safe to repeat."""
-        if self.shelf.version != EMPTY:
-            self.shelf.withdraw()
+        if self.region.version != EMPTY:
+            self.region.withdraw()
         self._held = []
 
 
@@ -107,5 +107,5 @@ def _local(state: State, names: Sequence[str]) -> list[torch.Tensor]:
     from torch.distributed.tensor import DTensor
 
     with torch.no_grad():  # which to_local looks at: entered once, as a model has tens of thousands
-        found = (values[name] for name in names)
-        return [value.to_local() if isinstance(value, DTensor) else value for value in found]
+        tensors = (values[name] for name in names)
+        return [value.to_local() if isinstance(value, DTensor) else value for value in tensors]

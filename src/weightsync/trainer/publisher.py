@@ -23,8 +23,8 @@ from weightsync.protocol.messages import Body, Done, Host, Memory, Offer, Place,
 from weightsync.tensors.device_memory import wait_for_devices
 from weightsync.tensors.memory import packed_layout
 from weightsync.tensors.shards import FollowedShards, Shard, ShardedState
-from weightsync.trainer.host_copy import Placer
-from weightsync.trainer.in_place import InPlacePublisher, obstacle_to_live
+from weightsync.trainer.host_copy import HostPublisher
+from weightsync.trainer.in_place import InPlacePublisher, obstacle_to_in_place
 from weightsync.transports.base import LOOPBACK, Key, Network, Publisher, Transport
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import PublishedRegion
@@ -54,7 +54,7 @@ class TrainerRole:
         state: Mapping[str, torch.Tensor] | torch.nn.Module | ShardedState,
         transports: Sequence[Transport],
         key: bytes,
-        here: Host,
+        local_host: Host,
         *,
         network: Network = LOOPBACK,
         dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
@@ -77,14 +77,14 @@ class TrainerRole:
         self._placed = threading.Event()
         self._shards: list[Shard] = []
         self._publishers: list[Publisher] = []
-        self.shelf: PublishedRegion | CudaRegion
-        self._placer: Placer | InPlacePublisher
+        self.region: PublishedRegion | CudaRegion
+        self._placer: HostPublisher | InPlacePublisher
         with ExitStack() as owned:
-            reason = obstacle_to_live(self.manifest, shards, transports)
+            reason = obstacle_to_in_place(self.manifest, shards, transports)
             self._live = None if reason else InPlacePublisher(self.manifest, state, shards)
             if self._live is not None:
-                owned.callback(self._live.shelf.close)
-                reason = self._publish(self._live.shelf, "cuda", transports, here, network, owned)
+                owned.callback(self._live.region.close)
+                reason = self._publish(self._live.region, "cuda", transports, local_host, network, owned)
                 if not self._publishers:
                     owned.close()
                     self._live = None
@@ -94,20 +94,21 @@ class TrainerRole:
             self._followed = None if self._live is not None else followed
             if self._live is not None:
                 self.layout: Layout = self._live.layout
-                self.shelf, self._placer = self._live.shelf, self._live
+                self.region, self._placer = self._live.region, self._live
             else:
-                if transports and not any("host" in one.traits.reads for one in transports):
+                if transports and not any("host" in transport.traits.reads for transport in transports):
                     raise TransportUnavailable(
-                        f"{', '.join(one.name for one in transports)} cannot be used: {reason}. Allow shared_memory or tcp too, "
+                        f"{', '.join(transport.name for transport in transports)} cannot be used: {reason}. Allow "
+                        f"shared_memory or tcp too, "
                         "which read a copy"
                     )
                 self._shards = shards
                 self.layout = packed_layout(self.manifest, shards)
                 shelf = PublishedRegion(self.layout.regions[0] if self.layout.regions else 0, self.layout.digest)
                 owned.callback(shelf.close)
-                self._shelf_address = shelf.address
-                self.shelf, self._placer = shelf, Placer(self.manifest, shards, self.layout, shelf.address)
-                self._publish(shelf, "host", transports, here, network, owned)
+                self._region_address = shelf.address
+                self.region, self._placer = shelf, HostPublisher(self.manifest, shards, self.layout, shelf.address)
+                self._publish(shelf, "host", transports, local_host, network, owned)
             self._owned = owned.pop_all()
 
     def _publish(
@@ -115,28 +116,28 @@ class TrainerRole:
         region: PublishedRegion | CudaRegion,
         memory: Memory,
         transports: Sequence[Transport],
-        here: Host,
+        local_host: Host,
         network: Network,
         owned: ExitStack,
     ) -> str:
         """Publish ``region`` by those that read its ``memory``. Returns why some cannot; raises it for memory of the host."""
         reasons = []
-        for one in transports:
-            if memory not in one.traits.reads:
+        for transport in transports:
+            if memory not in transport.traits.reads:
                 continue
             try:
-                publisher = one.publish(region, self.key, here, network)
+                publisher = transport.publish(region, self.key, local_host, network)
             except TransportUnavailable as error:
                 if memory == "host":
                     raise
-                reasons.append(f"{one.name}: {error}")
+                reasons.append(f"{transport.name}: {error}")
                 continue
             owned.callback(publisher.close)
             self._publishers.append(publisher)
             traits = publisher.offer.traits
             if network.encrypt and traits.reach == "network" and not traits.encrypted:
                 raise ConfigurationError(
-                    f"transport {one.name!r} does not encrypt: leave it out, or say that the network is trusted "
+                    f"transport {transport.name!r} does not encrypt: leave it out, or say that the network is trusted "
                     "(WEIGHTSYNC_DATA_ENCRYPTION=off)"
                 )
         return "; ".join(reasons)
@@ -184,7 +185,7 @@ class TrainerRole:
                 "this trainer rank holds other tensors or shards than when it was made: make a new weightsync.Trainer"
             )
         self._shards = shards
-        self._placer = Placer(manifest, shards, layout, self._shelf_address)
+        self._placer = HostPublisher(manifest, shards, layout, self._region_address)
 
     def disarm(self) -> None:
         """Stop a placing that runs, and refuse any that comes later. On return nothing reads the trainer's memory any more.
@@ -214,14 +215,14 @@ class TrainerRole:
 
     def _place(self, number: int, deadline: Deadline) -> Placed:
         with self._busy:
-            if self._last is not None and self.shelf.version == number:
+            if self._last is not None and self.region.version == number:
                 return self._last  # asked again, by a coordinator that restarted: a number always means the same bytes
             if self._armed not in (number, _ANY):
                 raise Aborted(f"this trainer rank is not publishing version {number} (any more)")
             failpoints.reached("trainer.place")
             started = time.perf_counter()
             wait_for_devices(self._shards, deadline)  # for what the trainer queued before it called publish, in whatever stream
-            with self.shelf.placing(number):
+            with self.region.placing(number):
                 digests = self._placer.place(self._stop, deadline)
                 failpoints.reached("trainer.placing")
                 if self._stop[0]:

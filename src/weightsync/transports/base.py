@@ -7,8 +7,8 @@ authenticated readers reach one region, which is memory of the host
 connection to one publisher. What a transport can do is in its :class:`~weightsync.protocol.messages.Traits`, which travel in each
 offer.
 
-The reader dictates the geometry: which bytes of which region go where, as :class:`~weightsync.tensors.copy_table.Tiles`, given once
-by :meth:`Reader.prepare` and used every round. A transport either **maps** the publisher's memory and copies tiles by itself
+The reader dictates the geometry: which bytes of which region go where, as :class:`~weightsync.tensors.copy_table.CopyTable`, given
+once by :meth:`Reader.prepare` and used every round. A transport either **maps** the publisher's memory and copies tiles by itself
 (``live_source``), or **streams** them: the publisher packs the tiles that were asked for and sends them.
 """
 
@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from weightsync.deadline import Deadline
 from weightsync.protocol.messages import Host, Offer, Traits
-from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.copy_table import CopyTable
 
 __all__ = ["LOOPBACK", "BlockingReader", "Completion", "Key", "Network", "Publisher", "Reader", "Transport"]
 
@@ -108,12 +108,12 @@ class Reader(ABC):
         return 0
 
     @abstractmethod
-    def prepare(self, groups: Sequence[Tiles], layout_digest: str, deadline: Deadline) -> None:
+    def prepare(self, groups: Sequence[CopyTable], layout_digest: str, deadline: Deadline) -> None:
         """Say which bytes will be wanted, group by group (a group may be empty).
 
-        ``Tiles.region`` and ``Tiles.source`` are the publisher's regions and byte offsets in them, ``Tiles.target`` absolute
-        addresses in this process, which must stay valid until the next ``prepare`` or ``close``.
-        Raises :class:`~weightsync.errors.StaleSource` if the publisher's layout has another digest,
+        ``CopyTable.region`` and ``CopyTable.source`` are the publisher's regions and byte offsets in them, ``CopyTable.target``
+        absolute addresses in this process, which must stay valid until the next ``prepare`` or ``close``. Raises
+        :class:`~weightsync.errors.StaleSource` if the publisher's layout has another digest,
         :class:`~weightsync.errors.ProtocolError` if a tile lies outside the publisher's regions.
         """
 
@@ -193,11 +193,11 @@ class Transport(ABC):
         return None
 
     @abstractmethod
-    def reaches(self, offer: Offer, here: Host) -> bool:
-        """Return whether a reader on ``here`` could use this offer. Pure; nothing is tried."""
+    def reaches(self, offer: Offer, local_host: Host) -> bool:
+        """Return whether a reader on ``local_host`` could use this offer. Pure; nothing is tried."""
 
     @abstractmethod
-    def publish(self, region: Any, key: bytes, here: Host, network: Network = LOOPBACK) -> Publisher:  # noqa: ANN401
+    def publish(self, region: Any, key: bytes, local_host: Host, network: Network = LOOPBACK) -> Publisher:  # noqa: ANN401
         """Let readers that prove to know ``key`` (the run's secret) reach ``region``, in a memory that the traits name.
 
         Raises :class:`~weightsync.errors.TransportUnavailable` for memory that it cannot read.

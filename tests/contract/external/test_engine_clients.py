@@ -31,7 +31,7 @@ from weightsync.external.clients.vllm import VLLMClient
 from weightsync.model import Manifest, TensorSpec
 from weightsync.tensors.digest import digest_box
 from weightsync.tensors.shards import manifest_of
-from weightsync.transports.broadcast.process_groups import Rendezvous, init_custom_process_group
+from weightsync.transports.broadcast.process_groups import StoreRendezvous, init_custom_process_group
 
 CLIENTS: dict[str, type[UpdateClient]] = {
     "lmdeploy": LMDeployClient,
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 def gloo() -> None:
     """Gloo keeps a pipe from its first group on, for the life of the process; the nursery a socket."""
     NURSERY.start()
-    rendezvous = Rendezvous("127.0.0.1", 1, Deadline(10))
+    rendezvous = StoreRendezvous("127.0.0.1", 1, Deadline(10))
     init_custom_process_group("gloo", 0, 1, "first", Deadline(10), rendezvous=rendezvous).close()
 
 

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from weightsync.deadline import Deadline
-from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.broadcast import nccl, nccl_receiver, nccl_sender, packed_broadcast
 from weightsync.transports.broadcast import process_groups as groups
 from weightsync.transports.broadcast.nccl import Nccl
-from weightsync.transports.broadcast.process_groups import Group
+from weightsync.transports.broadcast.process_groups import ProcessGroup
 
 __all__ = ["NcclOnCpu"]
 
@@ -36,7 +36,9 @@ class CopyHere:
 
     table_bytes = 0
 
-    def __init__(self, groups: Sequence[Sequence[tuple[Tiles, Sequence[int]]]], device: torch.device, programs: int = 0) -> None:
+    def __init__(
+        self, groups: Sequence[Sequence[tuple[CopyTable, Sequence[int]]]], device: torch.device, programs: int = 0
+    ) -> None:
         assert device == _CPU
         assert programs
         self._groups = groups
@@ -114,12 +116,12 @@ class Sockets:
 def _join(
     backend: str, rank: int, size: int, name: str, deadline: Deadline, *, address: str = "", port: int = 0,
     rendezvous: Any = None, device: torch.device | None = None, priority: bool = False,
-) -> Group:  # fmt: skip
+) -> ProcessGroup:  # fmt: skip
     assert (backend, device, priority) == ("nccl", _CPU, True)
     stores: Any = dist
     patience = timedelta(seconds=deadline.remaining("joining"))
     store = rendezvous.client if rendezvous else stores.TCPStore(address, port, size, is_master=False, timeout=patience)
-    return Group(name, "nccl", rank, size, Sockets(rank, size, name, store), rendezvous)
+    return ProcessGroup(name, "nccl", rank, size, Sockets(rank, size, name, store), rendezvous)
 
 
 class _Stream:

@@ -13,7 +13,7 @@ import pytest
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, SharedMemoryTooSmall, StaleSource, TransportUnavailable, VersionError
 from weightsync.protocol.messages import Host, Offer
-from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.copy_table import CopyTable
 from weightsync.testing.transport_contract import nothing_left
 from weightsync.transports.host import memory
 from weightsync.transports.host.region import EMPTY, PublishedRegion
@@ -85,7 +85,7 @@ def test_garbage_and_silence_at_the_socket_harm_nobody() -> None:
             with shelf.placing(1):
                 pass
             source = Tcp().open(owner.offer, KEY, Deadline(5))
-            source.prepare([Tiles.empty()], "d", Deadline(5))
+            source.prepare([CopyTable.empty()], "d", Deadline(5))
             source.begin(1, Deadline(5))
             source.end(Deadline(5))
             source.close()

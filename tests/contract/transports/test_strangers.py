@@ -14,7 +14,7 @@ import pytest
 
 from weightsync.deadline import Deadline
 from weightsync.errors import PeerLost, ProtocolError, StaleSource
-from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
 from weightsync.transports.net.listener import Listener
@@ -137,11 +137,11 @@ class Clock:
     def taken_in(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> int:
         """Turns of strangers in so many seconds of a flood, once those that were saved up are used."""
         monkeypatch.setattr("weightsync.transports.net.listener.time", self)
-        while not self._listener._turn():
+        while not self._listener._acquire():
             continue
         end, count = self.now + seconds, 0
         while self.now < end:
-            wait = self._listener._turn()
+            wait = self._listener._acquire()
             count += not wait
             self.now += max(wait, 1e-6)
         return count
@@ -175,11 +175,11 @@ def test_a_transfer_is_noticed_while_it_runs(owner: ListeningPublisher) -> None:
         source.close()
 
 
-def tables(count: int) -> Tiles:
+def tables(count: int) -> CopyTable:
     """As many tiles of a byte."""
     here = np.zeros(1, np.uint8)
     zeros, ones = np.zeros(count, np.int64), np.ones(count, np.int64)
-    return Tiles(np.zeros(count, np.int32), zeros, zeros, zeros + here.ctypes.data, zeros, ones, ones)
+    return CopyTable(np.zeros(count, np.int32), zeros, zeros, zeros + here.ctypes.data, zeros, ones, ones)
 
 
 def test_all_readers_together_have_room_for_so_many_tables(owner: ListeningPublisher) -> None:

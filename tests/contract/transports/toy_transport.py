@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from weightsync.deadline import Deadline
 from weightsync.protocol.messages import Host, Offer, Traits
-from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.base import LOOPBACK, Network, Reader, Transport
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.host.shared_memory import SharedMemoryPublisher, SharedMemoryReader
@@ -53,7 +53,7 @@ class ToyPublisher(SharedMemoryPublisher):
 class ToyReader(SharedMemoryReader):
     """Maps the publisher's memory, and writes wherever the targets lie."""
 
-    def prepare(self, groups: Sequence[Tiles], layout_digest: str, deadline: Deadline) -> None:
+    def prepare(self, groups: Sequence[CopyTable], layout_digest: str, deadline: Deadline) -> None:
         within = [replace(tiles, target=np.where(tiles.target < DEVICE, tiles.target, tiles.target - DEVICE)) for tiles in groups]
         super().prepare(within, layout_digest, deadline)
 

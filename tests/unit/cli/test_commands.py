@@ -330,4 +330,4 @@ def test_doctor_fails_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsync.cli.doctor._NETWORK", {})
     (finding,) = examine(ClientSettings())
     assert (finding.name, finding.status) == ("odd", "unknown")
-    assert "no such thing here" in finding.found
+    assert "no such thing here" in finding.value

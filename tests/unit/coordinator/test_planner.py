@@ -11,7 +11,7 @@ from tests.unit.coordinator.fakes import MANIFEST
 
 from weightsync.coordinator import planner as planners
 from weightsync.coordinator.planner import Planner
-from weightsync.coordinator.rank_handle import Limit
+from weightsync.coordinator.rank_handle import RoundDeadline
 from weightsync.errors import Aborted, DeadlineExceeded
 from weightsync.planning.limits import Stop
 
@@ -32,10 +32,10 @@ async def test_a_plan_whose_round_ended_is_stopped_and_its_place_is_free(monkeyp
             running -= 1
             ended.release()
 
-    monkeypatch.setattr(planners, "cover_trainers", endless)
+    monkeypatch.setattr(planners, "trainer_coverage", endless)
     monkeypatch.setattr(planners, "key_of", lambda trainers, engines: "key")
     planner = Planner()
-    waiting = [asyncio.ensure_future(planner.cover(MANIFEST, {}, Limit(0.5))) for _ in range(8)]
+    waiting = [asyncio.ensure_future(planner.cover(MANIFEST, {}, RoundDeadline(0.5))) for _ in range(8)]
     assert await asyncio.to_thread(begun.acquire, timeout=10)
     assert await asyncio.to_thread(begun.acquire, timeout=10)
     assert running == 2, "as many threads as replicas plan at once"
@@ -45,8 +45,8 @@ async def test_a_plan_whose_round_ended_is_stopped_and_its_place_is_free(monkeyp
     assert await asyncio.to_thread(ended.acquire, timeout=10)
     assert running == 0
     made: Any = object()
-    monkeypatch.setattr(planners, "cover_trainers", lambda manifest, trainers, stop: made)
-    assert await planner.cover(MANIFEST, {}, Limit(5)) is made
+    monkeypatch.setattr(planners, "trainer_coverage", lambda manifest, trainers, stop: made)
+    assert await planner.cover(MANIFEST, {}, RoundDeadline(5)) is made
 
 
 async def test_a_cancelled_round_stops_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,8 +62,8 @@ async def test_a_cancelled_round_stops_its_plan(monkeypatch: pytest.MonkeyPatch)
             ended.set()
             raise
 
-    monkeypatch.setattr(planners, "cover_trainers", endless)
-    waiting = asyncio.ensure_future(Planner().cover(MANIFEST, {}, Limit(60)))
+    monkeypatch.setattr(planners, "trainer_coverage", endless)
+    waiting = asyncio.ensure_future(Planner().cover(MANIFEST, {}, RoundDeadline(60)))
     assert await asyncio.to_thread(begun.wait, 10)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):

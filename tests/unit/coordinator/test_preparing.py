@@ -9,7 +9,7 @@ from tests.unit.coordinator.fakes import World
 from tests.virtual_time import virtual
 
 from weightsync.config import RoundSettings
-from weightsync.coordinator.planner import Planner, Room
+from weightsync.coordinator.planner import PlanMemory, Planner
 from weightsync.errors import ConfigurationError, PeerLost
 
 
@@ -86,7 +86,7 @@ async def test_a_plan_that_could_not_be_prepared_takes_the_place_of_the_one_befo
 
 
 def test_memory_given_back_by_a_collection_in_the_middle_does_not_hang() -> None:
-    room = Room(1000)
+    room = PlanMemory(1000)
 
     class Dropped:
         def __init__(self) -> None:

@@ -12,7 +12,7 @@ from tests.virtual_time import run
 
 from weightsync.config import RoundSettings
 from weightsync.coordinator import round as protocol
-from weightsync.coordinator.rank_handle import Limit
+from weightsync.coordinator.rank_handle import RoundDeadline
 from weightsync.coordinator.replicas import TRANSITIONS, Replica
 from weightsync.errors import WeightSyncError
 from weightsync.model import Version
@@ -56,7 +56,7 @@ def evidence() -> list[str]:
 def resume_before_verify(patch: pytest.MonkeyPatch) -> None:
     move = protocol.move
 
-    async def broken(engines: Any, number: int, agreed: Any, limit: Limit, *rest: Any) -> Any:
+    async def broken(engines: Any, number: int, agreed: Any, limit: RoundDeadline, *rest: Any) -> Any:
         moved = await move(engines, number, agreed, limit, *rest)
         await protocol.resume(engines, limit)
         return moved
@@ -67,7 +67,7 @@ def resume_before_verify(patch: pytest.MonkeyPatch) -> None:
 def label_before_verify(patch: pytest.MonkeyPatch) -> None:
     move = protocol.move
 
-    async def broken(engines: Any, number: int, agreed: Any, limit: Limit, *rest: Any) -> Any:
+    async def broken(engines: Any, number: int, agreed: Any, limit: RoundDeadline, *rest: Any) -> Any:
         moved = await move(engines, number, agreed, limit, *rest)
         await protocol.commit(engines, Version("test", number, "", ""), limit)
         return moved
@@ -97,8 +97,8 @@ def _nothing(name: str) -> Callable[[pytest.MonkeyPatch], None]:
 def forget_the_deadline(patch: pytest.MonkeyPatch) -> None:
     move: Callable[..., Awaitable[Any]] = protocol.move
 
-    async def broken(engines: Any, number: int, agreed: Any, limit: Limit, *rest: Any) -> Any:
-        return await move(engines, number, agreed, Limit(10_000.0), *rest)
+    async def broken(engines: Any, number: int, agreed: Any, limit: RoundDeadline, *rest: Any) -> Any:
+        return await move(engines, number, agreed, RoundDeadline(10_000.0), *rest)
 
     patch.setattr(protocol, "move", broken)
 

@@ -242,7 +242,7 @@ def test_a_call_that_cannot_get_its_turn_names_the_adapter_call_that_hangs(stage
 def test_a_version_that_nobody_holds_any_more_is_noticed_while_the_engine_serves(stage: Stage, adapter: Held) -> None:
     version = stage.place(2)
     stage.engine.handle(CheckSources(version.number), SECONDS)
-    stage.trainer.shelf.header.invalidate()  # what a trainer does with memory that is read in place, when publish returns
+    stage.trainer.region.header.invalidate()  # what a trainer does with memory that is read in place, when publish returns
     with pytest.raises(StaleSource, match="version 2"):
         stage.engine.handle(CheckSources(version.number), SECONDS)
     assert adapter.said == []

@@ -11,7 +11,7 @@ from weightsync.errors import LayoutError, TransportUnavailable
 from weightsync.protocol.messages import Offer, SourceAddress
 from weightsync.tensors.device_memory import device_of, forms_of, layout_by_shard
 from weightsync.tensors.shards import Shard, shards_of
-from weightsync.trainer.in_place import _local, obstacle_to_live
+from weightsync.trainer.in_place import _local, obstacle_to_in_place
 from weightsync.trainer.publisher import TrainerRole
 from weightsync.transports.base import Transport
 from weightsync.transports.cuda.ipc import CudaIpc
@@ -61,8 +61,8 @@ def test_the_device_of_shards() -> None:
 
 def test_host_memory_is_copied_and_says_why() -> None:
     manifest, shards = shards_of(_state())
-    assert "is among" in (obstacle_to_live(manifest, shards, [SharedMemory()]) or "")
-    assert "not all on one CUDA device" in (obstacle_to_live(manifest, shards, [CudaIpc(), SharedMemory()]) or "")
+    assert "is among" in (obstacle_to_in_place(manifest, shards, [SharedMemory()]) or "")
+    assert "not all on one CUDA device" in (obstacle_to_in_place(manifest, shards, [CudaIpc(), SharedMemory()]) or "")
     with pytest.raises(TransportUnavailable, match=r"not all on one CUDA device.*shared_memory or tcp"):
         TrainerRole(_state(), [CudaIpc()], _KEY, this_host())
     role = TrainerRole(_state(), [CudaIpc(), SharedMemory()], _KEY, this_host())

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests.unit.engine.test_update import SECONDS, Watched
 
-from weightsync.coordinator.negotiation import agree_on
+from weightsync.coordinator.negotiation import negotiate
 from weightsync.coordinator.ranks import EngineRank, TrainerRank
 from weightsync.deadline import Deadline
 from weightsync.engine.fill import receive_ahead
@@ -114,7 +114,7 @@ class Two:
             ranks[name] = TrainerRank(name, index, 2, "s", here, role.manifest, role.layout, role.offers, role.key)
         layout, manifest = self.engine.layout, self.engine.manifest
         target = EngineRank("r/0", "r", 0, 1, "s", here, manifest, layout, ("inproc",), delivery, bucket_bytes=64)
-        self.plan: PlanSlice = agree_on("r", ranks, {"r/0": target}).slices["r/0"]
+        self.plan: PlanSlice = negotiate("r", ranks, {"r/0": target}).slices["r/0"]
 
     def move(self, number: int) -> Moved:
         for role in self.trainers:

@@ -15,13 +15,13 @@ from weightsync.engine.adapter import EngineAdapter
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import ProtocolError
 from weightsync.external.checks import Incoming
-from weightsync.external.orders import Finish, Order, Receive, Resume, Verify, decode_answer, encode
-from weightsync.external.orders import Pause as PauseOrder
+from weightsync.external.orders import Command, Finish, Receive, ResumeRank, Verify, decode_answer, encode
+from weightsync.external.orders import PauseRank as PauseOrder
 from weightsync.external.rank import DisaggregatedRank
 from weightsync.model import Version
 from weightsync.protocol.messages import Commit, Move, Pause, Prepare, Quarantine
 from weightsync.protocol.messages import Resume as ResumeCall
-from weightsync.transports.broadcast.process_groups import Group
+from weightsync.transports.broadcast.process_groups import ProcessGroup
 
 SECONDS = 20.0
 
@@ -50,9 +50,9 @@ class Outside:
 
     def __init__(self, adapter: EngineAdapter) -> None:
         self.rank = DisaggregatedRank(adapter)
-        self.rank._groups["g"] = cast(Group, Zeros())
+        self.rank._groups["g"] = cast(ProcessGroup, Zeros())
 
-    def tell(self, order: Order) -> Any:
+    def tell(self, order: Command) -> Any:
         return decode_answer(self.rank.handle(encode(order)))
 
     def load(self) -> None:
@@ -62,7 +62,7 @@ class Outside:
 
     def commit(self) -> None:
         self.tell(Finish(Version("outside", 9, self.rank.manifest.fingerprint, "0" * 16, 1), 7))
-        self.tell(Resume(7))
+        self.tell(ResumeRank(7))
 
 
 @pytest.fixture

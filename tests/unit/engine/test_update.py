@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from weightsync.coordinator.negotiation import agree_on, cover_trainers
+from weightsync.coordinator.negotiation import negotiate, trainer_coverage
 from weightsync.coordinator.ranks import EngineRank, TrainerRank
 from weightsync.engine.rounds import EngineRole
 from weightsync.engines.module import ModuleAdapter
@@ -82,7 +82,7 @@ class Stage:
         }
 
     def plan(self) -> PlanSlice:
-        return agree_on("r", self.sources, self.targets).slices["r/0"]
+        return negotiate("r", self.sources, self.targets).slices["r/0"]
 
     def place(self, number: int) -> Version:
         self.trainer.arm(number)
@@ -90,7 +90,7 @@ class Stage:
         assert isinstance(placed, Placed)
         digests = {"trainer/0": np.frombuffer(placed.digests, "<u8").astype(np.uint64)}
         manifest: Manifest = self.trainer.manifest
-        return Version("run", number, manifest.fingerprint, fold(cover_trainers(manifest, self.sources).total(digests)))
+        return Version("run", number, manifest.fingerprint, fold(trainer_coverage(manifest, self.sources).total(digests)))
 
     def update(self, version: Version) -> Updated:
         answer = self.engine.handle(Update(version, "keep"), SECONDS)
@@ -167,7 +167,7 @@ def test_a_rank_that_does_not_hold_everything_is_not_even_paused() -> None:
             for index, role in enumerate(halves)
         }
         other = halves[0]
-        other.handle(Prepare(agree_on("r", stage.sources, ranks).slices["r/0"]), SECONDS)
+        other.handle(Prepare(negotiate("r", stage.sources, ranks).slices["r/0"]), SECONDS)
         with pytest.raises(LayoutError, match="no rank holds"):
             other.handle(Update(stage.place(1), "abort"), SECONDS)
         with pytest.raises(ProtocolError, match="needs a prepared plan"):

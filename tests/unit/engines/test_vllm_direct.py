@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync.engines.hf_checkpoint import Checkpoint
+from weightsync.engines.hf_checkpoint import HfCheckpoint
 from weightsync.engines.traced_shards import DirectShards, find_direct
 from weightsync.engines.vllm.adapter import VllmWorkerAdapter
 from weightsync.engines.vllm.direct import why_streamed
@@ -226,7 +226,7 @@ def test_a_rank_that_was_written_resumes_without_any_loading_and_one_that_was_st
     model = Engine()
     found = find_direct(model, manifest(), model.reload, CPU, engine="vLLM", package="vllm")
     assert isinstance(found, DirectShards)
-    adapter = VllmWorkerAdapter(Checkpoint(manifest(), tuple(spec.name for spec in manifest())), None, found, CPU)
+    adapter = VllmWorkerAdapter(HfCheckpoint(manifest(), tuple(spec.name for spec in manifest())), None, found, CPU)
     assert adapter.shards() is found.now()
     assert adapter.device() is None
     adapter.pause("abort", 1)

@@ -13,7 +13,7 @@ import pytest
 
 from weightsync.errors import ConfigurationError
 from weightsync.external import checkpoint_files
-from weightsync.external.checkpoint_files import INDEX, Checkpoint
+from weightsync.external.checkpoint_files import INDEX, CheckpointFiles
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -47,16 +47,16 @@ def index(given: Path, mapped: object) -> None:
 
 
 def refused(given: Path, words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words), Checkpoint(given):
+    with pytest.raises(ConfigurationError, match=words), CheckpointFiles(given):
         pass
 
 
 def test_a_link_out_of_the_directory_is_refused_unless_it_is_asked_for(given: Path, private: Path) -> None:
     (given / "model.safetensors").symlink_to(private)
     refused(given, "leads out of the checkpoint.*follow_links=True, --follow-links")
-    with Checkpoint(given, follow_links=True) as checkpoint:
+    with CheckpointFiles(given, follow_links=True) as checkpoint:
         assert len(checkpoint.manifest) == 1
-    with Checkpoint(given / "model.safetensors") as named:  # the caller named the very link
+    with CheckpointFiles(given / "model.safetensors") as named:  # the caller named the very link
         assert len(named.manifest) == 1
 
 
@@ -73,14 +73,14 @@ def test_a_link_of_the_index_or_through_it_is_refused(given: Path, private: Path
 def test_links_within_the_directory_are_followed(given: Path) -> None:
     (given / "v1.safetensors").write_bytes(file_of(["w"]))
     (given / "model.safetensors").symlink_to("v1.safetensors")
-    with Checkpoint(given) as checkpoint:
+    with CheckpointFiles(given) as checkpoint:
         assert len(checkpoint.manifest) == 1
 
 
 def test_a_directory_that_is_itself_a_link_is_no_matter(given: Path, tmp_path: Path) -> None:
     (given / "model.safetensors").write_bytes(file_of(["w"]))
     (tmp_path / "latest").symlink_to(given)
-    with Checkpoint(tmp_path / "latest") as checkpoint:
+    with CheckpointFiles(tmp_path / "latest") as checkpoint:
         assert len(checkpoint.manifest) == 1
 
 
@@ -202,7 +202,7 @@ def test_a_file_that_stores_nothing_of_its_size_is_refused_unless_it_is_asked_fo
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + size)
     refused(given, "are stored.*allow_sparse=True, --allow-sparse")
-    with Checkpoint(given, allow_sparse=True) as checkpoint:
+    with CheckpointFiles(given, allow_sparse=True) as checkpoint:
         assert checkpoint.manifest.nbytes == size
 
 

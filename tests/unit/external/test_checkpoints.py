@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from weightsync.errors import ConfigurationError
-from weightsync.external.checkpoint_files import INDEX, Checkpoint, buckets_of
+from weightsync.external.checkpoint_files import INDEX, CheckpointFiles, buckets_of
 from weightsync.model import Manifest, TensorSpec
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -46,7 +46,7 @@ def _sharded(directory: Path, tensors: dict[str, torch.Tensor]) -> dict[str, str
     return mapped
 
 
-def _read(checkpoint: Checkpoint, bucket_bytes: int) -> dict[str, bytes]:
+def _read(checkpoint: CheckpointFiles, bucket_bytes: int) -> dict[str, bytes]:
     found = {}
     for bucket in buckets_of(checkpoint.manifest, bucket_bytes):
         memory = np.full(sum(spec.nbytes for spec in bucket), 255, np.uint8)
@@ -66,7 +66,7 @@ def test_every_tensor_is_read_bit_for_bit(tmp_path: Path, seed: int, sharded: bo
         _sharded(tmp_path, tensors)
     else:
         save_file(tensors, tmp_path / "model.safetensors")
-    with Checkpoint(tmp_path) as checkpoint:
+    with CheckpointFiles(tmp_path) as checkpoint:
         specs = {spec.name: (spec.shape, f"torch.{spec.dtype}") for spec in checkpoint.manifest}
         assert specs == {name: (tuple(t.shape), str(t.dtype)) for name, t in tensors.items()}
         assert _read(checkpoint, bucket_bytes) == {
@@ -76,14 +76,14 @@ def test_every_tensor_is_read_bit_for_bit(tmp_path: Path, seed: int, sharded: bo
 
 def test_one_file_by_any_name_and_one_of_a_cache(tmp_path: Path, seed: int) -> None:
     save_file(_tensors(seed), tmp_path / "policy.safetensors")
-    with Checkpoint(tmp_path) as one, Checkpoint(tmp_path / "policy.safetensors") as other:
+    with CheckpointFiles(tmp_path) as one, CheckpointFiles(tmp_path / "policy.safetensors") as other:
         assert one.manifest == other.manifest
     snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     save_file(_tensors(seed), blobs / "abcdef")
     (snapshot / "model.safetensors").symlink_to("../../blobs/abcdef")  # Hugging Face's cache
-    with Checkpoint(snapshot) as checkpoint:
+    with CheckpointFiles(snapshot) as checkpoint:
         assert len(checkpoint.manifest) == 8
 
 
@@ -148,7 +148,7 @@ def test_forged_headers_are_refused(tmp_path: Path, case: str) -> None:
     header, size, length, complaint = FORGED[case]
     _write(tmp_path / "model.safetensors", header, bytes(size), length)
     with pytest.raises(ConfigurationError, match=complaint):
-        Checkpoint(tmp_path)
+        CheckpointFiles(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_index_that_leads_elsewhere_is_refused(tmp_path: Path, file: object) -> 
     inner.mkdir()
     (inner / INDEX).write_text(json.dumps({"weight_map": {"a": file}}))
     with pytest.raises(ConfigurationError, match="files of this directory"):
-        Checkpoint(inner)
+        CheckpointFiles(inner)
 
 
 def test_index_and_files_that_disagree_are_refused(tmp_path: Path, seed: int) -> None:
@@ -183,42 +183,42 @@ def test_index_and_files_that_disagree_are_refused(tmp_path: Path, seed: int) ->
 
     says({"z.more": mapped["a.weight"]})
     with pytest.raises(ConfigurationError, match=r"z\.more"):
-        Checkpoint(tmp_path)
+        CheckpointFiles(tmp_path)
     says({}, drop="a.weight")
     with pytest.raises(ConfigurationError, match=r"does not say that tensor 'a\.weight' is here"):
-        Checkpoint(tmp_path)
+        CheckpointFiles(tmp_path)
     says({"a.weight": mapped["b.weight"]})
     with pytest.raises(ConfigurationError, match="does not say"):
-        Checkpoint(tmp_path)
+        CheckpointFiles(tmp_path)
     says({"a.weight": "model-00009-of-00009.safetensors"})
     with pytest.raises(ConfigurationError, match=r"cannot open|does not say"):
-        Checkpoint(tmp_path)
+        CheckpointFiles(tmp_path)
     index.write_text('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}')
     with pytest.raises(ConfigurationError, match="occurs twice"):
-        Checkpoint(tmp_path)
+        CheckpointFiles(tmp_path)
     index.write_text("{}")
     with pytest.raises(ConfigurationError, match="weight_map"):
-        Checkpoint(tmp_path)
+        CheckpointFiles(tmp_path)
 
 
 def test_directories_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="neither"):
-        Checkpoint(tmp_path)
+        CheckpointFiles(tmp_path)
     with pytest.raises(ConfigurationError, match="not a checkpoint"):
-        Checkpoint(tmp_path / "nowhere")
+        CheckpointFiles(tmp_path / "nowhere")
     for name in ("a.safetensors", "b.safetensors"):
         save_file({"a": torch.ones(2)}, tmp_path / name)
     with pytest.raises(ConfigurationError, match="2 other"):
-        Checkpoint(tmp_path)
+        CheckpointFiles(tmp_path)
     os.mkfifo(tmp_path / "model.safetensors")  # opening one waits for a writer, unless asked not to
     with pytest.raises(ConfigurationError, match="not a regular file"):
-        Checkpoint(tmp_path)
+        CheckpointFiles(tmp_path)
 
 
 def test_file_that_becomes_shorter_is_an_error(tmp_path: Path, seed: int) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(1 << 16)}, path)
-    with Checkpoint(tmp_path) as checkpoint:
+    with CheckpointFiles(tmp_path) as checkpoint:
         os.truncate(path, 1 << 17)
         with pytest.raises(ConfigurationError, match="ended in the middle of a"):
             _read(checkpoint, 1 << 30)

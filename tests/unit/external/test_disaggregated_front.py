@@ -12,18 +12,18 @@ from weightsync.config import update_networks
 from weightsync.errors import ConfigurationError, ManifestMismatch, VerificationError, WeightSyncError
 from weightsync.external import requests
 from weightsync.external.orders import (
-    Answer,
+    Command,
+    CommandAnswer,
+    CommandDone,
+    CommandFailed,
     Describe,
     Described,
     Digested,
-    Done,
-    Failed,
-    Join,
-    Order,
-    Pause,
+    JoinGroup,
+    PauseRank,
     Receive,
     Verify,
-    decode_order,
+    decode_command,
     encode,
 )
 from weightsync.external.session import Settings, WeightUpdates
@@ -40,44 +40,44 @@ class Digesting:
     count = 1
 
     def __init__(self, *, installed: bool = True) -> None:
-        self.orders: list[Order] = []
+        self.orders: list[Command] = []
         self.sent: dict[str, int] = {}
         self.held = dict.fromkeys(NAMES, 0)
         self.received: set[str] = set()
         self.installed = installed
-        self.before: Callable[[Order], Awaitable[Answer | None]] | None = None
+        self.before: Callable[[Command], Awaitable[CommandAnswer | None]] | None = None
 
     async def send(self, message: bytes, timeout: float) -> Sequence[bytes | None]:
-        order = decode_order(message)
+        order = decode_command(message)
         self.orders.append(order)
         answer = None if self.before is None else await self.before(order)
         return [encode(self._obey(order) if answer is None else answer)]
 
-    def _obey(self, order: Order) -> Answer:
+    def _obey(self, order: Command) -> CommandAnswer:
         match order:
             case Describe():
                 return Described(MANIFEST.tensors, ("gloo",))
-            case Pause():
+            case PauseRank():
                 self.received.clear()
             case Receive():
                 names = [one.name for one in order.tensors]
                 self.held |= {name: self.sent[name] for name in names}
                 self.received.update(names)
-                return Done(sum(one.nbytes for one in order.tensors))
+                return CommandDone(sum(one.nbytes for one in order.tensors))
             case Verify():
                 known = set(NAMES) if self.installed else self.received
                 values = [self.held[name] if name in known else 0 for name in NAMES]
                 return Digested(np.array(values, "<u8").tobytes(), self.installed)
-        return Done()
+        return CommandDone()
 
 
 def folded(*values: int) -> str:
     return fold(np.array(values, np.uint64))
 
 
-def bucket(group: str = "g", *names: str, finished: bool = False) -> requests.Update:
+def bucket(group: str = "g", *names: str, finished: bool = False) -> requests.UpdateRequest:
     chosen = list(names or NAMES)
-    return requests.Update(
+    return requests.UpdateRequest(
         names=chosen, dtypes=["float32"] * len(chosen), shapes=[[4]] * len(chosen), group_name=group, finished=finished
     )  # fmt: skip
 
@@ -86,7 +86,7 @@ async def front(ranks: Digesting, *groups: str, **settings: float) -> WeightUpda
     updates = WeightUpdates(ranks, Settings(**settings))  # type: ignore[arg-type]
     for name in groups or ("g",):
         await updates.init_group(
-            requests.InitGroup(
+            requests.InitGroupRequest(
                 master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, group_name=name, backend="gloo"
             )
         )
@@ -95,9 +95,9 @@ async def front(ranks: Digesting, *groups: str, **settings: float) -> WeightUpda
 
 async def complete(updates: WeightUpdates, ranks: Digesting, *values: int, digest: bool = True) -> str:
     ranks.sent = dict(zip(NAMES, values, strict=True))
-    await updates.begin(requests.Begin())
+    await updates.begin(requests.BeginRequest())
     await updates.update(bucket())
-    return await updates.commit(requests.Commit(digest=folded(*values) if digest else None))
+    return await updates.commit(requests.CommitRequest(digest=folded(*values) if digest else None))
 
 
 class Late:
@@ -105,24 +105,24 @@ class Late:
 
     def __init__(self, group: str) -> None:
         self.group, self.arrived = group, asyncio.Event()
-        self.end: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.end: asyncio.Future[CommandAnswer] = asyncio.get_running_loop().create_future()
 
-    async def __call__(self, order: Order) -> Answer | None:
+    async def __call__(self, order: Command) -> CommandAnswer | None:
         if isinstance(order, Receive) and order.group == self.group and not self.arrived.is_set():
             self.arrived.set()
             return await self.end
         return None
 
 
-@pytest.mark.parametrize("answer", [Done(48), Failed("PeerLost", "destroyed")], ids=["received", "failed"])
-async def test_the_answer_to_a_bucket_of_an_aborted_update_says_so_and_changes_nothing(answer: Answer) -> None:
+@pytest.mark.parametrize("answer", [CommandDone(48), CommandFailed("PeerLost", "destroyed")], ids=["received", "failed"])
+async def test_the_answer_to_a_bucket_of_an_aborted_update_says_so_and_changes_nothing(answer: CommandAnswer) -> None:
     ranks = Digesting()
     updates = await front(ranks, "old", "g")
     ranks.before = late = Late("old")
-    await updates.begin(requests.Begin())
+    await updates.begin(requests.BeginRequest())
     first = asyncio.create_task(updates.update(bucket("old")))
     await late.arrived.wait()
-    await updates.destroy(requests.Destroy(group_name="old"))
+    await updates.destroy(requests.DestroyRequest(group_name="old"))
     await updates.abort()
     await complete(updates, ranks, 1, 2, 3)
     late.end.set_result(answer)
@@ -149,14 +149,16 @@ async def test_a_bucket_through_a_destroyed_group_does_not_free_a_later_group_of
     ranks = Digesting()
     updates = await front(ranks, "g")
     ranks.before = late = Late("g")
-    await updates.begin(requests.Begin())
+    await updates.begin(requests.BeginRequest())
     first = asyncio.create_task(updates.update(bucket()))
     await late.arrived.wait()
-    await updates.destroy(requests.Destroy(group_name="g"))
+    await updates.destroy(requests.DestroyRequest(group_name="g"))
     await updates.init_group(
-        requests.InitGroup(master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, group_name="g", backend="gloo")
+        requests.InitGroupRequest(
+            master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, group_name="g", backend="gloo"
+        )
     )
-    late.end.set_result(Failed("PeerLost", "gone"))
+    late.end.set_result(CommandFailed("PeerLost", "gone"))
     with pytest.raises(WeightSyncError, match="gone"):
         await first
     assert (await updates.state()).groups == ("g",)  # the new one is not left on account of the old
@@ -167,9 +169,9 @@ async def test_the_label_of_a_partial_update_folds_all_tensors() -> None:
     updates = await front(ranks)
     await complete(updates, ranks, 1, 2, 3)
     ranks.sent = {"b": 20}
-    await updates.begin(requests.Begin(partial=True))
+    await updates.begin(requests.BeginRequest(partial=True))
     await updates.update(bucket("g", "b"))
-    message = await updates.commit(requests.Commit(digest=folded(20)))
+    message = await updates.commit(requests.CommitRequest(digest=folded(20)))
     assert (await updates.state()).digest == folded(1, 20, 3)
     assert "with 1 tensors, verified as installed; the other 2 are those of disaggregated@0, read again and unchanged" in message
 
@@ -180,9 +182,9 @@ async def test_a_partial_update_claims_nothing_for_tensors_that_were_never_verif
     await complete(updates, ranks, 1, 2, 3, digest=False)
     for value, rest in ((20, "not read again, 2 of them never verified"), (21, "not read again, 2 of them never verified")):
         ranks.sent = {"b": value}
-        await updates.begin(requests.Begin(partial=True))
+        await updates.begin(requests.BeginRequest(partial=True))
         await updates.update(bucket("g", "b"))
-        message = await updates.commit(requests.Commit(digest=folded(value)))
+        message = await updates.commit(requests.CommitRequest(digest=folded(value)))
         assert message.endswith(rest), message
         assert (await updates.state()).digest == folded(1, value, 3)
 
@@ -192,11 +194,11 @@ async def test_a_tensor_that_was_not_sent_and_changed_fails_a_partial_update() -
     updates = await front(ranks)
     await complete(updates, ranks, 1, 2, 3)
     ranks.sent = {"b": 20}
-    await updates.begin(requests.Begin(partial=True))
+    await updates.begin(requests.BeginRequest(partial=True))
     await updates.update(bucket("g", "b"))
     ranks.held["c"] = 99
     with pytest.raises(VerificationError, match="1 tensors changed that were not sent: c"):
-        await updates.commit(requests.Commit(digest=folded(20)))
+        await updates.commit(requests.CommitRequest(digest=folded(20)))
     assert (await updates.state()).state == "dirty"
 
 
@@ -220,21 +222,21 @@ async def test_a_begin_that_says_what_comes_is_refused_before_anything_is_paused
     fields = {"names": ALL.names, "dtypes": ALL.dtypes, "shapes": ALL.shapes} | change
     tensors = requests.Tensors(**fields)  # type: ignore[arg-type]
     with pytest.raises(error, match=words):
-        await updates.begin(requests.Begin(tensors=tensors))
+        await updates.begin(requests.BeginRequest(tensors=tensors))
     with pytest.raises(error, match=words):
-        await updates.check(requests.Check(tensors=tensors))
-    assert not any(isinstance(order, Pause) for order in ranks.orders)
+        await updates.check(requests.CheckRequest(tensors=tensors))
+    assert not any(isinstance(order, PauseRank) for order in ranks.orders)
     assert (await updates.state()).state == "serving"
 
 
 async def test_a_check_changes_nothing_and_a_begin_of_what_fits_pauses() -> None:
     ranks = Digesting()
     updates = await front(ranks)
-    assert "fits" in await updates.check(requests.Check(tensors=ALL, weight_version="7"))
-    assert not any(isinstance(order, Pause) for order in ranks.orders)
+    assert "fits" in await updates.check(requests.CheckRequest(tensors=ALL, weight_version="7"))
+    assert not any(isinstance(order, PauseRank) for order in ranks.orders)
     with pytest.raises(ConfigurationError, match="not a version"):
-        await updates.check(requests.Check(tensors=ALL, weight_version="newest"))
-    await updates.begin(requests.Begin(tensors=ALL))
+        await updates.check(requests.CheckRequest(tensors=ALL, weight_version="newest"))
+    await updates.begin(requests.BeginRequest(tensors=ALL))
     assert (await updates.state()).state == "updating"
 
 
@@ -242,13 +244,13 @@ async def test_a_check_changes_nothing_and_a_begin_of_what_fits_pauses() -> None
 async def test_a_rendezvous_outside_the_networks_is_refused_before_anybody_connects(address: str) -> None:
     ranks = Digesting()
     updates = WeightUpdates(ranks, Settings(networks=("192.0.2.0/24", "2001:db8::/32")))
-    wish = requests.InitGroup(master_address=address, master_port=1, rank_offset=1, world_size=2, backend="gloo")
+    wish = requests.InitGroupRequest(master_address=address, master_port=1, rank_offset=1, world_size=2, backend="gloo")
     with pytest.raises(ConfigurationError, match=r"192\.0\.2\.0/24, 2001:db8::/32"):
         await updates.init_group(wish)
-    assert not any(isinstance(order, Join) for order in ranks.orders)
+    assert not any(isinstance(order, JoinGroup) for order in ranks.orders)
     for good in ("192.0.2.77", "2001:db8::5"):
         fields = {name: getattr(wish, name) for name in wish.__struct_fields__} | {"master_address": good, "group_name": good}
-        await updates.init_group(requests.InitGroup(**fields))
+        await updates.init_group(requests.InitGroupRequest(**fields))
 
 
 def test_a_network_that_is_none_is_refused() -> None:

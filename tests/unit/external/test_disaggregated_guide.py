@@ -40,7 +40,13 @@ def test_the_guide_lists_every_route() -> None:
 
 
 def test_the_guide_names_fields_that_exist() -> None:
-    kinds = (requests.InitGroup, requests.Begin, requests.Update, requests.Commit, requests.Destroy)
+    kinds = (
+        requests.InitGroupRequest,
+        requests.BeginRequest,
+        requests.UpdateRequest,
+        requests.CommitRequest,
+        requests.DestroyRequest,
+    )
     known = {field for kind in kinds for field in kind.__struct_fields__}
     rows = re.findall(r"^\| `/\w+`\*? \| ([^|]*) \|", PAGE, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)} - {"nccl", "gloo", "null", "flattened_bucket"}

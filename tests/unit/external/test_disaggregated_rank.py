@@ -18,18 +18,18 @@ from weightsync.errors import DeadlineExceeded, PeerLost
 from weightsync.external import rank
 from weightsync.external.checks import Incoming
 from weightsync.external.orders import (
-    Answer,
+    Command,
+    CommandAnswer,
+    CommandDone,
+    CommandFailed,
     Digested,
-    Done,
-    Failed,
     Finish,
-    Join,
-    Leave,
-    Order,
-    Pause,
-    Quarantine,
+    JoinGroup,
+    LeaveGroup,
+    PauseRank,
+    QuarantineRank,
     Receive,
-    Resume,
+    ResumeRank,
     Verify,
     decode_answer,
     encode,
@@ -37,7 +37,7 @@ from weightsync.external.orders import (
 from weightsync.external.rank import DisaggregatedRank
 from weightsync.model import Manifest, PauseMode, TensorSpec, Version
 from weightsync.tensors.digest import digest_box
-from weightsync.transports.broadcast.process_groups import Group
+from weightsync.transports.broadcast.process_groups import ProcessGroup
 
 SECONDS = 10.0
 NAMES = ("a", "b")
@@ -122,22 +122,22 @@ class Driven:
         made = Carrying(value)
         if here:
             made.here.set()
-        self.rank._groups[name] = cast(Group, made)
+        self.rank._groups[name] = cast(ProcessGroup, made)
         return made
 
-    def tell(self, order: Order) -> Answer:
+    def tell(self, order: Command) -> CommandAnswer:
         return decode_answer(self.rank.handle(encode(order)))
 
-    def done(self, order: Order) -> None:
+    def done(self, order: Command) -> None:
         answer = self.tell(order)
-        assert isinstance(answer, Done | Digested), answer
+        assert isinstance(answer, CommandDone | Digested), answer
 
-    def failed(self, order: Order, words: str) -> None:
+    def failed(self, order: Command, words: str) -> None:
         answer = self.tell(order)
-        assert isinstance(answer, Failed), answer
+        assert isinstance(answer, CommandFailed), answer
         assert words in answer.message, answer
 
-    def later(self, order: Order) -> Future[Answer]:
+    def later(self, order: Command) -> Future[CommandAnswer]:
         return self.pool.submit(self.tell, order)
 
 
@@ -158,7 +158,7 @@ def driven() -> Driven:
 def commit(driven: Driven, update: int) -> None:
     driven.done(Verify(update))
     driven.done(Finish(version(update), update))
-    driven.done(Resume(update))
+    driven.done(ResumeRank(update))
 
 
 @pytest.fixture
@@ -187,46 +187,46 @@ def test_a_bucket_of_an_ended_update_is_not_loaded_into_the_next(
     driven.group("old", 1.0)
     driven.group("new", 2.0)
     reached, release = hold(point)
-    driven.done(Pause("abort", SECONDS, 1))
+    driven.done(PauseRank("abort", SECONDS, 1))
     late = driven.later(bucket("old", 1, "a"))
     assert reached.wait(SECONDS)
-    driven.done(Pause("abort", SECONDS, 2))
+    driven.done(PauseRank("abort", SECONDS, 2))
     driven.done(bucket("new", 2))
     release.set()
     answer = late.result(SECONDS)
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, CommandFailed)
     assert "an update that ended" in answer.message
     assert driven.adapter.held == {"a": 2.0, "b": 2.0}
     commit(driven, 2)
     assert driven.adapter.calls.count("load") == 1
 
 
-@pytest.mark.parametrize("after", [Verify(2), Quarantine(SECONDS, 2)], ids=["verify", "quarantine"])
-def test_nothing_is_loaded_between_verify_and_finish_or_after_a_quarantine(driven: Driven, after: Order) -> None:
+@pytest.mark.parametrize("after", [Verify(2), QuarantineRank(SECONDS, 2)], ids=["verify", "quarantine"])
+def test_nothing_is_loaded_between_verify_and_finish_or_after_a_quarantine(driven: Driven, after: Command) -> None:
     """Not even of the same update: what was verified is what is served."""
     slow = driven.group("slow", 1.0, here=False)
     driven.group("new", 2.0)
-    driven.done(Pause("abort", SECONDS, 2))
+    driven.done(PauseRank("abort", SECONDS, 2))
     late = driven.later(bucket("slow", 2, "a"))
     assert slow.waited.wait(SECONDS)
     driven.done(bucket("new", 2))
     driven.done(after)
     slow.here.set()
-    assert isinstance(late.result(SECONDS), Failed)
+    assert isinstance(late.result(SECONDS), CommandFailed)
     assert driven.adapter.held == {"a": 2.0, "b": 2.0}
 
 
 def test_what_arrives_after_its_group_was_destroyed_is_not_loaded(driven: Driven) -> None:
     slow = driven.group("slow", 1.0, here=False)
     driven.group("new", 2.0)
-    driven.done(Pause("abort", SECONDS, 1))
+    driven.done(PauseRank("abort", SECONDS, 1))
     late = driven.later(bucket("slow", 1, "a"))
     assert slow.waited.wait(SECONDS)
-    driven.done(Leave("slow"))
+    driven.done(LeaveGroup("slow"))
     driven.done(bucket("new", 1))
     slow.here.set()
     answer = late.result(SECONDS)
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, CommandFailed)
     assert "destroyed" in answer.message
     assert driven.adapter.held == {"a": 2.0, "b": 2.0}
 
@@ -237,7 +237,7 @@ def test_a_bucket_of_another_group_may_come_while_one_is_loaded(
     """Groups side by side: the second bucket arrives meanwhile, and is loaded after the first."""
     driven.group("one", 1.0)
     driven.group("two", 2.0)
-    driven.done(Pause("abort", SECONDS, 1))
+    driven.done(PauseRank("abort", SECONDS, 1))
     reached, release = threading.Event(), threading.Event()
     load = driven.adapter.load
 
@@ -255,21 +255,23 @@ def test_a_bucket_of_another_group_may_come_while_one_is_loaded(
     assert arrived.wait(SECONDS), second.result(0)
     go_on.set()
     release.set()
-    assert [isinstance(one.result(SECONDS), Done) for one in (first, second)] == [True, True]
+    assert [isinstance(one.result(SECONDS), CommandDone) for one in (first, second)] == [True, True]
     assert driven.adapter.held == {"a": 1.0, "b": 2.0}
     commit(driven, 1)
 
 
-@pytest.mark.parametrize("order", [bucket("g", 1), Verify(1), Finish(version(1), 1), Resume(1)], ids=lambda one: type(one).__name__)
-def test_a_late_order_of_an_ended_update_does_nothing(driven: Driven, order: Order) -> None:
+@pytest.mark.parametrize(
+    "order", [bucket("g", 1), Verify(1), Finish(version(1), 1), ResumeRank(1)], ids=lambda one: type(one).__name__
+)
+def test_a_late_order_of_an_ended_update_does_nothing(driven: Driven, order: Command) -> None:
     driven.group("g", 2.0)
-    states: dict[type[Any], list[Order]] = {
+    states: dict[type[Any], list[Command]] = {
         Receive: [],
         Verify: [bucket("g", 2)],
         Finish: [bucket("g", 2), Verify(2)],
-        Resume: [bucket("g", 2), Verify(2), Finish(version(2), 2)],
+        ResumeRank: [bucket("g", 2), Verify(2), Finish(version(2), 2)],
     }
-    driven.done(Pause("abort", SECONDS, 2))
+    driven.done(PauseRank("abort", SECONDS, 2))
     for before in states[type(order)]:
         driven.done(before)
     calls = driven.adapter.calls.copy()
@@ -281,11 +283,11 @@ def test_a_late_order_of_an_ended_update_does_nothing(driven: Driven, order: Ord
 def test_a_loader_that_leaves_tensors_fails_and_the_rank_commits_nothing_of_it(takes: int) -> None:
     driven = Driven(Recording(takes=takes))
     driven.group("g", 1.0)
-    driven.done(Pause("abort", SECONDS, 1))
+    driven.done(PauseRank("abort", SECONDS, 1))
     driven.failed(bucket("g", 1), f"took {takes} of the 2 tensors")
     driven.failed(Verify(1), "quarantined")
     driven.failed(Finish(version(1), 1), "quarantined")
-    driven.failed(Resume(1), "quarantined")
+    driven.failed(ResumeRank(1), "quarantined")
     assert "finish" not in driven.adapter.calls
 
 
@@ -295,7 +297,7 @@ def test_a_tied_tensor_sent_under_its_other_name_is_loaded_under_the_one_that_th
     driven = Driven(ModuleAdapter(module))
     assert driven.rank.manifest[0] == TensorSpec("embed", (4,), "float32", ("lm_head",))
     driven.group("g", 3.0)
-    driven.done(Pause("abort", SECONDS, 1))
+    driven.done(PauseRank("abort", SECONDS, 1))
     driven.done(Receive("g", (Incoming(0, "lm_head", "float32", (4,), 16),), False, SECONDS, 1))
     answer = driven.tell(Verify(1))
     assert isinstance(answer, Digested)
@@ -305,7 +307,7 @@ def test_a_tied_tensor_sent_under_its_other_name_is_loaded_under_the_one_that_th
 
 def test_a_sleeping_engine_is_woken_as_in_a_round(driven: Driven) -> None:
     driven.group("g", 1.0)
-    driven.done(Pause("abort", SECONDS, 1))
+    driven.done(PauseRank("abort", SECONDS, 1))
     driven.done(bucket("g", 1))
     commit(driven, 1)
     assert driven.adapter.calls == ["pause", "begin", "wake_weights", "load", "finish", "wake_cache", "flush", "resume"]
@@ -313,16 +315,16 @@ def test_a_sleeping_engine_is_woken_as_in_a_round(driven: Driven) -> None:
 
 def test_an_engine_that_is_paused_is_not_paused_again(driven: Driven) -> None:
     driven.group("g", 1.0)
-    driven.done(Pause("abort", SECONDS, 1))
-    driven.done(Quarantine(SECONDS, 1))
-    driven.done(Pause("abort", SECONDS, 2))
+    driven.done(PauseRank("abort", SECONDS, 1))
+    driven.done(QuarantineRank(SECONDS, 1))
+    driven.done(PauseRank("abort", SECONDS, 2))
     driven.done(bucket("g", 2))
     driven.done(Verify(2))
     driven.done(Finish(version(2), 2))
     assert driven.adapter.calls.count("pause") == 1
     driven.adapter.refuses_resume = True
-    driven.failed(Resume(2), "cannot resume")
-    driven.done(Quarantine(SECONDS, 2))  # it may have begun to generate
+    driven.failed(ResumeRank(2), "cannot resume")
+    driven.done(QuarantineRank(SECONDS, 2))  # it may have begun to generate
     assert driven.adapter.calls.count("pause") == 2
 
 
@@ -331,15 +333,15 @@ def test_a_quarantine_that_a_newer_update_overtakes_does_not_spoil_it(
 ) -> None:
     """It waited behind a resume that hung, and whoever came next had its turn first."""
     driven.group("g", 1.0)
-    driven.done(Pause("abort", SECONDS, 1))
+    driven.done(PauseRank("abort", SECONDS, 1))
     driven.done(bucket("g", 1))
     commit(driven, 1)
     reached, release = hold("rank.quarantine")
-    late = driven.later(Quarantine(SECONDS, 1))
+    late = driven.later(QuarantineRank(SECONDS, 1))
     assert reached.wait(SECONDS)
-    driven.done(Pause("abort", SECONDS, 2))
+    driven.done(PauseRank("abort", SECONDS, 2))
     release.set()
-    assert isinstance(late.result(SECONDS), Done)
+    assert isinstance(late.result(SECONDS), CommandDone)
     driven.done(bucket("g", 2))
     commit(driven, 2)
 
@@ -350,8 +352,8 @@ def test_a_rank_whose_pause_failed_is_quarantined_with_that_update(driven: Drive
 
     with monkeypatch.context() as patched:
         patched.setattr(driven.adapter, "pause", fails)
-        driven.failed(Pause("abort", SECONDS, 1), "cannot pause")
-    driven.done(Quarantine(SECONDS, 1))
+        driven.failed(PauseRank("abort", SECONDS, 1), "cannot pause")
+    driven.done(QuarantineRank(SECONDS, 1))
     assert driven.adapter.calls == ["pause"]
 
 
@@ -366,18 +368,18 @@ def test_an_order_behind_a_loader_that_hangs_ends_in_time_and_its_quarantine_is_
 
     driven.adapter.load = hanging
     driven.group("g", 1.0)
-    driven.done(Pause("abort", SECONDS, 1))
+    driven.done(PauseRank("abort", SECONDS, 1))
     late = driven.later(bucket("g", 1))
     assert reached.wait(SECONDS)
     driven.failed(Verify(1, 0.05), "is inside Recording.load() for")
-    driven.failed(Quarantine(0.05, 1), "never resumed")
+    driven.failed(QuarantineRank(0.05, 1), "never resumed")
     release.set()
     answer = late.result(SECONDS)
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, CommandFailed)
     assert answer.kind == "Aborted", "the quarantine ended what arrived before it"
     driven.failed(Verify(1), "quarantined")
     driven.adapter.load = load
-    driven.done(Pause("abort", SECONDS, 2))
+    driven.done(PauseRank("abort", SECONDS, 2))
     driven.done(bucket("g", 2))
     commit(driven, 2)
 
@@ -389,7 +391,7 @@ def test_parameters_that_are_loaded_late_are_not_read_back_before() -> None:
     adapter.loads_late = True
     late = Driven(adapter)
     late.group("g", 3.0)
-    late.done(Pause("abort", SECONDS, 1))
+    late.done(PauseRank("abort", SECONDS, 1))
     late.done(bucket("g", 1))
     answer = late.tell(Verify(1))
     assert isinstance(answer, Digested)
@@ -398,9 +400,9 @@ def test_parameters_that_are_loaded_late_are_not_read_back_before() -> None:
 
 def test_digests_are_of_what_was_received_in_this_update(driven: Driven) -> None:
     driven.group("g", 3.0)
-    driven.done(Pause("abort", SECONDS, 1))
+    driven.done(PauseRank("abort", SECONDS, 1))
     driven.done(bucket("g", 1))
-    driven.done(Pause("abort", SECONDS, 2))
+    driven.done(PauseRank("abort", SECONDS, 2))
     driven.done(bucket("g", 2, "b"))
     answer = driven.tell(Verify(2))
     assert isinstance(answer, Digested)
@@ -412,9 +414,9 @@ def test_digests_are_of_what_was_received_in_this_update(driven: Driven) -> None
 def test_every_failure_to_join_has_the_same_answer(driven: Driven, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """Whoever may name an address must not learn from the answer what listens there."""
 
-    def fails(*_: object, **__: object) -> Group:
+    def fails(*_: object, **__: object) -> ProcessGroup:
         raise error
 
     monkeypatch.setattr(rank, "init_custom_process_group", fails)
-    answer = driven.tell(Join("g", "gloo", "192.0.2.7", 22, 1, 2, 3.0))
-    assert answer == Failed("PeerLost", "group 'g' did not come about within 3 s; the log of this engine rank says why")
+    answer = driven.tell(JoinGroup("g", "gloo", "192.0.2.7", 22, 1, 2, 3.0))
+    assert answer == CommandFailed("PeerLost", "group 'g' did not come about within 3 s; the log of this engine rank says why")

@@ -10,11 +10,11 @@ from weightsync.errors import ConfigurationError, VerificationError, VersionErro
 from weightsync.external import client
 from weightsync.external.checks import check_digests, parse_version
 from weightsync.external.clients import lmdeploy, sglang, vllm
-from weightsync.external.clients.base import Call, GroupWish
+from weightsync.external.clients.base import GroupSpec, HttpCall
 from weightsync.external.session import WeightUpdates
 from weightsync.model import Manifest, TensorSpec, Version, fold
 
-WISH = GroupWish("head", 29500, 1, 5, "g", "nccl")
+WISH = GroupSpec("head", 29500, 1, 5, "g", "nccl")
 SPECS = [TensorSpec("a", (2, 3), "bfloat16"), TensorSpec("b", (), "bfloat16")]
 GROUP = {"master_address": "head", "master_port": 29500, "rank_offset": 1, "world_size": 5, "group_name": "g", "backend": "nccl"}
 BUCKET = {
@@ -25,38 +25,38 @@ BUCKET = {
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        (lmdeploy.init_group(WISH), Call("POST", "/init_weights_update_group", GROUP)),
-        (lmdeploy.update(SPECS, "g", False), Call("POST", "/update_weights_from_distributed", BUCKET | {"finished": False})),
-        (lmdeploy.update(SPECS, "g", True), Call("POST", "/update_weights_from_distributed", BUCKET | {"finished": True})),
-        (lmdeploy.destroy_group("g"), Call("POST", "/destroy_weights_update_group", {"group_name": "g"})),
-        (lmdeploy.wakeup("weights", "kv_cache"), Call("POST", "/wakeup?tags=weights&tags=kv_cache", {})),
-        (lmdeploy.sleep(2), Call("POST", "/sleep?level=2", {})),
-        (lmdeploy.abort_requests(), Call("POST", "/abort_request", {"abort_all": True})),
-        (sglang.init_group(WISH), Call("POST", "/init_weights_update_group", GROUP)),
-        (sglang.begin(), Call("POST", "/begin_weight_update", {"selector": "all"})),
+        (lmdeploy.init_group(WISH), HttpCall("POST", "/init_weights_update_group", GROUP)),
+        (lmdeploy.update(SPECS, "g", False), HttpCall("POST", "/update_weights_from_distributed", BUCKET | {"finished": False})),
+        (lmdeploy.update(SPECS, "g", True), HttpCall("POST", "/update_weights_from_distributed", BUCKET | {"finished": True})),
+        (lmdeploy.destroy_group("g"), HttpCall("POST", "/destroy_weights_update_group", {"group_name": "g"})),
+        (lmdeploy.wakeup("weights", "kv_cache"), HttpCall("POST", "/wakeup?tags=weights&tags=kv_cache", {})),
+        (lmdeploy.sleep(2), HttpCall("POST", "/sleep?level=2", {})),
+        (lmdeploy.abort_requests(), HttpCall("POST", "/abort_request", {"abort_all": True})),
+        (sglang.init_group(WISH), HttpCall("POST", "/init_weights_update_group", GROUP)),
+        (sglang.begin(), HttpCall("POST", "/begin_weight_update", {"selector": "all"})),
         (
             sglang.update(SPECS, "g", None),
-            Call("POST", "/update_weights_from_distributed", BUCKET | {"flush_cache": False, "abort_all_requests": False}),
+            HttpCall("POST", "/update_weights_from_distributed", BUCKET | {"flush_cache": False, "abort_all_requests": False}),
         ),
         (
             sglang.update(SPECS, "g", "7"),
-            Call(
+            HttpCall(
                 "POST",
                 "/update_weights_from_distributed",
                 BUCKET | {"flush_cache": True, "abort_all_requests": False, "weight_version": "7"},
             ),
         ),
-        (sglang.end(), Call("POST", "/end_weight_update", {})),
-        (sglang.flush_cache(), Call("GET", "/flush_cache", None)),
-        (sglang.pause_generation("retract"), Call("POST", "/pause_generation", {"mode": "retract"})),
-        (vllm.init_engine({"x": 1}), Call("POST", "/init_weight_transfer_engine", {"init_info": {"x": 1}})),
-        (vllm.update_weights({}), Call("POST", "/update_weights", {"update_info": {}})),
-        (vllm.finish_weight_update("7"), Call("POST", "/finish_weight_update", {"weight_version": "7"})),
-        (vllm.pause("keep"), Call("POST", "/pause?mode=keep&clear_cache=true", None)),
-        (client.commit({"a": "0" * 16}), Call("POST", "/commit_weight_update", {"digests": {"a": "0" * 16}})),
+        (sglang.end(), HttpCall("POST", "/end_weight_update", {})),
+        (sglang.flush_cache(), HttpCall("GET", "/flush_cache", None)),
+        (sglang.pause_generation("retract"), HttpCall("POST", "/pause_generation", {"mode": "retract"})),
+        (vllm.init_engine({"x": 1}), HttpCall("POST", "/init_weight_transfer_engine", {"init_info": {"x": 1}})),
+        (vllm.update_weights({}), HttpCall("POST", "/update_weights", {"update_info": {}})),
+        (vllm.finish_weight_update("7"), HttpCall("POST", "/finish_weight_update", {"weight_version": "7"})),
+        (vllm.pause("keep"), HttpCall("POST", "/pause?mode=keep&clear_cache=true", None)),
+        (client.commit({"a": "0" * 16}), HttpCall("POST", "/commit_weight_update", {"digests": {"a": "0" * 16}})),
     ],
 )
-def test_builders_say_what_the_engines_document(call: Call, expected: Call) -> None:
+def test_builders_say_what_the_engines_document(call: HttpCall, expected: HttpCall) -> None:
     assert call == expected
 
 

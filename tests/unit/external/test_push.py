@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, ManifestMismatch, WeightSyncError
 from weightsync.external import push as pushing
-from weightsync.external.checkpoint_files import Checkpoint
-from weightsync.external.clients.base import Bucket, Call, UpdateClient
+from weightsync.external.checkpoint_files import CheckpointFiles
+from weightsync.external.clients.base import Bucket, HttpCall, UpdateClient
 from weightsync.external.push import push
 from weightsync.model import Manifest, PauseMode
 
@@ -30,14 +30,14 @@ class Recorded(UpdateClient):
         self.calls: list[str] = []
         self._refuse = refuse or {}
 
-    def _init(self, wish: object) -> Call:
-        return Call("POST", "/")
+    def _init(self, wish: object) -> HttpCall:
+        return HttpCall("POST", "/")
 
     def _destroy(self) -> None:
         return None
 
-    def _bucket(self, specs: object, last: bool) -> Call:
-        return Call("POST", "/")
+    def _bucket(self, specs: object, last: bool) -> HttpCall:
+        return HttpCall("POST", "/")
 
     def _note(self, name: str) -> None:
         self.calls.append(name)
@@ -83,7 +83,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_the_order_of_a_push(directory: Path) -> None:
-    with Checkpoint(directory) as checkpoint, Recorded() as engine:
+    with CheckpointFiles(directory) as checkpoint, Recorded() as engine:
         (result,) = push(checkpoint, [engine], "1", bucket_bytes=16)
     assert result.ok
     assert engine.calls == ["check", "join", "pause", "begin", "update", "update", "commit", "flush", "resume"]
@@ -91,15 +91,15 @@ def test_the_order_of_a_push(directory: Path) -> None:
 
 def test_an_engine_that_refuses_the_checkpoint_is_not_touched_and_the_others_are_updated(directory: Path) -> None:
     refusal = ManifestMismatch("other tensors")
-    with Checkpoint(directory) as checkpoint, Recorded({"check": refusal}) as bad, Recorded() as good:
+    with CheckpointFiles(directory) as checkpoint, Recorded({"check": refusal}) as bad, Recorded() as good:
         one, other = push(checkpoint, [bad, good], "1")
-    assert (one.ok, one.touched, one.said) == (False, False, "ManifestMismatch: other tensors")
+    assert (one.ok, one.touched, one.answer) == (False, False, "ManifestMismatch: other tensors")
     assert bad.calls == ["check"]
     assert other.ok
 
 
 def test_a_checkpoint_that_cannot_be_read_asks_nothing_of_any_engine(directory: Path) -> None:
-    with Checkpoint(directory) as checkpoint, Recorded() as engine:
+    with CheckpointFiles(directory) as checkpoint, Recorded() as engine:
         (directory / "model.safetensors").write_bytes(b"")  # somebody made it shorter
         with pytest.raises(ConfigurationError, match="ended in the middle"):
             push(checkpoint, [engine], "1")
@@ -118,6 +118,6 @@ def test_memory_that_is_not_there_is_an_error_before_any_engine_is_asked(
     else:
         monkeypatch.setattr(pushing, "available_bytes", lambda: 31)
     refused_so = pytest.raises(ConfigurationError, match=r"2 buckets of 16 bytes do not fit into memory.*--bucket")
-    with Checkpoint(directory) as checkpoint, Recorded() as engine, refused_so:
+    with CheckpointFiles(directory) as checkpoint, Recorded() as engine, refused_so:
         push(checkpoint, [engine], "1", bucket_bytes=16)
     assert engine.calls == []

@@ -11,11 +11,11 @@ from tests.unit.planning.simulation import ranks_of, targets_of
 
 from weightsync.bench.shapes import qwen3_8b, qwen3_30b_a3b
 from weightsync.bench.sharding import expert_parallel, fsdp, tensor_parallel
-from weightsync.coordinator.negotiation import Claim
-from weightsync.coordinator.planner import Room
+from weightsync.coordinator.negotiation import MemoryClaim
+from weightsync.coordinator.planner import PlanMemory
 from weightsync.errors import Aborted, ConfigurationError, LayoutError
 from weightsync.model import Layout, Manifest, TensorSpec
-from weightsync.planning import cover, plan_transfer
+from weightsync.planning import coverage_of, plan_transfer
 from weightsync.planning.buckets import staging_layout
 from weightsync.planning.limits import MOST_PIECES, Stop
 
@@ -97,7 +97,7 @@ def test_a_search_ends_when_nobody_waits_for_it() -> None:
         plan.pieces("t0")
     for work in (
         lambda: plan.pieces("t0"),
-        lambda: cover(manifest, sources, "the trainer", stop),
+        lambda: coverage_of(manifest, sources, "the trainer", stop),
         lambda: plan_transfer(manifest, ranks_of(sources), targets, stop=stop),
     ):
         with pytest.raises(Aborted, match="its round ended"):
@@ -105,8 +105,8 @@ def test_a_search_ends_when_nobody_waits_for_it() -> None:
 
 
 def test_plans_share_the_coordinators_memory() -> None:
-    room = Room(1000)
-    one, other = Claim(room.take, room.give), Claim(room.take, room.give)
+    room = PlanMemory(1000)
+    one, other = MemoryClaim(room.take, room.give), MemoryClaim(room.take, room.give)
     one.take(900)
     with pytest.raises(ConfigurationError, match="WEIGHTSYNC_PLAN_BYTES"):
         other.take(200)

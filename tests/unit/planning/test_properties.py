@@ -14,7 +14,7 @@ from tests.unit.planning.simulation import check_plan, contents, digests_of, ran
 from weightsync.bench.sharding import sharded
 from weightsync.errors import LayoutError
 from weightsync.model import ITEMSIZE, Layout, Manifest, TensorSpec
-from weightsync.planning import Plan, cover, plan_transfer, split_rows
+from weightsync.planning import Plan, coverage_of, plan_transfer, split_rows
 from weightsync.planning.box_index import BoxIndex, first_hole
 from weightsync.protocol.messages import Host
 
@@ -155,7 +155,7 @@ def test_covers_add_up_to_the_whole(data: st.DataObject) -> None:
     expected = np.zeros(len(manifest), np.uint64)
     expected[full.tensor] = digests_of(manifest, full, tensors)
     layouts = data.draw(meshes(manifest)).layouts(manifest, "r")
-    made = cover(manifest, layouts, "here")
+    made = coverage_of(manifest, layouts, "here")
     digests = {name: digests_of(manifest, layout, tensors) for name, layout in layouts.items()}
     made.check(digests, expected)
 
@@ -191,7 +191,7 @@ def test_a_row_removed_is_a_hole_unless_it_has_a_copy(data: st.DataObject) -> No
         for other in layouts.values()
     )
     try:
-        cover(manifest, layouts, "here")
+        coverage_of(manifest, layouts, "here")
         assert copies
     except LayoutError as error:
         assert not copies

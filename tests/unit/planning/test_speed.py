@@ -18,7 +18,7 @@ from tests.unit.planning.simulation import ranks_of, targets_of
 from weightsync.bench.shapes import one_trillion, qwen3_8b, qwen3_30b_a3b
 from weightsync.bench.sharding import expert_parallel, fsdp, tensor_parallel
 from weightsync.model import Layout, Manifest, TensorSpec
-from weightsync.planning import cover, plan_transfer, split_rows
+from weightsync.planning import coverage_of, plan_transfer, split_rows
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,7 +43,7 @@ def test_a_mixture_of_experts_from_8_to_8(parallel: Callable[[Manifest, int], li
     pieces = {name: plan.pieces(name) for name in targets}
     seconds, cpu = time.perf_counter() - begin, time.process_time() - computing
     covered = time.perf_counter()
-    cover(manifest, sources, "the trainer")
+    coverage_of(manifest, sources, "the trainer")
     covered = time.perf_counter() - covered
     count = sum(map(len, pieces.values()))
     took = f"{seconds:.3f} s, {cpu:.3f} s of one core (goal 0.5)"

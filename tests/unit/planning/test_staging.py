@@ -10,7 +10,7 @@ from weightsync.bench.shapes import qwen3_30b_a3b
 from weightsync.bench.sharding import fsdp, tensor_parallel
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.model import Layout, Manifest
-from weightsync.planning import cover, plan_transfer, ring_bytes, split_rows, staging_layout
+from weightsync.planning import coverage_of, plan_transfer, ring_bytes, split_rows, staging_layout
 
 
 def boxes(manifest: Manifest, layout: Layout) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -63,7 +63,7 @@ def test_equal_boxes_stay_equal_wherever_they_lie() -> None:
     one = split_rows(manifest, whole(manifest), 40)
     two = split_rows(manifest, layout_of(manifest, [("w", (0, 0), (6, 6))], transposed=True, gap=16), 40)
     assert boxes(manifest, one) == boxes(manifest, two)
-    cover(manifest, {"one": one, "two": two}, "here")
+    coverage_of(manifest, {"one": one, "two": two}, "here")
 
 
 def test_what_cannot_be_cut() -> None:
@@ -121,7 +121,7 @@ def test_staged_tensors_are_whole_contiguous_and_aligned() -> None:
         [spec("a", 3, 5), spec("b", dtype="int64"), spec("c", 2, 2, 2, dtype="bfloat16"), spec("d", 0, 1), spec("e", 9)]
     )
     layout = staging_layout(manifest, 256, 64)
-    cover(manifest, {"engine": layout}, "here")
+    coverage_of(manifest, {"engine": layout}, "here")
     assert np.all(layout.offset % 64 == 0)
     assert layout.strides[layout.tensor == manifest.index["c"]].tolist() == [[8, 4, 2]]
     assert layout.strides[layout.tensor == manifest.index["a"], 1:].tolist() == [[20, 4]]
@@ -152,7 +152,7 @@ def test_nonsense(bucket: int, alignment: int) -> None:
 def test_tensor_parallel_blocks_of_a_real_model_are_a_cover() -> None:
     manifest = Manifest(qwen3_30b_a3b())
     layouts = {f"tp{index}": split_rows(manifest, layout, 1 << 20) for index, layout in enumerate(tensor_parallel(manifest, 4))}
-    made = cover(manifest, layouts, "replica")
+    made = coverage_of(manifest, layouts, "replica")
     ones = {name: np.ones(len(layout), np.uint64) for name, layout in layouts.items()}
     counts = made.total(ones)
     assert int(counts[manifest.index["model.norm.weight"]]) == 1

@@ -12,7 +12,7 @@ import pytest
 
 from weightsync.config import Address, ClientSettings
 from weightsync.errors import DeadlineExceeded
-from weightsync.protocol.connection import Link
+from weightsync.protocol.connection import CoordinatorConnection
 from weightsync.protocol.endpoint import CLOSE_RESTART
 from weightsync.protocol.messages import Body, Done, Quarantine, Resume
 
@@ -54,7 +54,9 @@ class Rank:
     def __init__(self) -> None:
         self.calls: list[Received] = []
         settings = ClientSettings(coordinator=Address.parse("http://127.0.0.1:1"))
-        self.link: Any = Link(settings, hello=lambda: pytest.fail("nobody connects"), receive=lambda _: self.calls[-1])
+        self.link: Any = CoordinatorConnection(
+            settings, hello=lambda: pytest.fail("nobody connects"), receive=lambda _: self.calls[-1]
+        )
 
     def connect(self) -> Socket:
         self.link._socket = Socket()

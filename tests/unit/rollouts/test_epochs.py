@@ -27,7 +27,7 @@ async def test_a_new_epoch_begins_with_smaller_numbers() -> None:
         rollouts._told(status(400, epoch=2, a=(2, 400), b=(1, 440)))
         rollouts.feed(task() for _ in range(2))
         batch = await rollouts.batch(SECONDS)
-        assert [rollout.oldest_order for rollout in batch] == [(2, 400)] * 2
+        assert [rollout.oldest_first for rollout in batch] == [(2, 400)] * 2
         assert {name for rollout in batch for name in rollout.value.replicas} == {"a"}
         rollouts._told(status(401, epoch=2, a=(2, 401)))
         assert rollouts.admission.version == 401
@@ -63,8 +63,8 @@ def test_the_oldest_token_is_that_of_the_oldest_epoch() -> None:
     sample = Sample((1,))
     sample.keep("a", [Chunk((1,), None, (440,))])
     sample.keep("b", [Chunk((2, 3), None, (400, 401))], epoch=2)
-    assert (sample.epochs, sample.oldest_order, sample.oldest) == ([1, 2, 2], (1, 440), 440)
-    assert Rollout(1, "value", (sample,), 0.0).oldest_order == (1, 440)
+    assert (sample.epochs, sample.oldest_first, sample.oldest) == ([1, 2, 2], (1, 440), 440)
+    assert Rollout(1, "value", (sample,), 0.0).oldest_first == (1, 440)
     with pytest.raises(ProtocolError):
         sample.keep("c", [Chunk((4,), None, (402,), epochs=(2, 2))])
 

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import torch
 
-from weightsync.tensors.byte_coverage import Coverage, LocalView
+from weightsync.tensors.byte_coverage import ByteCoverage, LocalView
 
 
 def _view(random: np.random.Generator) -> LocalView:
@@ -32,4 +32,4 @@ def test_bytes_that_no_view_covers_are_counted(seed: int) -> None:
         views = [_view(random) for _ in range(int(random.integers(0, 5)))]
         asked = _view(random)
         covered = set[int]().union(*map(_bytes, views))
-        assert Coverage(views).lacking(asked) == len(_bytes(asked) - covered), (views, asked)
+        assert ByteCoverage(views).lacking(asked) == len(_bytes(asked) - covered), (views, asked)

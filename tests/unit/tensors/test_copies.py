@@ -23,7 +23,7 @@ from weightsync.tensors.copies import (
     scatter_and_digest,
     scatter_tiles,
 )
-from weightsync.tensors.copy_table import TILE_BYTES, Tiles, tiles_of
+from weightsync.tensors.copy_table import TILE_BYTES, CopyTable, tiles_of
 from weightsync.tensors.digest import digest_rows
 from weightsync.tensors.memory import layout_in_place
 from weightsync.tensors.shards import shards_of
@@ -66,7 +66,7 @@ def pieces_from(manifest: Manifest, source: Layout, target: Layout, owners: int)
 
 def job(
     source: State, target: State, block: int, owners: int = 2
-) -> tuple[Manifest, Layout, tuple[int, ...], list[list[Tiles]], tuple[int, ...], Layout]:
+) -> tuple[Manifest, Layout, tuple[int, ...], list[list[CopyTable]], tuple[int, ...], Layout]:
     manifest, shards = shards_of(source)
     from_layout, from_addresses = layout_in_place(manifest, shards, None)
     to_layout, to_addresses = layout_in_place(manifest, shards_of(target)[1], block)
@@ -185,7 +185,7 @@ def test_stops_when_told_from_another_thread() -> None:
     count = 1 << 15  # 32 GiB of copies: would take far longer than this test may
     nothing = np.zeros(count, np.int64)
     to = np.full(count, memory.ctypes.data + size, np.int64)
-    tiles = Tiles(nothing.astype(np.int32), nothing, nothing, to, nothing, nothing + 1, nothing + size)
+    tiles = CopyTable(nothing.astype(np.int32), nothing, nothing, to, nothing, nothing + 1, nothing + size)
     stop = np.zeros(1, np.int8)
     done: list[int] = []
     worker = threading.Thread(target=lambda: done.append(copy_tiles(tiles, [memory.ctypes.data], stop)))
@@ -197,10 +197,10 @@ def test_stops_when_told_from_another_thread() -> None:
     assert done[0] < tiles.nbytes
 
 
-def one_tile(**changes: int) -> Tiles:
+def one_tile(**changes: int) -> CopyTable:
     values = {"region": 0, "source": 0, "source_stride": 8, "target": 1, "target_stride": 8, "rows": 2, "row_bytes": 8} | changes
     region, *rest = (np.array([value], np.int64) for value in values.values())
-    return Tiles(region.astype(np.int32), *rest)
+    return CopyTable(region.astype(np.int32), *rest)
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,18 @@ import random
 import pytest
 import torch
 
-from weightsync.tracing.affine_map import Irregular, Walk, boxes, contiguous, meet
+from weightsync.tracing.affine_map import AffineMap, Irregular, boxes, compose, contiguous
 
 ROUNDS = 15
 
 
-def pairs(walk: Walk) -> list[tuple[int, int]]:
+def pairs(walk: AffineMap) -> list[tuple[int, int]]:
     """Every place here, and its place there."""
     found = []
     for index in itertools.product(*(range(extent) for extent, _, _ in walk.dims)):
         here = sum(i * step for i, (_, step, _) in zip(index, walk.dims, strict=True))
         there = sum(i * step for i, (_, _, step) in zip(index, walk.dims, strict=True))
-        found.append((walk.here + here, walk.there + there))
+        found.append((walk.src + here, walk.dst + there))
     return found
 
 
@@ -43,10 +43,10 @@ def random_view(shape: tuple[int, ...], draw: random.Random) -> torch.Tensor:
     return view
 
 
-def walk(view: torch.Tensor, base: int, itemsize: int) -> Walk:
+def walk(view: torch.Tensor, base: int, itemsize: int) -> AffineMap:
     steps = contiguous(view.shape, itemsize)
     dims = tuple((n, stride * itemsize, step) for n, stride, step in zip(view.shape, view.stride(), steps, strict=True))
-    return Walk(int(view.storage_offset()) * itemsize, base, dims)
+    return AffineMap(int(view.storage_offset()) * itemsize, base, dims)
 
 
 @pytest.mark.parametrize("round_", range(ROUNDS))
@@ -59,33 +59,33 @@ def test_meetings_and_boxes_are_those_of_brute_force(seed: int, round_: int) -> 
         other = walk(random_view(shape, draw), 5000, itemsize)
         there = dict(pairs(other))
         wanted = sorted((to, there[here]) for here, to in pairs(one) if here in there)
-        assert sorted(pair for part in meet(one, other, itemsize) for pair in pairs(part)) == wanted
+        assert sorted(pair for part in compose(one, other, itemsize) for pair in pairs(part)) == wanted
         found = []
         steps = contiguous(shape, itemsize)
         for box in boxes(one, shape, itemsize, 10**6):
             for index in itertools.product(*(range(a, b) for a, b in zip(box.starts, box.stops, strict=True))):
                 here = sum(i * step for i, step in zip(index, steps, strict=True))
-                found.append((here, box.there + sum((i - a) * s for i, a, s in zip(index, box.starts, box.steps, strict=True))))
+                found.append((here, box.dst + sum((i - a) * s for i, a, s in zip(index, box.starts, box.steps, strict=True))))
         assert sorted(found) == sorted(pairs(one))
 
 
 def test_the_common_cases_take_one_part() -> None:
-    whole = Walk(0, 0, ((6, 32, 32), (8, 4, 4)))
-    assert whole.folded() == Walk(0, 0, ((48, 4, 4),))
-    columns = Walk(16, 0, ((6, 32, 16), (4, 4, 4)))  # the right half of each row
+    whole = AffineMap(0, 0, ((6, 32, 32), (8, 4, 4)))
+    assert whole.folded() == AffineMap(0, 0, ((48, 4, 4),))
+    columns = AffineMap(16, 0, ((6, 32, 16), (4, 4, 4)))  # the right half of each row
     assert boxes(columns, (6, 8), 4, 1)[0].starts == (0, 4)
-    assert len(meet(whole, columns, 4)) == len(meet(columns, whole, 4)) == 1
-    turned = Walk(0, 0, ((6, 32, 4), (8, 4, 24)))
+    assert len(compose(whole, columns, 4)) == len(compose(columns, whole, 4)) == 1
+    turned = AffineMap(0, 0, ((6, 32, 4), (8, 4, 24)))
     (box,) = boxes(turned, (6, 8), 4, 1)
     assert (box.stops, box.steps) == ((6, 8), (4, 24))
 
 
 def test_an_element_written_to_many_places_is_as_many_boxes() -> None:
-    assert [box.there for box in boxes(Walk(8, 0, ((3, 0, 4),)), (4,), 4, 3)] == [0, 4, 8]
+    assert [box.dst for box in boxes(AffineMap(8, 0, ((3, 0, 4),)), (4,), 4, 3)] == [0, 4, 8]
     with pytest.raises(Irregular):
-        boxes(Walk(8, 0, ((3, 0, 4),)), (4,), 4, 2)
+        boxes(AffineMap(8, 0, ((3, 0, 4),)), (4,), 4, 2)
 
 
 def test_what_would_never_end_is_refused_soon() -> None:
     with pytest.raises(Irregular):
-        meet(Walk(0, 0, ((1 << 30, 8, 4),)), Walk(0, 0, ((1 << 30, 12, 4), (2, 8, 4))), 4)
+        compose(AffineMap(0, 0, ((1 << 30, 8, 4),)), AffineMap(0, 0, ((1 << 30, 12, 4), (2, 8, 4))), 4)

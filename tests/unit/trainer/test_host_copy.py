@@ -13,15 +13,15 @@ from weightsync.tensors.digest import digest_box, digest_rows
 from weightsync.tensors.memory import layout_in_place, packed_layout
 from weightsync.tensors.shards import Shard, shard, shards_of, torch_dtype
 from weightsync.tensors.staging import Staging
-from weightsync.trainer.host_copy import Placer
+from weightsync.trainer.host_copy import HostPublisher
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (33,), (3, 5), (2, 3, 4), (0, 4), (5, 0), (2, 1, 3, 9), (3, 8200))
 
 
-def placed(manifest: Manifest, shards: list[Shard]) -> tuple[Layout, np.ndarray[tuple[int], np.dtype[np.uint8]], Placer]:
+def placed(manifest: Manifest, shards: list[Shard]) -> tuple[Layout, np.ndarray[tuple[int], np.dtype[np.uint8]], HostPublisher]:
     layout = packed_layout(manifest, shards)
     shelf = np.zeros(max(layout.regions[0], 1), np.uint8)
-    return layout, shelf, Placer(manifest, shards, layout, shelf.ctypes.data)
+    return layout, shelf, HostPublisher(manifest, shards, layout, shelf.ctypes.data)
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
@@ -105,13 +105,13 @@ def test_layout_and_shards_must_belong_together() -> None:
     manifest, shards = shards_of({"a": torch.zeros(3, 4), "b": torch.zeros(4)})
     layout = packed_layout(manifest, shards)
     with pytest.raises(LayoutError, match="1 shards do not fit"):
-        Placer(manifest, shards[:1], layout, 0)
+        HostPublisher(manifest, shards[:1], layout, 0)
     other = [shard("a", torch.zeros(2, 4), (3, 4), (1, 0)), shards[1]]
     with pytest.raises(LayoutError, match="not the shard of a"):
-        Placer(manifest, other, layout, 0)
+        HostPublisher(manifest, other, layout, 0)
     turned, _ = layout_in_place(manifest, [Shard("a", (3, 4), shards[0].box, torch.zeros(4, 3).t())], None)
     with pytest.raises(LayoutError, match="contiguous"):
-        Placer(manifest, shards[:1], turned, 0)
+        HostPublisher(manifest, shards[:1], turned, 0)
 
 
 def staged() -> tuple[dict[str, torch.Tensor], Manifest, Layout]:

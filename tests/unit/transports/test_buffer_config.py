@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from weightsync.errors import ConfigurationError
-from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.broadcast.buffer_config import LEAST_BUFFER, MOST_BUFFER, BufferSettings
 from weightsync.transports.broadcast.gloo import Collective
 from weightsync.transports.broadcast.packed_broadcast import frames_of_groups, packed_frames, packed_tiles
@@ -71,7 +71,7 @@ def test_frames_hold_every_byte_once_in_order_and_aligned(seed: int, sends: bool
     regions = [10_000_000, 20_000_000]
     where = ends - rows * stride
     one, other = (where, stride), (where + 90_000_000, stride)
-    tiles = Tiles(region.astype(np.int32), one[0], one[1], other[0], other[1], rows, size)
+    tiles = CopyTable(region.astype(np.int32), one[0], one[1], other[0], other[1], rows, size)
     groups = np.sort(random.integers(0, count + 1, 4))
     counts = np.diff(np.concatenate([[0], groups, [count]]))
     room = 24 << 10

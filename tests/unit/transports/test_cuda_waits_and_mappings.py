@@ -13,7 +13,7 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, StaleSource, TransportError
-from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.copy_table import CopyTable
 from weightsync.tensors.device_memory import wait_for_devices
 from weightsync.tensors.shards import Shard
 from weightsync.transports.cuda import ipc, region
@@ -117,7 +117,7 @@ def _transfer(shelf: CudaRegion, source: CudaIpcReader, version: int) -> tuple[i
 
 def test_a_handle_that_comes_again_for_another_allocation_is_mapped_anew(driver: Driver) -> None:
     both, zeros, size = np.array([0, 1], np.int32), np.zeros(2, np.int64), np.full(2, 64, np.int64)
-    tiles = Tiles(both, zeros, size, np.array([1 << 60, 1 << 61]), size, np.ones(2, np.int64), size)
+    tiles = CopyTable(both, zeros, size, np.array([1 << 60, 1 << 61]), size, np.ones(2, np.int64), size)
     shelf = CudaRegion((64, 64), "d", lambda: (_BASE, _OTHER + 128), 0)
     owner = CudaIpcPublisher(shelf, _KEY, this_host())
     source = CudaIpc(device=0).open(owner.offer, _KEY, Deadline(10))

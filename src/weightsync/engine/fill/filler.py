@@ -17,7 +17,7 @@ from weightsync.deadline import Deadline
 from weightsync.engine.readers import Readers, Stopwatch
 from weightsync.errors import PlanMismatch
 from weightsync.model import Layout, Manifest
-from weightsync.planning.coverage import Cover, cover
+from weightsync.planning.coverage import Coverage, coverage_of
 from weightsync.planning.pieces import Pieces
 from weightsync.protocol.messages import Host, PlanSlice
 from weightsync.tensors.copy_table import tiles_of
@@ -195,9 +195,9 @@ class Filler(ABC):
         return plan.digest == self.plan.digest and plan.sources == self.plan.sources
 
     @cached_property
-    def cover(self) -> Cover:
+    def cover(self) -> Coverage:
         """The coverage of what this rank receives. Raises :class:`~weightsync.errors.LayoutError` unless it is everything."""
-        return cover(self._context.manifest, {"": self.layout}, "this engine rank")
+        return coverage_of(self._context.manifest, {"": self.layout}, "this engine rank")
 
     def abort(self) -> None:
         """Make a :meth:`prepare` or :meth:`run` in another thread end soon. Never blocks."""

@@ -30,5 +30,5 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found: object = getattr(import_module("weightsync.engines.vllm.attaching"), name)
-        return found
+        value: object = getattr(import_module("weightsync.engines.vllm.attaching"), name)
+        return value

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from weightsync.engine.adapter import EngineAdapter
-from weightsync.engines.hf_checkpoint import Checkpoint
+from weightsync.engines.hf_checkpoint import HfCheckpoint
 from weightsync.engines.host_staging import HostStaging
 from weightsync.engines.traced_shards import DirectShards
 from weightsync.engines.vllm.controls import Controls
@@ -41,7 +41,7 @@ class VllmWorkerAdapter(EngineAdapter):
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: HfCheckpoint,
         controls: Controls | None,
         direct: DirectShards | None = None,
         device: torch.device | None = None,

@@ -168,8 +168,8 @@ def _init_info(
 
 def _own_token(coordinator: str | None, token: str | None) -> str | None:
     """The token that a worker is given, which uses this process's environment only for the coordinator that stands there."""
-    found = None if token is not None or coordinator is None else ClientSettings.load(coordinator=coordinator).token
-    return token if found is None else found.reveal()
+    token_found = None if token is not None or coordinator is None else ClientSettings.load(coordinator=coordinator).token
+    return token if token_found is None else token_found.reveal()
 
 
 def attach(

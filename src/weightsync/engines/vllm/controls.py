@@ -60,11 +60,11 @@ class HttpControls:
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
         self._headers = {"Content-Type": "application/json"}
-        found = urlsplit(self._url)
-        if found.scheme not in ("http", "https") or not found.hostname:
+        parts = urlsplit(self._url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigurationError(f"{url!r} is not the URL of a vLLM server; write it as http://host:port")
-        self._host, self._path = found.netloc.rpartition("@")[2], found.path
-        self._kind = HTTPSConnection if found.scheme == "https" else HTTPConnection
+        self._host, self._path = parts.netloc.rpartition("@")[2], parts.path
+        self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
 
     def join(self, init_info: dict[str, object], timeout: float) -> None:
         """Have every worker join a coordinator."""
@@ -103,7 +103,7 @@ class HttpControls:
             with contextlib.closing(self._kind(self._host, timeout=timeout)) as connection:
                 connection.request("POST", asked, None if body is None else msgspec.json.encode(body), self._headers)
                 answer = connection.getresponse()
-                status, said = answer.status, answer.read(_LONGEST)
+                status, content = answer.status, answer.read(_LONGEST)
         except TimeoutError:
             raise DeadlineExceeded(f"vLLM at {self._url} did not answer {route} within {timeout:.3g} s") from None
         except (OSError, HTTPException) as error:
@@ -111,10 +111,10 @@ class HttpControls:
         if status == HTTPStatus.NOT_FOUND:
             raise WeightSyncError(f"vLLM at {self._url} has no route {route}: start it with VLLM_SERVER_DEV_MODE=1")
         if status != HTTPStatus.OK:
-            text = said.decode(errors="replace")[:_SHOWN]
+            text = content.decode(errors="replace")[:_SHOWN]
             raise WeightSyncError(f"{route} of vLLM at {self._url}: HTTP {status}: {text}")
         try:
-            found = msgspec.json.decode(said)
+            decoded = msgspec.json.decode(content)
         except UNREADABLE:
             return {}
-        return found if isinstance(found, dict) else {}
+        return decoded if isinstance(decoded, dict) else {}

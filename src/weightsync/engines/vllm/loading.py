@@ -86,13 +86,13 @@ def _tied(model: torch.nn.Module) -> list[torch.nn.Module]:
     its weight, made while processing: left alone, it would answer with the old head for ever.
     """
     seen: set[int] = set()
-    found = []
+    tied = []
     for layer in model.modules():
         own = {id(parameter) for parameter in layer.parameters(recurse=False)}
         if own & seen:
-            found.append(layer)
+            tied.append(layer)
         seen |= own
-    return found
+    return tied
 
 
 def _forget(model: torch.nn.Module) -> None:

@@ -28,9 +28,9 @@ from weightsync.external.checks import (
     check_networks,
     check_tensors,
 )
-from weightsync.external.orders import Describe, Described, Digested, Join, Pause, Receive, Verify
+from weightsync.external.orders import Describe, Described, Digested, JoinGroup, PauseRank, Receive, Verify
 from weightsync.external.rank import DisaggregatedRank
-from weightsync.external.requests import Digest, InitGroup, Name, Tensors, Update
+from weightsync.external.requests import Digest, InitGroupRequest, Name, Tensors, UpdateRequest
 
 __all__ = ["PushedUpdates", "is_group"]
 
@@ -41,7 +41,7 @@ _MAX_BUCKET = 16 << 30
 T = TypeVar("T")
 
 
-class _Join(InitGroup, frozen=True, kw_only=True):
+class _Join(InitGroupRequest, frozen=True, kw_only=True):
     tensors: Tensors | None = None
 
 
@@ -71,17 +71,19 @@ class PushedUpdates:
         Raises :class:`~weightsync.errors.ConfigurationError`, :class:`~weightsync.errors.ManifestMismatch` for tensors that do not
         fit, and what joining raises.
         """
-        wish, networks = _converted(init_info, _Join), update_networks()
+        request, networks = _converted(init_info, _Join), update_networks()
         check_networks(networks)
-        check_address(wish.master_address, networks)
-        if wish.tensors is not None:  # before the engine is paused
-            check_tensors(wish.tensors, self._rank.manifest, partial=False)
+        check_address(request.master_address, networks)
+        if request.tensors is not None:  # before the engine is paused
+            check_tensors(request.tensors, self._rank.manifest, partial=False)
         known = self._rank.obey(Describe())
-        check_group(wish, self._rank.rank + 1, (), known.backends if isinstance(known, Described) else ())
-        timeout = wish.timeout or _JOINING
-        place = (wish.master_address, wish.master_port)
+        check_group(request, self._rank.rank + 1, (), known.backends if isinstance(known, Described) else ())
+        timeout = request.timeout or _JOINING
+        place = (request.master_address, request.master_port)
         try:
-            self._rank.obey(Join(wish.group_name, wish.backend, *place, wish.rank_offset, wish.world_size, timeout))
+            self._rank.obey(
+                JoinGroup(request.group_name, request.backend, *place, request.rank_offset, request.world_size, timeout)
+            )
         except MembershipError as error:
             raise MembershipError(f"{error}: if whoever made it is gone, use another name") from None
 
@@ -90,7 +92,7 @@ class PushedUpdates:
         self.begun, self._loaded = True, False
         self._received.clear()
         self._update += 1
-        self._rank.obey(Pause("abort", _PATIENCE, self._update))
+        self._rank.obey(PauseRank("abort", _PATIENCE, self._update))
 
     def update(self, update_info: Mapping[str, Any], load: Callable[[], None]) -> None:
         """Obey one body; ``load`` is called to load everything that is staged. Raises what went wrong; nothing is loaded then."""
@@ -99,11 +101,11 @@ class PushedUpdates:
             load()
             self._loaded = True
             return
-        wish = _converted(update_info, Update)
-        tensors = check_bucket(wish, self._rank.manifest, _MAX_BUCKET, "elements")
-        flattened = wish.load_format == "flattened_bucket"
-        self._rank.obey(Receive(wish.group_name, tensors, flattened, wish.timeout or _PATIENCE, self._update))
-        self._received.update(one.index for one in tensors)
+        request = _converted(update_info, UpdateRequest)
+        tensors = check_bucket(request, self._rank.manifest, _MAX_BUCKET, "elements")
+        flattened = request.load_format == "flattened_bucket"
+        self._rank.obey(Receive(request.group_name, tensors, flattened, request.timeout or _PATIENCE, self._update))
+        self._received.update(tensor.index for tensor in tensors)
 
     def finish(self) -> None:
         """The session ends and vLLM takes the label. Raises :class:`~weightsync.errors.LoadError` if nothing was loaded."""
@@ -120,8 +122,8 @@ class PushedUpdates:
         self._rank.close()
 
     def _compare(self, digests: Mapping[str, str]) -> None:
-        found = self._rank.obey(Verify(self._update))
-        held = np.frombuffer(found.digests, "<u8") if isinstance(found, Digested) else np.empty(0, np.uint64)
+        digested = self._rank.obey(Verify(self._update))
+        held = np.frombuffer(digested.digests, "<u8") if isinstance(digested, Digested) else np.empty(0, np.uint64)
         known = np.zeros(len(self._rank.manifest), np.bool_)
         known[list(self._received)] = True
         check_digests(self._rank.manifest, held, known, None, digests)

@@ -68,7 +68,7 @@ class WeightsyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         module = source._module if isinstance(source, ModuleSource) else None
         self._gathered: Mapping[str, torch.Tensor] | None = None
         if module is None:
-            self._gathered = {one.name: torch.empty(one.shape, dtype=one.dtype) for one in source.metadata()}
+            self._gathered = {spec.name: torch.empty(spec.shape, dtype=spec.dtype) for spec in source.metadata()}
             if source.held_names() is not None:
                 raise ConfigurationError("a WeightSource whose ranks hold parts of the model is not supported: use a ModuleSource")
         self._trainer: Trainer | None = None

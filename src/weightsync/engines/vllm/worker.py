@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from weightsync.config import token_for_request
 from weightsync.engine.agent import Engine
-from weightsync.engines.hf_checkpoint import Checkpoint, checkpoint_of
+from weightsync.engines.hf_checkpoint import HfCheckpoint, checkpoint_of
 from weightsync.engines.traced_shards import DirectShards, find_direct
 from weightsync.engines.vllm.adapter import VllmWorkerAdapter
 from weightsync.engines.vllm.controls import INSTALL
@@ -89,8 +89,8 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo | GroupInfo:
         """What vLLM's route was given, as one of two kinds."""
-        found: InitInfo | GroupInfo = GroupInfo(init_dict) if is_group(init_dict) else super().parse_init_info(init_dict)
-        return found
+        info: InitInfo | GroupInfo = GroupInfo(init_dict) if is_group(init_dict) else super().parse_init_info(init_dict)
+        return info
 
     def init_transfer_engine(self, init_info: InitInfo | GroupInfo) -> None:
         """Join the coordinator as one rank of the replica: a second call leaves and joins anew. Or join a group of a push."""
@@ -111,9 +111,9 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         if not replica:
             raise ConfigurationError("a vLLM replica needs a name: give replica, or set WEIGHTSYNC_REPLICA")
         token = token_for_request(init_info.coordinator, init_info.token)
-        wish = init_info.delivery or os.environ.get("WEIGHTSYNC_DELIVERY") or "auto"
-        if wish not in get_args(Delivery):
-            raise ConfigurationError(f"delivery {wish!r} is none of {', '.join(get_args(Delivery))}")
+        delivery = init_info.delivery or os.environ.get("WEIGHTSYNC_DELIVERY") or "auto"
+        if delivery not in get_args(Delivery):
+            raise ConfigurationError(f"delivery {delivery!r} is none of {', '.join(get_args(Delivery))}")
         if not is_local(init_info.control) and not has_labels(installed_release()):
             raise ConfigurationError(
                 f"the server of vLLM {installed_release()} does not say whether it dropped its prefix cache: set "
@@ -123,8 +123,8 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         prefix = init_info.draft_prefix or os.environ.get("WEIGHTSYNC_DRAFT_PREFIX") or None
         if prefix is not None:
             checkpoint, prefix = self._with_draft(checkpoint, prefix)
-            wish = "streamed" if wish == "auto" else wish  # two models, two loaders
-        direct = self._find_direct(checkpoint, wish, parallel.world_size_across_dp)
+            delivery = "streamed" if delivery == "auto" else delivery  # two models, two loaders
+        direct = self._find_direct(checkpoint, delivery, parallel.world_size_across_dp)
         with ExitStack() as owned:
             controls = controls_at(init_info.control) if rank == 0 else None
             adapter = VllmWorkerAdapter(checkpoint, controls, direct, self.device, prefix)
@@ -138,7 +138,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
                     rank=rank,
                     world_size=parallel.world_size_across_dp,
                     run=init_info.run,
-                    delivery=wish,  # type: ignore[arg-type]  # looked at above
+                    delivery=delivery,  # type: ignore[arg-type]  # looked at above
                     bucket_bytes=init_info.bucket_bytes,
                     transports=init_info.transports,
                 )
@@ -149,19 +149,19 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
     def _rank(self) -> int:
         return int(self.parallel_config.data_parallel_index * self.parallel_config.world_size + self.parallel_config.rank)
 
-    def _checkpoint(self) -> Checkpoint:
+    def _checkpoint(self) -> HfCheckpoint:
         return checkpoint_of(self.model_config.model, self.model_config.revision, self.model_config.hf_config)
 
-    def _with_draft(self, checkpoint: Checkpoint, prefix: str) -> tuple[Checkpoint, str]:
+    def _with_draft(self, checkpoint: HfCheckpoint, prefix: str) -> tuple[HfCheckpoint, str]:
         """Of the model and of what guesses for it, and the prefix of the latter: empty if both take from the same checkpoint."""
         leave = "leave WEIGHTSYNC_DRAFT_PREFIX and draft_prefix unset"
         if not hasattr(Worker, "start_draft_weight_update"):
             raise ConfigurationError(f"vLLM {installed_release()} does not update draft models: {leave}")
-        wish = self.vllm_config.speculative_config
-        draft = None if wish is None else wish.draft_model_config
+        speculative = self.vllm_config.speculative_config
+        draft = None if speculative is None else speculative.draft_model_config
         own = draft is not None and draft.model not in (self.model_config.model, self.model_config.model_weights)
-        if wish is None or draft is None or not (own or wish.method == "mtp"):
-            method = getattr(wish, "method", None)
+        if speculative is None or draft is None or not (own or speculative.method == "mtp"):
+            method = getattr(speculative, "method", None)
             raise ConfigurationError(f"this vLLM has no draft model with weights (its speculative method is {method!r}): {leave}")
         if own:
             return checkpoint.with_draft(checkpoint_of(draft.model, draft.revision, draft.hf_config), prefix), prefix
@@ -172,34 +172,34 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
             )
         return checkpoint, ""
 
-    def _join_group(self, wish: GroupInfo) -> None:
+    def _join_group(self, request: GroupInfo) -> None:
         if self._adapter is not None and self._pushed is None:
             raise ConfigurationError("this vLLM is a replica of a coordinator, and updated through that alone")
         if self._pushed is not None:
-            self._pushed.join(wish.body)
+            self._pushed.join(request.body)
             return
         adapter = VllmWorkerAdapter(self._checkpoint(), None)
         pushed = PushedUpdates(adapter, self._rank(), self.device)
         with ExitStack() as owned:
             owned.callback(pushed.close)
-            pushed.join(wish.body)
+            pushed.join(request.body)
             self._adapter, self._pushed = adapter, pushed
             self._owned.enter_context(owned.pop_all())
 
-    def _find_direct(self, checkpoint: Checkpoint, wish: str, ranks: int) -> DirectShards | None:
+    def _find_direct(self, checkpoint: HfCheckpoint, request: str, ranks: int) -> DirectShards | None:
         """Where the model can be written, on this thread, on which vLLM runs it; ``None``: stream, and the log says why."""
-        if wish == "streamed":
+        if request == "streamed":
             return None
-        found: DirectShards | str | None = why_streamed(self.vllm_config, self.device)
-        if found is None:
+        direct: DirectShards | str | None = why_streamed(self.vllm_config, self.device)
+        if direct is None:
             reload = partial(install_some, self.model, self.model_config)
-            found = find_direct(self.model, checkpoint.manifest, reload, self.device, ranks, engine="vLLM", package="vllm")
-        if isinstance(found, DirectShards):
-            return found
-        if wish == "direct":
-            raise ConfigurationError(f"this vLLM worker cannot be written directly: {found}")
-        _log.warning("weightsync: weights are streamed through vLLM's loader: %s", found)
-        self._streams_because = str(found)
+            direct = find_direct(self.model, checkpoint.manifest, reload, self.device, ranks, engine="vLLM", package="vllm")
+        if isinstance(direct, DirectShards):
+            return direct
+        if request == "direct":
+            raise ConfigurationError(f"this vLLM worker cannot be written directly: {direct}")
+        _log.warning("weightsync: weights are streamed through vLLM's loader: %s", direct)
+        self._streams_because = str(direct)
         return None
 
     def start_weight_update(self) -> None:
@@ -255,9 +255,13 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         text = b"" if own is None else f"{type(own).__name__}: {own}".encode()[:_MAX_ERROR]
         mine = torch.zeros(_MAX_ERROR, dtype=torch.uint8)
         mine[: len(text)] = torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)[: len(text)]
-        said = [torch.empty_like(mine) for _ in range(parallel.world_size)]
-        torch.distributed.all_gather(said, mine, group=get_world_group().cpu_group)
-        failures = {rank: bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for rank, one in enumerate(said) if one.any()}
+        gathered = [torch.empty_like(mine) for _ in range(parallel.world_size)]
+        torch.distributed.all_gather(gathered, mine, group=get_world_group().cpu_group)
+        failures = {
+            rank: bytes(encoded.tolist()).rstrip(b"\0").decode(errors="replace")
+            for rank, encoded in enumerate(gathered)
+            if encoded.any()
+        }
         if failures:
             self._give_up()
         if failures and parallel.rank == parallel.world_size - 1:

@@ -34,10 +34,10 @@ from weightsync.forks import Origin
 from weightsync.model import Manifest, PauseMode, TensorSpec
 from weightsync.protocol.messages import UNREADABLE
 from weightsync.protocol.tokens import bearer
-from weightsync.transports.broadcast.process_groups import Backend, Group, Rendezvous, init_custom_process_group
+from weightsync.transports.broadcast.process_groups import Backend, ProcessGroup, StoreRendezvous, init_custom_process_group
 from weightsync.transports.hostinfo import reachable_address
 
-__all__ = ["Bucket", "Call", "GroupWish", "UpdateClient", "bucket_body", "group_body", "tensors_body"]
+__all__ = ["Bucket", "GroupSpec", "HttpCall", "UpdateClient", "bucket_body", "group_body", "tensors_body"]
 
 _CLEANUP_SECONDS = 10.0
 _MAX_REPLY = 1 << 20
@@ -45,7 +45,7 @@ _MAX_REPLY = 1 << 20
 T = TypeVar("T")
 
 
-class Call(NamedTuple):
+class HttpCall(NamedTuple):
     """One HTTP request, as a value. ``json`` of ``None``: a request without a body."""
 
     method: str
@@ -53,7 +53,7 @@ class Call(NamedTuple):
     json: dict[str, Any] | None = None
 
 
-class GroupWish(NamedTuple):
+class GroupSpec(NamedTuple):
     """A process group that the engine shall join: the trainer is rank 0, the engine's ranks follow from ``rank_offset``."""
 
     address: str
@@ -77,15 +77,15 @@ class Bucket(NamedTuple):
         return [self.memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
-def group_body(wish: GroupWish) -> dict[str, Any]:
+def group_body(request: GroupSpec) -> dict[str, Any]:
     """The body of LMDeploy's and SGLang's ``init_weights_update_group``."""
     return {
-        "master_address": wish.address,
-        "master_port": wish.port,
-        "rank_offset": wish.rank_offset,
-        "world_size": wish.world_size,
-        "group_name": wish.name,
-        "backend": wish.backend,
+        "master_address": request.address,
+        "master_port": request.port,
+        "rank_offset": request.rank_offset,
+        "world_size": request.world_size,
+        "group_name": request.name,
+        "backend": request.backend,
     }
 
 
@@ -146,19 +146,19 @@ class UpdateClient(ABC):
         if self._http.base_url.scheme not in ("http", "https") or not self._http.base_url.host:
             raise ConfigurationError(f"{url!r} is not the URL of an engine; write it as http://host:port")
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="weightsync-push")
-        self._group: Group | None = None
+        self._group: ProcessGroup | None = None
         self.label = ""
 
     # What an engine's own file says.
 
     @abstractmethod
-    def _init(self, wish: GroupWish) -> Call: ...
+    def _init(self, request: GroupSpec) -> HttpCall: ...
 
     @abstractmethod
-    def _destroy(self) -> Call | None: ...
+    def _destroy(self) -> HttpCall | None: ...
 
     @abstractmethod
-    def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> Call: ...
+    def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> HttpCall: ...
 
     @abstractmethod
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
@@ -199,16 +199,16 @@ class UpdateClient(ABC):
         host, port = self._http.base_url.host, self._http.base_url.port or (443 if self._http.base_url.scheme == "https" else 80)
         address = self._address or reachable_address(host, port)
         world = self.ranks + 1
-        rendezvous = Rendezvous(address, world, deadline)
-        wish = GroupWish(address, rendezvous.port, 1, world, self.group_name, self.backend)
+        rendezvous = StoreRendezvous(address, world, deadline)
+        spec = GroupSpec(address, rendezvous.port, 1, world, self.group_name, self.backend)
 
-        def here() -> Group:
+        def here() -> ProcessGroup:
             return init_custom_process_group(
                 self.backend, 0, world, self.group_name, deadline, rendezvous=rendezvous, device=self._device
             )
 
         try:
-            self._group = self._together(self._init(wish), here, deadline, rendezvous.close)
+            self._group = self._together(self._init(spec), here, deadline, rendezvous.close)
         except BaseException:
             rendezvous.close()
             raise
@@ -225,11 +225,11 @@ class UpdateClient(ABC):
 
         self._together(self._bucket(bucket.specs, last), lambda: self._send(group, bucket, deadline), deadline, cancel)
 
-    def _send(self, group: Group, bucket: Bucket, deadline: Deadline) -> None:
+    def _send(self, group: ProcessGroup, bucket: Bucket, deadline: Deadline) -> None:
         memory = bucket.memory[: sum(spec.nbytes for spec in bucket.specs)]
         group.broadcast([memory if self._device is None else memory.to(self._device)], deadline)
 
-    def _together(self, call: Call, collective: Callable[[], T], deadline: Deadline, cancel: Callable[[], None]) -> T:
+    def _together(self, call: HttpCall, collective: Callable[[], T], deadline: Deadline, cancel: Callable[[], None]) -> T:
         """Run a request and the collective that pairs with it; the first that fails ends the other.
 
         Where the request is refused nobody will take part in the collective: ``cancel`` ends it, so that this side does not wait.
@@ -259,7 +259,7 @@ class UpdateClient(ABC):
 
     def _undo(self, result: object) -> None:
         """A group that came about here only, not at the engine."""
-        if isinstance(result, Group):
+        if isinstance(result, ProcessGroup):
             result.close()
 
     def _leave_remote(self, deadline: Deadline) -> None:
@@ -268,7 +268,7 @@ class UpdateClient(ABC):
             with suppress(WeightSyncError):  # what matters is raised already, and a group that is gone is as good
                 self.call(call, deadline)
 
-    def call(self, call: Call, deadline: Deadline) -> Any:  # noqa: ANN401 - JSON
+    def call(self, call: HttpCall, deadline: Deadline) -> Any:  # noqa: ANN401 - JSON
         """Send one request; its answer, decoded. Raises for any answer that is not a success."""
         what = f"{call.method} {call.path} at {self.url}"
         seconds = deadline.remaining(what)
@@ -288,21 +288,21 @@ class UpdateClient(ABC):
 
     def _read(self, what: str, status: int, body: bytes) -> Any:  # noqa: ANN401 - JSON
         try:
-            found = msgspec.json.decode(body) if body else None
+            decoded = msgspec.json.decode(body) if body else None
         except UNREADABLE:
-            found = body.decode(errors="replace")[:500]
-        message = found
-        if isinstance(found, dict):
-            message = found.get("message", found.get("error", found.get("detail", found)))
+            decoded = body.decode(errors="replace")[:500]
+        message = decoded
+        if isinstance(decoded, dict):
+            message = decoded.get("message", decoded.get("error", decoded.get("detail", decoded)))
         if status in (401, 403):
             raise AuthenticationError(f"{what}: {status} {message}")
-        if status >= 300 or (isinstance(found, dict) and found.get("success") is False):
+        if status >= 300 or (isinstance(decoded, dict) and decoded.get("success") is False):
             kind, colon, text = str(message).partition(": ")
             known = from_wire(kind, f"{what}: {text}") if colon else None
             if known is not None and type(known) is not WeightSyncError:
                 raise known
             raise LoadError(f"{what}: {status} {message}")
-        return found
+        return decoded
 
     def leave(self, deadline: Deadline) -> None:
         """Destroy the group at both ends."""

@@ -12,46 +12,46 @@ from typing import Any
 
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError
-from weightsync.external.clients.base import Call, GroupWish, UpdateClient, bucket_body, group_body
+from weightsync.external.clients.base import GroupSpec, HttpCall, UpdateClient, bucket_body, group_body
 from weightsync.model import Manifest, PauseMode, TensorSpec
 
 __all__ = ["LMDeployClient", "abort_requests", "destroy_group", "finalize", "init_group", "sleep", "update", "wakeup"]
 
 
-def init_group(wish: GroupWish) -> Call:
+def init_group(request: GroupSpec) -> HttpCall:
     """Join a group."""
-    return Call("POST", "/init_weights_update_group", group_body(wish))
+    return HttpCall("POST", "/init_weights_update_group", group_body(request))
 
 
-def destroy_group(name: str) -> Call:
+def destroy_group(name: str) -> HttpCall:
     """Leave a group."""
-    return Call("POST", "/destroy_weights_update_group", {"group_name": name})
+    return HttpCall("POST", "/destroy_weights_update_group", {"group_name": name})
 
 
-def update(specs: Sequence[TensorSpec], group: str, finished: bool) -> Call:
+def update(specs: Sequence[TensorSpec], group: str, finished: bool) -> HttpCall:
     """Receive a flattened bucket of one dtype, and finalize if it was the last. Raises ``ConfigurationError`` for mixed dtypes."""
-    return Call("POST", "/update_weights_from_distributed", bucket_body(specs, group) | {"finished": finished})
+    return HttpCall("POST", "/update_weights_from_distributed", bucket_body(specs, group) | {"finished": finished})
 
 
-def finalize(group: str) -> Call:
+def finalize(group: str) -> HttpCall:
     """Finalize main and draft modules and reset captured graphs, with no tensors: there is no collective to this one."""
     body: dict[str, Any] = {"names": [], "dtypes": [], "shapes": [], "group_name": group, "load_format": None, "finished": True}
-    return Call("POST", "/update_weights_from_distributed", body)
+    return HttpCall("POST", "/update_weights_from_distributed", body)
 
 
-def abort_requests() -> Call:
+def abort_requests() -> HttpCall:
     """End all running requests."""
-    return Call("POST", "/abort_request", {"abort_all": True})
+    return HttpCall("POST", "/abort_request", {"abort_all": True})
 
 
-def sleep(level: int = 1) -> Call:
+def sleep(level: int = 1) -> HttpCall:
     """Put the engine to sleep: level 1 keeps the weights in host memory, level 2 drops them."""
-    return Call("POST", f"/sleep?level={level}", {})
+    return HttpCall("POST", f"/sleep?level={level}", {})
 
 
-def wakeup(*tags: str) -> Call:
+def wakeup(*tags: str) -> HttpCall:
     """Wake the engine, or parts of it (``weights``, ``kv_cache``)."""
-    return Call("POST", "/wakeup" + "".join(f"{'&' if i else '?'}tags={tag}" for i, tag in enumerate(tags)), {})
+    return HttpCall("POST", "/wakeup" + "".join(f"{'&' if i else '?'}tags={tag}" for i, tag in enumerate(tags)), {})
 
 
 class LMDeployClient(UpdateClient):
@@ -59,13 +59,13 @@ class LMDeployClient(UpdateClient):
 
     engine = "lmdeploy"
 
-    def _init(self, wish: GroupWish) -> Call:
-        return init_group(wish)
+    def _init(self, request: GroupSpec) -> HttpCall:
+        return init_group(request)
 
-    def _destroy(self) -> Call:
+    def _destroy(self) -> HttpCall:
         return destroy_group(self.group_name)
 
-    def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> Call:
+    def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> HttpCall:
         return update(specs, self.group_name, last)
 
     def check(self, manifest: Manifest, label: str | None, deadline: Deadline) -> None:

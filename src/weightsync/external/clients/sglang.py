@@ -7,7 +7,7 @@ from typing import Literal
 
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, LoadError, ProtocolError
-from weightsync.external.clients.base import Call, GroupWish, UpdateClient, bucket_body, group_body
+from weightsync.external.clients.base import GroupSpec, HttpCall, UpdateClient, bucket_body, group_body
 from weightsync.external.clients.sglang_modes import SGLangMode, sglang_mode
 from weightsync.model import Manifest, PauseMode, TensorSpec
 
@@ -26,55 +26,55 @@ __all__ = [
 ]
 
 
-def init_group(wish: GroupWish) -> Call:
+def init_group(request: GroupSpec) -> HttpCall:
     """Join a group."""
-    return Call("POST", "/init_weights_update_group", group_body(wish))
+    return HttpCall("POST", "/init_weights_update_group", group_body(request))
 
 
-def destroy_group(name: str) -> Call:
+def destroy_group(name: str) -> HttpCall:
     """Leave a group."""
-    return Call("POST", "/destroy_weights_update_group", {"group_name": name})
+    return HttpCall("POST", "/destroy_weights_update_group", {"group_name": name})
 
 
-def begin(selector: Literal["all", "target", "draft"] = "all") -> Call:
+def begin(selector: Literal["all", "target", "draft"] = "all") -> HttpCall:
     """Open the session that updates need."""
-    return Call("POST", "/begin_weight_update", {"selector": selector})
+    return HttpCall("POST", "/begin_weight_update", {"selector": selector})
 
 
-def update(specs: Sequence[TensorSpec], group: str, version: str | None) -> Call:
+def update(specs: Sequence[TensorSpec], group: str, version: str | None) -> HttpCall:
     """Receive a flattened bucket of one dtype. ``version`` comes with the last bucket, which also flushes; else ``None``."""
     body = bucket_body(specs, group) | {"flush_cache": version is not None, "abort_all_requests": False}
-    return Call("POST", "/update_weights_from_distributed", body if version is None else body | {"weight_version": version})
+    return HttpCall("POST", "/update_weights_from_distributed", body if version is None else body | {"weight_version": version})
 
 
-def end() -> Call:
+def end() -> HttpCall:
     """Close the session, after the last bucket or after a failure."""
-    return Call("POST", "/end_weight_update", {})
+    return HttpCall("POST", "/end_weight_update", {})
 
 
-def pause_generation(mode: SGLangMode) -> Call:
+def pause_generation(mode: SGLangMode) -> HttpCall:
     """Stop generating."""
-    return Call("POST", "/pause_generation", {"mode": mode})
+    return HttpCall("POST", "/pause_generation", {"mode": mode})
 
 
-def continue_generation() -> Call:
+def continue_generation() -> HttpCall:
     """Generate again."""
-    return Call("POST", "/continue_generation", {})
+    return HttpCall("POST", "/continue_generation", {})
 
 
-def flush_cache() -> Call:
+def flush_cache() -> HttpCall:
     """Drop the prefix cache."""
-    return Call("GET", "/flush_cache")
+    return HttpCall("GET", "/flush_cache")
 
 
-def update_weight_version(version: str) -> Call:
+def update_weight_version(version: str) -> HttpCall:
     """Label the weights that are there."""
-    return Call("POST", "/update_weight_version", {"new_version": version})
+    return HttpCall("POST", "/update_weight_version", {"new_version": version})
 
 
-def model_info() -> Call:
+def model_info() -> HttpCall:
     """What is served; ``weight_version`` is among it."""
-    return Call("GET", "/model_info")
+    return HttpCall("GET", "/model_info")
 
 
 class SGLangClient(UpdateClient):
@@ -82,13 +82,13 @@ class SGLangClient(UpdateClient):
 
     engine = "sglang"
 
-    def _init(self, wish: GroupWish) -> Call:
-        return init_group(wish)
+    def _init(self, request: GroupSpec) -> HttpCall:
+        return init_group(request)
 
-    def _destroy(self) -> Call:
+    def _destroy(self) -> HttpCall:
         return destroy_group(self.group_name)
 
-    def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> Call:
+    def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> HttpCall:
         return update(specs, self.group_name, self.label if last else None)
 
     def check(self, manifest: Manifest, label: str | None, deadline: Deadline) -> None:
@@ -107,10 +107,10 @@ class SGLangClient(UpdateClient):
 
     def version(self, deadline: Deadline) -> str | None:
         """Its ``weight_version``."""
-        found = self.call(model_info(), deadline)
-        if not isinstance(found, dict):
-            raise ProtocolError(f"{self.url} answered /model_info with a {type(found).__name__}")
-        label = found.get("weight_version")
+        answer = self.call(model_info(), deadline)
+        if not isinstance(answer, dict):
+            raise ProtocolError(f"{self.url} answered /model_info with a {type(answer).__name__}")
+        label = answer.get("weight_version")
         return None if label is None else str(label)
 
     def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline) -> None:
@@ -123,10 +123,10 @@ class SGLangClient(UpdateClient):
     def commit(self, digests: Mapping[str, str], deadline: Deadline) -> str:
         """Close the session, and look whether SGLang took the label."""
         self.call(end(), deadline)
-        found = self.version(deadline)
-        if found != self.label:
-            raise LoadError(f"{self.url} says that it serves version {found!r}, not {self.label!r}")
-        return f"version {found}; SGLang verifies nothing of it"
+        version = self.version(deadline)
+        if version != self.label:
+            raise LoadError(f"{self.url} says that it serves version {version!r}, not {self.label!r}")
+        return f"version {version}; SGLang verifies nothing of it"
 
     def abort(self, deadline: Deadline) -> None:
         """Close the session; everything must be sent again."""

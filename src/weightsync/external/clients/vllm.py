@@ -15,7 +15,7 @@ from typing import Any
 
 from weightsync.deadline import Deadline
 from weightsync.errors import LoadError, ProtocolError
-from weightsync.external.clients.base import Call, GroupWish, UpdateClient, bucket_body, group_body, tensors_body
+from weightsync.external.clients.base import GroupSpec, HttpCall, UpdateClient, bucket_body, group_body, tensors_body
 from weightsync.model import Manifest, PauseMode, TensorSpec
 
 __all__ = [
@@ -34,59 +34,59 @@ __all__ = [
 ]
 
 
-def init_engine(info: Mapping[str, Any]) -> Call:
+def init_engine(info: Mapping[str, Any]) -> HttpCall:
     """Make the backend ready, once."""
-    return Call("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
+    return HttpCall("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
 
 
-def shutdown_engine() -> Call:
+def shutdown_engine() -> HttpCall:
     """End the backend."""
-    return Call("POST", "/shutdown_weight_transfer_engine", {})
+    return HttpCall("POST", "/shutdown_weight_transfer_engine", {})
 
 
-def start_weight_update() -> Call:
+def start_weight_update() -> HttpCall:
     """Open a session for the model."""
-    return Call("POST", "/start_weight_update", {})
+    return HttpCall("POST", "/start_weight_update", {})
 
 
-def start_draft_weight_update() -> Call:
+def start_draft_weight_update() -> HttpCall:
     """Open a session for the draft model."""
-    return Call("POST", "/start_draft_weight_update", {})
+    return HttpCall("POST", "/start_draft_weight_update", {})
 
 
-def update_weights(info: Mapping[str, Any]) -> Call:
+def update_weights(info: Mapping[str, Any]) -> HttpCall:
     """Receive what ``info`` speaks of, on every rank."""
-    return Call("POST", "/update_weights", {"update_info": dict(info)})
+    return HttpCall("POST", "/update_weights", {"update_info": dict(info)})
 
 
-def finish_weight_update(version: str) -> Call:
+def finish_weight_update(version: str) -> HttpCall:
     """Load what came, and label it. Drops no caches."""
-    return Call("POST", "/finish_weight_update", {"weight_version": version})
+    return HttpCall("POST", "/finish_weight_update", {"weight_version": version})
 
 
-def pause(mode: PauseMode) -> Call:
+def pause(mode: PauseMode) -> HttpCall:
     """Stop generating, and drop caches. With ``keep`` requests are held, and their cache entries are computed anew."""
-    return Call("POST", f"/pause?mode={mode}&clear_cache=true")
+    return HttpCall("POST", f"/pause?mode={mode}&clear_cache=true")
 
 
-def resume() -> Call:
+def resume() -> HttpCall:
     """Generate again."""
-    return Call("POST", "/resume")
+    return HttpCall("POST", "/resume")
 
 
-def reset_prefix_cache() -> Call:
+def reset_prefix_cache() -> HttpCall:
     """Drop the prefix cache. Answers 200 even where it did not: look at ``success``."""
-    return Call("POST", "/reset_prefix_cache")
+    return HttpCall("POST", "/reset_prefix_cache")
 
 
-def weight_info() -> Call:
+def weight_info() -> HttpCall:
     """What is served; ``weight_version`` is among it."""
-    return Call("GET", "/weight_info")
+    return HttpCall("GET", "/weight_info")
 
 
-def world_size() -> Call:
+def world_size() -> HttpCall:
     """How many ranks there are."""
-    return Call("GET", "/get_world_size")
+    return HttpCall("GET", "/get_world_size")
 
 
 class VLLMClient(UpdateClient):
@@ -97,18 +97,18 @@ class VLLMClient(UpdateClient):
     _session = False
     _manifest: Manifest | None = None
 
-    def _init(self, wish: GroupWish) -> Call:
+    def _init(self, request: GroupSpec) -> HttpCall:
         tensors = {} if self._manifest is None else {"tensors": tensors_body(self._manifest)}
-        return init_engine(group_body(wish) | tensors)
+        return init_engine(group_body(request) | tensors)
 
     def check(self, manifest: Manifest, label: str | None, deadline: Deadline) -> None:
         """The workers compare these tensors with theirs when they join, which comes before the pause."""
         self._manifest = manifest
 
-    def _destroy(self) -> Call:
+    def _destroy(self) -> HttpCall:
         return shutdown_engine()
 
-    def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> Call:
+    def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> HttpCall:
         return update_weights(bucket_body(specs, self.group_name))
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
@@ -121,17 +121,17 @@ class VLLMClient(UpdateClient):
 
     def flush(self, deadline: Deadline) -> None:
         """Drop the prefix cache, and look whether that worked."""
-        found = self.call(reset_prefix_cache(), deadline)
-        if isinstance(found, dict) and found.get("success") is True:
+        answer = self.call(reset_prefix_cache(), deadline)
+        if isinstance(answer, dict) and answer.get("success") is True:
             return
-        raise LoadError(f"{self.url} did not drop its prefix cache: {found!r}")
+        raise LoadError(f"{self.url} did not drop its prefix cache: {answer!r}")
 
     def version(self, deadline: Deadline) -> str | None:
         """Its ``weight_version``."""
-        found = self.call(weight_info(), deadline)
-        if not isinstance(found, dict):
-            raise ProtocolError(f"{self.url} answered /weight_info with a {type(found).__name__}")
-        label = found.get("weight_version")
+        answer = self.call(weight_info(), deadline)
+        if not isinstance(answer, dict):
+            raise ProtocolError(f"{self.url} answered /weight_info with a {type(answer).__name__}")
+        label = answer.get("weight_version")
         return None if label is None else str(label)
 
     def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline) -> None:
@@ -145,15 +145,15 @@ class VLLMClient(UpdateClient):
         self.call(update_weights({"digests": dict(digests)}), deadline)
         self.call(finish_weight_update(self.label), deadline)
         self._session = False
-        found = self.version(deadline)
-        if found != self.label:
-            raise LoadError(f"{self.url} says that it serves version {found!r}, not {self.label!r}")
-        return f"version {found}, verified as received"
+        version = self.version(deadline)
+        if version != self.label:
+            raise LoadError(f"{self.url} says that it serves version {version!r}, not {self.label!r}")
+        return f"version {version}, verified as received"
 
     def abort(self, deadline: Deadline) -> None:
         """End the session without a label. A worker whose session an error has ended already refuses both, which is as good."""
         if self._session:
             self._session = False
-            for call in (update_weights({"abandon": True}), Call("POST", "/finish_weight_update", {})):
+            for call in (update_weights({"abandon": True}), HttpCall("POST", "/finish_weight_update", {})):
                 with suppress(LoadError):
                     self.call(call, deadline)

@@ -100,7 +100,7 @@ class MegatronState(ShardedState):
 
     def _take(self) -> tuple[list[Shard], Views]:
         views = Views(self._tensors())
-        return ordered(self._manifest, (one for chunk in self._chunks for one in self._shards_of(chunk))), views
+        return ordered(self._manifest, (shard for chunk in self._chunks for shard in self._shards_of(chunk))), views
 
     def _shards_of(self, chunk: Chunk) -> Iterator[Shard]:
         """Yield the shards of one chunk. Raises if a parameter has no rule, or a rule of the chunk has no parameter."""

@@ -8,8 +8,8 @@ from functools import lru_cache
 
 import torch
 
-from weightsync.tensors.copy_table import Tiles
-from weightsync.tensors.cuda.device_copy_table import TILE_BYTES, CopyTable
+from weightsync.tensors.copy_table import CopyTable
+from weightsync.tensors.cuda.device_copy_table import TILE_BYTES, DeviceCopyTable
 
 __all__ = ["LANES", "WARPS", "TileCopy"]
 
@@ -51,7 +51,7 @@ class TileCopy:
 
     def __init__(
         self,
-        groups: Sequence[Sequence[tuple[Tiles, Sequence[int]]]],
+        groups: Sequence[Sequence[tuple[CopyTable, Sequence[int]]]],
         device: torch.device,
         *,
         lanes: int = LANES,
@@ -59,7 +59,7 @@ class TileCopy:
         tile_bytes: int = TILE_BYTES,
         programs: int = 0,
     ) -> None:
-        table = CopyTable.build(groups, tile_bytes=tile_bytes)
+        table = DeviceCopyTable.build(groups, tile_bytes=tile_bytes)
         self.device = device
         self.nbytes = table.nbytes
         """Bytes that all groups move."""

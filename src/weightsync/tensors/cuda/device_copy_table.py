@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import ProtocolError
-from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.copy_table import CopyTable
 
-__all__ = ["TILE_BYTES", "CopyTable"]
+__all__ = ["TILE_BYTES", "DeviceCopyTable"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -29,7 +29,7 @@ def _spread(counts: Int64) -> tuple[Int64, Int64]:
 
 
 @dataclass(frozen=True, eq=False)
-class CopyTable:
+class DeviceCopyTable:
     """Device tiles, ``int64[4, tiles]`` as :mod:`weightsync.tensors.cuda.kernels` describes them. ``nbytes`` is what they move.
 
     The tiles of a single owner are ordered by target, the fastest order for both memories. With several owners the order is random
@@ -45,7 +45,7 @@ class CopyTable:
         return int(self.columns.shape[1])
 
     @classmethod
-    def build(cls, groups: Sequence[Sequence[tuple[Tiles, Sequence[int]]]], *, tile_bytes: int = TILE_BYTES) -> CopyTable:
+    def build(cls, groups: Sequence[Sequence[tuple[CopyTable, Sequence[int]]]], *, tile_bytes: int = TILE_BYTES) -> DeviceCopyTable:
         """Build the table of ``groups``: for each, the tiles by owner, with the device address of each region.
 
         Raises:
@@ -67,7 +67,7 @@ def _ordered(owners: Sequence[Int64]) -> Int64:
     return together[:, np.random.default_rng(together.shape[1]).permutation(together.shape[1])]
 
 
-def _cut(tiles: Tiles, bases: Sequence[int], tile_bytes: int) -> Int64:
+def _cut(tiles: CopyTable, bases: Sequence[int], tile_bytes: int) -> Int64:
     """Convert one owner's tiles to columns, cut to at most ``tile_bytes``."""
     if len(tiles) and (tiles.region.min() < 0 or tiles.region.max() >= len(bases)):
         raise ProtocolError(f"a tile names memory region {int(tiles.region.max())} of an owner that has {len(bases)}")

@@ -14,7 +14,7 @@ from weightsync.errors import TransportUnavailable
 from weightsync.protocol.messages import Traits
 from weightsync.transports.base import Reader
 from weightsync.transports.broadcast.buffer_config import BufferSettings
-from weightsync.transports.broadcast.group import Epoch, HostEpoch
+from weightsync.transports.broadcast.group import BroadcastGroup, HostBroadcastGroup
 from weightsync.transports.broadcast.receiver import CollectiveReader, host_frames
 from weightsync.transports.broadcast.sender import SendingWire
 from weightsync.transports.broadcast.transport import Broadcast
@@ -44,8 +44,8 @@ class _Sending(SendingWire):
     def cut(self, counts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return host_frames(counts, sizes, self.buffer_bytes)
 
-    def open(self, address: str, readers: int, deadline: Deadline) -> Epoch:
-        return HostEpoch(address, readers, self.buffer_bytes, self._buffers.num_buffers, deadline)
+    def open(self, address: str, readers: int, deadline: Deadline) -> BroadcastGroup:
+        return HostBroadcastGroup(address, readers, self.buffer_bytes, self._buffers.num_buffers, deadline)
 
 
 class Collective(Broadcast):

@@ -14,22 +14,22 @@ import torch
 from weightsync.deadline import Deadline
 from weightsync.errors import PeerLost
 from weightsync.tensors.copies import gather_tiles
-from weightsync.tensors.copy_table import Tiles
-from weightsync.transports.broadcast.process_groups import Group, Rendezvous, init_custom_process_group
+from weightsync.tensors.copy_table import CopyTable
+from weightsync.transports.broadcast.process_groups import ProcessGroup, StoreRendezvous, init_custom_process_group
 from weightsync.transports.net.channel import DATA, HEADER, FrameHeader
 
-__all__ = ["Epoch", "HostEpoch"]
+__all__ = ["BroadcastGroup", "HostBroadcastGroup"]
 
 
-class Epoch(ABC):
+class BroadcastGroup(ABC):
     """A group that ``readers`` may join from now on, at ``address`` and :attr:`port`; used by one thread, but for :meth:`close`."""
 
     def __init__(self, address: str, readers: int, deadline: Deadline) -> None:
         self.name = secrets.token_hex(16)
-        self._rendezvous: Rendezvous | None = Rendezvous(address, readers + 1, deadline)
+        self._rendezvous: StoreRendezvous | None = StoreRendezvous(address, readers + 1, deadline)
         self.port = self._rendezvous.port
         self._size = readers + 1
-        self._group: Group | None = None
+        self._group: ProcessGroup | None = None
         self._closed = False
 
     @property
@@ -50,7 +50,7 @@ class Epoch(ABC):
             group.close()
             raise PeerLost("the group of this broadcast was closed")
 
-    def joined(self) -> Group:
+    def joined(self) -> ProcessGroup:
         """The group. Raises :class:`~weightsync.errors.PeerLost` if it was closed."""
         group = self._group
         if group is None or self._closed:
@@ -58,17 +58,17 @@ class Epoch(ABC):
         return group
 
     @abstractmethod
-    def meet(self, tiles: Tiles, frames: npt.NDArray[np.int64], regions: Sequence[int], deadline: Deadline) -> None:
+    def warm_up(self, tiles: CopyTable, frames: npt.NDArray[np.int64], regions: Sequence[int], deadline: Deadline) -> None:
         """Do now, with those who joined, what the first :meth:`send` of the same would have to do first."""
 
     @abstractmethod
-    def _enter(self, rendezvous: Rendezvous, deadline: Deadline) -> Group:
+    def _enter(self, rendezvous: StoreRendezvous, deadline: Deadline) -> ProcessGroup:
         """Rank 0 of the group."""
 
     @abstractmethod
     def send(
         self,
-        tiles: Tiles,
+        tiles: CopyTable,
         frames: npt.NDArray[np.int64],
         regions: Sequence[int],
         version: int,
@@ -89,7 +89,7 @@ class Epoch(ABC):
             self._group.close()
 
 
-class HostEpoch(Epoch):
+class HostBroadcastGroup(BroadcastGroup):
     """From host memory, over gloo. Allocates the buffers."""
 
     def __init__(self, address: str, readers: int, buffer_bytes: int, num_buffers: int, deadline: Deadline) -> None:
@@ -97,24 +97,24 @@ class HostEpoch(Epoch):
         self._interface = address
         self._buffers = [np.empty(buffer_bytes, np.uint8) for _ in range(num_buffers)]
 
-    def _enter(self, rendezvous: Rendezvous, deadline: Deadline) -> Group:
+    def _enter(self, rendezvous: StoreRendezvous, deadline: Deadline) -> ProcessGroup:
         return init_custom_process_group(
             "gloo", 0, self._size, self.name, deadline, rendezvous=rendezvous, interface=self._interface
         )
 
-    def meet(self, tiles: Tiles, frames: npt.NDArray[np.int64], regions: Sequence[int], deadline: Deadline) -> None:
-        """See :meth:`Epoch.meet`. Who has joined is connected."""
+    def warm_up(self, tiles: CopyTable, frames: npt.NDArray[np.int64], regions: Sequence[int], deadline: Deadline) -> None:
+        """See :meth:`BroadcastGroup.warm_up`. Who has joined is connected."""
 
     def send(
         self,
-        tiles: Tiles,
+        tiles: CopyTable,
         frames: npt.NDArray[np.int64],
         regions: Sequence[int],
         version: int,
         check: Callable[[], None],
         deadline: Deadline,
     ) -> None:
-        """See :meth:`Epoch.send`."""
+        """See :meth:`BroadcastGroup.send`."""
         group, addresses = self.joined(), tuple(regions)
 
         def pack(sequence: int) -> torch.Tensor:

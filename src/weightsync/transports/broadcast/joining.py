@@ -11,7 +11,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, PeerLost, ProtocolError, WeightSyncError, from_wire
 from weightsync.tensors.copy_table import TILE_BYTES
 from weightsync.transports.broadcast.buffer_config import LEAST_BUFFER, MOST_BUFFER, BufferSettings
-from weightsync.transports.broadcast.process_groups import Group
+from weightsync.transports.broadcast.process_groups import ProcessGroup
 from weightsync.transports.net.channel import CONTROL, END, HEADER, Channel, FrameHeader
 from weightsync.transports.net.connected_reader import ConnectedReader, Dial
 from weightsync.transports.net.requests import ANSWER_BYTES, Fail, JoinEpoch, Start, decode_control, next_control
@@ -32,11 +32,11 @@ class JoiningReader(ConnectedReader):
 
     def __init__(self, dial: Dial, deadline: Deadline, host: str, buffers: BufferSettings) -> None:
         self._host, self._settings = host, buffers
-        self._group: Group | None = None
+        self._group: ProcessGroup | None = None
         super().__init__(dial, deadline)
 
     @abstractmethod
-    def _enter(self, channel: Channel, join: JoinEpoch, deadline: Deadline) -> Group:
+    def _enter(self, channel: Channel, join: JoinEpoch, deadline: Deadline) -> ProcessGroup:
         """Join the group."""
 
     @abstractmethod
@@ -44,7 +44,7 @@ class JoiningReader(ConnectedReader):
         """Have buffers of this size. Raises :class:`~weightsync.errors.WeightSyncError` if they do not fit here."""
 
     @abstractmethod
-    def _begun(self, channel: Channel, group: Group, version: int, deadline: Deadline) -> None:
+    def _begun(self, channel: Channel, group: ProcessGroup, version: int, deadline: Deadline) -> None:
         """A transfer begins, through ``group``."""
 
     def _drop_group(self) -> None:
@@ -65,7 +65,7 @@ class JoiningReader(ConnectedReader):
         except WeightSyncError as error:
             raise self._why(channel, error) from error
 
-    def _join(self, channel: Channel, join: JoinEpoch, deadline: Deadline) -> Group:
+    def _join(self, channel: Channel, join: JoinEpoch, deadline: Deadline) -> ProcessGroup:
         if (
             not LEAST_BUFFER // 2 <= join.buffer_bytes <= MOST_BUFFER
             or not 0 < join.rank < join.size
@@ -99,19 +99,19 @@ class JoiningReader(ConnectedReader):
 
     def _why(self, channel: Channel, error: WeightSyncError) -> WeightSyncError:
         """What the owner says of a broadcast that broke, else ``error``; lets go of everything."""
-        found = error
+        cause = error
         if self._aborted:
-            found = Aborted("the transfer was aborted")
+            cause = Aborted("the transfer was aborted")
         elif isinstance(error, PeerLost):
             try:
                 answer = next_control(channel, ANSWER_BYTES, Deadline(_WHY_SECONDS))
                 if isinstance(answer, Fail):
-                    found = from_wire(answer.kind, answer.message)
+                    cause = from_wire(answer.kind, answer.message)
             except WeightSyncError as silence:
                 if isinstance(silence, PeerLost):
-                    found = silence
+                    cause = silence
         self._drop()
-        return found
+        return cause
 
     def _take_end(self, channel: Channel, frames: int, version: int, deadline: Deadline) -> None:
         """Hear that all ``frames`` were sent, and that the owner held ``version`` throughout."""

@@ -11,17 +11,17 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, ProtocolError, TransportUnavailable, WeightSyncError, from_wire
-from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.copy_table import CopyTable
 from weightsync.tensors.cuda.waiting import wait_until_idle
 from weightsync.transports.broadcast.buffer_config import BufferSettings
 from weightsync.transports.broadcast.joining import JoiningReader
 from weightsync.transports.broadcast.nccl_sender import name_of_gpu
 from weightsync.transports.broadcast.packed_broadcast import PackedBroadcast, frames_of_groups, packed_frames
-from weightsync.transports.broadcast.process_groups import Group, init_custom_process_group
+from weightsync.transports.broadcast.process_groups import ProcessGroup, init_custom_process_group
 from weightsync.transports.host.region import EMPTY
 from weightsync.transports.net.channel import END, Channel
 from weightsync.transports.net.connected_reader import Dial
-from weightsync.transports.net.requests import ANSWER_BYTES, Fail, JoinEpoch, Meet, Ready, ask, next_control
+from weightsync.transports.net.requests import ANSWER_BYTES, Fail, JoinEpoch, Ready, Warmup, next_control, send_request
 
 __all__ = ["NcclReader"]
 
@@ -34,7 +34,7 @@ class _Watch:
     NCCL itself would wait for ever.
     """
 
-    def __init__(self, channel: Channel, group: Group, deadline: Deadline) -> None:
+    def __init__(self, channel: Channel, group: ProcessGroup, deadline: Deadline) -> None:
         self._channel, self._group, self._deadline = channel, group, deadline
         self._thread = threading.Thread(target=self._run, name="weightsync-nccl-watch", daemon=True)
         self._thread.start()
@@ -87,18 +87,18 @@ class NcclReader(JoiningReader):
     def _unfinished(self) -> bool:
         return self._watch is not None
 
-    def prepare(self, groups: Sequence[Tiles], layout_digest: str, deadline: Deadline) -> None:
+    def prepare(self, groups: Sequence[CopyTable], layout_digest: str, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Reader.prepare`."""
         self._end = None
         super().prepare(groups, layout_digest, deadline)
         channel = self._channel
         if channel is not None:
-            self._meet(channel, deadline)
+            self._warm_up(channel, deadline)
 
-    def _meet(self, channel: Channel, deadline: Deadline) -> None:
+    def _warm_up(self, channel: Channel, deadline: Deadline) -> None:
         """Have buffers, tables and a connected group, if nobody else wants the same, before an engine stands still for it."""
         try:
-            ask(channel, Meet(deadline.remaining("meeting")), deadline)
+            send_request(channel, Warmup(deadline.remaining("meeting")), deadline)
             if channel.next_kind(deadline) != END:
                 answer = next_control(channel, ANSWER_BYTES, deadline)
                 if isinstance(answer, Fail):
@@ -121,7 +121,7 @@ class NcclReader(JoiningReader):
                 f"NCCL cannot send from {self.device} to itself: allow cuda_ipc for trainer and engine ranks on the same GPU"
             )
 
-    def _enter(self, channel: Channel, join: JoinEpoch, deadline: Deadline) -> Group:
+    def _enter(self, channel: Channel, join: JoinEpoch, deadline: Deadline) -> ProcessGroup:
         return init_custom_process_group(
             "nccl", join.rank, join.size, join.epoch, deadline, address=self._host, port=join.port, device=self.device,
             priority=True,
@@ -136,7 +136,7 @@ class NcclReader(JoiningReader):
         self._frames_of = frames_of_groups(frames, len(self._groups))
         self._buffer_bytes = buffer_bytes
 
-    def _begun(self, channel: Channel, group: Group, version: int, deadline: Deadline) -> None:
+    def _begun(self, channel: Channel, group: ProcessGroup, version: int, deadline: Deadline) -> None:
         # Whoever reads the targets must be done before they change.
         wait_until_idle(self.device, deadline, f"what this engine rank has queued on its device before version {version}")
         self._version, self._next = version, 0
@@ -159,7 +159,7 @@ class NcclReader(JoiningReader):
             raise self._why(channel, error) from error
         self._next = max(self._next, frames[1])
 
-    def _under_way(self) -> tuple[Channel, Group, PackedBroadcast]:
+    def _under_way(self) -> tuple[Channel, ProcessGroup, PackedBroadcast]:
         channel, group, end = self._channel_in_use(), self._group, self._end
         if group is None or end is None or self._watch is None:
             raise ProtocolError("a transfer was continued that was not begun, or that failed")
@@ -185,9 +185,9 @@ class NcclReader(JoiningReader):
         self._end = None
 
 
-def _together(groups: Sequence[Tiles]) -> Tiles:
+def _together(groups: Sequence[CopyTable]) -> CopyTable:
     """All groups' tiles, without keys."""
     names = ("region", "source", "source_stride", "target", "target_stride", "rows", "row_bytes")
     if not groups:
-        return Tiles.empty()
-    return Tiles(*(np.concatenate([getattr(tiles, name) for tiles in groups]) for name in names))
+        return CopyTable.empty()
+    return CopyTable(*(np.concatenate([getattr(tiles, name) for tiles in groups]) for name in names))

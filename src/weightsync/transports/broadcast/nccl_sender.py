@@ -10,11 +10,11 @@ import numpy.typing as npt
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.broadcast.buffer_config import BufferSettings
-from weightsync.transports.broadcast.group import Epoch
+from weightsync.transports.broadcast.group import BroadcastGroup
 from weightsync.transports.broadcast.packed_broadcast import DEFAULT_BUFFER, PackedBroadcast, packed_frames
-from weightsync.transports.broadcast.process_groups import Group, Rendezvous, init_custom_process_group
+from weightsync.transports.broadcast.process_groups import ProcessGroup, StoreRendezvous, init_custom_process_group
 from weightsync.transports.broadcast.sender import SendingWire
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.pinning import Pinned
@@ -60,9 +60,9 @@ class NcclSending(SendingWire):
         """See :class:`SendingWire`."""
         return packed_frames(counts, sizes, self.buffer_bytes)
 
-    def open(self, address: str, readers: int, deadline: Deadline) -> Epoch:
+    def open(self, address: str, readers: int, deadline: Deadline) -> BroadcastGroup:
         """See :class:`SendingWire`."""
-        return _DeviceEpoch(address, readers, self.buffer_bytes, self._buffers.num_buffers, self._device, deadline)
+        return _DeviceBroadcastGroup(address, readers, self.buffer_bytes, self._buffers.num_buffers, self._device, deadline)
 
     def ready(self) -> Ready:
         """See :class:`SendingWire`: names the GPU, which no reader may use."""
@@ -75,7 +75,7 @@ class NcclSending(SendingWire):
             self._pinned.close()
 
 
-class _DeviceEpoch(Epoch):
+class _DeviceBroadcastGroup(BroadcastGroup):
     """Over NCCL."""
 
     def __init__(
@@ -86,29 +86,29 @@ class _DeviceEpoch(Epoch):
         self._made_for: tuple[int, ...] = ()
         self._end: PackedBroadcast | None = None
 
-    def _enter(self, rendezvous: Rendezvous, deadline: Deadline) -> Group:
+    def _enter(self, rendezvous: StoreRendezvous, deadline: Deadline) -> ProcessGroup:
         return init_custom_process_group(
             "nccl", 0, self._size, self.name, deadline, rendezvous=rendezvous, device=self._device, priority=True
         )
 
     def send(
         self,
-        tiles: Tiles,
+        tiles: CopyTable,
         frames: Int64,
         regions: Sequence[int],
         version: int,
         check: Callable[[], None],
         deadline: Deadline,
     ) -> None:
-        """See :meth:`Epoch.send`."""
+        """See :meth:`BroadcastGroup.send`."""
         self._made(tiles, frames, regions).run(self.joined(), version, deadline, check=check)
 
-    def meet(self, tiles: Tiles, frames: Int64, regions: Sequence[int], deadline: Deadline) -> None:
-        """See :meth:`Epoch.meet`: make buffers and tables, and connect, which a communicator does with its first broadcast."""
+    def warm_up(self, tiles: CopyTable, frames: Int64, regions: Sequence[int], deadline: Deadline) -> None:
+        """See :meth:`BroadcastGroup.warm_up`: make buffers and tables, and connect the communicator by a first broadcast."""
         self._made(tiles, frames, regions)
         self.joined().broadcast([torch.zeros(1, dtype=torch.uint8, device=self._device)], deadline)
 
-    def _made(self, tiles: Tiles, frames: Int64, regions: Sequence[int]) -> PackedBroadcast:
+    def _made(self, tiles: CopyTable, frames: Int64, regions: Sequence[int]) -> PackedBroadcast:
         """The one in hand, unless the trainer's memory moved; what is wanted stays the same."""
         if self._end is None or tuple(regions) != self._made_for:
             self._end = None  # two would not fit

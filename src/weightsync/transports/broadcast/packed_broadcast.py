@@ -18,9 +18,9 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, ProtocolError, TransportUnavailable
-from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.copy_table import CopyTable
 from weightsync.tensors.cuda.copies import TileCopy
-from weightsync.transports.broadcast.process_groups import Enqueue, Group
+from weightsync.transports.broadcast.process_groups import Enqueue, ProcessGroup
 from weightsync.transports.net.channel import DATA, HEADER, VERSION_AT, FrameHeader
 from weightsync.transports.tcp.sender import frames_of
 
@@ -51,7 +51,9 @@ def packed_frames(counts: Int64, sizes: Int64, buffer_bytes: int) -> Int64:
     return frames_of(counts, padded, most)
 
 
-def packed_tiles(tiles: Tiles, frames: Int64, buffers: Sequence[int], headers: int, regions: Sequence[int] | None) -> list[Tiles]:
+def packed_tiles(
+    tiles: CopyTable, frames: Int64, buffers: Sequence[int], headers: int, regions: Sequence[int] | None
+) -> list[CopyTable]:
     """Each frame's copies, the header's first, by absolute addresses (region 0 is at 0) of ``buffers`` and a table of ``headers``.
 
     With ``regions``, the addresses of the tiles' own, from there into a buffer (the sender's way); else out of it to their targets.
@@ -60,7 +62,7 @@ def packed_tiles(tiles: Tiles, frames: Int64, buffers: Sequence[int], headers: i
     before = np.concatenate([[0], np.cumsum(padded)])
     memory = tiles.target if regions is None else np.asarray([*regions, 0], np.int64)[tiles.region] + tiles.source
     stride = tiles.target_stride if regions is None else tiles.source_stride
-    found = []
+    tables = []
     for sequence, (_, _, first, last, _) in enumerate(frames.tolist()):
         buffer, header = buffers[sequence % len(buffers)], headers + sequence * _HEADER
         part = slice(first, last)
@@ -71,10 +73,10 @@ def packed_tiles(tiles: Tiles, frames: Int64, buffers: Sequence[int], headers: i
         rows = np.concatenate([[1], tiles.rows[part]])
         nowhere = np.zeros(len(size), np.int32)
         if regions is None:
-            found.append(Tiles(nowhere, inside, size, outside, across, rows, size))
+            tables.append(CopyTable(nowhere, inside, size, outside, across, rows, size))
         else:
-            found.append(Tiles(nowhere, outside, across, inside, size, rows, size))
-    return found
+            tables.append(CopyTable(nowhere, outside, across, inside, size, rows, size))
+    return tables
 
 
 class PackedBroadcast:
@@ -87,7 +89,7 @@ class PackedBroadcast:
 
     def __init__(
         self,
-        tiles: Tiles,
+        tiles: CopyTable,
         frames: Int64,
         device: torch.device,
         buffer_bytes: int,
@@ -113,9 +115,9 @@ class PackedBroadcast:
         """Bytes that are moved."""
         self.buffer_bytes = each * count
         """Device memory that the buffers take."""
-        cut = packed_tiles(tiles, frames, [one.data_ptr() for one in self._buffers], self._headers.data_ptr(), regions)
+        cut = packed_tiles(tiles, frames, [table.data_ptr() for table in self._buffers], self._headers.data_ptr(), regions)
         with torch.cuda.device(device):
-            self._copy = TileCopy([[(one, (0,))] for one in cut], device, programs=programs)
+            self._copy = TileCopy([[(table, (0,))] for table in cut], device, programs=programs)
 
     @property
     def table_bytes(self) -> int:
@@ -124,7 +126,7 @@ class PackedBroadcast:
 
     def run(
         self,
-        group: Group,
+        group: ProcessGroup,
         version: int,
         deadline: Deadline,
         frames: tuple[int, int] | None = None,
@@ -132,7 +134,7 @@ class PackedBroadcast:
     ) -> None:
         """Send (rank 0 of an NCCL ``group``) or receive (others) ``frames`` (first, end; all); returns when they are in place here.
 
-        ``check`` is called before each, and raises to end it. Raises as :meth:`Group.on_device` does, and
+        ``check`` is called before each, and raises to end it. Raises as :meth:`ProcessGroup.on_device` does, and
         :class:`~weightsync.errors.ProtocolError` at a reader to which other frames came than were due.
         """
         first, end = frames or (0, len(self._due))
@@ -169,11 +171,11 @@ class PackedBroadcast:
             stream.synchronize()
 
     def _check_headers(self, due: npt.NDArray[np.uint8], first: int, end: int) -> None:
-        found = self._headers[first:end].cpu().numpy()
-        wrong = np.flatnonzero((found != due).any(axis=1))
+        headers = self._headers[first:end].cpu().numpy()
+        wrong = np.flatnonzero((headers != due).any(axis=1))
         if len(wrong):
             at = int(wrong[0])
-            came, wanted = (FrameHeader.unpack(one[: HEADER.size].tobytes()) for one in (found[at], due[at]))
+            came, wanted = (FrameHeader.unpack(raw[: HEADER.size].tobytes()) for raw in (headers[at], due[at]))
             raise ProtocolError(f"a broadcast brought frame {tuple(came)} where {tuple(wanted)} was due")
 
 

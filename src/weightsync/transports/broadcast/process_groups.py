@@ -26,7 +26,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, DeadlineExceeded, PeerLost, TransportUnavailable, WeightSyncError
 from weightsync.tensors.cuda.waiting import wait_for_device
 
-__all__ = ["Backend", "Enqueue", "Group", "Rendezvous", "init_custom_process_group"]
+__all__ = ["Backend", "Enqueue", "ProcessGroup", "StoreRendezvous", "init_custom_process_group"]
 
 Backend = Literal["gloo", "nccl"]
 Enqueue = Callable[[torch.Tensor], None]
@@ -42,7 +42,7 @@ _MOST_JOINING = 32
 _log = logging.getLogger(__name__)
 
 
-class Rendezvous:
+class StoreRendezvous:
     """Rank 0's end of a rendezvous: a store that listens at once, before anybody is told where. ``port`` 0 takes a free one."""
 
     def __init__(self, address: str, world_size: int, deadline: Deadline, port: int = 0) -> None:
@@ -62,7 +62,7 @@ class Rendezvous:
             """How rank 0 itself meets the others: as a client, so that closing the store ends its waits too."""
         except RuntimeError as error:
             raise TransportUnavailable(f"cannot listen for a process group at {address}:{port}: {_first_line(error)}") from error
-        forks.in_children(self, Rendezvous._inherited)
+        forks.in_children(self, StoreRendezvous._inherited)
 
     def _inherited(self) -> None:
         """In a forked child: the stores' threads are the parent's, and their destructors would wait for them."""
@@ -74,16 +74,16 @@ class Rendezvous:
         self._store = None
 
 
-class Group:
+class ProcessGroup:
     """A joined group. Rank 0 sends, the others receive; one caller at a time. After an error it is closed and of no more use."""
 
     def __init__(self, name: str, backend: Backend, rank: int, world_size: int, process_group: Any, store: object) -> None:  # noqa: ANN401
         self.name, self.backend, self.rank, self.world_size = name, backend, rank, world_size
         self._process_group, self._store = process_group, store  # NCCL meets there only when it is first used
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._closed = False
         self._over = threading.Event()
-        forks.in_children(self, Group._inherited)
+        forks.in_children(self, ProcessGroup._inherited)
 
     def _inherited(self) -> None:
         """In a forked child: the group's threads are the parent's, and its destructor would wait for them."""
@@ -114,7 +114,7 @@ class Group:
 
     def _run(self, broadcasts: Callable[[Any, str], None], deadline: Deadline) -> None:
         what = f"a broadcast in group {self.name!r}"
-        if not self._turn.acquire(timeout=deadline.remaining(what)):
+        if not self._lock.acquire(timeout=deadline.remaining(what)):
             raise DeadlineExceeded(f"group {self.name!r} was busy for {deadline.seconds:g} s")
         try:
             process_group = self._process_group
@@ -133,7 +133,7 @@ class Group:
             finally:
                 del process_group
         finally:
-            self._turn.release()
+            self._lock.release()
             if self._closed:
                 self._forget()
 
@@ -158,11 +158,11 @@ class Group:
             process_group.abort()
         self._over.set()
         del process_group
-        if self._turn.acquire(blocking=False):  # else whoever holds it forgets when the collective ends
+        if self._lock.acquire(blocking=False):  # else whoever holds it forgets when the collective ends
             try:
                 self._forget()
             finally:
-                self._turn.release()
+                self._lock.release()
 
     def _forget(self) -> None:
         self._process_group = None
@@ -178,11 +178,11 @@ def init_custom_process_group(
     *,
     address: str = "",
     port: int = 0,
-    rendezvous: Rendezvous | None = None,
+    rendezvous: StoreRendezvous | None = None,
     device: torch.device | None = None,
     interface: str = "",
     priority: bool = False,
-) -> Group:
+) -> ProcessGroup:
     """Join group ``name`` as ``rank`` of ``world_size``; returns when all ranks have (gloo) or can (NCCL connects when first used).
 
     Rank 0 gives its ``rendezvous``, the others its ``address`` and ``port``. ``device`` is the GPU that an NCCL rank uses,
@@ -200,7 +200,7 @@ def init_custom_process_group(
         raise TransportUnavailable("this torch was built without gloo")
     what = f"joining group {name!r} as rank {rank} of {world_size}"
 
-    def meet() -> Group:
+    def meet() -> ProcessGroup:
         if rendezvous is not None:
             store, at = rendezvous.client, f"{rendezvous.address}:{rendezvous.port}"
         else:
@@ -225,7 +225,7 @@ def init_custom_process_group(
                 _log.warning("%s at %a port %d failed: %s", what, address, port, text)
                 text = "this process's own log says why"
             raise kind(f"{what} at {at} failed: {text}") from error
-        return Group(name, backend, rank, world_size, made, (store, rendezvous))
+        return ProcessGroup(name, backend, rank, world_size, made, (store, rendezvous))
 
     # Rank 0 waits at its own store, whose close ends the wait. The others wait for somebody else's.
     return meet() if rendezvous is not None else _in_time(meet, deadline, f"{what} at {address}:{port}")
@@ -234,7 +234,7 @@ def init_custom_process_group(
 _joining = threading.Semaphore(_MOST_JOINING)
 
 
-def _in_time(meet: Callable[[], Group], deadline: Deadline, what: str) -> Group:
+def _in_time(meet: Callable[[], ProcessGroup], deadline: Deadline, what: str) -> ProcessGroup:
     """Run ``meet`` in a thread and wait for it until ``deadline``.
 
     A store's client tries again while nobody listens, but goes on after its timeout, and waits for ever for the first answer of a
@@ -242,7 +242,7 @@ def _in_time(meet: Callable[[], Group], deadline: Deadline, what: str) -> Group:
     """
     if not _joining.acquire(blocking=False):
         raise TransportUnavailable(f"{_MOST_JOINING} earlier attempts to join a group still wait for an answer; try again later")
-    made: Future[Group] = Future()
+    made: Future[ProcessGroup] = Future()
 
     def run() -> None:
         try:

@@ -13,7 +13,7 @@ from weightsync.errors import Aborted, DeadlineExceeded, ProtocolError, WeightSy
 from weightsync.tensors.copies import check_keys, scatter_and_digest, scatter_tiles
 from weightsync.transports.broadcast.buffer_config import BufferSettings
 from weightsync.transports.broadcast.joining import JoiningReader
-from weightsync.transports.broadcast.process_groups import Group, init_custom_process_group
+from weightsync.transports.broadcast.process_groups import ProcessGroup, init_custom_process_group
 from weightsync.transports.host.memory import available_bytes
 from weightsync.transports.net.channel import DATA, HEADER, Channel, FrameHeader
 from weightsync.transports.net.connected_reader import Dial
@@ -37,7 +37,12 @@ class _Incoming:
     """One transfer: a thread receives buckets ahead into the buffers; :meth:`take` lends the next. One that broke stays so."""
 
     def __init__(
-        self, group: Group, frames: npt.NDArray[np.int64], version: int, buffers: list[npt.NDArray[np.uint8]], deadline: Deadline
+        self,
+        group: ProcessGroup,
+        frames: npt.NDArray[np.int64],
+        version: int,
+        buffers: list[npt.NDArray[np.uint8]],
+        deadline: Deadline,
     ) -> None:
         self.frames, self.version = frames, version
         self.done = 0  # buckets that were unpacked
@@ -57,9 +62,9 @@ class _Incoming:
                 number, offset, first, last, nbytes = self.frames[sequence].tolist()
                 self._group.broadcast([torch.from_numpy(buffer[: HEADER.size + nbytes])], self._deadline)
                 due = FrameHeader(DATA, sequence, self.version, number, first - offset, last - offset, nbytes)
-                found = FrameHeader.unpack(buffer[: HEADER.size].tobytes())
-                if found != due:
-                    raise ProtocolError(f"a broadcast brought bucket {tuple(found)} where {tuple(due)} was due")
+                header = FrameHeader.unpack(buffer[: HEADER.size].tobytes())
+                if header != due:
+                    raise ProtocolError(f"a broadcast brought bucket {tuple(header)} where {tuple(due)} was due")
                 with self._changed:
                     self._arrived += 1
                     self._changed.notify_all()
@@ -80,10 +85,10 @@ class _Incoming:
     def take(self, deadline: Deadline) -> npt.NDArray[np.uint8]:
         """The bytes of the next bucket, when they are here; :meth:`give_back` them."""
         with self._changed:
-            there = self._changed.wait_for(
+            arrived = self._changed.wait_for(
                 lambda: self._ended is not None or self._arrived > self.done, deadline.remaining("waiting for a broadcast")
             )
-            if not there:
+            if not arrived:
                 raise DeadlineExceeded(f"a broadcast did not arrive within {deadline.seconds:g} s")
             if self._arrived <= self.done and self._ended is not None:
                 raise self._ended
@@ -129,10 +134,10 @@ class CollectiveReader(JoiningReader):
     def _unfinished(self) -> bool:
         return self._incoming is not None
 
-    def _enter(self, channel: Channel, join: JoinEpoch, deadline: Deadline) -> Group:
-        here = str(channel.socket.getsockname()[0])
+    def _enter(self, channel: Channel, join: JoinEpoch, deadline: Deadline) -> ProcessGroup:
+        address = str(channel.socket.getsockname()[0])
         return init_custom_process_group(
-            "gloo", join.rank, join.size, join.epoch, deadline, address=self._host, port=join.port, interface=here
+            "gloo", join.rank, join.size, join.epoch, deadline, address=self._host, port=join.port, interface=address
         )
 
     def _make_room(self, channel: Channel, buffer_bytes: int) -> None:
@@ -142,7 +147,7 @@ class CollectiveReader(JoiningReader):
                 raise ProtocolError(f"{channel.peer} broadcasts in buckets of which {needed:,} bytes do not fit here")
             self._buffers = [np.empty(buffer_bytes, np.uint8) for _ in range(self._settings.num_buffers)]
 
-    def _begun(self, channel: Channel, group: Group, version: int, deadline: Deadline) -> None:
+    def _begun(self, channel: Channel, group: ProcessGroup, version: int, deadline: Deadline) -> None:
         frames = host_frames(*self._wanted(), len(self._buffers[0]))
         self._incoming = _Incoming(group, frames, version, self._buffers, deadline)
 

@@ -15,9 +15,9 @@ import numpy.typing as npt
 from weightsync.deadline import Deadline
 from weightsync.errors import PeerLost, ProtocolError, StaleSource, WeightSyncError, to_wire
 from weightsync.protocol.messages import Host
-from weightsync.tensors.copy_table import TILE_BYTES, Tiles
+from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
 from weightsync.transports.base import Transport
-from weightsync.transports.broadcast.group import Epoch
+from weightsync.transports.broadcast.group import BroadcastGroup
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import EMPTY, Header, PublishedRegion
 from weightsync.transports.net.channel import END, Channel, FrameHeader
@@ -26,13 +26,13 @@ from weightsync.transports.net.requests import (
     IDLE_SECONDS,
     Fail,
     JoinEpoch,
-    Meet,
     Ready,
+    RegisterTiles,
     Start,
     TableBudget,
-    Want,
-    ask,
+    Warmup,
     next_request,
+    send_request,
     transfer_deadline,
 )
 from weightsync.transports.tcp.sender import wanted_tiles
@@ -53,26 +53,26 @@ class _Member:
     def __init__(self, channel: Channel, header: Header) -> None:
         self.channel = channel
         self.header = header
-        self.wish = _NOTHING  # a digest of all that it wants: equal for readers that can share a broadcast
-        self.tiles, self.frames = Tiles.empty(), np.empty((0, 5), np.int64)
+        self.request = _NOTHING  # a digest of all that it wants: equal for readers that can share a broadcast
+        self.tiles, self.frames = CopyTable.empty(), np.empty((0, 5), np.int64)
         self.transfer: _Transfer | None = None
 
     def tell(self, answer: Fail | JoinEpoch) -> None:
         """Say it, unless the reader is gone: its own thread will notice."""
         with suppress(WeightSyncError, OSError):
-            ask(self.channel, answer, Deadline(ANSWER_SECONDS))
+            send_request(self.channel, answer, Deadline(ANSWER_SECONDS))
 
 
 class _Transfer:
     """One broadcast, from the first reader that asks for it to its end. ``members`` is in the order in which they asked."""
 
-    def __init__(self, wish: bytes, version: int, deadline: Deadline) -> None:
-        self.wish, self.version = wish, version
+    def __init__(self, request: bytes, version: int, deadline: Deadline) -> None:
+        self.request, self.version = request, version
         self.members: list[_Member] = []
         self.deadline = deadline
         self.timer: threading.Timer | None = None
         self.thread: threading.Thread | None = None
-        self.epoch: Epoch | None = None
+        self.epoch: BroadcastGroup | None = None
         self.failed = ""
 
     def fail(self, why: str) -> None:
@@ -106,7 +106,7 @@ class SendingWire(ABC):
         """Cut tiles of ``sizes`` bytes into frames; ``counts`` says how many tiles each group has."""
 
     @abstractmethod
-    def open(self, address: str, readers: int, deadline: Deadline) -> Epoch:
+    def open(self, address: str, readers: int, deadline: Deadline) -> BroadcastGroup:
         """Open a group for so many readers."""
 
     def ready(self) -> Ready:
@@ -131,69 +131,69 @@ class BroadcastPublisher(ListeningPublisher):
         region: PublishedRegion | CudaRegion,
         wire: SendingWire,
         key: bytes,
-        here: Host,
+        local_host: Host,
         where: tuple[str, int, str | None],
         gather_seconds: float,
     ) -> None:
-        self._shelf, self._layout_digest, self._sizes = region, region.layout_digest, region.sizes
-        self._room = TableBudget(sum(region.sizes))
+        self._region, self._layout_digest, self._sizes = region, region.layout_digest, region.sizes
+        self._budget = TableBudget(sum(region.sizes))
         self._wire, self._gather_seconds = wire, gather_seconds
         self._lock = threading.RLock()
         self._members: set[_Member] = set()
         self._gathering: dict[tuple[bytes, int], _Transfer] = {}
         self._running: set[_Transfer] = set()
-        self._epochs: dict[bytes, tuple[Epoch, tuple[_Member, ...]]] = {}
+        self._epochs: dict[bytes, tuple[BroadcastGroup, tuple[_Member, ...]]] = {}
         try:
-            super().__init__(transport, key, here, *where)
+            super().__init__(transport, key, local_host, *where)
         except BaseException:
             wire.close()
             raise
 
     def _serve(self, channel: Channel) -> None:
         tune(channel.socket)
-        member = _Member(channel, self._shelf.header)
+        member = _Member(channel, self._region.header)
         with self._lock:
             self._members.add(member)
         try:
             while True:
-                request = next_request(channel, self._room, Deadline(IDLE_SECONDS))
+                request = next_request(channel, self._budget, Deadline(IDLE_SECONDS))
                 if member.transfer is not None:
                     raise ProtocolError("a reader must not ask for anything while it is being sent to")
                 try:
-                    if isinstance(request, Want):
+                    if isinstance(request, RegisterTiles):
                         self._remember(member, request)
-                        ask(channel, self._wire.ready(), Deadline(ANSWER_SECONDS))
+                        send_request(channel, self._wire.ready(), Deadline(ANSWER_SECONDS))
                     elif isinstance(request, Start):
                         self._start(member, request)
-                    elif isinstance(request, Meet):
-                        self._meet(member, request)
+                    elif isinstance(request, Warmup):
+                        self._warm_up(member, request)
                     else:
                         raise ProtocolError(f"a reader does not say {type(request).__name__}")
                 except (StaleSource, ProtocolError) as error:
-                    ask(channel, Fail(*to_wire(error)), Deadline(ANSWER_SECONDS))
+                    send_request(channel, Fail(*to_wire(error)), Deadline(ANSWER_SECONDS))
         finally:
-            self._room.leave(channel)
+            self._budget.leave(channel)
             self._leave(member)
 
-    def _remember(self, member: _Member, want: Want) -> None:
+    def _remember(self, member: _Member, want: RegisterTiles) -> None:
         with self._lock:
-            member.wish = _NOTHING
+            member.request = _NOTHING
             self._forget(member)
         tiles, counts = wanted_tiles(want, self._layout_digest, self._sizes, TILE_BYTES)
         member.tiles, member.frames = tiles, self._wire.cut(counts, tiles.rows * tiles.row_bytes)
         with self._lock:
-            member.wish = blake2b(want.counts + want.tiles, digest_size=16).digest()
-            self._look(member.wish)
+            member.request = blake2b(want.counts + want.tiles, digest_size=16).digest()
+            self._look(member.request)
 
     # Gathering.
 
-    def _meet(self, member: _Member, request: Meet) -> None:
+    def _warm_up(self, member: _Member, request: Warmup) -> None:
         """Make the group of a reader who alone wants what it wants. Who shares gets one when all begin."""
         deadline = _within(member, request.seconds)
         with self._lock:
-            alone = all(one is member or one.wish != member.wish for one in self._members)
+            alone = all(one is member or one.request != member.request for one in self._members)
             if alone:
-                transfer = member.transfer = _Transfer(member.wish, _MEETING, deadline)
+                transfer = member.transfer = _Transfer(member.request, _MEETING, deadline)
                 transfer.members.append(member)
                 self._run(transfer)
         if not alone:
@@ -203,7 +203,7 @@ class BroadcastPublisher(ListeningPublisher):
         deadline = _within(member, request.seconds)
         member.header.require(request.version)
         with self._lock:
-            key = (member.wish, request.version)
+            key = (member.request, request.version)
             transfer = self._gathering.get(key)
             if transfer is None:
                 transfer = self._gathering[key] = _Transfer(*key, deadline)
@@ -211,13 +211,13 @@ class BroadcastPublisher(ListeningPublisher):
                 transfer.deadline = deadline
             transfer.members.append(member)
             member.transfer = transfer
-            self._look(member.wish)
+            self._look(member.request)
 
-    def _look(self, wish: bytes) -> None:
+    def _look(self, request: bytes) -> None:
         """Begin what waits for nobody any more; make the rest wait no longer than was allowed. With the lock held."""
-        waiting = any(one.wish == wish and one.transfer is None for one in self._members)
+        waiting = any(member.request == request and member.transfer is None for member in self._members)
         for key, transfer in list(self._gathering.items()):
-            if key[0] != wish:
+            if key[0] != request:
                 continue
             if not waiting or not transfer.members:
                 self._begin(transfer)
@@ -228,11 +228,11 @@ class BroadcastPublisher(ListeningPublisher):
 
     def _begin_late(self, transfer: _Transfer) -> None:
         with self._lock:
-            if self._gathering.get((transfer.wish, transfer.version)) is transfer:
+            if self._gathering.get((transfer.request, transfer.version)) is transfer:
                 self._begin(transfer)
 
     def _begin(self, transfer: _Transfer) -> None:
-        del self._gathering[transfer.wish, transfer.version]
+        del self._gathering[transfer.request, transfer.version]
         if transfer.timer is not None:
             transfer.timer.cancel()
         if transfer.members:
@@ -255,7 +255,7 @@ class BroadcastPublisher(ListeningPublisher):
                 transfer.fail("another reader of this broadcast went away")
             elif transfer is not None:
                 transfer.members.remove(member)
-            self._look(member.wish)
+            self._look(member.request)
 
     def _forget(self, member: _Member) -> None:
         """Close the groups that it is in: they will not be complete again. With the lock held."""
@@ -276,7 +276,7 @@ class BroadcastPublisher(ListeningPublisher):
         header, frames, sent = first.header, first.frames, 0
         try:
             if transfer.version == _MEETING:
-                self._epoch(transfer, members).meet(first.tiles, frames, self._wire.regions, transfer.deadline)
+                self._epoch(transfer, members).warm_up(first.tiles, frames, self._wire.regions, transfer.deadline)
             else:
                 stamp = header.require(transfer.version)
                 epoch, sent = self._epoch(transfer, members), len(frames)
@@ -306,10 +306,10 @@ class BroadcastPublisher(ListeningPublisher):
         with self._lock:
             self._running.discard(transfer)
 
-    def _epoch(self, transfer: _Transfer, members: tuple[_Member, ...]) -> Epoch:
+    def _epoch(self, transfer: _Transfer, members: tuple[_Member, ...]) -> BroadcastGroup:
         """The group of these readers: the one that there is, if they are in it, else a new one. Returns when all have joined."""
         with self._lock:
-            epoch, before = self._epochs.pop(transfer.wish, (None, ()))
+            epoch, before = self._epochs.pop(transfer.request, (None, ()))
         if epoch is not None and (set(before) != set(members) or epoch.closed):
             epoch.close()
             epoch = None
@@ -326,7 +326,7 @@ class BroadcastPublisher(ListeningPublisher):
             member.tell(JoinEpoch(epoch.name, rank, len(members) + 1, epoch.port, self._wire.buffer_bytes))
         epoch.join(transfer.deadline)
         with self._lock:
-            self._epochs[transfer.wish] = (epoch, members)
+            self._epochs[transfer.request] = (epoch, members)
         return epoch
 
     def close(self) -> None:
@@ -352,6 +352,6 @@ class BroadcastPublisher(ListeningPublisher):
 
 def _within(member: _Member, seconds: float) -> Deadline:
     """Of what a reader asks for: within bounds, and after it said what it wants."""
-    if not member.wish:
+    if not member.request:
         raise ProtocolError("a transfer was begun before anything was wanted")
     return transfer_deadline(seconds)

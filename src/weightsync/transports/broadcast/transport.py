@@ -71,14 +71,14 @@ class Broadcast(Transport):
     def receiving(self, dial: Dial, deadline: Deadline, host: str) -> Reader:
         """Return a reader that asks over the channel that ``dial`` opens, and joins groups at ``host``."""
 
-    def reaches(self, offer: Offer, here: Host) -> bool:
+    def reaches(self, offer: Offer, local_host: Host) -> bool:
         """See :class:`weightsync.transports.base.Transport`."""
-        return reaches(offer, here)
+        return reaches(offer, local_host)
 
-    def publish(self, region: Any, key: bytes, here: Host, network: Network = LOOPBACK) -> BroadcastPublisher:  # noqa: ANN401
+    def publish(self, region: Any, key: bytes, local_host: Host, network: Network = LOOPBACK) -> BroadcastPublisher:  # noqa: ANN401
         """See :class:`weightsync.transports.base.Transport`."""
         where = self._bind or network.address, self._port, self._advertise
-        return BroadcastPublisher(self, region, self.sending(region), key, here, where, self.gather_seconds)
+        return BroadcastPublisher(self, region, self.sending(region), key, local_host, where, self.gather_seconds)
 
     def open(self, offer: Offer, key: bytes, deadline: Deadline) -> Reader:
         """See :class:`weightsync.transports.base.Transport`."""

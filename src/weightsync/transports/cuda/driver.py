@@ -141,11 +141,11 @@ def allocation_of(address: int, device: int) -> Allocation:
 def still_allocated(allocations: Sequence[Allocation], device: int) -> bool:
     """Whether each of them is the allocation that it was: about a microsecond each, as a model can have ten thousand."""
     value = ctypes.c_uint64(0)
-    found = ctypes.byref(value)
+    buffer_id = ctypes.byref(value)
     with _on(device) as library:
         ask = library.cuPointerGetAttribute
-        for one in allocations:
-            if ask(found, _BUFFER_ID, one.base) or value.value != one.buffer_id:
+        for allocation in allocations:
+            if ask(buffer_id, _BUFFER_ID, allocation.base) or value.value != allocation.buffer_id:
                 return False
     return True
 

@@ -28,7 +28,7 @@ from weightsync.errors import (
 )
 from weightsync.protocol.messages import UNREADABLE, Host, Offer, Traits
 from weightsync.tensors.copies import check_tiles
-from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.copy_table import CopyTable
 from weightsync.tensors.cuda.copies import TileCopy
 from weightsync.tensors.cuda.waiting import wait_for_event, wait_until_idle
 from weightsync.transports.base import LOOPBACK, Completion, Network, Reader, Transport
@@ -61,13 +61,13 @@ def _next_request(channel: Channel) -> bytes:
 class CudaIpcPublisher:
     """Tells authenticated readers of the same user where to find a :class:`~weightsync.transports.cuda.region.CudaRegion`."""
 
-    def __init__(self, shelf: CudaRegion, key: bytes, here: Host) -> None:
-        if shelf.fd is None:
+    def __init__(self, region: CudaRegion, key: bytes, local_host: Host) -> None:
+        if region.fd is None:
             raise TransportUnavailable("CUDA IPC needs Linux: this machine's memory cannot be handed to another process")
-        shelf.export()
-        self._shelf = shelf
+        region.export()
+        self._region = region
         self._listener, address = listen_local(_PREFIX, "cuda-ipc", key, self._serve)
-        self._offer = Offer(scheme=CudaIpc.name, address=address, host=here, traits=CudaIpc.traits)
+        self._offer = Offer(scheme=CudaIpc.name, address=address, host=local_host, traits=CudaIpc.traits)
 
     @property
     def offer(self) -> Offer:
@@ -75,7 +75,7 @@ class CudaIpcPublisher:
         return self._offer
 
     def _serve(self, channel: Channel) -> None:
-        shelf_fd = self._shelf.fd
+        shelf_fd = self._region.fd
         if shelf_fd is None:
             return  # the shelf was closed before its owner; the reader sees the connection end
         fd = reopen_read_only(shelf_fd)
@@ -84,7 +84,7 @@ class CudaIpcPublisher:
         finally:
             os.close(fd)
         while _next_request(channel) == _ASK:
-            facts = msgspec.msgpack.encode(self._shelf.exported)
+            facts = msgspec.msgpack.encode(self._region.exported)
             channel.send([_LENGTH.pack(len(facts)), facts], Deadline(HELLO_SECONDS))
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class CudaIpcReader(Reader):
         self._closed = False
         self._aborted = False
         self._stamp: tuple[int, int] | None = None
-        self.groups: tuple[Tiles, ...] = ()
+        self.groups: tuple[CopyTable, ...] = ()
         self._alone: CombinedReader | None = None
         self._running: torch.cuda.Event | None = None
         self._opened: dict[tuple[bytes, int], int] = {}  # by handle and allocation: a handle's bytes may come again for another
@@ -163,8 +163,8 @@ class CudaIpcReader(Reader):
         exported = list(zip(facts.handles, facts.ids, strict=True))
         for gone in self._opened.keys() - set(exported):  # first, lest an equal handle of another allocation finds their mapping
             close_handle(self._opened.pop(gone), self.device)
-        for one in np.unique(number[wanted]).tolist():
-            bases[one] = facts.bases[one] if facts.process == this_process() else self._opened_at(exported[one])
+        for index in np.unique(number[wanted]).tolist():
+            bases[index] = facts.bases[index] if facts.process == this_process() else self._opened_at(exported[index])
             self._check(deadline, "mapping device memory")
         self.addresses = tuple(np.where(wanted, bases[number] + offset, 0).tolist())
 
@@ -182,7 +182,7 @@ class CudaIpcReader(Reader):
             raise PeerLost(f"{what}: {self._channel.peer} went away")
         deadline.remaining(f"{what} from {self._channel.peer}")
 
-    def prepare(self, groups: Sequence[Tiles], layout_digest: str, deadline: Deadline) -> None:
+    def prepare(self, groups: Sequence[CopyTable], layout_digest: str, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Reader.prepare`."""
         self._aborted, self._stamp, self.groups = False, None, ()
         self._check(deadline, "preparing")
@@ -307,7 +307,7 @@ class CombinedReader(Reader):
         """See :attr:`weightsync.transports.base.Reader.table_bytes`."""
         return self._copy.table_bytes
 
-    def prepare(self, groups: Sequence[Tiles], layout_digest: str, deadline: Deadline) -> None:
+    def prepare(self, groups: Sequence[CopyTable], layout_digest: str, deadline: Deadline) -> None:
         """Raise: each reader is prepared by itself, with what it has to read."""
         raise ProtocolError("prepare each reader before they are combined")
 
@@ -370,15 +370,17 @@ class CudaIpc(Transport):
             return "CUDA IPC needs a CUDA device and a build of torch for it"
         return driver_problem()
 
-    def reaches(self, offer: Offer, here: Host) -> bool:
+    def reaches(self, offer: Offer, local_host: Host) -> bool:
         """See :class:`weightsync.transports.base.Transport`."""
-        return offer.host.memory == here.memory and offer.address.startswith(_PREFIX) and self.unavailable() is None
+        return offer.host.memory == local_host.memory and offer.address.startswith(_PREFIX) and self.unavailable() is None
 
-    def publish(self, shelf: PublishedRegion | CudaRegion, key: bytes, here: Host, network: Network = LOOPBACK) -> CudaIpcPublisher:
+    def publish(
+        self, region: PublishedRegion | CudaRegion, key: bytes, local_host: Host, network: Network = LOOPBACK
+    ) -> CudaIpcPublisher:
         """See :class:`weightsync.transports.base.Transport`. Only memory of a GPU can be served: a CudaRegion."""
-        if not isinstance(shelf, CudaRegion):
+        if not isinstance(region, CudaRegion):
             raise TransportUnavailable("CUDA IPC shares memory of a GPU in place, and this shelf lies in host memory")
-        return CudaIpcPublisher(shelf, key, here)
+        return CudaIpcPublisher(region, key, local_host)
 
     def open(self, offer: Offer, key: bytes, deadline: Deadline) -> CudaIpcReader:
         """See :class:`weightsync.transports.base.Transport`."""

@@ -62,7 +62,7 @@ class Exported(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if columns.size and (columns.min() < 0 or number.max() >= len(self.sizes)):
             raise ProtocolError("the owner named device memory that it did not export")
         if np.any(offset > np.array([*self.sizes, 0], np.int64)[number] - size) or any(
-            len(one) != HANDLE_BYTES for one in self.handles
+            len(handle) != HANDLE_BYTES for handle in self.handles
         ):
             raise ProtocolError("the owner described a region that leaves its allocation, or a handle of the wrong length")
         return columns
@@ -177,8 +177,8 @@ class CudaRegion:
         found = (tuple(held), addresses)
         if self._exported is not None and found == self._found:
             return self._exported
-        handles = tuple(export_handle(one) for one in held)
-        offset = np.array(addresses, np.int64) - np.array([*(one.base for one in held), 0], np.int64)[number]
+        handles = tuple(export_handle(item) for item in held)
+        offset = np.array(addresses, np.int64) - np.array([*(item.base for item in held), 0], np.int64)[number]
         words = self.page.view(np.int64)
         exported = Exported(
             process=this_process(),
@@ -186,9 +186,9 @@ class CudaRegion:
             count=int(words[_EXPORTS_WORD]) + 1,
             layout_digest=self.layout_digest,
             handles=handles,
-            ids=tuple(one.buffer_id for one in held),
-            bases=tuple(one.base for one in held),
-            sizes=tuple(one.nbytes for one in held),
+            ids=tuple(item.buffer_id for item in held),
+            bases=tuple(item.base for item in held),
+            sizes=tuple(item.nbytes for item in held),
             columns=np.stack([number, offset, np.array(self.sizes, np.int64)]).astype("<i8").tobytes(),
         )
         self._found = found

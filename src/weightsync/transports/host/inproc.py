@@ -28,14 +28,16 @@ def _prefix() -> str:
 
 
 class InProcessPublisher:
-    """Lets readers of the same process reach ``shelf``, under a name that only the offer tells."""
+    """Lets readers of the same process reach ``region``, under a name that only the offer tells."""
 
-    def __init__(self, shelf: PublishedRegion, key: bytes, here: Host) -> None:
+    def __init__(self, region: PublishedRegion, key: bytes, local_host: Host) -> None:
         check_key(key)
-        self.shelf = shelf
+        self.region = region
         self._key = hashlib.sha256(key).digest()
         self._sources: weakref.WeakSet[InProcessReader] = weakref.WeakSet()
-        self._offer = Offer(scheme=InProcess.name, address=_prefix() + secrets.token_hex(16), host=here, traits=InProcess.traits)
+        self._offer = Offer(
+            scheme=InProcess.name, address=_prefix() + secrets.token_hex(16), host=local_host, traits=InProcess.traits
+        )
         with _lock:
             _owners[self._offer.address] = self
 
@@ -68,7 +70,7 @@ class InProcessReader(MappedReader):
     """Reads another object's memory in the same process."""
 
     def __init__(self, owner: InProcessPublisher) -> None:
-        shelf = owner.shelf
+        shelf = owner.region
         super().__init__(shelf.memory, shelf.nbytes, shelf.layout_digest, "the trainer rank in this process")
         self._lives = True
 
@@ -90,13 +92,13 @@ class InProcess(Transport):
     name = "inproc"
     traits = Traits(reach="process", live_source=True)
 
-    def reaches(self, offer: Offer, here: Host) -> bool:
+    def reaches(self, offer: Offer, local_host: Host) -> bool:
         """See :class:`weightsync.transports.base.Transport`."""
         return offer.address.startswith(_prefix())
 
-    def publish(self, shelf: PublishedRegion, key: bytes, here: Host, network: Network = LOOPBACK) -> InProcessPublisher:
+    def publish(self, region: PublishedRegion, key: bytes, local_host: Host, network: Network = LOOPBACK) -> InProcessPublisher:
         """See :class:`weightsync.transports.base.Transport`."""
-        return InProcessPublisher(shelf, key, here)
+        return InProcessPublisher(region, key, local_host)
 
     def open(self, offer: Offer, key: bytes, deadline: Deadline) -> InProcessReader:
         """See :class:`weightsync.transports.base.Transport`."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, PeerLost, ProtocolError, StaleSource
 from weightsync.tensors.copies import check_tiles, copy_and_digest, copy_tiles
-from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.base import BlockingReader
 from weightsync.transports.host.region import HEADER_BYTES, Header
 
@@ -35,7 +35,7 @@ class MappedReader(BlockingReader):
         self._addresses = (int(memory.ctypes.data) + HEADER_BYTES,)
         self._layout_digest = layout_digest
         self._owner = owner
-        self._groups: tuple[Tiles, ...] = ()
+        self._groups: tuple[CopyTable, ...] = ()
         self._stamp: tuple[int, int] | None = None
         self._stop = np.zeros(1, np.int8)
         self._aborted = False
@@ -62,7 +62,7 @@ class MappedReader(BlockingReader):
             raise ProtocolError("a transfer was continued that was not begun")
         return self._stamp
 
-    def prepare(self, groups: Sequence[Tiles], layout_digest: str, deadline: Deadline) -> None:
+    def prepare(self, groups: Sequence[CopyTable], layout_digest: str, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Reader.prepare`."""
         self._clear()
         self._check(deadline, "preparing")

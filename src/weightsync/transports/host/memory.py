@@ -82,12 +82,12 @@ def _cgroup_limits() -> Iterator[int]:
 
 def available_bytes() -> int | None:
     """Bytes of memory that this process could still get without being killed for it, or ``None`` if nobody says."""
-    found = list(_cgroup_limits())
+    limits = list(_cgroup_limits())
     with suppress(OSError):
         match = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
         if match:
-            found.append(int(match[1]) << 10)
-    return max(min(found), 0) if found else None
+            limits.append(int(match[1]) << 10)
+    return max(min(limits), 0) if limits else None
 
 
 def _too_small(nbytes: int, reason: str) -> SharedMemoryTooSmall:

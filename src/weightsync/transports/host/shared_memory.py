@@ -39,12 +39,12 @@ class _Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SharedMemoryPublisher:
     """Hands the region's descriptor to authenticated readers of the same user."""
 
-    def __init__(self, region: PublishedRegion, key: bytes, here: Host) -> None:
+    def __init__(self, region: PublishedRegion, key: bytes, local_host: Host) -> None:
         if region.fd is None:
             raise TransportUnavailable("shared memory needs Linux: this machine's memory cannot be handed to another process")
         self._region = region
         self._listener, address = listen_local(_PREFIX, "shared-memory", key, self._serve)
-        self._offer = Offer(scheme=SharedMemory.name, address=address, host=here, traits=SharedMemory.traits)
+        self._offer = Offer(scheme=SharedMemory.name, address=address, host=local_host, traits=SharedMemory.traits)
 
     @property
     def offer(self) -> Offer:
@@ -114,13 +114,13 @@ class SharedMemory(Transport):
             return None
         return "shared memory needs Linux (memfd and abstract sockets); use inproc or tcp on this machine"
 
-    def reaches(self, offer: Offer, here: Host) -> bool:
+    def reaches(self, offer: Offer, local_host: Host) -> bool:
         """See :class:`weightsync.transports.base.Transport`."""
-        return self.unavailable() is None and offer.host.memory == here.memory and offer.address.startswith(_PREFIX)
+        return self.unavailable() is None and offer.host.memory == local_host.memory and offer.address.startswith(_PREFIX)
 
-    def publish(self, region: PublishedRegion, key: bytes, here: Host, network: Network = LOOPBACK) -> SharedMemoryPublisher:
+    def publish(self, region: PublishedRegion, key: bytes, local_host: Host, network: Network = LOOPBACK) -> SharedMemoryPublisher:
         """See :class:`weightsync.transports.base.Transport`."""
-        return SharedMemoryPublisher(region, key, here)
+        return SharedMemoryPublisher(region, key, local_host)
 
     def open(self, offer: Offer, key: bytes, deadline: Deadline) -> SharedMemoryReader:
         """See :class:`weightsync.transports.base.Transport`."""

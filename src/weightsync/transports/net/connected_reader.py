@@ -13,10 +13,19 @@ import numpy as np
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, PeerLost, ProtocolError, TransportError, WeightSyncError, from_wire
 from weightsync.tensors.copies import check_tiles
-from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.base import BlockingReader
 from weightsync.transports.net.channel import Channel
-from weightsync.transports.net.requests import ANSWER_BYTES, MAX_GROUPS, Fail, Ready, Request, Want, ask, next_control
+from weightsync.transports.net.requests import (
+    ANSWER_BYTES,
+    MAX_GROUPS,
+    Fail,
+    Ready,
+    RegisterTiles,
+    Request,
+    next_control,
+    send_request,
+)
 from weightsync.transports.net.tile_limits import FRAME_BYTES, MAX_TILES, cut_tiles
 
 __all__ = ["ConnectedReader", "Dial"]
@@ -43,8 +52,8 @@ class ConnectedReader(BlockingReader):
         self._channel: Channel | None = None
         self._aborted = False
         self._closed = False
-        self._groups: list[Tiles] = []
-        self._want: Want | None = None
+        self._groups: list[CopyTable] = []
+        self._want: RegisterTiles | None = None
         self._connect(deadline)
 
     def _adopt(self, channel: Channel) -> None:
@@ -91,10 +100,10 @@ class ConnectedReader(BlockingReader):
             _log.warning("a trainer rank cannot be reached any more: %a", str(error))
             raise PeerLost("the trainer rank went away and cannot be reached any more: this reader's own log says why") from error
         if self._want is not None:
-            self._send_want(channel, self._want, deadline)
+            self._send_request(channel, self._want, deadline)
         return channel
 
-    def _send_want(self, channel: Channel, want: Want, deadline: Deadline) -> None:
+    def _send_request(self, channel: Channel, want: RegisterTiles, deadline: Deadline) -> None:
         answer = self._asked(channel, want, deadline)
         if not isinstance(answer, Ready):
             self._drop()
@@ -104,7 +113,7 @@ class ConnectedReader(BlockingReader):
     def _asked(self, channel: Channel, request: Request, deadline: Deadline) -> Request:
         """What the owner answers, unless that is its failure, which is raised; the connection stays."""
         try:
-            ask(channel, request, deadline)
+            send_request(channel, request, deadline)
             answer = next_control(channel, ANSWER_BYTES, deadline)
         except WeightSyncError:
             self._drop()
@@ -116,7 +125,7 @@ class ConnectedReader(BlockingReader):
     def _take_ready(self, ready: Ready) -> None:
         """What else the owner said when it was ready."""
 
-    def prepare(self, groups: Sequence[Tiles], layout_digest: str, deadline: Deadline) -> None:
+    def prepare(self, groups: Sequence[CopyTable], layout_digest: str, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Reader.prepare`."""
         self._idle()
         self._want, self._groups = None, []
@@ -131,8 +140,8 @@ class ConnectedReader(BlockingReader):
             for name in ("region", "source", "source_stride", "rows", "row_bytes")
         ]
         counts = np.array([len(tiles) for tiles in cut], "<i8")
-        want = Want(layout_digest, counts.tobytes(), np.stack(columns, axis=1).astype("<i8").tobytes())
-        self._send_want(self._connected(deadline), want, deadline)
+        want = RegisterTiles(layout_digest, counts.tobytes(), np.stack(columns, axis=1).astype("<i8").tobytes())
+        self._send_request(self._connected(deadline), want, deadline)
         self._want, self._groups = want, cut
 
     def abort(self) -> None:

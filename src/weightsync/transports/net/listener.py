@@ -66,10 +66,10 @@ class Listener:
         self._origin = forks.Origin()
         self._lock = threading.Lock()
         self._closing = False
-        self._most_strangers = _MAX_READERS if sock.family == socket.AF_UNIX else _MAX_STRANGERS
+        self._max_unauthenticated = _MAX_READERS if sock.family == socket.AF_UNIX else _MAX_STRANGERS
         self._transfers = 0
-        self._turns, self._since = float(self._most_strangers), time.monotonic()
-        self._strangers: dict[Channel, str] = {}  # in order of arrival, with the host that each comes from
+        self._permits, self._since = float(self._max_unauthenticated), time.monotonic()
+        self._unauthenticated: dict[Channel, str] = {}  # in order of arrival, with the host that each comes from
         self._channels: dict[Channel, threading.Thread] = {}
         self._woken, self._waker = socket.socketpair()
         sock.listen(_BACKLOG)
@@ -86,23 +86,23 @@ class Listener:
                 ready = [key.fileobj for key, _ in selector.select()]  # ended by close()
                 if self._woken in ready:
                     return
-                wait = self._turn() or self._take_in()
+                wait = self._acquire() or self._take_in()
                 if wait:  # the others stay in the backlog
                     selector.unregister(self._socket)
                     if selector.select(wait):
                         return
                     selector.register(self._socket, selectors.EVENT_READ)
 
-    def _turn(self) -> float:
+    def _acquire(self) -> float:
         """Take the turn of one more connection, or say in how many seconds there will be one."""
         with self._lock:
             now = time.monotonic()
             rate = _BUSY_ARRIVALS if self._transfers else _ARRIVALS
-            self._turns = min(self._most_strangers, self._turns + (now - self._since) * rate)
+            self._permits = min(self._max_unauthenticated, self._permits + (now - self._since) * rate)
             self._since = now
-            if self._turns < 1:
-                return (1 - self._turns) / rate
-            self._turns -= 1
+            if self._permits < 1:
+                return (1 - self._permits) / rate
+            self._permits -= 1
             return 0.0
 
     @contextmanager
@@ -145,22 +145,22 @@ class Listener:
             if self._closing or len(self._channels) >= _MAX_READERS or not self._admit(sock):
                 channel.close()
                 return
-            if len(self._strangers) >= self._most_strangers:
+            if len(self._unauthenticated) >= self._max_unauthenticated:
                 victim = self._dispensable()
-                del self._strangers[victim]
+                del self._unauthenticated[victim]
                 victim.abort()
             try:
                 thread.start()  # it takes the lock before it is done
             except RuntimeError:
                 channel.close()
                 raise
-            self._strangers[channel] = host
+            self._unauthenticated[channel] = host
             self._channels[channel] = thread
 
     def _dispensable(self) -> Channel:
         """The oldest unproven connection of the host that has most of them: a flood pushes out itself, not a reader elsewhere."""
-        most, _ = Counter(self._strangers.values()).most_common(1)[0]
-        return next(channel for channel, host in self._strangers.items() if host == most)
+        most, _ = Counter(self._unauthenticated.values()).most_common(1)[0]
+        return next(channel for channel, host in self._unauthenticated.items() if host == most)
 
     def _run(self, channel: Channel) -> None:
         try:
@@ -168,14 +168,14 @@ class Listener:
             channel.secure(deadline)
             greet_reader(channel, self._key.reveal(), self._owner_id, deadline)
             with self._lock:
-                self._strangers.pop(channel, None)
-                self._turns += 1
+                self._unauthenticated.pop(channel, None)
+                self._permits += 1
             self._serve(channel)
         except WeightSyncError as error:
             _log.debug("%s: a connection ended: %s", self._name, error)
         finally:
             with self._lock:
-                self._strangers.pop(channel, None)
+                self._unauthenticated.pop(channel, None)
                 self._channels.pop(channel, None)
                 channel.close()
 

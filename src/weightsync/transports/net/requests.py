@@ -21,16 +21,16 @@ __all__ = [
     "REQUEST_BYTES",
     "Fail",
     "JoinEpoch",
-    "Meet",
     "Ready",
+    "RegisterTiles",
     "Request",
     "Start",
     "TableBudget",
-    "Want",
-    "ask",
+    "Warmup",
     "decode_control",
     "next_control",
     "next_request",
+    "send_request",
     "transfer_deadline",
 ]
 
@@ -49,11 +49,11 @@ _LEAST_ROOM = 256 << 20
 _SCRATCH_BYTES = 1 << 16
 
 
-class _Struct(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class _Frame(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     pass
 
 
-class Want(_Struct, frozen=True):
+class RegisterTiles(_Frame, frozen=True):
     """The tiles that will be wanted, for a plan made for this layout; answered by :class:`Ready` or :class:`Fail`.
 
     ``counts`` holds the tiles of each group (int64, little-endian), ``tiles`` a row of five int64 for each tile: region, source,
@@ -65,14 +65,14 @@ class Want(_Struct, frozen=True):
     tiles: bytes
 
 
-class Start(_Struct, frozen=True):
+class Start(_Frame, frozen=True):
     """Send all groups in order from this version within ``seconds``; answered by data frames and an end, or :class:`Fail`."""
 
     version: int
     seconds: float
 
 
-class Meet(_Struct, frozen=True):
+class Warmup(_Frame, frozen=True):
     """Of ``nccl``, before anything is paused: let the group connect within ``seconds``; answered by :class:`JoinEpoch` and an end.
 
     Or by the end alone, where other readers want the same: with whom a group is made is known when they begin.
@@ -81,20 +81,20 @@ class Meet(_Struct, frozen=True):
     seconds: float
 
 
-class Ready(_Struct, frozen=True):
+class Ready(_Frame, frozen=True):
     """The tiles are inside the shelf and remembered. ``device`` names the GPU that will send them, where one does."""
 
     device: str = ""
 
 
-class Fail(_Struct, frozen=True):
+class Fail(_Frame, frozen=True):
     """The request failed, or the stream ends here; an error as :func:`weightsync.errors.to_wire` gives it."""
 
     kind: str
     message: str
 
 
-class JoinEpoch(_Struct, frozen=True):
+class JoinEpoch(_Frame, frozen=True):
     """Of ``collective`` and ``nccl``, to a :class:`Start`: the broadcast begins, to all readers in this epoch's group.
 
     A reader that is in another epoch's group leaves it and joins this one, as ``rank`` of ``size``, at ``port`` of the owner.
@@ -108,7 +108,7 @@ class JoinEpoch(_Struct, frozen=True):
     buffer_bytes: int
 
 
-Request = Want | Start | Meet | Ready | Fail | JoinEpoch
+Request = RegisterTiles | Start | Warmup | Ready | Fail | JoinEpoch
 
 _decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 
@@ -120,7 +120,7 @@ def transfer_deadline(seconds: float) -> Deadline:
     return Deadline(min(max(seconds, 1e-3), _LONGEST_SECONDS))
 
 
-def ask(channel: Channel, request: Request, deadline: Deadline) -> None:
+def send_request(channel: Channel, request: Request, deadline: Deadline) -> None:
     """Send one request or answer."""
     body = msgspec.msgpack.encode(request)
     channel.send([FrameHeader(CONTROL, nbytes=len(body)).pack(), body], deadline)
@@ -172,8 +172,8 @@ class TableBudget:
             self._taken.pop(channel, None)
 
 
-def next_request(channel: Channel, room: TableBudget, deadline: Deadline) -> Request:
-    """What a reader asks for next, if there is ``room`` for it: that is looked at before anything is received.
+def next_request(channel: Channel, budget: TableBudget, deadline: Deadline) -> Request:
+    """What a reader asks for next, if there is ``budget`` for it: that is looked at before anything is received.
 
     Raises :class:`~weightsync.errors.ProtocolError` for a request that is none. A reader for which there was no room is told so,
     and may ask for something else.
@@ -182,10 +182,10 @@ def next_request(channel: Channel, room: TableBudget, deadline: Deadline) -> Req
         header = FrameHeader.unpack(channel.receive(HEADER.size, deadline))
         if header.kind == CONTROL and _SMALL_BYTES < header.nbytes <= REQUEST_BYTES:
             try:
-                room.take(channel, header.nbytes)
+                budget.take(channel, header.nbytes)
             except ProtocolError as error:
                 _discard(channel, header.nbytes, deadline)
-                ask(channel, Fail(*to_wire(error)), deadline)
+                send_request(channel, Fail(*to_wire(error)), deadline)
                 continue
         return decode_control(channel, header, REQUEST_BYTES, deadline)
 

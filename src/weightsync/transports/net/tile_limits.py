@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import ProtocolError
-from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.copy_table import CopyTable
 
 __all__ = ["FRAME_BYTES", "MAX_FRAME_BYTES", "MAX_TILES", "cut_tiles"]
 
@@ -26,7 +26,7 @@ _STEPS = ((1, 2), (3, 4), (_LEAD, 9), (10, 11))
 """Columns of a tile table in which a run begins, each with its step from run to run: source, target, and the digest's position."""
 
 
-def cut_tiles(tiles: Tiles, limit: int = FRAME_BYTES) -> Tiles:
+def cut_tiles(tiles: CopyTable, limit: int = FRAME_BYTES) -> CopyTable:
     """The same bytes in the same order, as tiles of at most ``limit`` bytes each; ``tiles`` itself if none is larger.
 
     Raises :class:`~weightsync.errors.ProtocolError` if there would be more than :data:`MAX_TILES`.
@@ -56,7 +56,7 @@ def cut_tiles(tiles: Tiles, limit: int = FRAME_BYTES) -> Tiles:
     for start, stride in _STEPS:
         table[:, start] += first * table[:, stride]
     table[:, 5] = np.minimum(table[:, 5] - first, fit[piece])
-    cut = Tiles.of_table(table)
+    cut = CopyTable.of_table(table)
     return cut if tiles.keys is not None else replace(cut, keys=None)
 
 

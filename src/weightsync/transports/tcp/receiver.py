@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ProtocolError, WeightSyncError, from_wire
-from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.net.channel import CONTROL, DATA, END, HEADER, Channel, FrameHeader
 from weightsync.transports.net.connected_reader import ConnectedReader, Dial
-from weightsync.transports.net.requests import ANSWER_BYTES, Fail, Start, ask, decode_control
+from weightsync.transports.net.requests import ANSWER_BYTES, Fail, Start, decode_control, send_request
 from weightsync.transports.net.tile_limits import MAX_FRAME_BYTES
 from weightsync.transports.tcp.tile_stream import TileStream
 
@@ -45,7 +45,7 @@ class StreamReader(ConnectedReader):
         self._stream = None
         super()._drop()
 
-    def prepare(self, groups: Sequence[Tiles], layout_digest: str, deadline: Deadline) -> None:
+    def prepare(self, groups: Sequence[CopyTable], layout_digest: str, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Reader.prepare`."""
         super().prepare(groups, layout_digest, deadline)
         self._ends = [np.cumsum(tiles.rows * tiles.row_bytes) for tiles in self._groups]
@@ -55,7 +55,7 @@ class StreamReader(ConnectedReader):
         self._idle()
         channel = self._connected(deadline)
         try:
-            ask(channel, Start(version, deadline.remaining("beginning a transfer")), deadline)
+            send_request(channel, Start(version, deadline.remaining("beginning a transfer")), deadline)
             header = FrameHeader.unpack(channel.receive(HEADER.size, deadline))
             if header.kind == CONTROL:
                 self._raise_failure(channel, header, deadline)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from weightsync.deadline import Deadline
 from weightsync.errors import ProtocolError, StaleSource, to_wire
 from weightsync.tensors.copies import check_tiles
-from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.net.channel import DATA, END, Channel, FrameHeader
 from weightsync.transports.net.requests import (
@@ -20,11 +20,11 @@ from weightsync.transports.net.requests import (
     MAX_GROUPS,
     Fail,
     Ready,
+    RegisterTiles,
     Start,
     TableBudget,
-    Want,
-    ask,
     next_request,
+    send_request,
     transfer_deadline,
 )
 from weightsync.transports.net.tile_limits import FRAME_BYTES, MAX_TILES
@@ -34,20 +34,20 @@ __all__ = ["Sender", "frames_of", "wanted_tiles"]
 
 
 class Sender:
-    """Serves one authenticated reader of ``shelf`` until it goes away. Holds a bucket of 256 KiB.
+    """Serves one authenticated reader of ``region`` until it goes away. Holds a bucket of 256 KiB.
 
-    ``room`` is what all readers of the shelf share; ``busy`` gives a context in which each transfer runs.
+    ``budget`` is what all readers of the shelf share; ``busy`` gives a context in which each transfer runs.
     """
 
     def __init__(
-        self, shelf: PublishedRegion, channel: Channel, room: TableBudget, busy: Callable[[], AbstractContextManager[None]]
+        self, region: PublishedRegion, channel: Channel, budget: TableBudget, busy: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        self._channel, self._room, self._busy = channel, room, busy
-        self._layout_digest = shelf.layout_digest
-        self._header = shelf.header  # with the payload, keeps the memory mapped whatever happens to the shelf
-        self._payload = shelf.payload
-        self._addresses = np.array([shelf.address], np.int64)
-        self._tiles = Tiles.empty()
+        self._channel, self._budget, self._busy = channel, budget, busy
+        self._layout_digest = region.layout_digest
+        self._header = region.header  # with the payload, keeps the memory mapped whatever happens to the shelf
+        self._payload = region.payload
+        self._addresses = np.array([region.address], np.int64)
+        self._tiles = CopyTable.empty()
         self._frames: npt.NDArray[np.int64] = np.empty((0, 5), np.int64)
         self._stream_of_tiles = TileStream(channel)
 
@@ -56,13 +56,13 @@ class Sender:
         try:
             self._answer_all()
         finally:
-            self._room.leave(self._channel)
+            self._budget.leave(self._channel)
 
     def _answer_all(self) -> None:
         while True:
-            request = next_request(self._channel, self._room, Deadline(IDLE_SECONDS))
+            request = next_request(self._channel, self._budget, Deadline(IDLE_SECONDS))
             try:
-                if isinstance(request, Want):
+                if isinstance(request, RegisterTiles):
                     self._remember(request)
                     answer: Ready | Fail = Ready()
                 elif isinstance(request, Start):
@@ -74,9 +74,9 @@ class Sender:
                     raise ProtocolError(f"a reader does not say {type(request).__name__}")
             except (StaleSource, ProtocolError) as error:
                 answer = Fail(*to_wire(error))
-            ask(self._channel, answer, Deadline(ANSWER_SECONDS))
+            send_request(self._channel, answer, Deadline(ANSWER_SECONDS))
 
-    def _remember(self, want: Want) -> None:
+    def _remember(self, want: RegisterTiles) -> None:
         self._frames = np.empty((0, 5), np.int64)
         tiles, counts = wanted_tiles(want, self._layout_digest, (len(self._payload),), FRAME_BYTES)
         self._tiles, self._frames = tiles, frames_of(counts, tiles.rows * tiles.row_bytes)
@@ -94,7 +94,9 @@ class Sender:
         channel.send([FrameHeader(END, len(self._frames), version).pack()], deadline)
 
 
-def wanted_tiles(want: Want, layout_digest: str, regions: Sequence[int], largest: int) -> tuple[Tiles, npt.NDArray[np.int64]]:
+def wanted_tiles(
+    want: RegisterTiles, layout_digest: str, regions: Sequence[int], largest: int
+) -> tuple[CopyTable, npt.NDArray[np.int64]]:
     """The tiles that ``want`` asks for of ``regions`` (bytes of each), and how many each group has: checked, as a peer sent them.
 
     Raises :class:`~weightsync.errors.StaleSource` for another layout, and :class:`~weightsync.errors.ProtocolError` for tiles that
@@ -112,7 +114,7 @@ def wanted_tiles(want: Want, layout_digest: str, regions: Sequence[int], largest
         raise ProtocolError("a copy table names a memory region that does not exist")
     nowhere = np.zeros(len(table), np.int64)
     region, source, stride, rows, row_bytes = (np.ascontiguousarray(column) for column in table.T)
-    tiles = Tiles(region.astype(np.int32), source, stride, nowhere, nowhere, rows, row_bytes)
+    tiles = CopyTable(region.astype(np.int32), source, stride, nowhere, nowhere, rows, row_bytes)
     check_tiles(tiles, regions)
     if np.any(rows * row_bytes > largest):
         raise ProtocolError(f"a wanted tile has more than {largest} bytes")

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from weightsync.deadline import Deadline
 from weightsync.tensors.copies import check_keys
-from weightsync.tensors.copy_table import Tiles
+from weightsync.tensors.copy_table import CopyTable
 from weightsync.tensors.digest import columns_address
 from weightsync.tensors.kernels import SLICE, receive_table, run_of_table, send_table
 from weightsync.tensors.views import bytes_at
@@ -35,7 +35,9 @@ class TileStream:
         self._bucket = np.empty(SLICE, np.uint8)
         self._status = np.zeros(3, np.int64)  # an error number, and room for a clock reading
 
-    def send(self, tiles: Tiles, addresses: npt.NDArray[np.int64], first: int, last: int, nbytes: int, deadline: Deadline) -> None:
+    def send(
+        self, tiles: CopyTable, addresses: npt.NDArray[np.int64], first: int, last: int, nbytes: int, deadline: Deadline
+    ) -> None:
         """Send tiles ``first <= i < last``, which hold ``nbytes`` bytes; ``addresses`` is where each source region begins."""
         bucket, status = self._bucket.ctypes.data, self._status.ctypes.data
         done = 0
@@ -52,7 +54,7 @@ class TileStream:
             self._check()
 
     def receive(
-        self, tiles: Tiles, first: int, last: int, nbytes: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None
+        self, tiles: CopyTable, first: int, last: int, nbytes: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None
     ) -> None:
         """Fill the targets of tiles ``first <= i < last``; with ``digests``, add each tile's, read from its target."""
         bucket, status = self._bucket.ctypes.data, self._status.ctypes.data

@@ -50,8 +50,8 @@ def tune(sock: socket.socket) -> None:
 
 def parse_address(address: str) -> tuple[str, int, bytes]:
     """Host, port and id of an owner, from its offer. Raises :class:`~weightsync.errors.ProtocolError`."""
-    found = _Where.parse(address)
-    return found.host, found.port, found.owner_id
+    parsed = _Where.parse(address)
+    return parsed.host, parsed.port, parsed.owner_id
 
 
 class _Where(NamedTuple):
@@ -68,22 +68,22 @@ class _Where(NamedTuple):
         owner_id, secured, fingerprint = rest.partition("/")
         host, _, port = where.rpartition(":")
         try:
-            found = cls(host.removeprefix("[").removesuffix("]"), int(port), bytes.fromhex(owner_id), bytes.fromhex(fingerprint))
+            parsed = cls(host.removeprefix("[").removesuffix("]"), int(port), bytes.fromhex(owner_id), bytes.fromhex(fingerprint))
         except ValueError:
-            found = cls("", 0, b"", b"")
+            parsed = cls("", 0, b"", b"")
         lengths = ID_BYTES, FINGERPRINT_BYTES if secured else 0
-        if not found.host or not 0 < found.port < 1 << 16 or (len(found.owner_id), len(found.fingerprint)) != lengths:
+        if not parsed.host or not 0 < parsed.port < 1 << 16 or (len(parsed.owner_id), len(parsed.fingerprint)) != lengths:
             raise ProtocolError(f"{address!r} is not the address of a tcp owner (host:port/id, or host:port/id/fingerprint)")
-        return found
+        return parsed
 
 
-def reaches(offer: Offer, here: Host) -> bool:
-    """Return whether ``here`` could connect to the address of ``offer``: a loopback address only reaches its own host."""
+def reaches(offer: Offer, local_host: Host) -> bool:
+    """Return whether ``local_host`` could connect to the address of ``offer``: a loopback address only reaches its own host."""
     try:
         host = _Where.parse(offer.address).host
     except ProtocolError:
         return False
-    return offer.host.name == here.name or not is_loopback(host)
+    return offer.host.name == local_host.name or not is_loopback(host)
 
 
 class ListeningPublisher(ABC):
@@ -93,7 +93,7 @@ class ListeningPublisher(ABC):
         self,
         transport: Transport,
         key: bytes,
-        here: Host,
+        local_host: Host,
         bind: str,
         port: int,
         advertise: str | None,
@@ -129,7 +129,7 @@ class ListeningPublisher(ABC):
                 address += f"/{fingerprint.hex()}"
                 make = functools.partial(EncryptedChannel, context=context)
             traits = msgspec.structs.replace(transport.traits, encrypted=encrypted)
-            self._offer = Offer(scheme=transport.name, address=address, host=here, traits=traits)
+            self._offer = Offer(scheme=transport.name, address=address, host=local_host, traits=traits)
             self._listener = Listener(sock, transport.name, check_key(key), owner_id, self._serve, channel=make)
         except BaseException:
             sock.close()
@@ -159,20 +159,20 @@ class TcpPublisher(ListeningPublisher):
     def __init__(
         self,
         transport: Transport,
-        shelf: PublishedRegion,
+        region: PublishedRegion,
         key: bytes,
-        here: Host,
+        local_host: Host,
         bind: str,
         port: int,
         advertise: str | None,
         encrypt: bool | None = False,
     ) -> None:
-        self._shelf, self._room = shelf, TableBudget(shelf.nbytes)
-        super().__init__(transport, key, here, bind, port, advertise, encrypt)
+        self._region, self._budget = region, TableBudget(region.nbytes)
+        super().__init__(transport, key, local_host, bind, port, advertise, encrypt)
 
     def _serve(self, channel: Channel) -> None:
         tune(channel.socket)
-        Sender(self._shelf, channel, self._room, self.busy).run()
+        Sender(self._region, channel, self._budget, self.busy).run()
 
 
 class Tcp(Transport):
@@ -188,15 +188,15 @@ class Tcp(Transport):
     def __init__(self, bind: str | None = None, port: int = 0, advertise: str | None = None, encrypt: bool | None = None) -> None:
         self._bind, self._port, self._advertise, self._encrypt = bind, port, advertise, encrypt
 
-    def reaches(self, offer: Offer, here: Host) -> bool:
+    def reaches(self, offer: Offer, local_host: Host) -> bool:
         """See :class:`weightsync.transports.base.Transport`."""
-        return reaches(offer, here)
+        return reaches(offer, local_host)
 
-    def publish(self, shelf: PublishedRegion, key: bytes, here: Host, network: Network = LOOPBACK) -> ListeningPublisher:
+    def publish(self, region: PublishedRegion, key: bytes, local_host: Host, network: Network = LOOPBACK) -> ListeningPublisher:
         """See :class:`weightsync.transports.base.Transport`."""
         encrypt = network.encrypt if self._encrypt is None else self._encrypt
         bind = self._bind or network.address
-        return TcpPublisher(self, shelf, key, here, bind, self._port, self._advertise, encrypt)
+        return TcpPublisher(self, region, key, local_host, bind, self._port, self._advertise, encrypt)
 
     def open(self, offer: Offer, key: bytes, deadline: Deadline) -> StreamReader:
         """See :class:`weightsync.transports.base.Transport`."""
@@ -218,23 +218,23 @@ class Tcp(Transport):
 
 def _look_up(host: str, port: int, deadline: Deadline) -> list[_Address]:
     """Addresses of ``host``. The C library keeps no time in this, so a thread waits for it, and is left alone if it is late."""
-    found: Future[list[_Address]] = Future()
+    addresses: Future[list[_Address]] = Future()
 
     def look() -> None:
         try:
-            found.set_result([(info[0], info[4]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)])
+            addresses.set_result([(info[0], info[4]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)])
         except (OSError, UnicodeError) as error:
-            found.set_exception(error)
+            addresses.set_exception(error)
 
     what = f"looking up the trainer rank's host {host}"
     thread = threading.Thread(target=look, name="weightsync-tcp-look-up", daemon=True)
     thread.start()
     thread.join(deadline.remaining(what))
-    if not found.done():
+    if not addresses.done():
         deadline.remaining(what)
         raise DeadlineExceeded(f"{what} did not finish within {deadline.seconds:g} s")
     try:
-        return found.result(0)
+        return addresses.result(0)
     except (OSError, UnicodeError) as error:
         raise PeerLost(f"the trainer rank's host {host} cannot be found: {error}") from error
 

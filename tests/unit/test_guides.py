@@ -233,7 +233,7 @@ def test_operations_guide_lists_every_metric_with_its_type() -> None:
 
 def test_operations_guide_names_options_and_settings_that_exist() -> None:
     page = _operations()
-    kinds = (config.ServerSettings, config.ClientSettings, config.Limits)
+    kinds = (config.ServerSettings, config.ClientSettings, config.Limits, config.Timeouts)
     known = {config.variable_of(kind, field.name) for kind in kinds for field in msgspec.structs.fields(kind)}
     assert set(re.findall(r"WEIGHTSYNC_[A-Z_]+", page)) <= known | {"WEIGHTSYNC_TOKEN_FILE"}
     options = " ".join(CliRunner().invoke(cli, [command, "--help"]).output for command in ("serve", "status", "token"))

@@ -1,4 +1,4 @@
-"""Checkpoint directories that somebody hostile made: links, pipes, names that lead out, headers that cost too much to refuse."""
+"""Hostile checkpoint directories: links, pipes, names that lead out, headers that cost too much to refuse."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_json_that_is_larger_in_memory_than_on_disk_is_not_built(given: Path, na
 _MEASURE = """
 import sys
 from pathlib import Path
-from weightsync.external.checkpoint_files import Checkpoint
+from weightsync.external.checkpoint_files import CheckpointFiles
 from weightsync.errors import ConfigurationError
 
 def peak():
@@ -176,7 +176,7 @@ def peak():
 
 before = peak()
 try:
-    Checkpoint(Path(sys.argv[1]))
+    CheckpointFiles(Path(sys.argv[1]))
 except ConfigurationError:
     print(peak() - before)
 """

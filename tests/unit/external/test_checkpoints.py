@@ -230,14 +230,14 @@ _MEASURE = """
 import sys
 from pathlib import Path
 import torch
-from weightsync.external.checkpoint_files import Checkpoint, buckets_of
+from weightsync.external.checkpoint_files import CheckpointFiles, buckets_of
 from weightsync.external.push import _Reading
 
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) << 10
 
 def run(path):
-    with Checkpoint(Path(path)) as checkpoint:
+    with CheckpointFiles(Path(path)) as checkpoint:
         buckets = buckets_of(checkpoint.manifest, 2 << 20)
         with _Reading(checkpoint, buckets) as reading:
             return sum(sum(s.nbytes for s in b.specs) for b in reading)

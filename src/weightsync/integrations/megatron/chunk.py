@@ -13,7 +13,7 @@ from torch import nn
 
 from weightsync.errors import ConfigurationError, LayoutError
 
-__all__ = ["EXPERTS", "Chunk", "Place"]
+__all__ = ["EXPERTS", "ModelChunk", "ParallelPlace"]
 
 _LAYER = re.compile(r"decoder\.layers\.([0-9]+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.([0-9]+)\.(.+)|(.+\.(?:weight|bias))([0-9]+))")
@@ -21,7 +21,7 @@ EXPERTS = "mlp.experts."
 
 
 @dataclass(frozen=True)
-class Place:
+class ParallelPlace:
     """Ranks and sizes of the groups that cut parameters."""
 
     rank: int
@@ -31,7 +31,7 @@ class Place:
     expert_tensor: tuple[int, int]
 
     @classmethod
-    def of(cls, model: nn.Module) -> Place:
+    def of(cls, model: nn.Module) -> ParallelPlace:
         """Return the place of a GPTModel, from the process groups that it was built with."""
         groups = getattr(model, "pg_collection", None)
         if groups is None:
@@ -51,7 +51,7 @@ def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return (0, 1) if group is None else (group.rank(), group.size())
 
 
-class Chunk:
+class ModelChunk:
     """One GPTModel: the layers of one pipeline stage, or of one virtual stage."""
 
     def __init__(self, given: nn.Module) -> None:
@@ -62,7 +62,7 @@ class Chunk:
             raise ConfigurationError(f"hf_state takes Megatron-core's GPTModel, not a {type(given).__name__}")
         self.model: Any = model
         self.config: Any = model.config
-        self.place = Place.of(model)
+        self.place = ParallelPlace.of(model)
         layers = list(model.decoder.layers)
         self.layers: list[int] = [int(layer.layer_number) - 1 for layer in layers]
         """Their numbers in the whole model, from zero."""

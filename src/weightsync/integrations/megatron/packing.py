@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from weightsync.errors import LayoutError
 from weightsync.model import Box
 
-__all__ = ["Packing", "Part", "Piece"]
+__all__ = ["PackedPiece", "Packing", "Part"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PackedPiece:
     """A box of the Hugging Face tensor of ``part``, and its place in a rank's parameter, along the packing's dimension."""
 
     part: Part
@@ -72,7 +72,7 @@ class Packing:
     """Rows that no Hugging Face tensor has follow the stack: a vocabulary is filled up until it can be cut."""
     dtype: str | None = None
 
-    def pieces(self, shape: tuple[int, ...], rank: int, size: int) -> Iterator[Piece]:
+    def pieces(self, shape: tuple[int, ...], rank: int, size: int) -> Iterator[PackedPiece]:
         """Yield what a parameter of ``shape`` holds on tensor-parallel rank ``rank`` of ``size``, without the padding.
 
         Raises:
@@ -87,7 +87,7 @@ class Packing:
             start = 0
             for part in self.parts:
                 share = part.extent(self.dim) // size
-                yield Piece(part, part.box(self.dim, rank * share, share), start, start + share)
+                yield PackedPiece(part, part.box(self.dim, rank * share, share), start, start + share)
                 start += share
             return
         first, last, begin = rank * length, (rank + 1) * length, 0
@@ -95,7 +95,7 @@ class Packing:
             end = begin + part.extent(self.dim)
             low, high = max(first, begin), min(last, end)
             if low < high:
-                yield Piece(part, part.box(self.dim, low - begin, high - low), low - first, high - first)
+                yield PackedPiece(part, part.box(self.dim, low - begin, high - low), low - first, high - first)
             begin = end
 
     def _check(self, shape: tuple[int, ...], total: int, size: int) -> None:

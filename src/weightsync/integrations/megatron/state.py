@@ -10,7 +10,7 @@ from torch import nn
 
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.integrations.megatron.blocks import HFConfig, Rules, head_dim
-from weightsync.integrations.megatron.chunk import EXPERTS, Chunk
+from weightsync.integrations.megatron.chunk import EXPERTS, ModelChunk
 from weightsync.integrations.megatron.families import FAMILIES, Family
 from weightsync.integrations.megatron.packing import Packing, Part
 from weightsync.model import Manifest, TensorSpec
@@ -39,7 +39,7 @@ def hf_state(
         LayoutError: A parameter has no rule, has another shape or dtype than the configuration says, or is missing. The message
             names the tensor and the rank.
     """
-    chunks = [Chunk(model) for model in ([model_chunks] if isinstance(model_chunks, nn.Module) else model_chunks)]
+    chunks = [ModelChunk(model) for model in ([model_chunks] if isinstance(model_chunks, nn.Module) else model_chunks)]
     if not chunks:
         raise ConfigurationError("hf_state needs the model chunks of this rank, and got none")
     kind = getattr(config, "model_type", None)
@@ -56,7 +56,7 @@ def hf_state(
 class MegatronState(ShardedState):
     """The manifest of the whole model, and the boxes of it that one rank's parameters hold. Made by :func:`hf_state`."""
 
-    def __init__(self, chunks: Sequence[Chunk], config: HFConfig, family: Family, stacked: bool) -> None:
+    def __init__(self, chunks: Sequence[ModelChunk], config: HFConfig, family: Family, stacked: bool) -> None:
         self._chunks = chunks
         self._place = chunks[0].place
         self._dtype = dtype_name(chunks[0].config.params_dtype)
@@ -102,7 +102,7 @@ class MegatronState(ShardedState):
         views = Views(self._tensors())
         return ordered(self._manifest, (shard for chunk in self._chunks for shard in self._shards_of(chunk))), views
 
-    def _shards_of(self, chunk: Chunk) -> Iterator[Shard]:
+    def _shards_of(self, chunk: ModelChunk) -> Iterator[Shard]:
         """Yield the shards of one chunk. Raises if a parameter has no rule, or a rule of the chunk has no parameter."""
         held = set[Part]()
         for name, value in chunk.tensors():
@@ -152,7 +152,7 @@ def _prefixed(rule: Packing, prefix: str) -> Packing:
     return replace(rule, parts=tuple(replace(part, name=prefix + part.name) for part in rule.parts))
 
 
-def _check_configuration(chunks: Sequence[Chunk], config: HFConfig, family: Family) -> None:
+def _check_configuration(chunks: Sequence[ModelChunk], config: HFConfig, family: Family) -> None:
     """Refuse what shapes cannot tell: two configurations that mean different models, and norms that are stored minus one."""
     model = chunks[0].config
     place = chunks[0].place

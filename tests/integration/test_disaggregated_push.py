@@ -69,7 +69,7 @@ def test_two_servers_of_two_ranks_are_updated_and_verified(pair: tuple[Server, S
         assert (found["ok"], found["tensors"]) == (True, len(tensors))
         for server, result in zip(pair, found["servers"], strict=True):
             assert (result["ok"], result["verified"]) == (True, True)
-            assert "verified as installed" in result["said"]
+            assert "verified as installed" in result["answer"]
             assert [server.holds(tensors, rank) for rank in range(2)] == [[], []]
             state = server.state()
             assert (state["state"], state["weight_version"], state["groups"]) == ("serving", f"push@{number}", [])
@@ -85,7 +85,7 @@ def test_server_that_fails_is_not_resumed_and_the_other_is_updated(pair: tuple[S
     code, found = _push(*arguments)
     assert (code, found["ok"]) == (1, False)
     failed, fine = found["servers"]
-    assert (failed["ok"], failed["touched"], "no room for head.weight" in failed["said"]) == (False, True, True)
+    assert (failed["ok"], failed["touched"], "no room for head.weight" in failed["answer"]) == (False, True, True)
     assert fine["ok"]
     assert good.holds(tensors, 1) == []
     assert bad.state()["state"] == "dirty"
@@ -121,7 +121,7 @@ def test_server_without_an_update_is_untouched_when_nobody_answers_or_the_checkp
     path = _save(tmp_path / "it", checkpoint(seed))
     code, found = _push(str(path), "--to", "http://127.0.0.1:9", "--engine", "weightsync")
     assert code == 1
-    assert (found["servers"][0]["touched"], "PeerLost" in found["servers"][0]["said"]) == (False, True)
+    assert (found["servers"][0]["touched"], "PeerLost" in found["servers"][0]["answer"]) == (False, True)
     (path / INDEX).write_text('{"weight_map": {"a": "../x.safetensors"}}')
     done = CliRunner().invoke(app, ["push", str(path), "--to", good.url, "--engine", "weightsync", "--backend", "gloo"])
     assert done.exit_code == 2
@@ -155,7 +155,7 @@ def test_a_checkpoint_of_another_model_pauses_nobody(
     path = _save(tmp_path / "it", {name: tensor for name, tensor in tensors.items() if tensor is not None})
     code, found = _push(str(path), "--to", good.url, "--engine", "weightsync", "--ranks", "2")
     result = found["servers"][0]
-    assert (code, result["touched"], words in result["said"]) == (1, False, True), result
+    assert (code, result["touched"], words in result["answer"]) == (1, False, True), result
     assert good.state() == state
     assert good.calls() == []
 

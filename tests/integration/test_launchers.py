@@ -112,7 +112,7 @@ def test_an_engine_named_by_the_environment_is_its_launch_and_one_named_in_code_
         made = [owned.enter_context(engine(**given)) for given in ({}, {"rank": 1}, {"replica": "own"})]
         places = [(one.replica, one.rank, one.world_size) for one in made]
     assert places == [("named", 2, 4), ("named", 1, 4), ("own", 0, 1)]
-    with pytest.raises(ConfigurationError, match="rank 4 is not one of 4"):
+    with pytest.raises(ConfigurationError, match="rank 4 is out of range for 4 ranks"):
         engine(rank=4)
 
 

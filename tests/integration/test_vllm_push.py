@@ -22,6 +22,6 @@ def test_a_push_brings_a_checkpoint_to_a_server(tmp_path: Path, ranks: int) -> N
         assert entry["cached"] == 0
     assert failed["warm"] > 0  # so a cache that survived the last push would have been used
     assert (failed["status"], failed["ok"], failed["paused"]) == (1, False, True)
-    assert "injected into the load" in failed["said"]
+    assert "injected into the load" in failed["answer"]
     assert failed["label"] != "run@2"
     assert seen["stranger"] == [500, 500]

@@ -263,7 +263,7 @@ def _one_fails_all() -> AbstractContextManager[None]:
             raise DeadlineExceeded(result.error)
         return result
 
-    return replaced((protocol, "_bring", broken))
+    return replaced((protocol, "_update_replica", broken))
 
 
 def _rounds_at_the_same_time() -> AbstractContextManager[None]:
@@ -271,7 +271,7 @@ def _rounds_at_the_same_time() -> AbstractContextManager[None]:
     async def broken(coordinator: Coordinator, limit: RoundDeadline) -> AsyncIterator[None]:
         yield
 
-    return replaced((Coordinator, "_take_turn", broken))
+    return replaced((Coordinator, "_serialize", broken))
 
 
 def _pause_not_awaited() -> AbstractContextManager[None]:

@@ -214,7 +214,7 @@ class EngineProcess(Agent):
         self.role = role
         fields = {
             "replica": name, "rank": rank, "world_size": ranks, "_run": "", "_session": self.session, "_delivery": delivery,
-            "_bucket_bytes": 96, "_here": self.host, "_role": role,
+            "_host": self.host, "_role": role,
         }  # fmt: skip
         vars(self.engine).update(fields)
         self.link = _Link(
@@ -311,7 +311,7 @@ class TrainerProcess(Agent):
         self.publishing = False
         self.trainer = Trainer.__new__(Trainer)
         fields = {
-            "rank": rank, "world_size": ranks, "_run": "", "_session": self.session, "_published": -1, "_here": self.host,
+            "rank": rank, "world_size": ranks, "_run": "", "_session": self.session, "_published": -1, "_host": self.host,
             "_origin": Origin(), "_role": role, "_publishing": Lock(), "_background": Executor(1, "publish"),
             "_offload": None, "_restore": None, "_new_epoch": False, "_last": -1, "_calls": 0, "_missed": {},
         }  # fmt: skip

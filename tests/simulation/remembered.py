@@ -109,14 +109,14 @@ def _columns_of(layout: Layout, manifest: Manifest) -> tuple[Hashable, ...]:
 _cover = _remembering(_covered, _cover_key)
 
 REMEMBERED: tuple[tuple[Any, str, Any], ...] = (
-    (negotiation, "cover", _cover),
+    (negotiation, "coverage_of", _cover),
     (negotiation, "plan_transfer", _remembering(_planned, lambda manifest, *sides, **_: (manifest, *map(_ranks, sides)))),
     (negotiation, "staging_layout", _remembering(staging_layout, lambda *given: given)),
     (weightsync.protocol.dial, "proving", _remembering(proving, lambda *given: given)),
     (weightsync.coordinator.remote_ranks, "Manifest", _remembering(Manifest, lambda specs: specs)),
     (weightsync.engine.rounds, "layout_in_place", _in_place),
     (weightsync.engine.read_back, "layout_in_place", _in_place),
-    (weightsync.engine.fill.filler, "cover", _cover),
+    (weightsync.engine.fill.filler, "coverage_of", _cover),
     (weightsync.engine.fill.filler, "tiles_of", _remembering(tiles_of, _tiles_key)),
     (weightsync.trainer.publisher, "packed_layout", _remembering(packed_layout, _boxes)),
     (weightsync.transports.host.memory, "available_bytes", functools.cache(available_bytes)),

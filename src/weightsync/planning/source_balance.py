@@ -75,10 +75,10 @@ def choices(index: BoxIndex, rows: Rows, sources: Sequence[Host], targets: Seque
     kind = np.zeros(len(index), np.int64)
     for at in np.flatnonzero(np.diff(first) > 1).tolist():
         holders = member[first[at] : first[at + 1]]
-        found = kinds.setdefault(holders.tobytes(), len(kinds) + 1)
-        if found > len(members):
+        number = kinds.setdefault(holders.tobytes(), len(kinds) + 1)
+        if number > len(members):
             members.append(holders)
-        kind[at] = found
+        kind[at] = number
 
     hosts = list(dict.fromkeys(targets))
     choice = np.full((len(members) + 1, len(hosts)), -1, np.int64)
@@ -89,12 +89,12 @@ def choices(index: BoxIndex, rows: Rows, sources: Sequence[Host], targets: Seque
     for at, holders in enumerate(members, start=1):
         for where, target_host in enumerate(hosts):
             places = np.array(_nearest([sources[holder] for holder in holders.tolist()], target_host), np.int64)
-            found = pools.setdefault(holders[places].tobytes(), len(pools))
-            if found == len(width):
+            pool_number = pools.setdefault(holders[places].tobytes(), len(pools))
+            if pool_number == len(width):
                 width.append(len(places))
             choice[at, where] = len(candidates)
             candidates.append(places)
-            pool.append(found)
+            pool.append(pool_number)
     place = {host: where for where, host in enumerate(hosts)}
     return Choices(
         first,

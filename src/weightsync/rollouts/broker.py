@@ -174,23 +174,23 @@ class RolloutBroker:
                 f"no rollout controller carried out {order.kind} within {order.timeout:g} s: is one connected to this coordinator?"
             )
             self._settle(number, answer, Answered(self._orders.epoch, why, DeadlineExceeded.__name__))
-        said = answer.result()
-        if said.kind is not None:
-            raise from_wire(said.kind, said.message)
-        return _json(Carried(said.message))
+        outcome = answer.result()
+        if outcome.kind is not None:
+            raise from_wire(outcome.kind, outcome.message)
+        return _json(Carried(outcome.message))
 
     async def _answer(self, request: Request) -> Response:
-        said = await _body(request, Answered)
+        outcome = await _body(request, Answered)
         number = _number(request)
-        answer = self._answers.get(number) if said.epoch == self._orders.epoch else None
+        answer = self._answers.get(number) if outcome.epoch == self._orders.epoch else None
         if answer is None:
             raise MembershipError(f"there is no order {number} to be answered")
         if not answer.done():  # else the same answer twice, since its sender lost ours, or one that is too late
-            self._settle(number, answer, said)
+            self._settle(number, answer, outcome)
         return _json(Taken())
 
-    def _settle(self, number: int, answer: asyncio.Future[Answered], said: Answered) -> None:
-        answer.set_result(said)
+    def _settle(self, number: int, answer: asyncio.Future[Answered], outcome: Answered) -> None:
+        answer.set_result(outcome)
         self._orders.withdraw(number)
         settled = [known for known, answer in self._answers.items() if answer.done()]
         for known in settled[: max(0, len(settled) - _REMEMBERED)]:  # the rest answer orders that are repeated

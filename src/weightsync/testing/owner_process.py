@@ -221,18 +221,18 @@ def _answer_all(sock: socket.socket) -> None:
     with sock, sock.makefile("r") as lines:
         for line in lines:
             question = json.loads(line)
-            found: dict[str, Any] = {}
+            reply: dict[str, Any] = {}
             match question["do"]:
                 case "census":
                     sys.path[:] = question["path"]
                     if question["warm_up"]:
                         named(question["warm_up"])()
-                    found = _census()
+                    reply = _census()
                 case "serve":
                     setting = question["setting"]
                     make_transport(setting["where"], setting["arguments"])  # its imports are no leak
                     owner = OwnerHere(**{**setting, "key": bytes.fromhex(setting["key"])})
-                    found = {"offer": msgspec.to_builtins(owner.offer)}
+                    reply = {"offer": msgspec.to_builtins(owner.offer)}
                 case "read":
                     lent.append(_begin_reading(question))
                 case "place" if owner is not None:
@@ -240,5 +240,5 @@ def _answer_all(sock: socket.socket) -> None:
                 case "close" if owner is not None:
                     owner.close()
                     owner = None
-                    found = _census()
-            sock.sendall(json.dumps(found).encode() + b"\n")
+                    reply = _census()
+            sock.sendall(json.dumps(reply).encode() + b"\n")

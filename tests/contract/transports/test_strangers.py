@@ -184,7 +184,7 @@ def tables(count: int) -> CopyTable:
 
 def test_all_readers_together_have_room_for_so_many_tables(owner: ListeningPublisher) -> None:
     """One with the key could open a thousand connections, and have each remembered with a table of hundreds of megabytes."""
-    room = owner._room  # type: ignore[attr-defined]
+    room = owner._budget  # type: ignore[attr-defined]
     room.nbytes = 3 << 20  # 256 MiB otherwise
     with contextlib.ExitStack() as held:
         sources = [Tcp().open(owner.offer, KEY, Deadline(10)) for _ in range(3)]

@@ -281,23 +281,23 @@ def test_doctor_asks_the_coordinator_and_tries_the_token(server: BackgroundServe
     where = ("--coordinator", server.url)
     seen = checks(*where)["coordinator"]
     assert seen["status"] == "ok"
-    assert "run run" in seen["found"]
-    assert "token is accepted" in seen["found"]
+    assert "run run" in seen["value"]
+    assert "token is accepted" in seen["value"]
     seen = checks(*where, "--token-file", str(tmp_path / "wrong"))["coordinator"]
     assert seen["status"] == "limited"
-    assert "rejects the token" in seen["found"]
+    assert "rejects the token" in seen["value"]
     seen = checks("--coordinator", "http://127.0.0.1:1")["coordinator"]
     assert seen["status"] == "missing"
     assert "weightsync serve" in seen["cost"]
 
 
 def test_doctor_says_on_which_address_a_trainer_would_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert checks("-c", "http://127.0.0.1:1")["data interface"]["found"].startswith("127.0.0.1, ")
+    assert checks("-c", "http://127.0.0.1:1")["data interface"]["value"].startswith("127.0.0.1, ")
     monkeypatch.setattr("weightsync.cli.doctor_network.reachable_address", lambda host, port: f"{host}:{port}")
     monkeypatch.setattr("weightsync.cli.doctor._NETWORK", {"data interface": look_at_data_interface})
-    assert checks("-c", "http://head:1")["data interface"]["found"].startswith("head:1, which has the route to head")
+    assert checks("-c", "http://head:1")["data interface"]["value"].startswith("head:1, which has the route to head")
     monkeypatch.setenv("WEIGHTSYNC_DATA_HOST", "lo")
-    assert checks("-c", "http://head:1")["data interface"]["found"] == "127.0.0.1 (WEIGHTSYNC_DATA_HOST=lo)"
+    assert checks("-c", "http://head:1")["data interface"]["value"] == "127.0.0.1 (WEIGHTSYNC_DATA_HOST=lo)"
 
 
 @pytest.mark.parametrize(("release", "status"), [("0.32.1", "ok"), ("0.99.0", "limited"), (None, "missing")])
@@ -312,7 +312,7 @@ def test_doctor_names_the_releases_of_vllm_that_are_supported(
     monkeypatch.setattr("weightsync.cli.doctor.version", version)
     seen = checks("-c", "http://127.0.0.1:1")["vllm"]
     assert seen["status"] == status
-    assert "0.25, 0.32" in seen["found"] + seen["cost"]
+    assert "0.25, 0.32" in seen["value"] + seen["cost"]
 
 
 def test_doctor_has_room_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,8 @@
-"""The transports between GPUs pass the contract, faults included. Publishers are on the first GPU, readers on the last."""
+"""The transports between GPUs under the contract, faults included. Publishers are on the first GPU, readers on the last.
+
+Open: NCCL's classes fail the census on H200s (torch 2.11, 2026-11-22). A communicator of two ranks that was aborted leaves one to
+three descriptors in either process, and after a passed deadline the region is still mapped when the publisher is closed.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from weightsync.deadline import Deadline
 from weightsync.testing.transport_contract import TransportContract, nothing_left
+from weightsync.transports.broadcast.process_groups import StoreRendezvous, init_custom_process_group
 
 __all__ = ["nothing_left"]
 
@@ -16,11 +22,24 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default::DeprecationW
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes each GPU once: needs two")
 
 START_CUDA = "tests.gpu.test_transport_contract:start_cuda"
+START_NCCL = "tests.gpu.test_transport_contract:start_nccl"
 
 
 def start_cuda() -> None:
     """The driver and its libraries keep threads and descriptors for the life of the process."""
     torch.zeros(1, device="cuda").add_(1).cpu()
+
+
+def start_nccl() -> None:
+    """NCCL, too, keeps threads and descriptors of its first communicator for the life of the process."""
+    start_cuda()
+    device = torch.device("cuda", torch.cuda.current_device())
+    deadline = Deadline(60.0)
+    rendezvous = StoreRendezvous("127.0.0.1", 1, deadline)
+    group = init_custom_process_group("nccl", 0, 1, "warm-up", deadline, rendezvous=rendezvous, device=device, priority=True)
+    group.broadcast([torch.zeros(1, device=device)], deadline)
+    group.close()
+    rendezvous.close()
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +59,7 @@ class TestCudaIpc(TransportContract):
 class TestNccl(TransportContract):
     where = "weightsync.transports.broadcast.nccl:Nccl"
     arguments: ClassVar[dict[str, Any]] = {"buffer_bytes": 2 << 20, "gather_seconds": 0.2}
-    warm_up = START_CUDA
+    warm_up = START_NCCL
     source = "cuda"
     groups = 50  # each is a launch
 
@@ -49,6 +68,6 @@ class TestNccl(TransportContract):
 class TestNcclFromHostMemory(TransportContract):
     where = "weightsync.transports.broadcast.nccl:Nccl"
     arguments: ClassVar[dict[str, Any]] = {"buffer_bytes": 2 << 20, "gather_seconds": 0.2}
-    warm_up = START_CUDA
+    warm_up = START_NCCL
     source = "host"
     groups = 50

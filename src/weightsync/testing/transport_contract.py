@@ -91,7 +91,8 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
         named(warm_up)()
     before = _left()
     yield
-    assert _left() == before
+    after = _left()
+    assert after == before, {what: (before[what], after[what]) for what in after if after[what] != before[what]}
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -15,6 +15,7 @@ from tests.simulation.weights import MANIFEST, MISFIT, Memory, Sharing
 from weightsync.config import Address, ClientSettings, Secret, Timeouts
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.agent import Engine
+from weightsync.engine.fill.filler import Filler
 from weightsync.engine.rounds import EngineRole
 from weightsync.errors import Aborted, DeadlineExceeded, LoadError, WeightSyncError
 from weightsync.forks import Origin
@@ -255,11 +256,14 @@ class EngineProcess(Agent):
 
     def crash(self) -> None:
         """See :meth:`Process.crash`. What the operating system would free is freed."""
+        filler = self.role._filler
         super().crash()
-        self.world.loop.call_later(0.0, self._free)
+        self.world.loop.call_later(0.0, self._free, filler)
 
-    def _free(self) -> None:
+    def _free(self, filler: Filler | None) -> None:
         self.role._drop_filler()
+        if filler is not None:
+            filler._owned.close()  # which a filler puts off while its receiver thread runs; that thread died without an end
 
 
 class _Placer:

@@ -7,6 +7,7 @@ import io
 import logging
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import threading
@@ -18,10 +19,12 @@ import httpx
 import pytest
 from tests.integration.service_support import Agent, RawAgent, engine_hello, fast, joined, trainer_hello
 
-from weightsync.config import ClientSettings, Limits, ServerSettings
+from weightsync.config import ClientSettings, Limits, Secret, ServerSettings
 from weightsync.coordinator.coordinator import Coordinator
 from weightsync.errors import Aborted
-from weightsync.protocol.messages import Publish, Published, RoundResult, Welcome, encode
+from weightsync.protocol.calls import Calls
+from weightsync.protocol.messages import Frame, Progress, Publish, Published, RoundResult, Welcome, encode
+from weightsync.server import app, http_connection
 from weightsync.server.client import Client
 from weightsync.server.connections import Connections
 from weightsync.server.server import BackgroundServer
@@ -29,6 +32,10 @@ from weightsync.server.server import BackgroundServer
 pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
 
 LIMITS = Limits(unauthenticated=8, connections=40, requests=3, hello_seconds=1.0)
+UPGRADE = (
+    b"GET /v1/agents HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
 REQUEST = b"GET /v1/status HTTP/1.1\r\nHost: x\r\n"
 
 
@@ -154,23 +161,89 @@ def test_requests_under_way_are_counted(server: BackgroundServer, monkeypatch: p
         assert http.get("/v1/status").status_code == 200
 
 
-def test_garbage_leaves_nothing_in_the_log(server: BackgroundServer) -> None:
+def test_requests_that_do_not_get_on_make_room(server: BackgroundServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the token, as many bodies that do not come, or answers that nobody takes, as there may be requests at one time."""
+    monkeypatch.setattr(http_connection, "_BODY_SECONDS", 0.5)
+    monkeypatch.setattr(http_connection, "_STALLED_SECONDS", 0.5)
+    monkeypatch.setattr(app, "document", lambda *_: "x" * (16 << 20))  # more than the kernel's buffers hold
+    known = f"Host: x\r\nAuthorization: Bearer {server.token}\r\n".encode()
+    body = b"POST /v1/rounds HTTP/1.1\r\n" + known + b"Content-Length: 9\r\n\r\n{"
+    answer = b"GET /v1/openapi.json HTTP/1.1\r\n" + known + b"\r\n"
+
+    def status() -> int:
+        with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {server.token}"}, trust_env=False) as http:
+            return http.get("/v1/status").status_code
+
+    for hold in (body, answer):
+        with contextlib.ExitStack() as held:
+            for _ in range(LIMITS.requests):
+                held.enter_context(connect(server)).sendall(hold)
+            assert until(lambda: status() == 503)
+            assert until(lambda: status() == 200)
+
+
+@contextlib.contextmanager
+def quiet_log() -> Iterator[None]:
+    """Nothing is written to the log."""
     written = io.StringIO()
     handler = logging.StreamHandler(written)
     logging.getLogger().addHandler(handler)
     try:
-        for garbage in (
-            b"\0" * 50,
-            b"GET / HTTP/9.9\r\n\r\n",
-            b"\x16\x03\x01\x02\x00",
-            b"GET /v1/agents HTTP/1.1\r\nUpgrade: websocket\r\n\r\n",
-        ):
-            with connect(server) as sock:
-                sock.sendall(garbage)
-                is_open(sock, 0.2)
+        yield
     finally:
         logging.getLogger().removeHandler(handler)
     assert not written.getvalue()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\0" * 50,
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"\x16\x03\x01\x02\x00",
+        b"GET /v1/agents HTTP/1.1\r\nUpgrade: websocket\r\n\r\n",
+        *(UPGRADE + early for early in (b"\x89\x80abcd", b"\x88\x80abcd", b"\xff\xff\xff\xff", b"\x81\x84abcd\xff\xff\xff\xff")),
+    ],
+)
+def test_garbage_leaves_nothing_in_the_log(server: BackgroundServer, garbage: bytes) -> None:
+    with quiet_log(), connect(server) as sock:
+        sock.sendall(garbage)
+        is_open(sock, 0.2)
+        if garbage.startswith(UPGRADE):
+            assert sock.recv(64).startswith(b"HTTP/1.1 401")
+
+
+def test_connections_that_are_reset_leave_nothing_in_the_log(server: BackgroundServer) -> None:
+    with quiet_log():
+        for _ in range(5):
+            with connect(server) as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        with Client(ClientSettings(coordinator=server.address)) as known:
+            assert known.status().run == "run"
+
+
+def test_two_connections_from_one_port_are_two(runtime: None) -> None:
+    """A peer's port may be connected to each address of this machine. Mixed up, they were counted for ever: a lasting lock-out."""
+    limits = Limits(unauthenticated=2, hello_seconds=1.0)
+    with BackgroundServer(ServerSettings(port=0, host="0.0.0.0", token=Secret("t" * 32), limits=limits)) as server:
+
+        def twice() -> None:
+            with socket.socket() as one, socket.socket() as other:
+                for sock, where in ((one, "127.0.0.1"), (other, "127.0.0.2")):
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    sock.bind(("127.0.0.1", 0) if sock is one else one.getsockname())
+                    sock.connect((where, server.address.port))
+                is_open(other, 0.1)
+
+        for _ in range(2):
+            twice()
+        with contextlib.ExitStack() as held:
+            opened = [
+                held.enter_context(socket.create_connection(("127.0.0.1", server.address.port), timeout=5))
+                for _ in range(limits.unauthenticated)
+            ]
+            assert is_open(opened[-1], 0.2)
+            assert all(map(is_open, opened))
 
 
 FLOOD = """
@@ -301,3 +374,25 @@ def test_frames_that_are_no_message_are_few(runtime: None, first: bytes, chunk: 
             with Client(settings) as client:
                 assert [replica.name for replica in client.status().replicas if not replica.missing] == ["honest"]
             assert honest.link.connected
+
+
+def test_messages_come_at_a_bounded_rate(runtime: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the token, one connection took most of a core with reports of its progress."""
+    count = 0
+
+    def counted(self: Calls, frame: Frame) -> None:
+        nonlocal count
+        count += isinstance(frame, Progress)
+        feed(self, frame)
+
+    feed = Calls.feed
+    monkeypatch.setattr(Calls, "feed", counted)
+    with (
+        BackgroundServer(ServerSettings(port=0, run="run", heartbeat=2.0)) as server,
+        RawAgent(server.address, server.token) as agent,
+    ):
+        agent.say(encode(engine_hello("hog", session="hog-session")))
+        assert isinstance(agent.frame(), Welcome)
+        started = time.monotonic()
+        pump(agent, frame(2, encode(Progress(1))) * 2000, seconds=1.0)
+        assert 256 < count < 512 + 600 * (time.monotonic() - started)

@@ -1,6 +1,6 @@
-"""Accepting connections at a bounded rate, with few in the middle of TLS, so that a flood waits in the kernel's queue.
+"""Accepts connections at a bounded rate, with few TLS handshakes at a time, so that a flood waits in the kernel's queue.
 
-A connection that authenticates gives back the turn that it took: a thousand agents that return at once are not slowed.
+A connection that authenticates gives back its permit: a thousand agents that return at once are not slowed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RETRY_SECONDS = 0.2
 
 
 class AcceptLimiter:
-    """Accepts on ``listener`` from :meth:`open` to :meth:`aclose`, and serves each connection with what ``make`` returns.
+    """Accepts on ``listener`` from :meth:`open` to :meth:`aclose`, and serves each connection by what ``make`` returns.
 
     Over TLS with ``context``. Used on the event loop only.
     """
@@ -52,9 +52,9 @@ class AcceptLimiter:
         self._loop.add_reader(self._listener.fileno(), self._ready)
 
     async def aclose(self, timeout: float) -> None:
-        """Accept no more, drop unfinished handshakes, and let requests under way end; after ``timeout`` seconds cancel them.
+        """Accept no more, drop unfinished handshakes, and wait for running requests; cancel them after ``timeout`` seconds.
 
-        The listener stays the caller's.
+        The caller closes the listener.
         """
         self._loop.remove_reader(self._listener.fileno())
         if self._later is not None:
@@ -97,8 +97,9 @@ class AcceptLimiter:
         if len(self._handshakes) >= self._limits.unauthenticated:
             most, _ = Counter(host for host, _ in self._handshakes.values()).most_common(1)[0]
             self._drop(next(task for task, (host, _) in self._handshakes.items() if host == most))
-        task = asyncio.ensure_future(self._connect(sock))
-        self._handshakes[task] = str(peer[0]), sock
+        host = str(peer[0])
+        task = asyncio.ensure_future(self._connect(sock, host))
+        self._handshakes[task] = host, sock
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -107,7 +108,7 @@ class AcceptLimiter:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a connection ended by an unexpected error", exc_info=error)
 
-    async def _connect(self, sock: socket.socket) -> None:
+    async def _connect(self, sock: socket.socket, host: str) -> None:
         """Do the TLS handshake, if there is one, and serve the connection to its end."""
         reader = StreamReader()
         protocol = StreamReaderProtocol(reader)
@@ -124,9 +125,7 @@ class AcceptLimiter:
         self._handshakes.pop(task, None)
         writer = StreamWriter(transport, protocol, reader, self._loop)
         connection = self._serving[task] = self._make(reader, writer)
-        peer = transport.get_extra_info("peername")
-        peer = (str(peer[0]), int(peer[1]))
-        self._connections.opened(transport, peer)
+        self._connections.opened(transport, host)
         try:
             await connection.serve()
             writer.close()
@@ -136,7 +135,7 @@ class AcceptLimiter:
             pass
         finally:
             transport.abort()
-            self._connections.closed(transport, peer)
+            self._connections.closed(transport)
 
     def _drop(self, task: asyncio.Task[None]) -> None:
         _, sock = self._handshakes.pop(task)

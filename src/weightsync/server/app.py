@@ -1,4 +1,4 @@
-"""The coordinator's HTTP face: status, rounds, events, metrics, a page for people; and the door of the agents' socket."""
+"""The coordinator's HTTP routes: status, rounds, events, metrics, the status page, and the agents' WebSocket."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from weightsync.protocol.tokens import matches
 from weightsync.server import metrics, page
 from weightsync.server.agents import AgentSockets
 from weightsync.server.connections import Connections
+from weightsync.server.http_connection import TRANSPORT
 from weightsync.server.mounts import Mount
 from weightsync.server.openapi import Operation, Revocation, RoundRequest, decode_revocation, decode_round, document
 from weightsync.server.problems import problem, problem_of
@@ -203,7 +204,7 @@ class Service:
 
 
 class _Admission:
-    """Lets nobody past without the token or a proof of it, but to the public paths; also on routes that do not exist."""
+    """Refuses requests without the token or a proof of it, except for public paths; also for routes that do not exist."""
 
     def __init__(self, app: ASGIApp, token: Secret, challenger: Challenger, connections: Connections) -> None:
         self._app, self._token, self._challenger, self._connections = app, token, challenger, connections
@@ -216,12 +217,12 @@ class _Admission:
         public = scope["type"] == "http" and scope["path"] in _PUBLIC
         answer = self._admits(given[0].decode("latin-1"), scope) if len(given) == 1 else None
         if answer is not None:
-            self._connections.proved(scope.get("client"))
+            self._connections.proved(scope.get(TRANSPORT))
             await self._app(scope, receive, _with(send, ANSWER_HEADER, answer) if answer else send)
             return
         if public:
             # Whoever asks for a challenge proves the token on the same connection next.
-            stays = scope["path"] == CHALLENGE_PATH and self._connections.may_stay(scope.get("client"))
+            stays = scope["path"] == CHALLENGE_PATH and self._connections.may_stay(scope.get(TRANSPORT))
             await self._app(scope, receive, send if stays else _last(send))
             return
         why = "this needs the token"
@@ -232,7 +233,7 @@ class _Admission:
         await problem(HTTPStatus.UNAUTHORIZED, "AuthenticationError", message)(scope, receive, _last(send))
 
     def _admits(self, header: str, scope: Scope) -> str | None:
-        """What the answer must prove: nothing to who sent the token itself. ``None``: whoever this is stays outside."""
+        """Return the proof to put into the answer, empty for a peer that sent the token itself; ``None`` refuses the request."""
         if matches(header, self._token):
             return ""
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
@@ -251,7 +252,7 @@ def _with(send: Send, name: str, value: str) -> Send:
 
 
 def _last(send: Send) -> Send:
-    """The answer ends the connection: a stranger who wants more must come in by the door again, where they are counted."""
+    """Close the connection after the answer: a peer without the token must connect again, which is rate-limited."""
     return _with(send, "Connection", "close")
 
 

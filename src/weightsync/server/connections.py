@@ -1,49 +1,48 @@
 """The number, the age and the arrival rate of connections that have not authenticated, all bounded.
 
-A connection without the token costs as little as possible: it has a few seconds, there are only so many like it, and where there
-are too many, the host that opened most loses its oldest one first. So a flood from one address mostly pushes out itself.
+A connection without the token costs as little as possible: it has a few seconds, and there is only a bounded number of them. When
+there are too many, the host with most of them loses its oldest. A flood from one address therefore mostly pushes out itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from asyncio import TimerHandle
+from asyncio import TimerHandle, WriteTransport
+from collections import Counter
 
 from weightsync.config import Limits
 
 __all__ = ["Connections"]
 
-_Peer = tuple[str, int]
-
 
 class Connections:
-    """All connections of one coordinator, by the address of the peer. Used on the coordinator's event loop only.
+    """All connections of one coordinator, by their transports. Used on the coordinator's event loop only.
 
-    Where each costs a TLS handshake (``encrypted``), half as many are taken in.
+    An address does not identify a connection: on a machine with two addresses, one port of a peer can have a connection to each.
+    Where each connection costs a TLS handshake (``encrypted``), half as many are accepted.
     """
 
     def __init__(self, limits: Limits, encrypted: bool = False) -> None:
         self._limits, self._cost = limits, 2.0 if encrypted else 1.0
         self._most = max(float(limits.unauthenticated), self._cost)
-        self._transports: dict[_Peer, asyncio.WriteTransport] = {}
-        self._unauthenticated: dict[str, dict[_Peer, TimerHandle]] = {}
-        self._challenged: set[_Peer] = set()
-        self._unproved = 0
+        self._all: set[WriteTransport] = set()
+        self._unauthenticated: dict[WriteTransport, tuple[str, TimerHandle]] = {}  # in order of arrival
+        self._challenged: set[WriteTransport] = set()
         self._permits, self._since = self._most, time.monotonic()
         self.refused = 0
-        """Connections that were cut because there were too many strangers, or because they took too long."""
+        """Connections that were closed because there were too many without the token, or because they took too long."""
 
     def __len__(self) -> int:
-        return len(self._transports)
+        return len(self._all)
 
     @property
     def unauthenticated(self) -> int:
         """Connections that have not shown the token."""
-        return self._unproved
+        return len(self._unauthenticated)
 
     def acquire(self) -> float:
-        """Take the turn of one more connection, or say in how many seconds there will be one."""
+        """Take a permit for one more connection, or return in how many seconds there will be one."""
         now = time.monotonic()
         self._permits = min(self._most, self._permits + (now - self._since) * self._limits.arrivals)
         self._since = now
@@ -52,63 +51,52 @@ class Connections:
         self._permits -= self._cost
         return 0.0
 
-    def opened(self, transport: asyncio.WriteTransport, peer: _Peer) -> None:
-        """Count a new connection; it is cut off if it has not authenticated in time."""
-        while self._unproved >= self._limits.unauthenticated or (self._unproved and len(self) >= self._limits.connections):
+    def opened(self, transport: WriteTransport, host: str) -> None:
+        """Count a new connection from ``host``. It is closed if it does not authenticate in time."""
+        while self._unauthenticated and (
+            len(self._unauthenticated) >= self._limits.unauthenticated or len(self) >= self._limits.connections
+        ):
             self._cut(self._dispensable())
         if len(self) >= self._limits.connections:
             self.refused += 1
             transport.abort()
             return
-        self._transports[peer] = transport
-        timer = asyncio.get_running_loop().call_later(self._limits.hello_seconds, self._cut, peer)
-        self._unauthenticated.setdefault(peer[0], {})[peer] = timer
-        self._unproved += 1
+        timer = asyncio.get_running_loop().call_later(self._limits.hello_seconds, self._cut, transport)
+        self._all.add(transport)
+        self._unauthenticated[transport] = host, timer
 
-    def proved(self, peer: _Peer | None) -> None:
-        """The connection of ``peer`` has shown the token."""
-        if peer is not None and self._forget_unauthenticated((peer[0], peer[1])):
+    def proved(self, transport: WriteTransport | None) -> None:
+        """Take note that a connection has shown the token, and give back its permit."""
+        if transport is not None and self._authenticated(transport):
             self._permits += self._cost
 
-    def may_stay(self, peer: _Peer | None) -> bool:
-        """Whether this connection stays open after a challenge: of somebody known always, of a stranger once."""
-        if peer is None:
-            return False
-        peer = peer[0], peer[1]
-        if peer not in self._unauthenticated.get(peer[0], {}):
-            return peer in self._transports
-        first = peer not in self._challenged
-        self._challenged.add(peer)
+    def may_stay(self, transport: WriteTransport | None) -> bool:
+        """Whether a connection stays open after a challenge: always if it has authenticated, else once."""
+        if transport not in self._unauthenticated:
+            return transport in self._all
+        first = transport not in self._challenged
+        self._challenged.add(transport)
         return first
 
-    def closed(self, transport: asyncio.WriteTransport, peer: _Peer) -> None:
-        """Forget a connection that has ended, if it was not cut off before."""
-        if self._transports.get(peer) is transport:
-            self._forget(peer)
+    def closed(self, transport: WriteTransport) -> None:
+        """Forget a connection that has ended. Safe twice."""
+        self._all.discard(transport)
+        self._authenticated(transport)
 
-    def _forget(self, peer: _Peer) -> None:
-        self._transports.pop(peer, None)
-        self._forget_unauthenticated(peer)
+    def _authenticated(self, transport: WriteTransport) -> bool:
+        """Stop counting it among those without the token. Returns whether it was one."""
+        self._challenged.discard(transport)
+        entry = self._unauthenticated.pop(transport, None)
+        if entry is not None:
+            entry[1].cancel()
+        return entry is not None
 
-    def _forget_unauthenticated(self, peer: _Peer) -> bool:
-        host = self._unauthenticated.get(peer[0], {})
-        timer = host.pop(peer, None)
-        self._challenged.discard(peer)
-        if timer is not None:
-            timer.cancel()
-            self._unproved -= 1
-        if not host:
-            self._unauthenticated.pop(peer[0], None)
-        return timer is not None
+    def _dispensable(self) -> WriteTransport:
+        """The oldest connection without the token of the host that has most of them."""
+        most, _ = Counter(host for host, _ in self._unauthenticated.values()).most_common(1)[0]
+        return next(transport for transport, (host, _) in self._unauthenticated.items() if host == most)
 
-    def _dispensable(self) -> _Peer:
-        """The oldest stranger of the host that has most of them."""
-        most: dict[_Peer, TimerHandle] = max(self._unauthenticated.values(), key=len)
-        return next(iter(most))
-
-    def _cut(self, peer: _Peer) -> None:
+    def _cut(self, transport: WriteTransport) -> None:
         self.refused += 1
-        transport = self._transports.get(peer)
-        self._forget(peer)
-        if transport is not None:
-            transport.abort()
+        self.closed(transport)
+        transport.abort()

@@ -17,19 +17,25 @@ from starlette.types import ASGIApp, Message, Scope
 from weightsync.config import ServerSettings
 from weightsync.server.websocket_connection import WebSocketConnection
 
-__all__ = ["HttpConnection"]
+__all__ = ["TRANSPORT", "HttpConnection"]
 
 _log = logging.getLogger(__name__)
+
+TRANSPORT = "weightsync.transport"
+"""The key of a request's scope under which its connection's transport is."""
 
 _HEADER_BYTES = 16 << 10  # of a request, before it is known who makes it
 _CHUNK = 64 << 10
 _KEEP_ALIVE_SECONDS = 5.0  # from an answer to the end of the next request's head
+_STALLED_SECONDS = 30.0  # in which a peer takes 64 KiB of an answer
+_BODY_SECONDS, _BODY_BYTES_PER_SECOND = 30.0, 64 << 10  # a body takes at most so long, and a second more for so many bytes
 
 
 class HttpConnection:
     """The requests of one connection, one at a time, until one of them upgrades it to a WebSocket.
 
-    A peer that sends no HTTP gets an answer of 400 and leaves nothing in the log. The time until the first request is not bounded
+    A peer that sends no HTTP gets an answer of 400 and leaves nothing in the log. A peer that sends a body or takes an answer too
+    slowly is cut off: it would hold one of the requests that may be in progress. The time until the first request is not bounded
     here: :class:`~weightsync.server.connections.Connections` closes connections that do not authenticate in time.
     """
 
@@ -41,6 +47,7 @@ class HttpConnection:
         self._complete = asyncio.Event()
         self._complete.set()
         self._closing = False
+        self._body_until = 0.0
 
     def close(self) -> None:
         """Close when the request under way is answered, at once if there is none."""
@@ -55,8 +62,9 @@ class HttpConnection:
             while isinstance(request, h11.Request):
                 scope = self._scope(request)
                 if _upgrades(request):
-                    websocket = WebSocketConnection(self._app, self._settings, self._reader, self._writer)
-                    await websocket.serve({**scope, "type": "websocket"}, _head(request) + self._http.trailing_data[0])
+                    early = self._http.trailing_data[0]
+                    websocket = WebSocketConnection(self._app, self._settings, self._reader, self._writer, early)
+                    await websocket.serve({**scope, "type": "websocket"}, _head(request))
                     return
                 if not await self._answer(scope):
                     return
@@ -71,12 +79,13 @@ class HttpConnection:
     async def _answer(self, scope: Scope) -> bool:
         """Run the application on one request. Returns whether the connection can take another one."""
         self._head_only, self._started = scope["method"] == "HEAD", False
+        self._body_until = asyncio.get_running_loop().time() + _BODY_SECONDS
         self._complete.clear()
         try:
             await self._app(scope, self._receive, self._send)
         except Exception as error:  # noqa: BLE001 - the application has answered with a problem, or does not matter any more
             if not self._gone:
-                _log.error("%s %s failed unexpectedly", scope["method"], scope["path"], exc_info=error)
+                _log.error("%s %r failed unexpectedly", scope["method"], scope["path"], exc_info=error)
         finally:
             if self._started and not self._complete.is_set():
                 self._gone = True
@@ -136,17 +145,20 @@ class HttpConnection:
             "headers": list(request.headers),
             "client": _address(transport.get_extra_info("peername")),
             "server": _address(transport.get_extra_info("sockname")),
+            TRANSPORT: transport,
         }
 
     async def _receive(self) -> Message:
         """Return the next part of the request's body; after its end wait until the peer is gone or the answer is complete."""
         if self._http.their_state is h11.SEND_BODY and not self._complete.is_set():
             try:
-                event = await self._next_event()
-            except h11.RemoteProtocolError:
+                async with asyncio.timeout_at(self._body_until):
+                    event = await self._next_event()
+            except (h11.RemoteProtocolError, TimeoutError):
                 self._gone = True
                 return {"type": "http.disconnect"}
             if isinstance(event, h11.Data):
+                self._body_until += len(event.data) / _BODY_BYTES_PER_SECOND
                 return {"type": "http.request", "body": bytes(event.data), "more_body": True}
             return {"type": "http.request", "body": b"", "more_body": False}
         if not self._complete.is_set() and not self._http.trailing_data[0]:
@@ -168,14 +180,25 @@ class HttpConnection:
                 headers.append((b"connection", b"close"))
             self._write(h11.Response(status_code=message["status"], headers=headers))
             return
-        self._write(h11.Data(data=b"" if self._head_only else message.get("body", b"")))
+        body = b"" if self._head_only else message.get("body", b"")
+        for start in range(0, len(body), _CHUNK):
+            self._write(h11.Data(data=body[start : start + _CHUNK]))
+            if not await self._drained():
+                return
         if not message.get("more_body", False):
             self._write(h11.EndOfMessage())
             self._complete.set()
+            await self._drained()
+
+    async def _drained(self) -> bool:
+        """Wait while the peer does not take what was written. Returns False for a peer that is gone or takes too long."""
         try:
-            await self._writer.drain()
-        except OSError:
+            async with asyncio.timeout(_STALLED_SECONDS):
+                await self._writer.drain()
+        except (OSError, TimeoutError):
             self._gone = True
+            self._writer.transport.abort()
+        return not self._gone
 
 
 def _address(where: Any) -> tuple[str, int] | None:  # noqa: ANN401 - what the socket's family calls an address

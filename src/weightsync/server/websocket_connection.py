@@ -31,8 +31,25 @@ _wire_log.setLevel(logging.ERROR)
 _CHUNK = 256 << 10
 _FRAMES = 4096.0  # frames that are no whole message (fragments, pings, pongs) that one peer may send at once
 _FRAMES_PER_SECOND = 100.0  # and in the long run; an agent sends a few a minute, and never a fragment
+_MESSAGES = 256.0  # whole messages that one peer may send at once
+_MESSAGES_PER_SECOND = 500.0  # and in the long run; beyond that they wait, and with them the peer
 _ABNORMAL = 1006
 _INTERNAL_ERROR = 1011
+
+
+class _Allowance:
+    """What a peer may send: ``burst`` at once, ``rate`` a second in the long run."""
+
+    def __init__(self, burst: float, rate: float) -> None:
+        self._burst, self._rate = burst, rate
+        self._left, self._since = burst, time.monotonic()
+
+    def take(self) -> float:
+        """Take one. Returns by how many seconds it comes too early."""
+        now = time.monotonic()
+        self._left = min(self._burst, self._left + (now - self._since) * self._rate) - 1
+        self._since = now
+        return max(0.0, -self._left / self._rate)
 
 
 class WebSocketConnection:
@@ -40,11 +57,16 @@ class WebSocketConnection:
 
     The application's own ``receive`` reads from the connection, so a peer whose messages nobody takes is not read from. Answers to
     pings are written before anything more is read, so neither is a peer that does not read. A peer that misses a pong is cut off.
+
+    Frames that came with the upgrade request (``early``) are parsed after it was accepted. The library would answer them ahead of
+    the response, or end the connection that the response must go over.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, reader: StreamReader, writer: StreamWriter) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: ServerSettings, reader: StreamReader, writer: StreamWriter, early: bytes = b""
+    ) -> None:
         self._app, self._settings = app, settings
-        self._reader, self._writer = reader, writer
+        self._reader, self._writer, self._early = reader, writer, early
         self._protocol = ServerProtocol(max_size=settings.limits.frame_bytes, logger=_wire_log)
         self._events: deque[Any] = deque()
         self._parts: list[bytes] = []
@@ -52,7 +74,8 @@ class WebSocketConnection:
         self._response: Response | None = None
         self._refusal: Message | None = None
         self._connect_sent = self._ended = False
-        self._frames_left, self._since = _FRAMES, time.monotonic()
+        self._frames = _Allowance(_FRAMES, _FRAMES_PER_SECOND)
+        self._messages = _Allowance(_MESSAGES, _MESSAGES_PER_SECOND)
         self._ping: bytes | None = None
         self._timer: TimerHandle | None = None
 
@@ -128,9 +151,13 @@ class WebSocketConnection:
             while self._events:
                 message = self._message(self._events.popleft())
                 if message is not None:
+                    early = self._messages.take()
+                    if early:  # the agent can have the coordinator do no more than that, whatever its messages are
+                        await asyncio.sleep(early)
                     return message
             try:
-                data = await self._reader.read(_CHUNK)
+                data, self._early = self._early, b""
+                data = data or await self._reader.read(_CHUNK)
                 self._take(data)
                 await self._flush()
             except OSError:
@@ -165,10 +192,7 @@ class WebSocketConnection:
 
     def _may_send_frame(self) -> bool:
         """Count one frame that is no whole message. Returns ``False`` for a peer that sent too many, which is cut off."""
-        now = time.monotonic()
-        self._frames_left = min(_FRAMES, self._frames_left + (now - self._since) * _FRAMES_PER_SECOND) - 1
-        self._since = now
-        if self._frames_left >= 0:
+        if not self._frames.take():
             return True
         self._ended = True
         self._events.clear()

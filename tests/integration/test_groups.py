@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import socket
 import threading
 import time
@@ -41,15 +43,20 @@ def joined(name: str, port: int, seconds: float = SECONDS) -> ProcessGroup:
     return init_custom_process_group("gloo", 1, 2, name, Deadline(seconds), address="127.0.0.1", port=port)
 
 
-@contextmanager
-def pair(name: str) -> Iterator[tuple[ProcessGroup, ProcessGroup]]:
+def pair_of(name: str) -> tuple[StoreRendezvous, ProcessGroup, ProcessGroup]:
     deadline = Deadline(SECONDS)
     rendezvous = StoreRendezvous("127.0.0.1", 2, deadline)
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(joined, name, rendezvous.port)
         mine = init_custom_process_group("gloo", 0, 2, name, deadline, rendezvous=rendezvous)
-        with closing(mine), closing(other.result(SECONDS)) as theirs:
-            yield mine, theirs
+        return rendezvous, mine, other.result(SECONDS)
+
+
+@contextmanager
+def pair(name: str) -> Iterator[tuple[ProcessGroup, ProcessGroup]]:
+    rendezvous, mine, theirs = pair_of(name)
+    with closing(mine), closing(theirs), closing(rendezvous):
+        yield mine, theirs
 
 
 def test_bytes_that_arrive_after_a_group_was_closed_are_an_error() -> None:
@@ -63,6 +70,48 @@ def test_bytes_that_arrive_after_a_group_was_closed_are_an_error() -> None:
         sender.broadcast([torch.ones(4)], Deadline(SECONDS))
         with pytest.raises(PeerLost, match="destroyed in the middle"):
             receiving.result(SECONDS)
+
+
+def descriptors() -> set[str]:
+    return {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry.path)}
+
+
+@pytest.mark.parametrize("end", ["closed", "closed while it runs", "passed its deadline", "closed before it is complete"])
+def test_a_group_that_ended_holds_no_descriptor_whoever_refers_to_it(end: str) -> None:
+    gc.collect()
+    gc.disable()
+    before = descriptors()
+    errors: list[BaseException | None] = []
+    try:
+        if end == "closed before it is complete":
+            rendezvous = StoreRendezvous("127.0.0.1", 2, Deadline(SECONDS))
+            ending = threading.Timer(0.3, rendezvous.close)
+            ending.start()
+            with pytest.raises(PeerLost) as ended:
+                init_custom_process_group("gloo", 0, 2, end, Deadline(SECONDS), rendezvous=rendezvous)
+            ending.join(SECONDS)
+            errors.append(ended.value)
+            groups: list[ProcessGroup] = []
+        else:
+            rendezvous, *groups = pair_of(end)
+        if end == "passed its deadline":
+            with pytest.raises(DeadlineExceeded) as passed:
+                groups[1].broadcast([torch.zeros(4)], Deadline(0.3))
+            errors.append(passed.value)
+        with ThreadPoolExecutor(1) as pool:
+            if end == "closed while it runs":
+                receiving = pool.submit(groups[1].broadcast, [torch.zeros(4)], Deadline(SECONDS))
+                while not groups[1]._lock.locked():
+                    threading.Event().wait(0.001)
+            for group in groups:
+                group.close()
+            rendezvous.close()
+            if end == "closed while it runs":
+                errors.append(receiving.exception(SECONDS))
+                assert isinstance(errors[-1], PeerLost)
+        assert descriptors() <= before
+    finally:
+        gc.enable()
 
 
 def test_a_rendezvous_that_opens_later_is_met() -> None:

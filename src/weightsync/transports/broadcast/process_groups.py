@@ -58,8 +58,8 @@ class StoreRendezvous:
                 multi_tenant=port != 0,
             )
             self.port = int(self._store.port)
-            self.client = _c10d.TCPStore(address, self.port, world_size, timeout=_patience(deadline, "opening a rendezvous"))
-            """How rank 0 itself meets the others: as a client, so that closing the store ends its waits too."""
+            self.client: Any = _c10d.TCPStore(address, self.port, world_size, timeout=_patience(deadline, "opening a rendezvous"))
+            """How rank 0 itself meets the others: as a client, so that closing the store ends its waits too. ``None`` once closed."""
         except RuntimeError as error:
             raise TransportUnavailable(f"cannot listen for a process group at {address}:{port}: {_first_line(error)}") from error
         forks.in_children(self, StoreRendezvous._inherited)
@@ -71,7 +71,7 @@ class StoreRendezvous:
 
     def close(self) -> None:
         """Stop listening. Whoever still waits for the others to arrive, rank 0 included, gets an error at once. Safe twice."""
-        self._store = None
+        self._store = self.client = None
 
 
 class ProcessGroup:
@@ -124,12 +124,12 @@ class ProcessGroup:
                 broadcasts(process_group, what)
                 if self._closed:  # gloo cannot abort: what arrives after a close belongs to nobody
                     raise PeerLost(f"group {self.name!r} was destroyed in the middle of a broadcast")
-            except WeightSyncError:
+            except WeightSyncError as error:
                 self._closed = True
-                raise
+                raise error.with_traceback(None)  # its frames hold the group, and so connections, for as long as the error lives
             except RuntimeError as error:
                 self._closed = True
-                raise self._failure(error, deadline) from error
+                raise self._failure(error, deadline) from error.with_traceback(None)
             finally:
                 del process_group
         finally:
@@ -203,6 +203,8 @@ def init_custom_process_group(
     def meet() -> ProcessGroup:
         if rendezvous is not None:
             store, at = rendezvous.client, f"{rendezvous.address}:{rendezvous.port}"
+            if store is None:
+                raise PeerLost(f"{what} at {at} failed: the rendezvous was closed")
         else:
             at = f"{address}:{port}"
         try:
@@ -217,14 +219,16 @@ def init_custom_process_group(
             else:
                 made = _nccl(inner, rank, world_size, device, priority)
         except (RuntimeError, ValueError) as error:
+            store = inner = None  # with this frame, the error that is raised would keep their connections
             text = _first_line(error)
-            slow = isinstance(error, dist.DistNetworkError) or "time" in text.lower()  # "timed out", "wait timeout after"
+            # "timed out", "wait timeout after"; a store that answered and then went away is no longer received from
+            slow = "time" in text.lower() or (isinstance(error, dist.DistNetworkError) and "recv" not in text)
             kind = DeadlineExceeded if slow else PeerLost
             if rendezvous is None:
                 # Told to others, the reason would say what listens at an address that they gave.
                 _log.warning("%s at %a port %d failed: %s", what, address, port, text)
                 text = "this process's own log says why"
-            raise kind(f"{what} at {at} failed: {text}") from error
+            raise kind(f"{what} at {at} failed: {text}") from error.with_traceback(None)
         return ProcessGroup(name, backend, rank, world_size, made, (store, rendezvous))
 
     # Rank 0 waits at its own store, whose close ends the wait. The others wait for somebody else's.

@@ -273,21 +273,28 @@ class BroadcastPublisher(ListeningPublisher):
     def _send(self, transfer: _Transfer, members: tuple[_Member, ...]) -> None:
         failure: Fail | None = None
         first, held = members[0], self._wire.memory
-        header, frames, sent = first.header, first.frames, 0
+        frames, sent = first.frames, 0
+        header: Header | None = first.header
+        stamp = (0, EMPTY)
+
+        def check() -> None:
+            if header is None:
+                raise PeerLost("this broadcast has ended")
+            header.require_unchanged(stamp)
+
         try:
             if transfer.version == _MEETING:
                 self._epoch(transfer, members).warm_up(first.tiles, frames, self._wire.regions, transfer.deadline)
             else:
                 stamp = header.require(transfer.version)
                 epoch, sent = self._epoch(transfer, members), len(frames)
-                epoch.send(
-                    first.tiles, frames, self._wire.regions, transfer.version,
-                    lambda: header.require_unchanged(stamp), transfer.deadline,
-                )  # fmt: skip
-                header.require_unchanged(stamp)
-        except WeightSyncError as caught:
+                epoch.send(first.tiles, frames, self._wire.regions, transfer.version, check, transfer.deadline)
+                check()
+        except Exception as caught:  # noqa: BLE001 - sent to the readers, which raise it
             why = isinstance(caught, PeerLost) and transfer.failed
-            failure = Fail(*to_wire(PeerLost(why) if why else caught))  # the error itself would keep the shelf's memory mapped
+            failure = Fail(*to_wire(PeerLost(why) if why else caught))  # the error itself would keep the region mapped
+        finally:
+            header = None  # a thread that hangs in a group that was aborted would keep the region mapped
         del held
         with self._lock:
             for member in members:

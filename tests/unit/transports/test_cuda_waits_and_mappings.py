@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.errors import DeadlineExceeded, StaleSource, TransportError
+from weightsync.errors import DeadlineExceeded, PeerLost, StaleSource, TransportError
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.tensors.device_memory import wait_for_devices
 from weightsync.tensors.shards import Shard
@@ -133,6 +133,33 @@ def test_a_handle_that_comes_again_for_another_allocation_is_mapped_anew(driver:
         owner.close()
         shelf.close()
     assert sorted(driver.log[4:]) == ["close 2", "close 3"]
+
+
+def test_memory_whose_mapping_failed_is_not_read_where_it_was(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old mapping is gone by then: a launch that reads it would end the engine's CUDA context."""
+    one, size = np.zeros(1, np.int32), np.full(1, 64, np.int64)
+    tiles = CopyTable(one, np.zeros(1, np.int64), size, np.array([1 << 60]), size, np.ones(1, np.int64), size)
+    shelf = CudaRegion((64,), "d", lambda: (_BASE,), 0)
+    owner = CudaIpcPublisher(shelf, _KEY, this_host())
+    source = CudaIpc(device=0).open(owner.offer, _KEY, Deadline(10))
+    try:
+        source.prepare([tiles], "d", Deadline(10))
+        assert _transfer(shelf, source, 1) == (1 << 50,)
+        driver.ids[_BASE] = 3  # freed, and allocated again at the same address
+        with monkeypatch.context() as broken, pytest.raises(PeerLost):
+            broken.setattr(ipc, "open_handle", _gone)
+            _transfer(shelf, source, 2)
+        source.begin(2, Deadline(10))
+        source.end(Deadline(10))
+        assert source.addresses == (2 << 50,)
+    finally:
+        source.close()
+        owner.close()
+        shelf.close()
+
+
+def _gone(*_: object) -> int:
+    raise PeerLost("the owner's device memory cannot be mapped")
 
 
 class Restless:

@@ -120,7 +120,7 @@ class CudaIpcReader(Reader):
         self._opened: dict[tuple[bytes, int], int] = {}  # by handle and allocation: a handle's bytes may come again for another
         self._facts: Exported
         self.exports = 0
-        """Which of the owner's exports :attr:`addresses` is of."""
+        """The number of the owner's export of which :attr:`addresses` are; another number than the owner's until all is mapped."""
         self.addresses: tuple[int, ...] = ()
         """Where this process sees each of the owner's regions; 0 for those of which nothing is wanted."""
         self._sizes: tuple[int, ...] = ()
@@ -147,7 +147,6 @@ class CudaIpcReader(Reader):
         self._sizes = tuple(size.tolist())
         self._layout_digest = facts.layout_digest
         self._facts = facts
-        self.exports = facts.count
 
     def _open(self, deadline: Deadline) -> None:
         """Map the allocations of which something is wanted, and let go of those that are gone.
@@ -167,6 +166,7 @@ class CudaIpcReader(Reader):
             bases[index] = facts.bases[index] if facts.process == this_process() else self._opened_at(exported[index])
             self._check(deadline, "mapping device memory")
         self.addresses = tuple(np.where(wanted, bases[number] + offset, 0).tolist())
+        self.exports = facts.count
 
     def _opened_at(self, exported: tuple[bytes, int]) -> int:
         if exported not in self._opened:

@@ -11,6 +11,7 @@ from tests.integration.service_support import fast, free_port
 
 from weightsync.config import Address, ClientSettings, Secret, ServerSettings
 from weightsync.errors import AuthenticationError, ConfigurationError, CoordinatorUnreachable, MembershipError
+from weightsync.rollouts import broker
 from weightsync.rollouts.mail import CompletionReceiver, CompletionSender
 from weightsync.rollouts.mailbox import Signal
 from weightsync.server.server import BackgroundServer
@@ -139,3 +140,32 @@ async def test_a_coordinator_by_itself_has_no_mailboxes_and_says_how_to_get_them
 def test_an_unknown_mount_is_refused_before_anything_listens(runtime: None) -> None:
     with pytest.raises(ConfigurationError, match=r"there is no mount 'rollout'.*known are rollouts"):
         BackgroundServer(ServerSettings(port=0, mounts=("rollout",))).start()
+
+
+async def test_bodies_that_are_received_take_a_bounded_memory(
+    settings: ClientSettings, server: BackgroundServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the token: 64 requests of 64 MiB that do not end."""
+    monkeypatch.setattr(broker, "_BODIES_BYTES", 1 << 20)
+    post = (
+        f"POST /v1/rollouts/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\n"
+        "Content-Length: 700000\r\n\r\n"
+    ).encode()
+    writers = []
+    try:
+        answers = []
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection(server.address.host, server.address.port)
+            writers.append(writer)
+            writer.write(post + b"x" * 600_000)
+            await writer.drain()
+            answers.append(asyncio.ensure_future(reader.readline()))
+        done, unanswered = await asyncio.wait(answers, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        assert [answer.result().split()[1] for answer in done] == [b"503"]
+        for answer in unanswered:
+            answer.cancel()
+    finally:
+        for writer in writers:
+            writer.close()
+    async with CompletionSender(settings) as sender:
+        sender.send("room again")

@@ -24,6 +24,7 @@ __all__ = ["Acknowledge", "Answered", "Completed", "Order", "RolloutBroker", "mo
 
 _LASTING = ("/v1/rollouts/completions/events", "/v1/rollouts/orders/events", "/v1/rollouts/orders")
 _BODY_BYTES = 64 << 20
+_BODIES_BYTES = 256 << 20  # of all requests that are being received
 _FOLLOWERS = 16
 _WAITING = 256
 _REMEMBERED = 1024
@@ -126,6 +127,7 @@ class RolloutBroker:
         self._completions, self._orders = Mailbox(), Mailbox()
         self._answers: dict[int, asyncio.Future[Answered]] = {}
         self._streams = 0
+        self._receiving = 0
         self.routes: list[BaseRoute] = [
             Route("/v1/rollouts/completions", self._complete, methods=["POST"]),
             Route("/v1/rollouts/completions/acknowledge", self._acknowledge, methods=["POST"]),
@@ -145,7 +147,7 @@ class RolloutBroker:
             answer.cancel()
 
     async def _complete(self, request: Request) -> Response:
-        done = await _body(request, Completed)
+        done = await self._body(request, Completed)
         try:
             numbers = self._completions.put([Post(completion.id, completion.content) for completion in done.completions])
         except Full as error:
@@ -153,12 +155,12 @@ class RolloutBroker:
         return _json(Numbered(self._completions.epoch, tuple(numbers)))
 
     async def _acknowledge(self, request: Request) -> Response:
-        upto = await _body(request, Acknowledge)
+        upto = await self._body(request, Acknowledge)
         self._completions.acknowledge(upto.epoch, upto.upto)
         return _json(Taken())
 
     async def _order(self, request: Request) -> Response:
-        order = await _body(request, Order)
+        order = await self._body(request, Order)
         if sum(not answer.done() for answer in self._answers.values()) >= _WAITING:
             raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{_WAITING} orders are under way already")
         try:
@@ -180,7 +182,7 @@ class RolloutBroker:
         return _json(Carried(outcome.message))
 
     async def _answer(self, request: Request) -> Response:
-        outcome = await _body(request, Answered)
+        outcome = await self._body(request, Answered)
         number = _number(request)
         answer = self._answers.get(number) if outcome.epoch == self._orders.epoch else None
         if answer is None:
@@ -188,6 +190,23 @@ class RolloutBroker:
         if not answer.done():  # else the same answer twice, since its sender lost ours, or one that is too late
             self._settle(number, answer, outcome)
         return _json(Taken())
+
+    async def _body(self, request: Request, kind: type[T]) -> T:
+        body = bytearray()
+        try:
+            async for chunk in request.stream():
+                body += chunk
+                self._receiving += len(chunk)
+                if len(body) > _BODY_BYTES:
+                    raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"more than {_BODY_BYTES} bytes")
+                if self._receiving > _BODIES_BYTES:
+                    raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, "too many large requests at one time; try again later")
+        finally:
+            self._receiving -= len(body)
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except UNREADABLE as error:
+            raise ConfigurationError(f"not a {kind.__name__}: {error}") from None
 
     def _settle(self, number: int, answer: asyncio.Future[Answered], outcome: Answered) -> None:
         answer.set_result(outcome)
@@ -248,18 +267,6 @@ def _number(request: Request) -> int:
     if not (given.isascii() and given.isdigit() and len(given) < _DIGITS):
         raise MembershipError(f"there is no message {given[:_DIGITS]}")
     return int(given)
-
-
-async def _body(request: Request, kind: type[T]) -> T:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > _BODY_BYTES:
-            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"more than {_BODY_BYTES} bytes")
-    try:
-        return msgspec.json.decode(bytes(body), type=kind)
-    except UNREADABLE as error:
-        raise ConfigurationError(f"not a {kind.__name__}: {error}") from None
 
 
 def _json(value: object) -> Response:

@@ -133,7 +133,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Connections that have not shown the token, at one time. A new one replaces the oldest of the host that has most of them."""
     arrivals: Count = 100
     """Connections accepted per second that then show no token, after an initial burst. More wait in the kernel's queue. Over TLS
-    half as many."""
+    a fifth as many."""
     requests: Count = 64
     """HTTP requests in progress at one time, except readers of events."""
     hello_seconds: Seconds = 10.0

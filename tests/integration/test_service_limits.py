@@ -315,7 +315,7 @@ def test_a_hello_frame_beyond_the_limit_says_so(runtime: None) -> None:
         assert b"x-weightsync-frame-bytes: 100000" in raw.head.lower()
 
 
-@pytest.mark.parametrize(("encrypted", "a_second"), [(False, 100), (True, 50)])
+@pytest.mark.parametrize(("encrypted", "a_second"), [(False, 100), (True, 20)])
 def test_fewer_strangers_are_taken_in_where_each_costs_a_handshake(
     encrypted: bool, a_second: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

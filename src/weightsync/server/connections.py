@@ -15,17 +15,21 @@ from weightsync.config import Limits
 
 __all__ = ["Connections"]
 
+_HANDSHAKE = 5.0  # permits for a connection over TLS: its handshake takes the event loop a millisecond or two
+_HANDSHAKES = 16  # at once; those of agents give their permits back
+
 
 class Connections:
     """All connections of one coordinator, by their transports. Used on the coordinator's event loop only.
 
     An address does not identify a connection: on a machine with two addresses, one port of a peer can have a connection to each.
-    Where each connection costs a TLS handshake (``encrypted``), half as many are accepted.
+    Where each connection costs a TLS handshake (``encrypted``), a fifth as many are accepted, and few at once.
     """
 
     def __init__(self, limits: Limits, encrypted: bool = False) -> None:
-        self._limits, self._cost = limits, 2.0 if encrypted else 1.0
-        self._most = max(float(limits.unauthenticated), self._cost)
+        self._limits, self._cost = limits, _HANDSHAKE if encrypted else 1.0
+        burst = _HANDSHAKES * _HANDSHAKE if encrypted else limits.unauthenticated
+        self._most = max(float(min(limits.unauthenticated, burst)), self._cost)
         self._all: set[WriteTransport] = set()
         self._unauthenticated: dict[WriteTransport, tuple[str, TimerHandle]] = {}  # in order of arrival
         self._challenged: set[WriteTransport] = set()

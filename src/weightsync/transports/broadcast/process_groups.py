@@ -59,7 +59,7 @@ class StoreRendezvous:
             )
             self.port = int(self._store.port)
             self.client: Any = _c10d.TCPStore(address, self.port, world_size, timeout=_patience(deadline, "opening a rendezvous"))
-            """How rank 0 itself meets the others: as a client, so that closing the store ends its waits too. ``None`` once closed."""
+            """How rank 0 itself meets the others: as a client, so that closing the store ends its waits too. ``None`` after it."""
         except RuntimeError as error:
             raise TransportUnavailable(f"cannot listen for a process group at {address}:{port}: {_first_line(error)}") from error
         forks.in_children(self, StoreRendezvous._inherited)
@@ -126,7 +126,8 @@ class ProcessGroup:
                     raise PeerLost(f"group {self.name!r} was destroyed in the middle of a broadcast")
             except WeightSyncError as error:
                 self._closed = True
-                raise error.with_traceback(None)  # its frames hold the group, and so connections, for as long as the error lives
+                error.__traceback__ = None  # whose frames hold the group, and so connections, for as long as the error lives
+                raise
             except RuntimeError as error:
                 self._closed = True
                 raise self._failure(error, deadline) from error.with_traceback(None)

@@ -16,6 +16,7 @@ from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.read_back import ReadBack
 from weightsync.engine.session import EngineSession, Ticket
 from weightsync.errors import (
+    ConfigurationError,
     DeadlineExceeded,
     MembershipError,
     PeerLost,
@@ -76,6 +77,9 @@ class DisaggregatedRank:
         device: torch.device | str = "cpu",
         reset_graphs: Callable[[], None] = lambda: None,
     ) -> None:
+        for loading in (adapter, draft):
+            if loading is not None and not loading.can_load:
+                raise ConfigurationError(f"updates from outside are loaded by load(), and the {loading.name} adapter has none")
         self.rank = rank
         self.session = EngineSession(adapter, f"rank {rank} of updates from outside", draft=draft, draft_prefix=draft_prefix)
         self.manifest: Manifest = self.session.manifest

@@ -190,7 +190,9 @@ class EngineRole:
 
     def _prepare(self, body: Prepare, deadline: Deadline) -> Prepared:
         if body.plan.delivery == "streamed" and not self.adapter.can_load:
-            raise ConfigurationError(f"the {self.adapter.name} adapter has no load(), so nothing can be streamed to this engine rank")
+            raise ConfigurationError(
+                f"the {self.adapter.name} adapter has no load(), so nothing can be streamed to this engine rank"
+            )
         layout, addresses = self._look()
         if body.plan.delivery == "direct" and (layout is None or self.layout is None or layout.digest != self.layout.digest):
             raise PlanMismatch("the engine rebuilt its parameters since it joined: restart this rank's weightsync.Engine")

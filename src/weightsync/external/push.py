@@ -107,7 +107,7 @@ def push(
         def run(client: UpdateClient) -> None:
             target.result.touched = True
             client.pause(mode, step())
-            client.begin(label, None, deadline)
+            client.begin(label, None, step(), deadline)
 
         return run
 

@@ -28,6 +28,7 @@ class Recorded(UpdateClient):
     def __init__(self, refuse: Mapping[str, WeightSyncError] | None = None) -> None:
         super().__init__("http://127.0.0.1:1")
         self.calls: list[str] = []
+        self.limits: tuple[float, float | None] = (0.0, None)
         self._refuse = refuse or {}
 
     def _init(self, wish: object) -> HttpCall:
@@ -53,7 +54,8 @@ class Recorded(UpdateClient):
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
         self._note("pause")
 
-    def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline) -> None:
+    def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline, whole: Deadline | None = None) -> None:
+        self.limits = deadline.seconds, None if whole is None else whole.seconds
         self._note("begin")
 
     def update(self, bucket: Bucket, last: bool, deadline: Deadline) -> None:
@@ -87,6 +89,12 @@ def test_the_order_of_a_push(directory: Path) -> None:
         (result,) = push(checkpoint, [engine], "1", bucket_bytes=16)
     assert result.ok
     assert engine.calls == ["check", "join", "pause", "begin", "update", "update", "commit", "flush", "resume"]
+
+
+def test_beginning_is_a_step_and_the_engine_hears_how_long_all_of_it_may_take(directory: Path) -> None:
+    with CheckpointFiles(directory) as checkpoint, Recorded() as engine:
+        push(checkpoint, [engine], "1", timeout=100.0, step_timeout=7.0)
+    assert engine.limits == (7.0, 100.0)
 
 
 def test_an_engine_that_refuses_the_checkpoint_is_not_touched_and_the_others_are_updated(directory: Path) -> None:

@@ -134,7 +134,7 @@ class VLLMClient(UpdateClient):
         label = answer.get("weight_version")
         return None if label is None else str(label)
 
-    def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline) -> None:
+    def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline, whole: Deadline | None = None) -> None:
         """Open a session."""
         super().begin(label, fingerprint, deadline)
         self.call(start_weight_update(), deadline)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 from weightsync.deadline import Deadline
-from weightsync.errors import ConfigurationError, ManifestMismatch, WeightSyncError
+from weightsync.errors import ConfigurationError, DeadlineExceeded, ManifestMismatch, WeightSyncError
 from weightsync.external import push as pushing
 from weightsync.external.checkpoint_files import CheckpointFiles
 from weightsync.external.clients.base import Bucket, HttpCall, UpdateClient
 from weightsync.external.push import push
-from weightsync.model import Manifest, PauseMode
+from weightsync.model import Manifest, PauseMode, TensorSpec
 
 
 class Recorded(UpdateClient):
@@ -112,6 +113,26 @@ def test_a_checkpoint_that_cannot_be_read_asks_nothing_of_any_engine(directory: 
         with pytest.raises(ConfigurationError, match="ended in the middle"):
             push(checkpoint, [engine], "1")
     assert engine.calls == []
+
+
+def test_a_later_bucket_whose_reading_hangs_ends_in_time_and_the_engine_is_told(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, read = threading.Event(), CheckpointFiles.read
+
+    def hangs(checkpoint: CheckpointFiles, specs: Sequence[TensorSpec], memory: npt.NDArray[np.uint8]) -> None:
+        if specs[0].name == "b":
+            assert goes_on.wait(20)
+        read(checkpoint, specs, memory)
+
+    monkeypatch.setattr(CheckpointFiles, "read", hangs)
+    with CheckpointFiles(directory) as checkpoint, Recorded() as engine:
+        try:
+            with pytest.raises(DeadlineExceeded, match="reading bucket 2 of the checkpoint"):
+                push(checkpoint, [engine], "1", bucket_bytes=16, step_timeout=0.3)
+        finally:
+            goes_on.set()
+    assert engine.calls == ["check", "join", "pause", "begin", "update", "abort"]
 
 
 @pytest.mark.parametrize("how", ["refused", "more than is free"])

@@ -413,7 +413,10 @@ class Coordinator:
         ]
 
     def _seed_wanted(self) -> None:
-        """Start background seeding if a replica needs it and a version can be read. Each request gets one attempt."""
+        """Start background seeding if a replica needs it and a version can be read.
+
+        Each request gets one attempt. One that a publication cancelled does not count.
+        """
         ready = self._wanted and self._publications.current(self._members.trainers) and not self._closed
         if ready and self._seeder is None:
             self._seeder = self._spawn(self._seed_in_background())
@@ -427,6 +430,10 @@ class Coordinator:
                     return
                 try:
                     await self._seed(names, RoundDeadline(self.settings.timeout))
+                except Aborted:
+                    self._wanted.update(names)  # a publication that updates them takes them out again; one that fails does not
+                    if self._pending_publications:
+                        return  # its end starts this again
                 except WeightSyncError as error:
                     _log.warning("could not seed %s: %s", ", ".join(names), readable(str(error)))
         finally:

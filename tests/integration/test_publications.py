@@ -18,6 +18,7 @@ import torch
 from tests.faults.relay import Relay
 
 from weightsync.config import ServerSettings
+from weightsync.deadline import Deadline
 from weightsync.engine.agent import Engine
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import (
@@ -29,9 +30,11 @@ from weightsync.errors import (
     RoundFailed,
     VersionError,
 )
-from weightsync.protocol.messages import RoundResult
+from weightsync.protocol.connection import ConnectionLost
+from weightsync.protocol.messages import Place, Publish, RoundResult
 from weightsync.server.server import BackgroundServer
 from weightsync.trainer.agent import Trainer
+from weightsync.trainer.publisher import Placing
 
 SECONDS = 20.0
 
@@ -231,6 +234,40 @@ def test_an_engine_that_does_not_fit_learns_of_it_and_counts(caplog: pytest.LogC
         _until(lambda: not fitting._link.connected or fitting.wait_for_replicas(1, timeout=SECONDS) == ("odd",))
         with pytest.raises(RoundFailed, match="even: ManifestMismatch"):
             fitting.publish(2, timeout=SECONDS)
+
+
+def test_a_round_that_failed_right_after_the_copy_is_told_by_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sleeps_in(placing: Placing, timeout: float | None = None) -> bool:
+        came = threading.Event.wait(placing, timeout)
+        time.sleep(1.0)  # the round is over before the caller's thread runs again
+        return came
+
+    monkeypatch.setattr(Placing, "wait", sleeps_in)
+    with ExitStack() as stack:
+        run = Run(stack, require="all")
+        run.engine(torch.nn.Linear(6, 5, dtype=torch.bfloat16), "odd")
+        future = run.trainer(linear()).publish_async(1, timeout=SECONDS)
+        with pytest.raises(RoundFailed, match="odd: ManifestMismatch"):
+            future.result(SECONDS)
+
+
+def test_a_publication_that_is_asked_for_again_keeps_its_number_though_another_one_is_armed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection breaks while ``publish_async`` waits for a round, and the next publication has begun already."""
+    trainer, asked = run.trainer(linear()), []
+    first = trainer._role.arm(None)
+    trainer._role.handle(Place(4, 1), SECONDS)
+    trainer._role.arm(None)
+
+    def call(body: Publish, timeout: float) -> None:
+        asked.append(body.number)
+        raise ConnectionLost("broken") if len(asked) == 1 else Aborted("the second answer does not matter")
+
+    monkeypatch.setattr(trainer._link, "call", call)
+    with pytest.raises(Aborted):
+        trainer._ask(None, 1, Deadline(SECONDS), first)
+    assert asked == [4, 4]
 
 
 def test_an_engine_that_stays_is_refused_by_a_new_coordinator_and_listed(run: Run, caplog: pytest.LogCaptureFixture) -> None:

@@ -126,6 +126,8 @@ class Fake:
 
     def resume(self, timeout: float) -> None:
         self._note("resume")
+        self.hold.wait(5)
+        self.calls.append("resumed")
 
 
 @pytest.fixture
@@ -157,7 +159,7 @@ def test_controls_reach_their_owner(fake: Fake, controls: Controls) -> None:
     controls.label("run@7", 5)
     controls.resume(5)
     assert fake.calls == [
-        "pause abort", "pause wait", "pause keep", "install", "flush", "flush", "label run@7", "resume",
+        "pause abort", "pause wait", "pause keep", "install", "flush", "flush", "label run@7", "resume", "resumed",
     ]  # fmt: skip
 
 
@@ -221,6 +223,29 @@ def test_a_worker_that_failed_has_no_session_open(failing: str) -> None:
     worker.failing = None
     load_in_sessions(worker, draft=True)
     assert worker.loaded[-2:] == ["draft", "main"]
+
+
+def test_a_call_that_was_given_up_neither_overtakes_a_later_one_nor_runs_after_it(fake: Fake, no_leaks: None) -> None:
+    with ControlsServer(fake) as server, ThreadPoolExecutor(2) as workers:
+        controls = LocalControls(server.address)
+        fake.hold.clear()
+        with pytest.raises(DeadlineExceeded, match="resume"):
+            controls.resume(0.2)  # it hangs in the engine
+        with pytest.raises(DeadlineExceeded, match=r"resume still runs|did not answer flush"):
+            controls.flush(0.2)  # it never gets its turn
+        pausing = workers.submit(controls.pause, "abort", 5.0)
+        fake.hold.set()
+        pausing.result(5)
+        assert fake.calls == ["resume", "resumed", "pause abort"]
+
+
+def test_a_pause_and_its_label_share_one_timeout(fake: Fake) -> None:
+    spent: list[float] = []
+    fake.label = lambda version, timeout: spent.append(timeout)  # type: ignore[method-assign]
+    fake.hold.clear()
+    threading.Timer(0.2, fake.hold.set).start()
+    VllmWorkerAdapter(HfCheckpoint(Manifest([TensorSpec("a", (4,), "float32")]), ("a",)), fake).pause("keep", 3)
+    assert spent[0] < 2.9
 
 
 def test_strangers_slow_engines_and_nobody(fake: Fake, no_leaks: None) -> None:
@@ -307,7 +332,7 @@ def test_a_rank_stages_lends_nothing_and_resumes_only_what_it_loaded(fake: Fake,
     assert adapter.flush() is True
     adapter.resume()
     assert fake.calls == [
-        "pause keep", f"label {UNLABELLED}", "install", "flush", "label run@7", "resume",
+        "pause keep", f"label {UNLABELLED}", "install", "flush", "label run@7", "resume", "resumed",
     ]  # fmt: skip
     adapter.pause("abort", 5)
     adapter.begin()

@@ -193,7 +193,7 @@ def _stale_shelf() -> AbstractContextManager[None]:
             return earlier[role]
         with role.region.placing(number):
             role._armed = None
-        role._placed.set()
+        role._placing.set()
         return earlier[role]
 
     return replaced((TrainerRole, "_place", broken))

@@ -413,7 +413,10 @@ class Coordinator:
         ]
 
     def _seed_wanted(self) -> None:
-        """Start background seeding if a replica needs it and a version can be read. Each request gets one attempt."""
+        """Start background seeding if a replica needs it and a version can be read.
+
+        Each request gets one attempt. One that a publication cancelled does not count.
+        """
         ready = self._wanted and self._publications.current(self._members.trainers) and not self._closed
         if ready and self._seeder is None:
             self._seeder = self._spawn(self._seed_in_background())
@@ -427,6 +430,10 @@ class Coordinator:
                     return
                 try:
                     await self._seed(names, RoundDeadline(self.settings.timeout))
+                except Aborted:
+                    self._wanted.update(names)  # a publication that updates them takes them out again; one that fails does not
+                    if self._pending_publications:
+                        return  # its end starts this again
                 except WeightSyncError as error:
                     _log.warning("could not seed %s: %s", ", ".join(names), readable(str(error)))
         finally:
@@ -475,8 +482,6 @@ class Coordinator:
             await prepare(self._planner, trainers, replica, replica.members(), RoundDeadline(self.settings.timeout))
         except WeightSyncError as error:
             _log.info("could not prepare %s ahead of its next round: %s", replica.name, readable(str(error)))
-        except Exception:  # noqa: BLE001 - no caller waits for this: log it; the round will meet it again
-            _log.exception("could not prepare %s ahead of its next round: unexpected error", replica.name)
         finally:
             if replica.preparing is asyncio.current_task():
                 replica.preparing = None
@@ -506,8 +511,19 @@ class Coordinator:
             raise Aborted("the coordinator is closed")
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Start a task that this coordinator keeps until it ends and that :meth:`aclose` cancels."""
+        """Start a task that this coordinator keeps until it ends and that :meth:`aclose` cancels.
+
+        Unexpected errors are logged: some tasks have no caller to raise them.
+        """
         task = asyncio.ensure_future(work)
+        name = getattr(work, "__qualname__", repr(work))
+
+        def ended(done: asyncio.Task[Any]) -> None:
+            self._tasks.discard(done)
+            error = None if done.cancelled() else done.exception()
+            if error is not None and not isinstance(error, WeightSyncError):
+                _log.error("%s ended by an unexpected error", name, exc_info=error)
+
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(ended)
         return task

@@ -26,6 +26,7 @@ class _Driven:
     def __init__(self) -> None:
         self.turn = threading.Lock()
         self.paused = False
+        self.paused_by = 0
         self.running: tuple[str, float] | None = None
         self.driver: weakref.ref[AdapterCalls] | None = None
 
@@ -74,6 +75,16 @@ class AdapterCalls:
     def paused(self) -> bool:
         """Whether the last ``pause`` of every adapter succeeded and no ``resume`` has begun since."""
         return all(driven.paused for _, driven in self._driven)
+
+    @property
+    def paused_by(self) -> int:
+        """The number of the last call that paused the engine for an update, whoever made it. Calls of all drivers share numbers."""
+        return max(driven.paused_by for _, driven in self._driven)
+
+    @paused_by.setter
+    def paused_by(self, number: int) -> None:
+        for _, driven in self._driven:
+            driven.paused_by = number
 
     @property
     def running(self) -> str | None:

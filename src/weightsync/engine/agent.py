@@ -93,6 +93,11 @@ class Engine:
             )  # fmt: skip
             if delivery == "direct" and self._role.layout is None:
                 raise ConfigurationError(f"the {adapter.name} adapter has no shards(): it can only be streamed to")
+            if not adapter.can_load and (delivery == "streamed" or self._role.layout is None):
+                raise ConfigurationError(
+                    f"the {adapter.name} adapter has no load(), so it cannot be streamed to: define load(), or shards() and "
+                    'another delivery than "streamed"'
+                )
             self._link = CoordinatorConnection(
                 settings,
                 hello=self._hello,

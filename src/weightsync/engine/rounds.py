@@ -17,7 +17,7 @@ from weightsync.engine.fill.filler import FillContext, Filler
 from weightsync.engine.fill.streamed import bucket_bytes_for
 from weightsync.engine.readers import writing
 from weightsync.engine.session import EngineSession, Ticket
-from weightsync.errors import Aborted, PlanMismatch, ProtocolError
+from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError
 from weightsync.gc_pause import gc_paused
 from weightsync.model import Layout, Manifest, Version, fold
 from weightsync.planning.coverage import Coverage
@@ -101,7 +101,6 @@ class EngineRole:
         self.adapter = adapter
         self._filler: Filler | None = None
         self._preparing: Filler | None = None
-        self._closed = False
         self.session = EngineSession(adapter, member, self._abort_fillers)
         self.transports = transports_for(transports)
         self.here = here
@@ -166,7 +165,7 @@ class EngineRole:
                 self.session.check_abort()
                 return self._answer(call.body, deadline)
             finally:
-                if self._closed:  # meanwhile: whoever closed did not wait for this to end
+                if self.session.closed:  # meanwhile: whoever closed did not wait for this to end
                     self._drop_filler()
 
     def _answer(self, body: Body, deadline: Deadline) -> Body:
@@ -190,6 +189,10 @@ class EngineRole:
         return Done()
 
     def _prepare(self, body: Prepare, deadline: Deadline) -> Prepared:
+        if body.plan.delivery == "streamed" and not self.adapter.can_load:
+            raise ConfigurationError(
+                f"the {self.adapter.name} adapter has no load(), so nothing can be streamed to this engine rank"
+            )
         layout, addresses = self._look()
         if body.plan.delivery == "direct" and (layout is None or self.layout is None or layout.digest != self.layout.digest):
             raise PlanMismatch("the engine rebuilt its parameters since it joined: restart this rank's weightsync.Engine")
@@ -204,8 +207,6 @@ class EngineRole:
         filler = filler_for(self._fill_context, plan, layout, addresses, self._device)
         self._preparing = filler
         try:
-            if self._closed:
-                raise Aborted("this engine rank was closed")
             self.session.check_abort()  # an abort before the filler was in its place did not reach it
             filler.prepare(deadline)
         except BaseException:
@@ -341,5 +342,4 @@ class EngineRole:
 
         What runs longer than that (a loader that hangs) frees them itself when it ends.
         """
-        self._closed = True
         self.session.close(timeout, self._drop_filler)

@@ -31,6 +31,7 @@ State = Literal["serving", "pausing", "paused", "writing", "written", "committed
 """An update takes a rank through these in order. ``quarantined``: only a pause leads out of it."""
 
 _PAUSE_SECONDS = 5.0
+_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Ticket:
     what: str
     """The call's name, for people."""
     number: int
-    """Calls are numbered as they arrive."""
+    """Calls are numbered as they arrive, those of all sessions in this process together: sessions may share an adapter."""
     aborts: int
     """The number of the newest abort when the call arrived."""
     update: int
@@ -79,7 +80,7 @@ class EngineSession:
         self.member, self._on_abort = member, on_abort
         self._adapters = (adapter,) if draft is None else (adapter, draft)
         self._draft_prefix = None if draft is None else draft_prefix
-        self._calls = AdapterCalls(self._adapters, member, self._forget)
+        self._calls = AdapterCalls(self._adapters, member, self._taken)
         main, *rest = self._calls.manifests()
         self.manifest: Manifest = join_manifests(main, rest[0] if rest else None, draft_prefix)
         self.sleeps = any(adapter.sleeps for adapter in self._adapters)
@@ -89,14 +90,14 @@ class EngineSession:
         self.serving: Version | None = None
         """The version whose bytes this rank holds, verified and committed; ``None`` before the first and during an update."""
         self._update = 0
-        self._numbers, self._abort_numbers = itertools.count(1), itertools.count(1)
+        self._abort_numbers = itertools.count(1)
         self._aborts = 0
         self._current = Ticket("nothing", 0, 0, 0)
         self._due: Ticket | None = None  # a quarantine that waits for its turn, or has given up waiting
-        self._paused_by = 0
         # Held for the moment in which an abort is noted or the state changes, so that what attests says after an abort stays true.
         self._changing = threading.Condition(threading.Lock())
-        self._closed = False
+        self.closed = False
+        """Whether :meth:`close` was called."""
 
     # Any thread, at any time.
 
@@ -122,7 +123,7 @@ class EngineSession:
         """
         if aborts and update == self._update:
             self.abort()
-        return Ticket(what, next(self._numbers), self._aborts, update)
+        return Ticket(what, next(_numbers), self._aborts, update)
 
     def abort(self) -> None:
         """End every call that has arrived, soon: nobody waits for it. Never blocks; an engine that is paused stays paused."""
@@ -133,9 +134,11 @@ class EngineSession:
     def check(self, call: Ticket, *states: State) -> None:
         """Raise unless ``call`` may go on and the rank is in one of ``states``.
 
-        Raises :class:`~weightsync.errors.Aborted`, and :class:`~weightsync.errors.ProtocolError` for another state, or if another
-        update was begun meanwhile.
+        Raises :class:`~weightsync.errors.Aborted`, also once the session is closed, and
+        :class:`~weightsync.errors.ProtocolError` for another state, or if another update was begun meanwhile.
         """
+        if self.closed:
+            raise Aborted(f"{self.member} was closed")
         if self._aborts != call.aborts:
             raise Aborted("the update was aborted for this engine rank")
         if states and self.state not in states:
@@ -164,16 +167,20 @@ class EngineSession:
                 self._calls.turn.release()
 
     def quarantine(self, call: Ticket, deadline: Deadline) -> None:
-        """Pause the engine and forget its version, unless an update that was begun after ``call`` has paused it. Takes a turn."""
+        """Pause the engine and forget its version. Takes a turn.
+
+        Does nothing if an update that was begun after ``call``, by this or another session, has paused the engine, or if this
+        session is closed.
+        """
         self._due = call
         with self.turn(call, deadline):
             pass  # its end carries out what is due
 
     def close(self, timeout: float, last: Callable[[], None]) -> None:
-        """Abort what runs, and call ``last`` in a turn if one comes within ``timeout`` seconds."""
+        """Abort what runs, refuse every later call, and call ``last`` in a turn if one comes within ``timeout`` seconds."""
         self.abort()
         with self._changing:
-            self._closed = True
+            self.closed = True
             self._changing.notify_all()
         if self._calls.turn.acquire(timeout):
             try:
@@ -188,7 +195,7 @@ class EngineSession:
         """
         with self._changing:
             while (served := self.attests) is None or not _reaches(served, version):
-                if self._closed:
+                if self.closed:
                     raise Aborted(f"{self.member} was closed while somebody waited for version {version}")
                 self._changing.wait(deadline.remaining(f"waiting for {self.member} to serve version {version}"))
             return served
@@ -210,8 +217,13 @@ class EngineSession:
             self.state = state
             self._changing.notify_all()
 
+    def _taken(self) -> None:
+        """End this session's update, because another session pauses or writes the engine. Runs in the other session's turn."""
+        self._forget()
+        self._update = 0
+
     def _forget(self) -> None:
-        """Attest nothing; without a pause this rank is not written. In this rank's turn, or that of who takes the engine."""
+        """Attest nothing; without a pause this rank is not written."""
         with self._changing:
             self.state, self.serving = "quarantined", None
 
@@ -238,7 +250,7 @@ class EngineSession:
             self._become("pausing")
         self._update = self._current.update  # even if pausing fails
         self._calls.pause(mode, timeout)
-        self._paused_by = self._current.number
+        self._calls.paused_by = self._current.number
         self.state = "paused"
         self.check_abort()
 
@@ -339,7 +351,7 @@ class EngineSession:
 
     def _quarantine(self, call: Ticket, deadline: Deadline) -> None:
         self._due = None
-        if call.update != self._update or self._paused_by > call.number:
+        if self.closed or call.update != self._update or self._calls.paused_by > call.number:
             return  # an update that was begun after this quarantine has paused the engine, and is not spoiled
         self._forget()  # whatever pausing does
         self._pause_late(deadline)

@@ -98,10 +98,10 @@ class WeightUpdateClient(UpdateClient):
         label = answer.get("weight_version")
         return None if label is None else str(label)
 
-    def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline) -> None:
-        """Begin; the server gives the update up by itself when this side's deadline has passed."""
+    def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline, whole: Deadline | None = None) -> None:
+        """Begin; the server gives the update up by itself when the deadline of the whole update has passed."""
         super().begin(label, fingerprint, deadline)
-        self.call(begin(label, fingerprint, self._mode, deadline.remaining("an update")), deadline)
+        self.call(begin(label, fingerprint, self._mode, (whole or deadline).remaining("an update")), deadline)
 
     def commit(self, digests: Mapping[str, str], deadline: Deadline) -> str:
         """Commit, with the digest of every tensor."""

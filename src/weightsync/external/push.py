@@ -107,7 +107,7 @@ def push(
         def run(client: UpdateClient) -> None:
             target.result.touched = True
             client.pause(mode, step())
-            client.begin(label, None, deadline)
+            client.begin(label, None, step(), deadline)
 
         return run
 
@@ -126,7 +126,7 @@ def push(
             each(always(lambda client: client.check(checkpoint.manifest, label, step())))
             each(always(lambda client: client.join(step())))
             each(paused)
-            for number, bucket in enumerate(reading):
+            for number, bucket in enumerate(reading.in_order(step)):
                 last = number == len(buckets) - 1
 
                 def send(client: UpdateClient, bucket: Bucket = bucket, last: bool = last) -> None:
@@ -174,9 +174,12 @@ class _Reading:
 
     def wait_for_first(self, deadline: Deadline) -> None:
         """Return when the first bucket was read. Raises what reading raised."""
-        what = "reading the first bucket of the checkpoint"
+        self._wait(0, deadline)
+
+    def _wait(self, number: int, deadline: Deadline) -> Bucket:
+        what = f"reading bucket {number + 1} of the checkpoint"
         try:
-            self._coming.result(deadline.remaining(what))
+            return self._coming.result(deadline.remaining(what))
         except TimeoutError:
             deadline.remaining(what)
             raise
@@ -190,9 +193,10 @@ class _Reading:
             self.digests[spec.name] = f"{digest_box(tensor, spec.shape, [0] * len(spec.shape)):016x}"
         return bucket
 
-    def __iter__(self) -> Iterator[Bucket]:
+    def in_order(self, limit: Callable[[], Deadline]) -> Iterator[Bucket]:
+        """Every bucket; ``limit`` is asked how long to wait for each. The memory of one is read into again after the next."""
         for number in range(len(self._buckets)):
-            bucket = self._coming.result()
+            bucket = self._wait(number, limit())
             if number + 1 < len(self._buckets):
                 self._coming = self._reader.submit(self._read, number + 1)
             yield bucket
@@ -201,7 +205,8 @@ class _Reading:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._reader.shutdown(wait=True, cancel_futures=True)
+        # A read that hangs is left behind with its memory: nothing ends it, and the engines have been told.
+        self._reader.shutdown(wait=self._coming.done(), cancel_futures=True)
 
 
 def _staging(nbytes: int, count: int) -> list[npt.NDArray[np.uint8]]:

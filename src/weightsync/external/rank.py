@@ -16,6 +16,7 @@ from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.read_back import ReadBack
 from weightsync.engine.session import EngineSession, Ticket
 from weightsync.errors import (
+    ConfigurationError,
     DeadlineExceeded,
     MembershipError,
     PeerLost,
@@ -76,6 +77,9 @@ class DisaggregatedRank:
         device: torch.device | str = "cpu",
         reset_graphs: Callable[[], None] = lambda: None,
     ) -> None:
+        for loading in (adapter, draft):
+            if loading is not None and not loading.can_load:
+                raise ConfigurationError(f"updates from outside are loaded by load(), and the {loading.name} adapter has none")
         self.rank = rank
         self.session = EngineSession(adapter, f"rank {rank} of updates from outside", draft=draft, draft_prefix=draft_prefix)
         self.manifest: Manifest = self.session.manifest
@@ -83,7 +87,7 @@ class DisaggregatedRank:
         self._device = torch.device(device)
         self._reset_graphs = reset_graphs
         self._groups: dict[str, ProcessGroup] = {}
-        self._joining: set[str] = set()
+        self._joining: dict[str, JoinGroup] = {}
         self._table = threading.Lock()
         self._received = np.zeros(len(self.manifest), np.uint64)
         self._known = np.zeros(len(self.manifest), np.bool_)
@@ -104,6 +108,7 @@ class DisaggregatedRank:
         """Leave all groups. The engine stays as it is."""
         with self._table:
             groups, self._groups = list(self._groups.values()), {}
+            self._joining.clear()
         for group in groups:
             group.close()
 
@@ -120,6 +125,7 @@ class DisaggregatedRank:
                 failpoints.reached("rank.leave")
                 with self._table:
                     group = self._groups.pop(command.name, None)
+                    self._joining.pop(command.name, None)
                 if group is not None:
                     group.close()
                 return CommandDone()
@@ -163,14 +169,20 @@ class DisaggregatedRank:
         with self._table:
             if command.name in self._groups or command.name in self._joining:
                 raise MembershipError(f"group {command.name!r} is already initialized")
-            self._joining.add(command.name)
+            self._joining[command.name] = command
+        group: ProcessGroup | None = None
         try:
             group = self._meet(command)
-            with self._table:
-                self._groups[command.name] = group
         finally:
             with self._table:
-                self._joining.discard(command.name)
+                wanted = self._joining.get(command.name) is command
+                if wanted:
+                    del self._joining[command.name]
+                if wanted and group is not None:
+                    self._groups[command.name] = group
+        if not wanted:
+            group.close()
+            raise MembershipError(f"group {command.name!r} was destroyed while this rank joined it")
 
     def _meet(self, command: JoinGroup) -> ProcessGroup:
         """Join the group. One error for every failure at the other end: whoever names an address learns nothing about it."""
@@ -217,7 +229,8 @@ class DisaggregatedRank:
             Shard(self.manifest[one.index].name, tensor.shape, Box.whole(tuple(tensor.shape)), tensor)
             for one, tensor in zip(command.tensors, tensors, strict=True)
         ]
-        digested = ReadBack(self.manifest).digests(arrived, deadline)
+        # Of a tensor that came under several of its names, the last is what a loader leaves.
+        digested = ReadBack(self.manifest).digests(list({shard.name: shard for shard in arrived}.values()), deadline)
         failpoints.reached("rank.load")
         with self.session.turn(call, deadline):
             self.session.require("paused")

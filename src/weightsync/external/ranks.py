@@ -15,7 +15,8 @@ __all__ = ["LocalRanks", "Ranks", "tell_all"]
 
 _GRACE = 2.0
 """Seconds beyond an order's own timeout in which a rank says that it was late, before the front says it instead."""
-_AT_ONCE = 8
+_AT_ONCE = 256
+"""More orders than a front has under way at a rank: two for each group, and one. Buckets that hang must not hold up the others."""
 
 T = TypeVar("T")
 

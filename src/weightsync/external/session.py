@@ -156,7 +156,8 @@ class WeightUpdates:
             )
             await tell_all(self._ranks, join, timeout, CommandDone)
         except BaseException:
-            await self._leave(name)
+            with suppress(WeightSyncError):  # the failure to join says more
+                await self._leave(name)
             raise
         group.state = "ready"
         return f"group {name!r} is initialized: ranks {request.rank_offset} to {request.rank_offset + self._ranks.count - 1}"
@@ -296,7 +297,8 @@ class WeightUpdates:
                     self._update = None
             # After a loader's error all ranks still stand at the same collective.
             if not isinstance(error, LoadError) and self._groups.get(request.group_name) is group:
-                await self._leave(request.group_name)
+                with suppress(WeightSyncError):  # what made the bucket fail says more
+                    await self._leave(request.group_name)
             raise
         update.known[[tensor.index for tensor in tensors]] = True
 

@@ -51,7 +51,7 @@ from weightsync.protocol.round_log import log_result
 from weightsync.protocol.tokens import is_loopback
 from weightsync.server.server import BackgroundServer
 from weightsync.tensors.shards import ShardedState
-from weightsync.trainer.publisher import TrainerRole
+from weightsync.trainer.publisher import Placing, TrainerRole
 from weightsync.transports.base import LOOPBACK, Network, Transport
 from weightsync.transports.hostinfo import own_address, reachable_address, this_host
 from weightsync.transports.select import transports_for
@@ -233,8 +233,8 @@ class Trainer:
         :class:`~weightsync.errors.RoundFailed` when fewer replicas than the coordinator's policy requires took the version.
         Replicas that failed never serve in between: see the result's ``replicas``.
         """
-        with self._turn(number, timeout) as (plain, deadline), self._armed(plain, deadline, copies=False):
-            return self._ask(plain, self._calls, deadline)
+        with self._turn(number, timeout) as (plain, deadline), self._armed(plain, deadline, copies=False) as placing:
+            return self._ask(plain, self._calls, deadline, placing)
 
     def publish_async(self, number: int | None = None, *, timeout: float | None = None) -> Future[RoundResult]:
         """Publish as :meth:`publish` does, but return as soon as this rank's shards are copied, with a future of the result.
@@ -245,13 +245,13 @@ class Trainer:
         Raises what :meth:`publish` raises before the copy, and :class:`~weightsync.errors.ConfigurationError` where the memory is
         published :attr:`in_place`, without a copy.
         """
-        with self._turn(number, timeout) as (plain, deadline), self._armed(plain, deadline, copies=True) as placed:
-            asked = self._background.submit(self._ask, plain, self._calls, deadline)
-            asked.add_done_callback(lambda _: placed.set())
+        with self._turn(number, timeout) as (plain, deadline), self._armed(plain, deadline, copies=True) as placing:
+            asked = self._background.submit(self._ask, plain, self._calls, deadline, placing)
+            asked.add_done_callback(lambda _: placing.set())
             what = "the next version" if plain is None else f"version {plain}"
-            if not placed.wait(deadline.remaining(f"placing {what}")):
+            if not placing.wait(deadline.remaining(f"placing {what}")):
                 raise DeadlineExceeded(f"{what} was not placed within {deadline.seconds:g} s: its rank may not publish it later")
-            if asked.done():
+            if placing.number is None and asked.done():  # what fails after the copy is the future's to raise
                 asked.result(0)
             return asked
 
@@ -274,8 +274,8 @@ class Trainer:
             self._publishing.release()
 
     @contextmanager
-    def _armed(self, number: int | None, deadline: Deadline, *, copies: bool) -> Iterator[threading.Event]:
-        """Let the shards be placed as ``number``; the event is set when they are. Around it ``offload`` and ``restore`` run."""
+    def _armed(self, number: int | None, deadline: Deadline, *, copies: bool) -> Iterator[Placing]:
+        """Let the shards be placed as ``number``. Around it ``offload`` and ``restore`` run."""
         with ExitStack() as undo:
             try:
                 if self._restore is not None:
@@ -288,13 +288,13 @@ class Trainer:
                         'publish(), or make the trainer with transports=["shared_memory", "tcp"], which copies first'
                     )
                 failpoints.reached("trainer.publish")
-                placed = self._role.arm(number)
+                placing = self._role.arm(number)
             except BaseException as error:
                 self._tell_others(number, error, deadline)
                 raise
             undo.callback(self._role.disarm)
             self._calls += 1
-            yield placed
+            yield placing
 
     def _tell_others(self, number: int | None, error: BaseException, deadline: Deadline) -> None:
         """This rank fails before it asked the coordinator: without a word, the other ranks would wait for it."""
@@ -307,10 +307,10 @@ class Trainer:
         except WeightSyncError as unsent:
             _log.warning("trainer rank %d cannot publish, and could not tell the others: %s", self.rank, unsent)
 
-    def _ask(self, number: int | None, call: int, deadline: Deadline) -> RoundResult:
+    def _ask(self, number: int | None, call: int, deadline: Deadline, placing: Placing) -> RoundResult:
         lost = False
         while True:
-            wanted = number if number is not None else self._role.placed
+            wanted = number if number is not None else placing.number
             what = "the next version" if wanted is None else f"version {wanted}"
             timeout = deadline.remaining(f"publishing {what}")
             try:

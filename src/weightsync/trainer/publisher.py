@@ -29,11 +29,18 @@ from weightsync.transports.base import LOOPBACK, Key, Network, Publisher, Transp
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import PublishedRegion
 
-__all__ = ["TrainerRole"]
+__all__ = ["Placing", "TrainerRole"]
 
 _PLACING_SECONDS = 60.0
 _ANY = -1  # any number may be placed
 _log = logging.getLogger(__name__)
+
+
+class Placing(threading.Event):
+    """Set once the shards of one publication are placed, or once its call ended without."""
+
+    number: int | None = None
+    """The number under which they were placed; ``None`` before."""
 
 
 class TrainerRole:
@@ -71,10 +78,8 @@ class TrainerRole:
         self._armed: int | None = None
         self.epoch = 0
         """The epoch in which this rank publishes; 0 until the coordinator has said it."""
-        self.placed: int | None = None
-        """The number under which the weights of the running publication were placed."""
         self._last: Placed | None = None
-        self._placed = threading.Event()
+        self._placing = Placing()
         self._shards: list[Shard] = []
         self._publishers: list[Publisher] = []
         self.region: PublishedRegion | CudaRegion
@@ -157,20 +162,19 @@ class TrainerRole:
         """How engine ranks reach the shards, in the order of the transports given."""
         return tuple(publisher.offer for publisher in self._publishers)
 
-    def arm(self, number: int | None) -> threading.Event:
+    def arm(self, number: int | None) -> Placing:
         """Allow version ``number`` to be placed (``None``: the one that the coordinator chooses).
 
         The trainer's thread stands still in ``publish`` from here to :meth:`disarm`.
 
-        The event is set when the copy is complete, so that the trainer may change its memory again.
+        The answer is set when the copy is complete, so that the trainer may change its memory again.
         """
         self._follow()
         self._stop[0] = 0
         self._last = None  # of an earlier attempt at this number, perhaps: a publication means the weights of now
-        self._placed = threading.Event()
-        self.placed = None
+        self._placing = Placing()
         self._armed = _ANY if number is None else number
-        return self._placed
+        return self._placing
 
     def _follow(self) -> None:
         """Take up the shards where they are now: a framework may have given parameters other memory since the last time."""
@@ -227,9 +231,9 @@ class TrainerRole:
                 failpoints.reached("trainer.placing")
                 if self._stop[0]:
                     raise Aborted(f"placing version {number} was aborted by the trainer")
-            self._armed, self.placed = None, number
+            self._armed, self._placing.number = None, number
             self._last = Placed(digests=digests.astype("<u8").tobytes(), seconds=time.perf_counter() - started)
-            self._placed.set()
+            self._placing.set()
             failpoints.reached("trainer.placed")
             return self._last
 

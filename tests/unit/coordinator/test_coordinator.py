@@ -16,6 +16,7 @@ from weightsync.coordinator.events import ReplicaBytes, ReplicaPhase, RoundEnded
 from weightsync.errors import (
     Aborted,
     AuthenticationError,
+    DeadlineExceeded,
     ManifestMismatch,
     MembershipError,
     StaleSource,
@@ -183,6 +184,24 @@ async def test_a_publication_cancels_a_reseeding_and_takes_its_replica_along() -
     await asyncio.wait([asked], timeout=1)
     assert asked.done()
     assert isinstance(asked.exception(), (Aborted, type(None)))
+    world.check()
+
+
+@virtual
+async def test_a_reseeding_that_was_cancelled_for_a_publication_that_never_ran_is_begun_again() -> None:
+    world = World()
+    world.add_trainers(2)
+    world.add_replica("r")
+    await world.publish(1)
+    world.delays |= {("new/0", "move"): 100.0, ("new/0", "quarantine"): 3.0}
+    world.add_replica("new")
+    await asyncio.sleep(10.0)
+    assert world.states()["new"] == ("updating", None)
+    del world.delays["new/0", "move"]
+    with pytest.raises(DeadlineExceeded, match="waiting for the running round"):
+        await world.publish(2, 1.0)
+    await world.settle()
+    assert world.states() == {"r": ("loaded", 1), "new": ("loaded", 1)}
     world.check()
 
 

@@ -85,6 +85,27 @@ async def test_a_plan_that_could_not_be_prepared_takes_the_place_of_the_one_befo
     world.check()
 
 
+@virtual
+async def test_an_unexpected_error_of_work_that_nobody_waits_for_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    world = world_of("a")
+    monkeypatch.setattr("weightsync.coordinator.coordinator.prepare", broken)
+    world.add_replica("b")
+    await world.settle(1)
+    assert "_prepare ended by an unexpected error" in caplog.text
+    assert (await world.publish(1, 5.0)).ok, "the round prepares by itself"
+    caplog.clear()
+    monkeypatch.setattr(world.coordinator, "_seed", broken)
+    world.add_replica("c")
+    await world.settle(1)
+    assert "_seed_in_background ended by an unexpected error" in caplog.text
+    world.check()
+
+
 def test_memory_given_back_by_a_collection_in_the_middle_does_not_hang() -> None:
     room = PlanMemory(1000)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -206,6 +206,18 @@ def test_a_quarantine_that_comes_late_does_not_undo_a_newer_round(stage: Stage) 
     stage.engine.handle(Quarantine("of this round"), SECONDS)
     after = serving(stage.engine)
     assert after is None
+
+
+@pytest.mark.parametrize("body", [Pause("abort"), Quarantine("the rank left")], ids=lambda body: type(body).__name__)
+def test_a_call_that_arrives_after_close_leaves_the_engine_as_it_is(stage: Stage, body: Body) -> None:
+    """The connection ends after the role, so that a call may still come in between."""
+    early = stage.engine.receive(body)
+    stage.engine.close()
+    for call in (early, stage.engine.receive(body)):
+        with nullcontext() if isinstance(body, Quarantine) else pytest.raises(Aborted, match="was closed"):
+            call.run(SECONDS)
+    assert stage.adapter.said == []
+    assert serving(stage.engine) == 1
 
 
 def test_the_adapter_is_never_paused_twice_without_a_resume(stage: Stage, adapter: Held) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -360,6 +361,13 @@ def test_a_receiver_that_does_not_end_defers_what_waits_for_it(monkeypatch: pyte
     assert not closed.is_set()
     leave.set()
     assert closed.wait(SECONDS)
+
+
+def test_the_seconds_of_receiving_are_those_of_one_run() -> None:
+    pipeline = ReceiveAhead(1, 2, lambda bucket, deadline: time.sleep(0.05), lambda bucket, deadline: None, lambda: None)
+    seconds = [pipeline.run(lambda bucket: None, Deadline(SECONDS))[0] for _ in range(20)]
+    assert min(seconds) >= 0.05
+    assert sum(seconds) < 20 * seconds[0] * 5, "a round reports its own seconds, not those of all rounds before it"
 
 
 class FakeDigest:

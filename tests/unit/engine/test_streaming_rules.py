@@ -10,14 +10,16 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
+from weightsync.engine.agent import Engine
 from weightsync.engine.fill.streamed import bucket_bytes_for
 from weightsync.engine.read_back import ReadBack
 from weightsync.engine.rounds import EngineRole
 from weightsync.engines.module import ModuleAdapter
-from weightsync.errors import ConfigurationError, LayoutError, ProtocolError
+from weightsync.errors import Aborted, ConfigurationError, LayoutError
+from weightsync.external.rank import DisaggregatedRank
 from weightsync.model import Layout, Manifest, TensorSpec
 from weightsync.planning.buckets import staging_layout
-from weightsync.protocol.messages import Move, PlanSlice, Prepare
+from weightsync.protocol.messages import Delivery, Move, PlanSlice, Prepare
 from weightsync.tensors.shards import shards_of
 from weightsync.tensors.staging import Staging, check_size
 from weightsync.transports.hostinfo import this_host
@@ -112,7 +114,7 @@ def test_closing_while_a_call_hangs_leaves_nothing_when_it_ends() -> None:
     assert failed
     assert role._filler is None
     assert role._preparing is None
-    with pytest.raises(ProtocolError, match="needs a prepared plan"):
+    with pytest.raises(Aborted, match="was closed"):
         role.handle(Move(1), 1)
 
 
@@ -133,6 +135,40 @@ def test_reading_back_needs_whole_tensors_and_follows_memory() -> None:
     assert moved is not None
     assert (moved[1] != after[1]).any()
     assert not read.look(None)
+
+
+class OnlyWritten(ModuleAdapter):
+    """Has no loader of its own."""
+
+    can_load = False
+
+
+class Nowhere(OnlyWritten):
+    """Says neither where its parameters are, nor loads any."""
+
+    def shards(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize(("adapter", "delivery"), [(OnlyWritten, "streamed"), (Nowhere, "auto"), (Nowhere, "streamed")])
+def test_an_engine_that_cannot_take_what_it_asks_for_does_not_join(adapter: type[ModuleAdapter], delivery: Delivery) -> None:
+    with pytest.raises(ConfigurationError, match=r"has no load\(\)"):
+        Engine(adapter(torch.nn.Linear(2, 2)), "r", "http://127.0.0.1:1", delivery=delivery)
+
+
+def test_a_plan_that_streams_to_an_engine_without_a_loader_is_refused_before_it_is_paused() -> None:
+    """Other ranks of its replica may have no layout, and then all are streamed to."""
+    role = EngineRole(OnlyWritten(torch.nn.Linear(2, 2)), None, this_host())
+    with pytest.raises(ConfigurationError, match=r"has no load\(\)"):
+        role.handle(Prepare(_plan()), 5)
+    role.close()
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_updates_from_outside_need_a_loader(draft: bool) -> None:
+    adapters = [ModuleAdapter(torch.nn.Linear(2, 2)), OnlyWritten(torch.nn.Linear(2, 2))]
+    with pytest.raises(ConfigurationError, match=r"load\(\)"):
+        DisaggregatedRank(*adapters) if draft else DisaggregatedRank(adapters[1])
 
 
 @pytest.mark.parametrize("buffers", [0, 3])

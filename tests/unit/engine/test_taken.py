@@ -15,7 +15,7 @@ from weightsync.engine.adapter import EngineAdapter
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import ProtocolError
 from weightsync.external.checks import Incoming
-from weightsync.external.orders import Command, Finish, Receive, ResumeRank, Verify, decode_answer, encode
+from weightsync.external.orders import Command, Finish, QuarantineRank, Receive, ResumeRank, Verify, decode_answer, encode
 from weightsync.external.orders import PauseRank as PauseOrder
 from weightsync.external.rank import DisaggregatedRank
 from weightsync.model import Version
@@ -122,6 +122,35 @@ def test_an_update_from_outside_that_a_round_overtakes_commits_nothing(stage: St
     outside.commit()
     assert stage.adapter.said == calls
     assert stage.engine.attests == version
+
+
+@pytest.mark.parametrize("arrives", ["before the round", "after the round"])
+def test_a_quarantine_of_an_update_that_a_round_overtook_does_not_pause_the_engine(stage: Stage, arrives: str) -> None:
+    outside = Outside(stage.adapter)
+    outside.load()
+    late = outside.rank.session.receive("QuarantineRank", 7, aborts=True)
+    version = stage.place(1)
+    assert stage.update(version).committed
+    if arrives == "after the round":
+        outside.tell(QuarantineRank(SECONDS, 7))
+    else:
+        outside.rank.session.quarantine(late, Deadline(SECONDS))
+    assert stage.engine.attests == version
+    assert not stage.engine.session.paused
+    assert stage.adapter.said[-1] == "resume"
+
+
+def test_a_quarantine_of_a_round_that_an_update_from_outside_overtook_does_not_spoil_it(stage: Stage) -> None:
+    assert stage.update(stage.place(1)).committed
+    late = stage.engine.receive(Quarantine("the round was given up"))
+    outside = Outside(stage.adapter)
+    outside.load()
+    late.run(SECONDS)
+    outside.commit()
+    assert outside.rank.session.attests is not None
+    stage.engine.handle(Quarantine("another digest was published"), SECONDS)
+    assert outside.rank.session.attests is None, "one that arrives now pauses whatever serves"
+    assert stage.engine.session.paused
 
 
 def test_an_engine_that_somebody_else_resumed_is_paused_before_it_is_written(stage: Stage) -> None:

@@ -230,6 +230,7 @@ _MEASURE = """
 import sys
 from pathlib import Path
 import torch
+from weightsync.deadline import Deadline
 from weightsync.external.checkpoint_files import CheckpointFiles, buckets_of
 from weightsync.external.push import _Reading
 
@@ -240,7 +241,7 @@ def run(path):
     with CheckpointFiles(Path(path)) as checkpoint:
         buckets = buckets_of(checkpoint.manifest, 2 << 20)
         with _Reading(checkpoint, buckets) as reading:
-            return sum(sum(s.nbytes for s in b.specs) for b in reading)
+            return sum(sum(s.nbytes for s in b.specs) for b in reading.in_order(lambda: Deadline(50)))
 
 run(sys.argv[1])                      # a small one first: what is imported and compiled once is not staging
 before = peak()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Sequence
+from typing import cast
 
 import numpy as np
 import pytest
+import torch
 
 from weightsync.config import update_networks
-from weightsync.errors import ConfigurationError, ManifestMismatch, VerificationError, WeightSyncError
+from weightsync.deadline import Deadline
+from weightsync.engines.module import ModuleAdapter
+from weightsync.errors import ConfigurationError, ManifestMismatch, PeerLost, VerificationError, WeightSyncError
 from weightsync.external import requests
 from weightsync.external.orders import (
     Command,
@@ -20,14 +25,18 @@ from weightsync.external.orders import (
     Described,
     Digested,
     JoinGroup,
+    LeaveGroup,
     PauseRank,
     Receive,
     Verify,
     decode_command,
     encode,
 )
-from weightsync.external.session import Settings, WeightUpdates
+from weightsync.external.rank import DisaggregatedRank
+from weightsync.external.ranks import LocalRanks
+from weightsync.external.session import Settings, WeightUpdates, _GroupState
 from weightsync.model import Manifest, TensorSpec, fold
+from weightsync.transports.broadcast.process_groups import ProcessGroup
 
 NAMES = ("a", "b", "c")
 MANIFEST = Manifest([TensorSpec(name, (4,), "float32") for name in NAMES])
@@ -100,6 +109,25 @@ async def complete(updates: WeightUpdates, ranks: Digesting, *values: int, diges
     return await updates.commit(requests.CommitRequest(digest=folded(*values) if digest else None))
 
 
+class Hanging:
+    """A group whose sender never sends."""
+
+    backend = "gloo"
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.entered, self.over = threading.Event(), threading.Event()
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], deadline: Deadline) -> None:
+        self.entered.set()
+        self.over.wait(deadline.remaining("a broadcast"))
+        raise PeerLost("the group was destroyed")
+
+    def close(self) -> None:
+        self.closed = True
+        self.over.set()
+
+
 class Late:
     """Holds the first bucket through ``group`` until it is told how it ends."""
 
@@ -162,6 +190,64 @@ async def test_a_bucket_through_a_destroyed_group_does_not_free_a_later_group_of
     with pytest.raises(WeightSyncError, match="gone"):
         await first
     assert (await updates.state()).groups == ("g",)  # the new one is not left on account of the old
+
+
+async def test_an_error_is_that_of_the_join_or_bucket_and_not_of_leaving_the_group_after_it() -> None:
+    async def fails(order: Command) -> CommandAnswer | None:
+        match order:
+            case LeaveGroup():
+                return CommandFailed("DeadlineExceeded", "leaving hung")
+            case JoinGroup(name="other"):
+                return CommandFailed("PeerLost", "nobody came")
+            case Receive():
+                return CommandFailed("PeerLost", "the sender died")
+        return None
+
+    ranks = Digesting()
+    updates = await front(ranks)
+    ranks.before = fails
+    with pytest.raises(WeightSyncError, match="nobody came"):
+        await updates.init_group(
+            requests.InitGroupRequest(
+                master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, group_name="other", backend="gloo"
+            )
+        )
+    await updates.begin(requests.BeginRequest())
+    with pytest.raises(WeightSyncError, match="the sender died"):
+        await updates.update(bucket())
+    assert (await updates.state()).groups == ()
+
+
+async def test_a_group_can_be_destroyed_while_buckets_hang_in_all_of_them() -> None:
+    adapter = ModuleAdapter(torch.nn.Linear(2, 2, bias=False))
+    rank = DisaggregatedRank(adapter)
+    local = LocalRanks(rank)
+    updates = WeightUpdates(local, Settings(leave_timeout=1.0, bucket_timeout=20.0))
+    names = [f"g{number}" for number in range(updates.settings.max_groups)]
+    groups = {name: Hanging() for name in names}
+    rank._groups.update({name: cast(ProcessGroup, group) for name, group in groups.items()})
+    for name in names:
+        updates._groups[name] = state = _GroupState()
+        state.state = "ready"
+    await updates.begin(requests.BeginRequest())
+    sent = [
+        asyncio.create_task(
+            updates.update(requests.UpdateRequest(names=["weight"], dtypes=["float32"], shapes=[[2, 2]], group_name=name))
+        )
+        for name in names
+    ]
+    try:
+        async with asyncio.timeout(10):
+            for group in groups.values():
+                await asyncio.to_thread(group.entered.wait, 10)
+            for name in names:
+                await updates.destroy(requests.DestroyRequest(group_name=name))
+            answers = await asyncio.gather(*sent, return_exceptions=True)
+        assert all(isinstance(answer, WeightSyncError) for answer in answers)
+    finally:
+        for group in groups.values():
+            group.close()
+        local.close()
 
 
 async def test_the_label_of_a_partial_update_folds_all_tensors() -> None:

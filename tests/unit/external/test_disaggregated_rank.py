@@ -410,6 +410,47 @@ def test_digests_are_of_what_was_received_in_this_update(driven: Driven) -> None
     assert [int.from_bytes(answer.digests[place : place + 8], "little") for place in (0, 8)] == [0, wanted]
 
 
+def test_a_tensor_that_came_under_both_of_its_names_is_digested_once(driven: Driven) -> None:
+    module = torch.nn.Module()
+    module.embed = module.lm_head = torch.nn.Parameter(torch.zeros(4))
+    adapter = ModuleAdapter(module)
+    adapter.loads_late = True  # so that what was received is reported
+    tied = Driven(adapter)
+    tied.group("g", 3.0)
+    tied.done(PauseRank("abort", SECONDS, 1))
+    both = tuple(Incoming(0, name, "float32", (4,), 16) for name in ("embed", "lm_head"))
+    tied.done(Receive("g", both, False, SECONDS, 1))
+    answer = tied.tell(Verify(1))
+    assert isinstance(answer, Digested)
+    assert int.from_bytes(answer.digests, "little") == digest_box(torch.full((4,), 3.0), (4,), [0])
+
+
+@pytest.mark.parametrize("close", [False, True], ids=["left", "closed"])
+def test_a_group_that_comes_about_after_it_was_left_is_closed(driven: Driven, monkeypatch: pytest.MonkeyPatch, close: bool) -> None:
+    """The front gave up waiting for it. Kept, the group would be in the way of every later one of its name."""
+    made, meeting, met = Carrying(1.0), threading.Event(), threading.Event()
+
+    def meets_late(*_: object, **__: object) -> ProcessGroup:
+        meeting.set()
+        assert met.wait(SECONDS)
+        return cast(ProcessGroup, made)
+
+    monkeypatch.setattr(rank, "init_custom_process_group", meets_late)
+    join = JoinGroup("g", "gloo", "127.0.0.1", 1, 1, 2, SECONDS)
+    late = driven.later(join)
+    assert meeting.wait(SECONDS)
+    if close:
+        driven.rank.close()
+    else:
+        driven.done(LeaveGroup("g"))
+    met.set()
+    answer = late.result(SECONDS)
+    assert isinstance(answer, CommandFailed)
+    assert "was destroyed while this rank joined it" in answer.message
+    assert made.closed
+    driven.done(join)
+
+
 @pytest.mark.parametrize("error", [PeerLost("connection refused by 192.0.2.7:22"), DeadlineExceeded("192.0.2.7:443 is silent")])
 def test_every_failure_to_join_has_the_same_answer(driven: Driven, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """Whoever may name an address must not learn from the answer what listens there."""

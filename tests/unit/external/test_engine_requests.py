@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from weightsync.deadline import Deadline
 from weightsync.engine.draft import join_manifests
-from weightsync.errors import ConfigurationError, VerificationError, VersionError
+from weightsync.errors import ConfigurationError, DeadlineExceeded, VerificationError, VersionError
 from weightsync.external import client
 from weightsync.external.checks import check_digests, parse_version
 from weightsync.external.clients import lmdeploy, sglang, vllm
@@ -58,6 +59,23 @@ BUCKET = {
 )
 def test_builders_say_what_the_engines_document(call: HttpCall, expected: HttpCall) -> None:
     assert call == expected
+
+
+def test_a_vllm_session_whose_opening_was_not_answered_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM may have opened it, and would refuse every later push."""
+    asked: list[HttpCall] = []
+
+    def call(request: HttpCall, deadline: Deadline) -> None:
+        asked.append(request)
+        if request == vllm.start_weight_update():
+            raise DeadlineExceeded("no answer")
+
+    with vllm.VLLMClient("http://127.0.0.1:1") as client:
+        monkeypatch.setattr(client, "call", call)
+        with pytest.raises(DeadlineExceeded):
+            client.begin("7", None, Deadline(5))
+        client.abort(Deadline(5))
+    assert asked[1:] == [vllm.update_weights({"abandon": True}), HttpCall("POST", "/finish_weight_update", {})]
 
 
 def test_mixed_dtypes_never_leave_a_builder() -> None:

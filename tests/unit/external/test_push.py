@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 from weightsync.deadline import Deadline
-from weightsync.errors import ConfigurationError, ManifestMismatch, WeightSyncError
+from weightsync.errors import ConfigurationError, DeadlineExceeded, ManifestMismatch, WeightSyncError
 from weightsync.external import push as pushing
 from weightsync.external.checkpoint_files import CheckpointFiles
 from weightsync.external.clients.base import Bucket, HttpCall, UpdateClient
 from weightsync.external.push import push
-from weightsync.model import Manifest, PauseMode
+from weightsync.model import Manifest, PauseMode, TensorSpec
 
 
 class Recorded(UpdateClient):
@@ -28,6 +29,7 @@ class Recorded(UpdateClient):
     def __init__(self, refuse: Mapping[str, WeightSyncError] | None = None) -> None:
         super().__init__("http://127.0.0.1:1")
         self.calls: list[str] = []
+        self.limits: tuple[float, float | None] = (0.0, None)
         self._refuse = refuse or {}
 
     def _init(self, wish: object) -> HttpCall:
@@ -53,7 +55,8 @@ class Recorded(UpdateClient):
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
         self._note("pause")
 
-    def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline) -> None:
+    def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline, whole: Deadline | None = None) -> None:
+        self.limits = deadline.seconds, None if whole is None else whole.seconds
         self._note("begin")
 
     def update(self, bucket: Bucket, last: bool, deadline: Deadline) -> None:
@@ -89,6 +92,12 @@ def test_the_order_of_a_push(directory: Path) -> None:
     assert engine.calls == ["check", "join", "pause", "begin", "update", "update", "commit", "flush", "resume"]
 
 
+def test_beginning_is_a_step_and_the_engine_hears_how_long_all_of_it_may_take(directory: Path) -> None:
+    with CheckpointFiles(directory) as checkpoint, Recorded() as engine:
+        push(checkpoint, [engine], "1", timeout=100.0, step_timeout=7.0)
+    assert engine.limits == (7.0, 100.0)
+
+
 def test_an_engine_that_refuses_the_checkpoint_is_not_touched_and_the_others_are_updated(directory: Path) -> None:
     refusal = ManifestMismatch("other tensors")
     with CheckpointFiles(directory) as checkpoint, Recorded({"check": refusal}) as bad, Recorded() as good:
@@ -104,6 +113,26 @@ def test_a_checkpoint_that_cannot_be_read_asks_nothing_of_any_engine(directory: 
         with pytest.raises(ConfigurationError, match="ended in the middle"):
             push(checkpoint, [engine], "1")
     assert engine.calls == []
+
+
+def test_a_later_bucket_whose_reading_hangs_ends_in_time_and_the_engine_is_told(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, read = threading.Event(), CheckpointFiles.read
+
+    def hangs(checkpoint: CheckpointFiles, specs: Sequence[TensorSpec], memory: npt.NDArray[np.uint8]) -> None:
+        if specs[0].name == "b":
+            assert goes_on.wait(20)
+        read(checkpoint, specs, memory)
+
+    monkeypatch.setattr(CheckpointFiles, "read", hangs)
+    with CheckpointFiles(directory) as checkpoint, Recorded() as engine:
+        try:
+            with pytest.raises(DeadlineExceeded, match="reading bucket 2 of the checkpoint"):
+                push(checkpoint, [engine], "1", bucket_bytes=16, step_timeout=0.3)
+        finally:
+            goes_on.set()
+    assert engine.calls == ["check", "join", "pause", "begin", "update", "abort"]
 
 
 @pytest.mark.parametrize("how", ["refused", "more than is free"])

@@ -18,7 +18,7 @@ class ReceiveAhead:
     """Hands bucket ``k`` to ``load`` while a thread fills bucket ``k + 1`` by ``receive``. With one buffer they alternate.
 
     ``load`` returns when its bucket may be filled again. ``abort`` makes a ``receive`` in another thread raise soon. Used by one
-    thread, once.
+    thread at a time.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ReceiveAhead:
         Returns the seconds spent receiving and loading, which overlap. After an error the receiver thread has ended, unless it did
         not do so in five seconds: see :meth:`when_idle`.
         """
-        count, load_seconds = self._buckets, 0.0
+        count, load_seconds, self._receive_seconds = self._buckets, 0.0, 0.0
         receiver = ThreadPoolExecutor(1, thread_name_prefix="weightsync-receive")
         self._receiving = receiver.submit(self._fetch, 0, deadline) if count else None
         try:

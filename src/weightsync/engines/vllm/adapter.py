@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engines.hf_checkpoint import HfCheckpoint
 from weightsync.engines.host_staging import HostStaging
@@ -70,8 +71,9 @@ class VllmWorkerAdapter(EngineAdapter):
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """Rank 0: pause the engine, and take the label away."""
         if self._controls is not None:
+            deadline = Deadline(timeout)
             self._controls.pause(mode, timeout)
-            self._controls.label(UNLABELLED, timeout)
+            self._controls.label(UNLABELLED, deadline.remaining("pausing"))
 
     def begin(self) -> None:
         """Nothing has arrived yet."""

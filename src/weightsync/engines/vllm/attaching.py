@@ -52,9 +52,13 @@ class _Gate:
                 self._busy = False
                 self._changed.notify_all()
 
-    def _call(self, work: Callable[[], T]) -> T:
-        with self._calls:
+    def _call(self, work: Callable[[], T], timeout: float) -> T:
+        if not self._calls.acquire(timeout=timeout):
+            raise DeadlineExceeded(f"an earlier call of vLLM still runs after {timeout:.3g} s")
+        try:
             return work()
+        finally:
+            self._calls.release()
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
         with self._changed:
@@ -64,15 +68,15 @@ class _Gate:
 
     def install(self, timeout: float) -> None:
         with _loading():
-            self._call(lambda: self._llm.collective_rpc(INSTALL, timeout))
+            self._call(lambda: self._llm.collective_rpc(INSTALL, timeout), timeout)
 
     def flush(self, timeout: float) -> bool:
-        return bool(self._call(lambda: self._llm.reset_prefix_cache(True, True)))
+        return bool(self._call(lambda: self._llm.reset_prefix_cache(True, True), timeout))
 
     def label(self, version: str, timeout: float) -> None:
         label = getattr(self._llm, "update_weight_version", None)  # vLLM 0.25 has no names for weights
         if label is not None:
-            self._call(lambda: label(version))
+            self._call(lambda: label(version), timeout)
         self.version = None if version == UNLABELLED else version
 
     def resume(self, timeout: float) -> None:

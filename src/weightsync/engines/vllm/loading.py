@@ -25,8 +25,8 @@ def install(
 
     The reload is opened and closed here, in one go: left open, the model cannot run, and a second one would count what the first
     one kept. The tensors' memory may be used again when this returns. Raises what the loader raises, and
-    :class:`~weightsync.errors.LoadError` for parameters that it never filled; the model then runs, with weights of several
-    versions, until a later call succeeds.
+    :class:`~weightsync.errors.LoadError` for tensors that it did not take and for parameters that it never filled; the model then
+    runs, with weights of several versions, until a later call succeeds.
     """
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -35,7 +35,10 @@ def install(
     initialize_layerwise_reload(model)
     try:
         wanted = before & {name for name, _ in model.named_parameters()}
-        loaded = model.load_weights(tensors)  # type: ignore[operator]
+        left = iter(tensors)
+        loaded = model.load_weights(left)  # type: ignore[operator]
+        if (untaken := next(left, None)) is not None:
+            raise LoadError(f"vLLM's loader stopped before {untaken[0]}, and left it and what comes after it untaken")
         # A quantized model makes parameters of its own, under names that no checkpoint has.
         if whole and model_config.quantization is None and loaded is not None and wanted - set(loaded):
             missing = sorted(wanted - set(loaded))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from contextlib import closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -16,7 +17,7 @@ import msgspec
 
 from weightsync.deadline import Deadline
 from weightsync.engines.vllm.controls import Controls, HttpControls
-from weightsync.errors import ConfigurationError, DeadlineExceeded, ProtocolError, from_wire, to_wire
+from weightsync.errors import ConfigurationError, DeadlineExceeded, PeerLost, ProtocolError, from_wire, to_wire
 from weightsync.model import PauseMode
 from weightsync.protocol.messages import UNREADABLE
 
@@ -88,12 +89,18 @@ def controls_at(address: str) -> Controls:
 
 
 class ControlsServer:
-    """Serves ``controls`` to processes of this user that know :attr:`address`. Close it, or use it in a ``with``."""
+    """Serves ``controls`` to processes of this user that know :attr:`address`. Close it, or use it in a ``with``.
+
+    Calls run one at a time. A call whose caller has given up before its turn is not run, so an engine that was paused meanwhile is
+    not resumed by a call from before the pause.
+    """
 
     def __init__(self, controls: Controls) -> None:
         from weightsync.transports.host.unix_socket import listen_local
 
         self._controls = controls
+        self._turn = threading.Lock()
+        self._running = ""
         key = secrets.token_bytes(32)
         self._listener, place = listen_local(_PREFIX, "vllm-controls", key, self._serve)
         self.address = f"{place}:{key.hex()}"
@@ -102,23 +109,35 @@ class ControlsServer:
     def _serve(self, channel: Channel) -> None:
         call = _receive(channel, _Call, Deadline(_HELLO_SECONDS))
         try:
-            answer: _Done | _Failed = self._run(call)
+            answer: _Done | _Failed = self._run_in_turn(channel, call)
         except Exception as error:  # noqa: BLE001 - the asker's to see
             answer = _Failed(*to_wire(error))
         _send(channel, answer, Deadline(_HELLO_SECONDS))
 
-    def _run(self, call: _Call) -> _Done:
+    def _run_in_turn(self, channel: Channel, call: _Call) -> _Done:
+        deadline, name = Deadline(call.timeout), _name(call)
+        if not self._turn.acquire(timeout=call.timeout):
+            raise DeadlineExceeded(f"{name} did not get its turn in {call.timeout:.3g} s: vLLM's {self._running} still runs")
+        try:
+            if not channel.peer_lives():
+                raise PeerLost(f"the worker that asked for {name} has given up waiting")
+            self._running = name
+            return self._run(call, deadline.remaining(name))
+        finally:
+            self._turn.release()
+
+    def _run(self, call: _Call, timeout: float) -> _Done:
         match call:
             case _Pause():
-                self._controls.pause(call.mode, call.timeout)
+                self._controls.pause(call.mode, timeout)
             case _Install():
-                self._controls.install(call.timeout)
+                self._controls.install(timeout)
             case _Flush():
-                return _Done(self._controls.flush(call.timeout))
+                return _Done(self._controls.flush(timeout))
             case _Label():
-                self._controls.label(call.version, call.timeout)
+                self._controls.label(call.version, timeout)
             case _Resume():
-                self._controls.resume(call.timeout)
+                self._controls.resume(timeout)
         return _Done()
 
     def close(self) -> None:
@@ -170,16 +189,20 @@ class LocalControls:
     def _ask(self, call: _Call) -> _Done:
         from weightsync.transports.host.unix_socket import connect_local
 
-        deadline, what = Deadline(call.timeout), type(call).__name__.strip("_").lower()
+        deadline = Deadline(call.timeout)
         try:
             with closing(connect_local(_PREFIX, self._place, self._key, _PEER, deadline)) as channel:
                 _send(channel, call, deadline)
                 answer: _Done | _Failed = _receive(channel, _Done | _Failed, deadline)
         except DeadlineExceeded:
-            raise DeadlineExceeded(f"{_PEER} did not answer {what} within {call.timeout:.3g} s") from None
+            raise DeadlineExceeded(f"{_PEER} did not answer {_name(call)} within {call.timeout:.3g} s") from None
         if isinstance(answer, _Failed):
             raise from_wire(answer.kind, answer.message)
         return answer
+
+
+def _name(call: _Call) -> str:
+    return type(call).__name__.strip("_").lower()
 
 
 def _send(channel: Channel, message: msgspec.Struct, deadline: Deadline) -> None:

@@ -176,8 +176,15 @@ class UpdateClient(ABC):
     def version(self, deadline: Deadline) -> str | None:
         """The label of the weights that the engine says it serves; ``None`` where it says nothing."""
 
-    def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline) -> None:
-        """Start an update to ``label``; ``fingerprint`` is that of the manifest of everything that will be sent, if it is known."""
+    def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline, whole: Deadline | None = None) -> None:
+        """Start an update to ``label``.
+
+        Args:
+            label: The version's label, if it has one.
+            fingerprint: That of the manifest of everything that will be sent, if it is known.
+            deadline: Bounds this step.
+            whole: Bounds the update, for an engine that ends it by itself; without it, ``deadline``.
+        """
         self.label = label or ""
 
     @abstractmethod

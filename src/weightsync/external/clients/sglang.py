@@ -113,7 +113,7 @@ class SGLangClient(UpdateClient):
         label = answer.get("weight_version")
         return None if label is None else str(label)
 
-    def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline) -> None:
+    def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline, whole: Deadline | None = None) -> None:
         """Open a session."""
         if not label:
             raise ConfigurationError("SGLang labels what it serves: an update needs a label")

@@ -134,11 +134,11 @@ class VLLMClient(UpdateClient):
         label = answer.get("weight_version")
         return None if label is None else str(label)
 
-    def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline) -> None:
+    def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline, whole: Deadline | None = None) -> None:
         """Open a session."""
         super().begin(label, fingerprint, deadline)
+        self._session = True  # also if the answer does not come: vLLM may have opened it
         self.call(start_weight_update(), deadline)
-        self._session = True
 
     def commit(self, digests: Mapping[str, str], deadline: Deadline) -> str:
         """Have the digests compared and everything loaded; finish the session, and look whether vLLM took the label."""

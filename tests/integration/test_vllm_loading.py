@@ -1,0 +1,50 @@
+"""What vLLM's loader takes, with vLLM's own layerwise reload and a model of one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from weightsync.errors import LoadError
+
+pytestmark = [
+    pytest.mark.vllm, pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of vLLM's imports
+]  # fmt: skip
+
+
+class Takes(torch.nn.Module):
+    """Takes ``most`` tensors, and does not say which, as some of vLLM's models do not."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.first, self.second = (torch.nn.Linear(2, 2, bias=False) for _ in range(2))
+        self.most = most
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if not self.most:
+            return
+        for count, (name, tensor) in enumerate(tensors, 1):
+            self.get_parameter(name).data.copy_(tensor)
+            if count == self.most:
+                return
+
+
+class Unquantized:
+    """As much of vLLM's model configuration as loading looks at."""
+
+    quantization = None
+    dtype = torch.float32
+
+
+@pytest.mark.parametrize(("most", "stopped"), [(0, "first.weight"), (1, "second.weight"), (2, None)])
+def test_a_loader_that_leaves_tensors_is_an_error_also_if_it_says_nothing_of_what_it_loaded(most: int, stopped: str | None) -> None:
+    from weightsync.engines.vllm.loading import install
+
+    model, tensors = Takes(most), [(name, torch.ones(2, 2)) for name in ("first.weight", "second.weight")]
+    if stopped is None:
+        install(model, Unquantized(), tensors)
+        return
+    with pytest.raises(LoadError, match=f"stopped before {stopped}"):
+        install(model, Unquantized(), tensors)

@@ -25,7 +25,7 @@ help: ## this list
 # already; the package index's build on Linux needs CUDA's libraries.
 LOCKED := --no-deps --require-hashes
 NEEDS_CUDA := import importlib.metadata, sys; sys.exit(not any(one.startswith("nvidia-") for one in importlib.metadata.requires("torch")))
-$(VENV)/.installed: pyproject.toml $(addprefix locks/,$(addsuffix .txt,torch-cpu main cuda atheris ray))
+$(VENV)/.installed: pyproject.toml $(addprefix locks/,$(addsuffix .txt,torch-cpu main cuda atheris ray nixl))
 	@[[ -n "$(PYTHON)" ]] || { echo "weightsync needs Python 3.11 or newer on the PATH (or: make PYTHON=/path/to/python3)" >&2; exit 1; }
 	@echo "installing into $(VENV) (once; takes a minute or two)" >&2
 	@$(PYTHON) -m venv $(VENV) >&2 || { echo "no virtual environment can be made; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
@@ -37,6 +37,8 @@ $(VENV)/.installed: pyproject.toml $(addprefix locks/,$(addsuffix .txt,torch-cpu
 		echo "no build of Atheris for this Python: the guided search of the fuzz tests is skipped" >&2
 	@$(PIP) install $(LOCKED) --only-binary :all: -r locks/ray.txt >&2 2>/dev/null || \
 		echo "no build of Ray for this Python: its tests are skipped" >&2
+	@$(PIP) install $(LOCKED) --only-binary :all: -r locks/nixl.txt >&2 2>/dev/null || \
+		echo "no build of NIXL for this machine: its tests are skipped" >&2
 	@echo "compiling the copy and digest kernels (once)" >&2
 	@$(BIN)/python -c 'import weightsync.tensors.kernels'
 	@touch $@

@@ -6,7 +6,7 @@ file in ``locks``             what it holds
 ``torch-cpu.txt``             a build of torch without CUDA that does not come from the package index, if pip here knows one
 ``main.txt``                  everything that ``.venv`` needs, for every Python and platform that the packages have builds for
 ``cuda.txt``                  libraries that builds of torch for GPUs need, and its builds for CPUs do not
-``atheris.txt``, ``ray.txt``  packages that are left out where they have no build
+``atheris.txt``, ...          packages that are left out where they have no build
 ``vllm.txt``                  what ``.venv-vllm`` holds; made if that is there, and for its Python only
 ============================  ==============================================================================================
 
@@ -30,7 +30,8 @@ __all__ = ["FOLDER", "hashes", "main"]
 
 FOLDER = ROOT / "locks"
 _PINS = ROOT / "constraints.txt"
-OPTIONAL = ("atheris", "ray")
+OPTIONAL = {"atheris": "atheris", "ray": "ray", "nixl": "nixl-cu13"}
+"""Name of the lock, and the package in it."""
 _BUILD_TOOLS = ("hatchling", "editables")
 _PYTHON = "3.11"
 _VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -87,7 +88,7 @@ def _local_torch(version: str) -> None:
 def main() -> int:
     """Write every lock."""
     FOLDER.mkdir(exist_ok=True)
-    extras = [option for extra in ("demo", "testing", "test", "dev", "ray", "fuzz") for option in ("--extra", extra)]
+    extras = [option for extra in ("demo", "testing", "test", "dev", "ray", "fuzz", "nixl") for option in ("--extra", extra)]
     pinned = [f"{name}=={version}" for name, version in pins().items()]
     entries = _compile(_BUILD_TOOLS, pinned, "pyproject.toml", *extras)
     del entries["pip"]  # comes with every environment
@@ -95,8 +96,8 @@ def main() -> int:
     by_build = {name for name in entries if BY_BUILD.match(name) and name != "torch"}
     named = [f"{name}=={version}" for name, (version, _, _) in sorted(entries.items()) if name not in by_build]
     _PINS.write_text("\n".join([*head, *named]) + "\n")
-    for name in OPTIONAL:
-        _write(name, {name: entries.pop(name)})
+    for name, package in OPTIONAL.items():
+        _write(name, {package: entries.pop(package)})
     _write("cuda", {name: entries.pop(name) for name in by_build})
     _write("main", entries)
     _local_torch(entries["torch"][0])

@@ -102,7 +102,7 @@ class EngineRole:
         self._filler: Filler | None = None
         self._preparing: Filler | None = None
         self.session = EngineSession(adapter, member, self._abort_fillers)
-        self.transports = transports_for(transports)
+        self.transports = transports_for(transports, encrypted)
         self.here = here
         self.manifest: Manifest = self.session.manifest
         self._views: Views | None = None

@@ -132,12 +132,14 @@ class Trainer:
         with ExitStack() as owned:
             settings = self._settings = self._find_coordinator(coordinator, token, timeouts, owned)
             self.coordinator = settings.coordinator.url
+            network = _network(settings)
+            encrypted = not is_loopback(network.address) if network.encrypt is None else network.encrypt
             self._role = TrainerRole(
                 state,
-                transports_for(transports),
+                transports_for(transports, encrypted),
                 secrets.token_bytes(32),
                 self._host,
-                network=_network(settings),
+                network=network,
                 dtype=dtype,
                 include_buffers=include_buffers,
             )

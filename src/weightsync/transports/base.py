@@ -192,6 +192,10 @@ class Transport(ABC):
         """Return why it cannot work on this machine and what would help, or ``None`` if it can."""
         return None
 
+    def automatic(self) -> bool:
+        """Return whether it is used without being named. By default, unless readers share their fate."""
+        return not self.traits.shared_fate
+
     @abstractmethod
     def reaches(self, offer: Offer, local_host: Host) -> bool:
         """Return whether a reader on ``local_host`` could use this offer. Pure; nothing is tried."""

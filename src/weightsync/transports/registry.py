@@ -22,6 +22,7 @@ BUILT_IN: dict[str, str] = {
     "cuda_ipc": "weightsync.transports.cuda.ipc:CudaIpc",
     "nccl": "weightsync.transports.broadcast.nccl:Nccl",
     "shared_memory": "weightsync.transports.host.shared_memory:SharedMemory",
+    "nixl": "weightsync.transports.nixl.transport:Nixl",
     "tcp": "weightsync.transports.tcp.transport:Tcp",
     "collective": "weightsync.transports.broadcast.gloo:Collective",
 }

@@ -12,15 +12,21 @@ from weightsync.transports.registry import BUILT_IN, transport
 __all__ = ["choose", "transports_for"]
 
 
-def transports_for(given: Sequence[Transport | str] | None) -> tuple[Transport, ...]:
-    """The transports to use, in order: those given, or all built-in ones that work here and share no fate among readers.
+def transports_for(given: Sequence[Transport | str] | None, encrypted: bool = False) -> tuple[Transport, ...]:
+    """The transports to use, in order: those given, or all built-in ones that work here and need not be named.
 
-    A name stands for the transport with its default settings. Raises :class:`~weightsync.errors.TransportUnavailable` if one that
+    With ``encrypted``, those that cannot encrypt on a network must be named. A name stands for the transport with its default settings. Raises :class:`~weightsync.errors.TransportUnavailable` if one that
     was given cannot work here, with what would help, and :class:`~weightsync.errors.ConfigurationError` for an unknown name.
     """
     if given is None:
         every = map(transport, BUILT_IN)
-        return tuple(transport for transport in every if not transport.traits.shared_fate and transport.unavailable() is None)
+        return tuple(
+            transport
+            for transport in every
+            if transport.automatic()
+            and (transport.traits.encrypted or transport.traits.reach != "network" or not encrypted)
+            and transport.unavailable() is None
+        )
     if isinstance(given, str | Transport):
         raise ConfigurationError(f"transports is a list, best first: give [{given!r}], not {given!r}")
     if not given:

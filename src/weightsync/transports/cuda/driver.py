@@ -19,6 +19,7 @@ __all__ = [
     "Allocation",
     "allocation_of",
     "close_handle",
+    "device_at",
     "driver_problem",
     "export_handle",
     "open_handle",
@@ -29,6 +30,7 @@ __all__ = [
 HANDLE_BYTES = 64
 """Bytes of a CUDA IPC memory handle."""
 
+_MEMORY_TYPE, _ON_DEVICE = 2, 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_MEMORYTYPE_DEVICE
 _BUFFER_ID, _DEVICE_ORDINAL, _IPC_CAPABLE = 7, 9, 10  # CU_POINTER_ATTRIBUTE_*
 _LAZY_PEER_ACCESS = 1
 _INVALID_VALUE, _NOT_FOUND, _INVALID_HANDLE, _INVALID_CONTEXT, _MAP_FAILED = 1, 500, 400, 201, 205
@@ -136,6 +138,18 @@ def allocation_of(address: int, device: int) -> Allocation:
             device=_attribute(library, _DEVICE_ORDINAL, address) & 0xFFFFFFFF,
             exportable=bool(_attribute(library, _IPC_CAPABLE, address) & 0xFF),
         )
+
+
+def device_at(address: int) -> int | None:
+    """Return the CUDA device in whose memory ``address`` lies, or ``None`` for memory of the host."""
+    if driver_problem() is not None:
+        return None
+    kind, device = ctypes.c_uint64(0), ctypes.c_uint64(0)
+    ask = _driver().cuPointerGetAttribute
+    if ask(ctypes.byref(kind), _MEMORY_TYPE, address) or kind.value & 0xFFFFFFFF != _ON_DEVICE:
+        return None
+    _check(ask(ctypes.byref(device), _DEVICE_ORDINAL, address), f"looking for the device of {address:#x}")
+    return device.value & 0xFFFFFFFF
 
 
 def still_allocated(allocations: Sequence[Allocation], device: int) -> bool:

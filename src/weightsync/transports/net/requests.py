@@ -9,7 +9,7 @@ import msgspec
 
 from weightsync.deadline import Deadline
 from weightsync.errors import ProtocolError, to_wire
-from weightsync.protocol.messages import UNREADABLE
+from weightsync.protocol.messages import UNREADABLE, Memory
 from weightsync.transports.net.channel import CONTROL, HEADER, Channel, FrameHeader
 from weightsync.transports.net.tile_limits import MAX_TILES
 
@@ -19,8 +19,11 @@ __all__ = [
     "IDLE_SECONDS",
     "MAX_GROUPS",
     "REQUEST_BYTES",
+    "Describe",
+    "Description",
     "Fail",
     "JoinEpoch",
+    "Pack",
     "Ready",
     "RegisterTiles",
     "Request",
@@ -108,7 +111,43 @@ class JoinEpoch(_Frame, frozen=True):
     buffer_bytes: int
 
 
-Request = RegisterTiles | Start | Warmup | Ready | Fail | JoinEpoch
+class Describe(_Frame, frozen=True):
+    """Of ``nixl``: asks where the publisher's memory lies; answered by :class:`Description` or :class:`Fail`."""
+
+
+class Description(_Frame, frozen=True):
+    """Where a publisher's memory lies, and what a NIXL agent needs to read it.
+
+    Attributes:
+        agent: Metadata of the publisher's agent.
+        memory: Memory of the regions; the header page is always in host memory.
+        device: CUDA device of the regions.
+        exports: How often the publisher has exported its memory.
+        layout_digest: Layout of the regions.
+        header: Address of the header page.
+        regions: Address and bytes of each region, little-endian ``int64[regions, 2]``.
+        buffer_bytes: Most bytes of a frame.
+        buffers: Address of each of this reader's staging buffers, if it registered tiles.
+    """
+
+    agent: bytes
+    memory: Memory
+    device: int
+    exports: int
+    layout_digest: str
+    header: int
+    regions: bytes
+    buffer_bytes: int
+    buffers: tuple[int, ...]
+
+
+class Pack(_Frame, frozen=True):
+    """Of ``nixl``: pack this frame of the registered tiles into its staging buffer; answered by :class:`Ready` or :class:`Fail`."""
+
+    frame: int
+
+
+Request = RegisterTiles | Start | Warmup | Ready | Fail | JoinEpoch | Describe | Description | Pack
 
 _decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 

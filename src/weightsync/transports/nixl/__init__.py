@@ -1,0 +1,1 @@
+"""Memory that readers pull by one-sided reads, through NVIDIA's NIXL."""

@@ -1,0 +1,264 @@
+"""NIXL as this project uses it: an agent that registers memory and reads a peer's by prepared lists of descriptors.
+
+NIXL (https://github.com/ai-dynamo/nixl) drives UCX: RDMA between hosts, NVLink, shared memory or TCP, whatever connects two agents.
+What agents must know of each other travels over our own authenticated channel: NIXL's listener, etcd and its serialisers (which
+pickle) are not used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync import forks
+from weightsync.deadline import Deadline
+from weightsync.errors import Aborted, PeerLost, ProtocolError, TransportError, TransportUnavailable
+from weightsync.protocol.messages import Memory
+
+__all__ = ["Agent", "Pieces", "Transfer", "network_devices", "nixl_problem", "rdma_devices"]
+
+Int64 = npt.NDArray[np.int64]
+
+_MODULES = ("nixl_cu13", "nixl_cu12", "nixl")
+Pieces = tuple[Memory, Int64, int]
+"""A memory, address and bytes of each piece in it (``int64[n, 2]``), and the CUDA device of memory of a GPU."""
+
+_SEGMENTS: dict[Memory, str] = {"host": "DRAM", "cuda": "VRAM"}
+_FIRST_PAUSE, _LONGEST_PAUSE = 5e-6, 1e-3
+
+
+def nixl_problem() -> str | None:
+    """Return why NIXL cannot be used here, or ``None``. Imports nothing."""
+    if any(find_spec(name) for name in _MODULES):
+        return None
+    return "NIXL is not installed: pip install 'weightsync[nixl]'"
+
+
+def rdma_devices(root: Path = Path("/sys/class/infiniband")) -> tuple[str, ...]:
+    """Return the names of this host's RDMA devices with an active port, as the kernel lists them."""
+    names = []
+    for device in sorted(root.iterdir()) if root.is_dir() else ():
+        states = (port / "state" for port in (device / "ports").glob("*"))
+        if any("ACTIVE" in state.read_text() for state in states if state.is_file()):
+            names.append(device.name)
+    return tuple(names)
+
+
+def network_devices() -> tuple[str, ...]:
+    """Return the names by which UCX knows this host's network devices: interfaces and RDMA devices."""
+    interfaces = [name for _, name in socket.if_nameindex()]
+    rdma = Path("/sys/class/infiniband")
+    return (*interfaces, *(sorted(path.name for path in rdma.iterdir()) if rdma.is_dir() else ()))
+
+
+def _api() -> Any:  # noqa: ANN401 (NIXL has no types)
+    # Both log to standard output by default, which belongs to the program. What failed is in the exceptions.
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+    for name in _MODULES:
+        if find_spec(name):
+            try:
+                return importlib.import_module(f"{name}._api")
+            except (ImportError, OSError) as error:
+                raise TransportUnavailable(f"NIXL cannot be loaded: {error}") from error
+    raise TransportUnavailable(nixl_problem() or "NIXL cannot be loaded")
+
+
+class Transfer:
+    """One prepared transfer, which may be started any number of times, one after the other. Made by :meth:`Agent.prepare`."""
+
+    def __init__(self, agent: Agent, handle: Any, lists: tuple[Any, Any], peer: str) -> None:  # noqa: ANN401
+        self._agent, self._handle, self._lists, self._peer = agent, handle, lists, peer
+        self.running = False
+
+    def start(self) -> None:
+        """Post it. A small one may be done when this returns. Raises :class:`~weightsync.errors.PeerLost`."""
+        self._step(self._agent.api.transfer)
+
+    def _step(self, call: Callable[[Any], str]) -> None:
+        try:
+            state = call(self._handle)
+        except Exception as error:
+            self.running = False
+            raise PeerLost(f"{self._peer} cannot be read: {error}") from error
+        self.running = state == "PROC"
+        if state not in ("PROC", "DONE"):
+            raise PeerLost(f"{self._peer} cannot be read: its memory is gone or the connection broke")
+
+    def wait(self, deadline: Deadline, aborted: Callable[[], bool] = lambda: False) -> None:
+        """Return when every byte is in place.
+
+        NIXL offers no call that blocks and no descriptor to select on, so the state is looked at, at first after microseconds, then
+        at most every millisecond.
+
+        Raises:
+            PeerLost: The peer is gone.
+            DeadlineExceeded: The transfer still runs.
+            Aborted: ``aborted()`` returned true; the transfer still runs.
+        """
+        pause = _FIRST_PAUSE
+        while self.running:
+            self._step(self._agent.api.check_xfer_state)
+            if self.running:
+                if aborted():
+                    raise Aborted(f"reading from {self._peer} was aborted")
+                deadline.remaining(f"reading from {self._peer}")
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def release(self) -> None:
+        """Cancel and forget it. Raises :class:`~weightsync.errors.TransportError` if it runs and cannot be cancelled."""
+        try:
+            self._handle.release()
+            for prepared in self._lists:
+                prepared.release()
+        except Exception as error:
+            raise TransportError(f"a transfer from {self._peer} cannot be cancelled: {error}") from error
+
+
+class Agent:
+    """A NIXL agent with the backend UCX, for this process. Any thread.
+
+    Args:
+        options: Parameters of the backend, passed through.
+
+    Raises:
+        TransportUnavailable: NIXL is not installed, or finds no device.
+    """
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        module = _api()
+        self._origin = forks.Origin()
+        self._lock = threading.Lock()
+        self._registered: list[Any] = []
+        self._remotes: dict[str, int] = {}
+        self._closed = False
+        self.name = f"weightsync-{uuid.uuid4().hex}"
+        config = module.nixl_agent_config(
+            enable_prog_thread=True, backends=[], sync_mode=module.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        )
+        try:
+            self.api = module.nixl_agent(self.name, config)
+            self.api.create_backend("UCX", {"ucx_error_handling_mode": "peer", **options})
+        except Exception as error:
+            raise TransportUnavailable(f"NIXL finds no way to other hosts with the options {dict(options)}: {error}") from error
+        forks.in_children(self, Agent._forget)
+
+    def _forget(self) -> None:
+        """In a forked child: NIXL's threads are the parent's, and destroying its objects would wait for them."""
+        forks.keep_for_ever(self.api)
+
+    def register(self, memory: Memory, spans: Int64, device: int = 0) -> Any:  # noqa: ANN401
+        """Register memory, so that it can be read, or read into.
+
+        Args:
+            memory: Where it lies.
+            spans: ``int64[n, 2]``: address and bytes of each span.
+            device: CUDA device of memory of a GPU.
+
+        Returns:
+            A token for :meth:`deregister`.
+
+        Raises:
+            TransportUnavailable: The memory cannot be registered.
+        """
+        try:
+            token = self.api.register_memory(_descriptors(spans, device), _SEGMENTS[memory])
+        except Exception as error:
+            raise TransportUnavailable(
+                f"{int(spans[:, 1].sum()):,} bytes of {memory} memory cannot be registered with NIXL: {error}. It may be limited "
+                "(ulimit -l), or allocated with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            ) from error
+        with self._lock:
+            self._registered.append(token)
+        return token
+
+    def deregister(self, token: Any) -> None:  # noqa: ANN401
+        """Undo :meth:`register`. Whoever still reads gets an error."""
+        with self._lock:
+            self._registered.remove(token)
+        self.api.deregister_memory(token)
+
+    @property
+    def metadata(self) -> bytes:
+        """What a peer must know to read the registered memory; changes with every registration."""
+        return bytes(self.api.get_agent_metadata())
+
+    def add(self, metadata: bytes) -> str:
+        """Learn of a peer, or what is new of it. Every call is matched by a :meth:`remove`.
+
+        Raises:
+            ProtocolError: ``metadata`` is not a peer's :attr:`metadata`.
+        """
+        try:
+            name = self.api.add_remote_agent(metadata)
+        except Exception as error:
+            raise ProtocolError(f"the publisher described its NIXL agent wrongly: {error}") from error
+        name = name.decode() if isinstance(name, bytes) else str(name)
+        with self._lock:
+            self._remotes[name] = self._remotes.get(name, 0) + 1
+        return name
+
+    def remove(self, name: str) -> None:
+        """Forget a peer when this was the last :meth:`remove` of its :meth:`add`."""
+        with self._lock:
+            self._remotes[name] -= 1
+            if self._remotes[name]:
+                return
+            del self._remotes[name]
+        self.api.remove_remote_agent(name)
+
+    def prepare(self, target: Pieces, name: str, source: Pieces, peer: str) -> Transfer:
+        """Prepare a read of registered memory of a peer into registered memory of this process.
+
+        Args:
+            target: Where the pieces go.
+            name: What :meth:`add` returned.
+            source: Where they come from, piece by piece.
+            peer: The peer in messages.
+
+        Raises:
+            PeerLost: The peer has not registered that memory, or is gone.
+        """
+        every = np.arange(len(target[1]), dtype=np.int32)
+        try:
+            here = self._list("", target)
+            there = self._list(name, source)
+            return Transfer(self, self.api.make_prepped_xfer("READ", here, every, there, every), (here, there), peer)
+        except Exception as error:
+            raise PeerLost(f"{peer} does not let its memory be read (any more): {error}") from error
+
+    def _list(self, name: str, pieces: Pieces) -> Any:  # noqa: ANN401
+        memory, spans, device = pieces
+        return self.api.prep_xfer_dlist(name, _descriptors(spans, device), _SEGMENTS[memory])
+
+    def close(self) -> None:
+        """Deregister everything and end the agent's threads and connections. Safe twice; in a forked child: nothing."""
+        if self._closed or self._origin.elsewhere:
+            return
+        self._closed = True
+        for token in self._registered:
+            self.api.deregister_memory(token)
+        self._registered.clear()
+        for name in self._remotes:
+            self.api.remove_remote_agent(name)
+        del self.api
+
+
+def _descriptors(spans: Int64, device: int) -> npt.NDArray[np.uint64]:
+    """``uint64[n, 3]``: address, bytes, device."""
+    table = np.empty((len(spans), 3), np.uint64)
+    table[:, :2] = spans
+    table[:, 2] = device
+    return table

@@ -1,0 +1,154 @@
+"""How transport ``nixl`` divides a plan, when it is chosen, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from weightsync.deadline import Deadline
+from weightsync.errors import ConfigurationError, ProtocolError, TransportUnavailable
+from weightsync.tensors.copies import copy_tiles
+from weightsync.tensors.copy_table import CopyTable
+from weightsync.testing.copy_cases import tiles_from
+from weightsync.trainer.publisher import TrainerRole
+from weightsync.transports import select
+from weightsync.transports.base import Network
+from weightsync.transports.host.region import PublishedRegion
+from weightsync.transports.hostinfo import this_host
+from weightsync.transports.net.requests import Pack, RegisterTiles, Start
+from weightsync.transports.nixl import agent as nixl_agent
+from weightsync.transports.nixl.agent import nixl_problem, rdma_devices
+from weightsync.transports.nixl.frames import BUFFERS, Frames, Staging, copies, split
+from weightsync.transports.nixl.transport import Nixl
+
+needs_nixl = pytest.mark.skipif(nixl_problem() is not None, reason=nixl_problem() or "")
+KEY = b"the key of this contract's runs."
+
+
+def random_tiles(rng: np.random.Generator, memory: int, count: int) -> tuple[CopyTable, int]:
+    """Tiles in order at both ends, some strided, some without a gap between them; and the size of their targets."""
+    rows = []
+    source = target = 0
+    for _ in range(count):
+        runs = int(rng.choice([1, 1, 1, 3, 8]))
+        nbytes = int(rng.integers(1, 300))
+        gap = int(rng.choice([0, 0, 17]))
+        stride = nbytes + int(rng.choice([0, 5]))
+        rows.append([0, source, stride, memory + target, nbytes, runs, nbytes])
+        source += stride * runs - (stride - nbytes) + gap
+        target += nbytes * runs
+    return tiles_from(np.array(rows, np.int64)), target
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("least", [1, 64, 500, 1 << 30])
+def test_direct_pieces_and_frames_are_the_group_without_overlap(seed: int, least: int) -> None:
+    rng = np.random.default_rng(seed)
+    target = np.zeros(1 << 18, np.uint8)
+    tiles, nbytes = random_tiles(rng, int(target.ctypes.data), 60)
+    source = rng.integers(1, 256, 1 << 18, dtype=np.uint8)
+    address = int(source.ctypes.data)
+    copy_tiles(tiles, (address,))
+    expected = target.copy()
+    assert expected.any()
+    pieces, packed = split(tiles, least)
+    assert int(pieces[:, 3].sum()) + packed.nbytes == tiles.nbytes == nbytes
+    assert not len(pieces) or pieces[:, 3].min() >= least
+    target[:] = 0
+    for region, offset, to, length in pieces.tolist():
+        assert region == 0
+        at = to - int(target.ctypes.data)
+        assert not target[at : at + length].any()
+        target[at : at + length] = source[offset : offset + length]
+    frames = Frames.of(packed, np.array([len(packed)], np.int64), 1 << 12)
+    staging = Staging(max(frames.largest, 1), "host", 0)
+    pack = copies(frames.copies(staging.addresses, (address,)), "host", 0)
+    unpack = copies(frames.copies(staging.addresses, None), "host", 0)
+    for number in range(len(frames)):
+        pack.run(number, Deadline(5))
+        unpack.run(number, Deadline(5))
+    assert np.array_equal(target, expected)
+    if least == 1 << 30:
+        assert not len(pieces)
+        assert len(frames) > BUFFERS
+
+
+def test_neighbours_at_both_ends_are_one_piece() -> None:
+    rows = np.array([[0, 100 * index, 100, 5000 + 100 * index, 100, 1, 100] for index in range(10)], np.int64)
+    pieces, packed = split(tiles_from(rows), 1000)
+    assert pieces.tolist() == [[0, 0, 5000, 1000]]
+    assert not len(packed)
+    rows[5:, 3] += 8  # a gap at the target alone
+    pieces, packed = split(tiles_from(rows), 1000)
+    assert not len(pieces)
+    assert len(packed) == len(rows)
+
+
+def device_tree(root: Path, **states: str) -> Path:
+    for name, state in states.items():
+        port = root / name / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state)
+    return root
+
+
+def test_rdma_devices_are_those_with_a_link(tmp_path: Path) -> None:
+    assert rdma_devices(tmp_path / "nowhere") == ()
+    tree = device_tree(tmp_path, mlx5_0="4: ACTIVE\n", mlx5_1="1: DOWN\n", mlx5_2="4: ACTIVE\n")
+    assert rdma_devices(tree) == ("mlx5_0", "mlx5_2")
+
+
+@needs_nixl
+def test_it_is_chosen_unnamed_only_where_there_is_an_rdma_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def names(encrypted: bool = False) -> list[str]:
+        return [transport.name for transport in select.transports_for(None, encrypted)]
+
+    where = "weightsync.transports.nixl.transport.rdma_devices"
+    monkeypatch.setattr(where, lambda: rdma_devices(tmp_path))
+    assert "nixl" not in names()
+    assert [transport.name for transport in select.transports_for(["nixl"])] == ["nixl"]
+    device_tree(tmp_path, mlx5_0="4: ACTIVE")
+    assert "nixl" in names()
+    assert names().index("nixl") < names().index("tcp")
+    assert "nixl" not in names(encrypted=True)
+    assert "tcp" in names(encrypted=True)
+
+
+def test_without_nixl_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_agent, "_MODULES", ("no_such_module",))
+    with pytest.raises(TransportUnavailable, match=r"pip install 'weightsync\[nixl\]'"):
+        select.transports_for(["nixl"])
+
+
+@needs_nixl
+def test_a_run_that_demands_encryption_refuses_it() -> None:
+    with pytest.raises(ConfigurationError, match="'nixl' does not encrypt"):
+        TrainerRole({"weight": torch.zeros(8)}, [Nixl()], KEY, this_host(), network=Network(encrypt=True))
+
+
+@needs_nixl
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(TransportUnavailable, match=r"no network device mlx9_0; it has .*lo"):
+        select.transports_for([Nixl(devices="lo,mlx9_0:1")])
+    assert Nixl(devices="lo").unavailable() is None
+
+
+@needs_nixl
+def test_requests_that_make_no_sense_are_refused() -> None:
+    region = PublishedRegion(1 << 16, "d" * 32)
+    transport = Nixl()
+    publisher = transport.publish(region, KEY, this_host())
+    try:
+        reader = transport.open(publisher.offer, KEY, Deadline(10))
+        try:
+            for request in (Pack(0), Pack(-1), Pack(1 << 40), RegisterTiles("d" * 32, b"", b"1"), Start(1, 1.0)):
+                with pytest.raises(ProtocolError):
+                    reader._asked(reader._connected(Deadline(5)), request, Deadline(5))
+        finally:
+            reader.close()
+    finally:
+        publisher.close()
+        region.close()

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from weightsync.transports.cuda.ipc import CudaIpc as CudaIpc
     from weightsync.transports.host.inproc import InProcess as InProcess
     from weightsync.transports.host.shared_memory import SharedMemory as SharedMemory
+    from weightsync.transports.nixl.transport import Nixl as Nixl
     from weightsync.transports.tcp.transport import Tcp as Tcp
 
 __version__ = "0.1.0"
@@ -67,6 +68,7 @@ _WHERE = {
     "Manifest": "weightsync.model.manifest",
     "ModuleAdapter": "weightsync.engines.module",
     "Nccl": "weightsync.transports.broadcast.nccl",
+    "Nixl": "weightsync.transports.nixl.transport",
     "PauseMode": "weightsync.model.pause",
     "ReplicaResult": "weightsync.model.result",
     "RoundResult": "weightsync.model.result",
@@ -102,6 +104,7 @@ __all__ = [
     "MembershipError",
     "ModuleAdapter",
     "Nccl",
+    "Nixl",
     "PauseMode",
     "PeerLost",
     "PlanMismatch",

@@ -38,7 +38,7 @@ __all__ = [
     "warm_up",
 ]
 
-TRANSPORTS = ("shared_memory", "tcp", "relay", "network")
+TRANSPORTS = ("shared_memory", "tcp", "relay", "network", "nixl")
 """``relay`` is encrypted TCP by way of a relay that can do what networks do; ``network`` TCP to another network namespace, where a
 cable can be cut."""
 IMPAIRMENTS = ("delay", "loss")

@@ -168,6 +168,26 @@ def _nccl(name: str) -> Finding:
     return Finding(name, "ok", ".".join(map(str, release)))
 
 
+def _nixl(name: str) -> Finding:
+    cost = "transport nixl, which reads memory of other hosts by RDMA, is unavailable"
+    if importlib.util.find_spec("torch") is None:
+        return Finding(name, "missing", "cannot check without torch", cost)
+    from weightsync.transports.nixl.agent import nixl_problem, rdma_devices
+
+    problem = nixl_problem()
+    if problem is not None:
+        return Finding(name, "missing", problem, cost)
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    devices = rdma_devices()
+    if not devices:
+        return Finding(name, "limited", "installed; no RDMA device has a link", "between hosts it would use TCP: tcp is faster there")
+    if not Path("/sys/module/nvidia_peermem").exists():
+        return Finding(name, "limited", f"RDMA: {', '.join(devices)}; no GPUDirect", "GPU memory crosses host memory: modprobe nvidia_peermem")
+    if soft != resource.RLIM_INFINITY:
+        return Finding(name, "limited", f"RDMA: {', '.join(devices)}", f"only {soft:,} bytes may be registered: ulimit -l unlimited")
+    return Finding(name, "ok", f"RDMA: {', '.join(devices)}")
+
+
 def _open_files(name: str) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     description = f"{soft} (up to {hard})"
@@ -229,6 +249,7 @@ _CHECKS: dict[str, Callable[[str], Finding]] = {
     "gpus": _gpus,
     "peer access": _peer_access,
     "nccl": _nccl,
+    "nixl": _nixl,
     "open files": _open_files,
     "loopback": _loopback,
     "ipv6": _ipv6,

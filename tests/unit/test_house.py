@@ -46,6 +46,7 @@ PUBLIC = [
     "MembershipError",
     "ModuleAdapter",
     "Nccl",
+    "Nixl",
     "PauseMode",
     "PeerLost",
     "PlanMismatch",

@@ -180,12 +180,13 @@ def _nixl(name: str) -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     devices = rdma_devices()
     if not devices:
-        return Finding(name, "limited", "installed; no RDMA device has a link", "between hosts it would use TCP: tcp is faster there")
+        return Finding(name, "limited", "no RDMA device has a link", "between hosts NIXL uses TCP; transport tcp is faster")
+    description = f"RDMA: {', '.join(devices)}"
     if not Path("/sys/module/nvidia_peermem").exists():
-        return Finding(name, "limited", f"RDMA: {', '.join(devices)}; no GPUDirect", "GPU memory crosses host memory: modprobe nvidia_peermem")
+        return Finding(name, "limited", description, "GPU memory crosses host memory (no GPUDirect): modprobe nvidia_peermem")
     if soft != resource.RLIM_INFINITY:
-        return Finding(name, "limited", f"RDMA: {', '.join(devices)}", f"only {soft:,} bytes may be registered: ulimit -l unlimited")
-    return Finding(name, "ok", f"RDMA: {', '.join(devices)}")
+        return Finding(name, "limited", description, f"only {soft:,} bytes may be registered: ulimit -l unlimited")
+    return Finding(name, "ok", description)
 
 
 def _open_files(name: str) -> Finding:

@@ -15,8 +15,9 @@ __all__ = ["choose", "transports_for"]
 def transports_for(given: Sequence[Transport | str] | None, encrypted: bool = False) -> tuple[Transport, ...]:
     """The transports to use, in order: those given, or all built-in ones that work here and need not be named.
 
-    With ``encrypted``, those that cannot encrypt on a network must be named. A name stands for the transport with its default settings. Raises :class:`~weightsync.errors.TransportUnavailable` if one that
-    was given cannot work here, with what would help, and :class:`~weightsync.errors.ConfigurationError` for an unknown name.
+    With ``encrypted``, those that cannot encrypt on a network must be named. A name stands for the transport with its default
+    settings. Raises :class:`~weightsync.errors.TransportUnavailable` if one that was given cannot work here, with what would
+    help, and :class:`~weightsync.errors.ConfigurationError` for an unknown name.
     """
     if given is None:
         every = map(transport, BUILT_IN)

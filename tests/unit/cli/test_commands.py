@@ -269,7 +269,7 @@ def checks(*arguments: str) -> dict[str, dict[str, str]]:
 def test_doctor_looks_at_everything_and_says_what_it_costs() -> None:
     found = checks("--coordinator", "http://127.0.0.1:1")
     wanted = {
-        "python", "torch", "cpu cores", "memory", "memfd", "shared memory", "gpus", "peer access", "nccl", "open files",
+        "python", "torch", "cpu cores", "memory", "memfd", "shared memory", "gpus", "peer access", "nccl", "nixl", "open files",
         "loopback", "ipv6", "numba", "ray", "vllm", "coordinator", "data interface",
     }  # fmt: skip
     assert set(found) == wanted

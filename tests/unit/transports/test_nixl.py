@@ -21,7 +21,7 @@ from weightsync.transports.hostinfo import this_host
 from weightsync.transports.net.requests import Pack, RegisterTiles, Start
 from weightsync.transports.nixl import agent as nixl_agent
 from weightsync.transports.nixl.agent import nixl_problem, rdma_devices
-from weightsync.transports.nixl.frames import BUFFERS, Frames, Staging, copies, split
+from weightsync.transports.nixl.frames import BUFFERS, Frames, StagingBuffers, copies, split
 from weightsync.transports.nixl.transport import Nixl
 
 needs_nixl = pytest.mark.skipif(nixl_problem() is not None, reason=nixl_problem() or "")
@@ -64,7 +64,7 @@ def test_direct_pieces_and_frames_are_the_group_without_overlap(seed: int, least
         assert not target[at : at + length].any()
         target[at : at + length] = source[offset : offset + length]
     frames = Frames.of(packed, np.array([len(packed)], np.int64), 1 << 12)
-    staging = Staging(max(frames.largest, 1), "host", 0)
+    staging = StagingBuffers(max(frames.largest, 1), "host", 0)
     pack = copies(frames.copies(staging.addresses, (address,)), "host", 0)
     unpack = copies(frames.copies(staging.addresses, None), "host", 0)
     for number in range(len(frames)):

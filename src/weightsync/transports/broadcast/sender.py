@@ -286,7 +286,7 @@ class BroadcastPublisher(ListeningPublisher):
             if transfer.version == _MEETING:
                 self._epoch(transfer, members).warm_up(first.tiles, frames, self._wire.regions, transfer.deadline)
             else:
-                stamp = header.require(transfer.version)
+                stamp = first.header.require(transfer.version)
                 epoch, sent = self._epoch(transfer, members), len(frames)
                 epoch.send(first.tiles, frames, self._wire.regions, transfer.version, check, transfer.deadline)
                 check()

@@ -19,10 +19,10 @@ __all__ = [
     "IDLE_SECONDS",
     "MAX_GROUPS",
     "REQUEST_BYTES",
-    "Describe",
-    "Description",
+    "DescribeMemory",
     "Fail",
     "JoinEpoch",
+    "MemoryDescription",
     "Pack",
     "Ready",
     "RegisterTiles",
@@ -111,11 +111,11 @@ class JoinEpoch(_Frame, frozen=True):
     buffer_bytes: int
 
 
-class Describe(_Frame, frozen=True):
-    """Of ``nixl``: asks where the publisher's memory lies; answered by :class:`Description` or :class:`Fail`."""
+class DescribeMemory(_Frame, frozen=True):
+    """Of ``nixl``: asks where the publisher's memory lies; answered by :class:`MemoryDescription` or :class:`Fail`."""
 
 
-class Description(_Frame, frozen=True):
+class MemoryDescription(_Frame, frozen=True):
     """Where a publisher's memory lies, and what a NIXL agent needs to read it.
 
     Attributes:
@@ -147,7 +147,7 @@ class Pack(_Frame, frozen=True):
     frame: int
 
 
-Request = RegisterTiles | Start | Warmup | Ready | Fail | JoinEpoch | Describe | Description | Pack
+Request = RegisterTiles | Start | Warmup | Ready | Fail | JoinEpoch | DescribeMemory | MemoryDescription | Pack
 
 _decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 

@@ -7,11 +7,9 @@ pickle) are not used.
 
 from __future__ import annotations
 
-import importlib
 import os
 import socket
 import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -26,11 +24,11 @@ from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, PeerLost, ProtocolError, TransportError, TransportUnavailable
 from weightsync.protocol.messages import Memory
 
-__all__ = ["Agent", "Pieces", "Transfer", "network_devices", "nixl_problem", "rdma_devices"]
+__all__ = ["Agent", "Pieces", "Transfer", "network_devices", "nixl_problem", "rdma_devices", "span_of"]
 
 Int64 = npt.NDArray[np.int64]
 
-_MODULES = ("nixl_cu13", "nixl_cu12", "nixl")
+_MODULES = ("nixl_cu13", "nixl_cu12")
 Pieces = tuple[Memory, Int64, int]
 """A memory, address and bytes of each piece in it (``int64[n, 2]``), and the CUDA device of memory of a GPU."""
 
@@ -66,13 +64,14 @@ def _api() -> Any:  # noqa: ANN401 (NIXL has no types)
     # Both log to standard output by default, which belongs to the program. What failed is in the exceptions.
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
-    for name in _MODULES:
-        if find_spec(name):
-            try:
-                return importlib.import_module(f"{name}._api")
-            except (ImportError, OSError) as error:
-                raise TransportUnavailable(f"NIXL cannot be loaded: {error}") from error
-    raise TransportUnavailable(nixl_problem() or "NIXL cannot be loaded")
+    try:
+        if find_spec("nixl_cu13"):
+            from nixl_cu13 import _api
+        else:
+            from nixl_cu12 import _api  # type: ignore[no-redef]
+    except (ImportError, OSError) as error:
+        raise TransportUnavailable(f"NIXL cannot be loaded: {error}") from error
+    return _api
 
 
 class Transfer:
@@ -96,7 +95,7 @@ class Transfer:
         if state not in ("PROC", "DONE"):
             raise PeerLost(f"{self._peer} cannot be read: its memory is gone or the connection broke")
 
-    def wait(self, deadline: Deadline, aborted: Callable[[], bool] = lambda: False) -> None:
+    def wait(self, deadline: Deadline, stop: threading.Event | None = None) -> None:
         """Return when every byte is in place.
 
         NIXL offers no call that blocks and no descriptor to select on, so the state is looked at, at first after microseconds, then
@@ -105,16 +104,15 @@ class Transfer:
         Raises:
             PeerLost: The peer is gone.
             DeadlineExceeded: The transfer still runs.
-            Aborted: ``aborted()`` returned true; the transfer still runs.
+            Aborted: ``stop`` was set; the transfer still runs.
         """
         pause = _FIRST_PAUSE
         while self.running:
             self._step(self._agent.api.check_xfer_state)
             if self.running:
-                if aborted():
+                left = deadline.remaining(f"reading from {self._peer}")
+                if (stop or self._agent.closing).wait(min(pause, left)):
                     raise Aborted(f"reading from {self._peer} was aborted")
-                deadline.remaining(f"reading from {self._peer}")
-                time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
     def release(self) -> None:
@@ -143,7 +141,7 @@ class Agent:
         self._lock = threading.Lock()
         self._registered: list[Any] = []
         self._remotes: dict[str, int] = {}
-        self._closed = False
+        self.closing = threading.Event()
         self.name = f"weightsync-{uuid.uuid4().hex}"
         config = module.nixl_agent_config(
             enable_prog_thread=True, backends=[], sync_mode=module.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
@@ -245,9 +243,9 @@ class Agent:
 
     def close(self) -> None:
         """Deregister everything and end the agent's threads and connections. Safe twice; in a forked child: nothing."""
-        if self._closed or self._origin.elsewhere:
+        if self.closing.is_set() or self._origin.elsewhere:
             return
-        self._closed = True
+        self.closing.set()
         for token in self._registered:
             self.api.deregister_memory(token)
         self._registered.clear()
@@ -262,3 +260,8 @@ def _descriptors(spans: Int64, device: int) -> npt.NDArray[np.uint64]:
     table[:, :2] = spans
     table[:, 2] = device
     return table
+
+
+def span_of(memory: npt.NDArray[np.uint8]) -> Int64:
+    """Return address and bytes of an array, ``int64[1, 2]``."""
+    return np.array([[memory.ctypes.data, memory.nbytes]], np.int64)

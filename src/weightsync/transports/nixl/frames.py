@@ -19,7 +19,7 @@ from weightsync.tensors.copies import copy_tiles
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.tcp.sender import frames_of
 
-__all__ = ["BUFFERS", "TILE_BYTES", "Copies", "Frames", "Staging", "copies", "merged_runs", "split"]
+__all__ = ["BUFFERS", "TILE_BYTES", "Copies", "Frames", "StagingBuffers", "copies", "merged_runs", "split"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -174,8 +174,8 @@ def copies(tables: list[CopyTable], memory: Memory, device: int) -> Copies:
     return _HostCopies(tables) if memory == "host" else _DeviceCopies(tables, device)
 
 
-class Staging:
-    """Staging buffers, 64-byte aligned. The memory lives as long as this object.
+class StagingBuffers:
+    """StagingBuffers buffers, 64-byte aligned. The memory lives as long as this object.
 
     Args:
         nbytes: Bytes of each buffer.

@@ -1,0 +1,399 @@
+"""The reader's end of ``nixl``: plans which runs are read directly and which in frames, and pulls both."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.deadline import Deadline
+from weightsync.errors import Aborted, PeerLost, ProtocolError, StaleSource, from_wire
+from weightsync.protocol.messages import Memory
+from weightsync.tensors.copies import check_tiles
+from weightsync.tensors.copy_table import CopyTable
+from weightsync.transports.base import Completion
+from weightsync.transports.cuda.driver import allocation_of, device_at
+from weightsync.transports.cuda.region import export_count
+from weightsync.transports.host.region import HEADER_BYTES, Header
+from weightsync.transports.net.channel import Channel
+from weightsync.transports.net.connected_reader import ConnectedReader, Dial
+from weightsync.transports.net.requests import (
+    ANSWER_BYTES,
+    DescribeMemory,
+    Fail,
+    MemoryDescription,
+    Pack,
+    Ready,
+    next_control,
+    send_request,
+)
+from weightsync.transports.nixl.agent import Agent, Transfer, span_of
+from weightsync.transports.nixl.frames import BUFFERS, TILE_BYTES, Copies, Frames, StagingBuffers, copies, split
+
+__all__ = ["NixlReader"]
+
+Int64 = npt.NDArray[np.int64]
+
+_DESCRIPTION_BYTES = 64 << 20  # a million regions
+_BUFFER_BYTES: dict[Memory, int] = {"host": 16 << 20, "cuda": 128 << 20}
+_PACK_SECONDS = 60.0
+_SETTLE_SECONDS = 10.0
+_STAMP_BYTES = 256  # of a header page: everything that changes
+_PROBES, _PROBE_BYTES, _PROBE_RUN = 32, 4096, 4 << 20
+_LEAST_RUN, _MOST_RUN = 16 << 10, 16 << 20
+_MOST_BUFFER = 1 << 32
+_sharing = threading.Lock()
+
+
+class _Plan:
+    """What a prepared plan holds while its agent's peer is ``name``: registrations, and a transfer for each group and frame."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._tokens: list[object] = []
+        self.groups: list[Transfer | None] = []
+        self.frames: list[Transfer] = []
+        self.first_frame: list[int] = []
+        self.unpack: Copies | None = None
+        self.staging: StagingBuffers | None = None
+
+    def register(self, memory: Memory, spans: Int64, device: int) -> None:
+        if len(spans):
+            self._tokens.append(self._agent.register(memory, spans, device))
+
+    def _transfers(self) -> Iterator[Transfer]:
+        return (transfer for transfer in (*self.groups, *self.frames) if transfer is not None)
+
+    def settle(self, deadline: Deadline) -> None:
+        """Wait for reads that an earlier transfer left running. Raises :class:`~weightsync.errors.DeadlineExceeded`."""
+        for transfer in self._transfers():
+            if transfer.running:
+                with suppress(PeerLost):
+                    transfer.wait(deadline)
+
+    def close(self, deadline: Deadline) -> None:
+        """Release everything. Nothing is written to the targets after this.
+
+        Raises DeadlineExceeded, or TransportError, if a read runs that cannot be cancelled.
+        """
+        self.settle(deadline)
+        for transfer in self._transfers():
+            transfer.release()
+        self.groups, self.frames = [], []
+        for token in self._tokens:
+            self._agent.deregister(token)
+        self._tokens.clear()
+
+
+class _Read:
+    """A submitted group."""
+
+    def __init__(self, reader: NixlReader, group: int) -> None:
+        self._reader, self._group = reader, group
+
+    def wait(self, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.base.Completion.wait`."""
+        self._reader.finish(self._group, deadline)
+
+
+class NixlReader(ConnectedReader):
+    """Reads a publisher's memory into that of this host or of its GPU. ``leave`` lets go of the agent."""
+
+    _largest_tile = TILE_BYTES
+
+    def __init__(self, dial: Dial, agent: Agent, leave: Callable[[], None], deadline: Deadline) -> None:
+        self._agent, self._leave, self._left = agent, leave, False
+        self._peer = "the trainer rank"
+        self._described: MemoryDescription | None = None
+        self._remote = ""
+        self._regions: Int64 = np.empty((0, 2), np.int64)
+        self._page = np.zeros(HEADER_BYTES, np.uint8)
+        self._page_token = agent.register("host", span_of(self._page))
+        self._header_read: Transfer | None = None
+        self._memory: Memory = "host"
+        self._on = 0
+        self._pieces: list[Int64] = []
+        self._plan: _Plan | None = None  # made when it is missing
+        self._stamp: tuple[int, int] | None = None
+        self._frames_asked = self._frames_taken = 0
+        self._stop = threading.Event()
+        try:
+            super().__init__(dial, deadline)
+            self._describe(self._connected(deadline), deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def _describe(self, channel: Channel, deadline: Deadline) -> MemoryDescription:
+        """Ask where the publisher's memory lies now."""
+        self._peer = channel.peer
+        send_request(channel, DescribeMemory(), deadline)
+        answer = next_control(channel, _DESCRIPTION_BYTES, deadline)
+        if not isinstance(answer, MemoryDescription) or len(answer.regions) % 16 or not 0 < answer.buffer_bytes <= _MOST_BUFFER:
+            raise ProtocolError(f"{channel.peer} described its memory wrongly")
+        regions = np.frombuffer(answer.regions, "<i8").astype(np.int64).reshape(-1, 2)
+        if regions.size and (regions.min() < 0 or regions.max() > np.iinfo(np.int64).max // 2):
+            raise ProtocolError(f"{channel.peer} described a region at an impossible address")
+        remote = self._agent.add(answer.agent)
+        if self._header_read is not None:
+            self._header_read.release()
+            self._header_read = None
+        if self._remote:
+            self._agent.remove(self._remote)
+        self._described, self._remote, self._regions = answer, remote, regions
+        source, target = (np.array([[address, _STAMP_BYTES]], np.int64) for address in (answer.header, self._page.ctypes.data))
+        self._header_read = self._agent.prepare(("host", target, 0), remote, ("host", source, 0), self._peer)
+        return answer
+
+    def abort(self) -> None:
+        """See :meth:`weightsync.transports.base.Reader.abort`."""
+        super().abort()
+        self._stop.set()
+
+    def _idle(self) -> None:
+        super()._idle()
+        self._stop.clear()
+
+    def _unfinished(self) -> bool:
+        return self._frames_asked > self._frames_taken
+
+    def _take_ready(self, ready: Ready) -> None:
+        self._forget_plan(Deadline(_SETTLE_SECONDS))  # staging buffers are others now
+
+    def _forget_plan(self, deadline: Deadline) -> None:
+        plan, self._plan = self._plan, None
+        if plan is not None:
+            plan.close(deadline)
+
+    # Preparing.
+
+    def prepare(self, groups: Sequence[CopyTable], layout_digest: str, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.base.Reader.prepare`."""
+        self._forget_plan(deadline)
+        self._stamp, self._want, self._pieces = None, None, []
+        self._idle()
+        described = self._describe(self._connected(deadline), deadline)
+        if layout_digest != described.layout_digest:
+            raise StaleSource(f"{self._peer} has layout {described.layout_digest}, but the plan was made for {layout_digest}")
+        for tiles in groups:
+            check_tiles(tiles, self._regions[:, 1].tolist())
+        first = next((int(tiles.target[0]) for tiles in groups if len(tiles)), 0)
+        device = device_at(first)
+        self._memory, self._on = ("host", 0) if device is None else ("cuda", device)
+        least = self._least_run(described, deadline) if first else 0
+        divided = [split(tiles, least) for tiles in groups]
+        super().prepare([tiles for _, tiles in divided], layout_digest, deadline)
+        self._pieces = [pieces for pieces, _ in divided]
+        self._planned(deadline)
+
+    def _planned(self, deadline: Deadline) -> _Plan:
+        """Return the plan, made anew if the connection or the publisher's memory is another."""
+        if self._plan is None:
+            described = self._describe(self._connected(deadline), deadline)
+            plan = _Plan(self._agent)
+            try:
+                self._fill(plan, described)
+            except BaseException:
+                plan.close(deadline)
+                raise
+            self._plan = plan
+        return self._plan
+
+    def _fill(self, plan: _Plan, described: MemoryDescription) -> None:
+        """Register the targets, and prepare a transfer for each group and each frame."""
+        plan.register(self._memory, self._target_spans(), self._on)
+        for pieces in self._pieces:
+            source = np.stack([self._regions[pieces[:, 0], 0] + pieces[:, 1], pieces[:, 3]], axis=1)
+            plan.groups.append(self._transfer(pieces[:, 2:], source, described) if len(pieces) else None)
+        counts = np.array([len(tiles) for tiles in self._groups], np.int64)
+        packed = CopyTable.of_table(np.concatenate([CopyTable.empty().table, *(tiles.table for tiles in self._groups)]))
+        frames = Frames.of(packed, counts, described.buffer_bytes)
+        plan.first_frame = np.searchsorted(frames.table[:, 0], np.arange(len(self._groups) + 1)).tolist()
+        if not len(frames):
+            return
+        if len(described.buffers) != BUFFERS:
+            raise ProtocolError(f"{self._peer} has {len(described.buffers)} staging buffers, not {BUFFERS}")
+        plan.staging = StagingBuffers(frames.largest, self._memory, self._on)
+        plan.register(self._memory, plan.staging.span, self._on)
+        plan.unpack = copies(frames.copies(plan.staging.addresses, None), self._memory, self._on)
+        for number, nbytes in enumerate(frames.table[:, 4].tolist()):
+            here, there = plan.staging.addresses[number % BUFFERS], described.buffers[number % BUFFERS]
+            plan.frames.append(self._transfer(np.array([[here, nbytes]]), np.array([[there, nbytes]]), described))
+
+    def _transfer(self, target: Int64, source: Int64, described: MemoryDescription) -> Transfer:
+        here, there = (self._memory, target, self._on), (described.memory, source, described.device)
+        return self._agent.prepare(here, self._remote, there, self._peer)
+
+    def _target_spans(self) -> Int64:
+        """What must be registered of the targets: the pieces where they are neighbours, or the allocations that hold them."""
+        pieces = np.concatenate([np.empty((0, 4), np.int64), *self._pieces])
+        pieces = pieces[np.argsort(pieces[:, 2], kind="stable")]
+        if not len(pieces):
+            return np.empty((0, 2), np.int64)
+        start, end = pieces[:, 2], np.maximum.accumulate(pieces[:, 2] + pieces[:, 3])
+        first = np.flatnonzero(np.concatenate([[True], start[1:] > end[:-1]]))
+        last = np.concatenate([first[1:], [len(pieces)]]) - 1
+        spans = np.stack([start[first], end[last] - start[first]], axis=1)
+        if self._memory == "host":
+            return spans
+        held: dict[int, int] = {}
+        until = 0
+        for address in spans[:, 0].tolist():
+            if address >= until:
+                allocation = allocation_of(address, self._on)
+                held[allocation.base], until = allocation.nbytes, allocation.base + allocation.nbytes
+        return np.array(list(held.items()), np.int64)
+
+    def _least_run(self, described: MemoryDescription, deadline: Deadline) -> int:
+        """Measure from how many bytes on a run is read directly: where pieces of that size reach four fifths of the rate of one."""
+        largest = int(self._regions[:, 1].argmax()) if len(self._regions) else -1
+        if largest < 0 or self._regions[largest, 1] < _PROBE_RUN:
+            return _LEAST_RUN
+        probe = _Plan(self._agent)
+        try:
+            staging = StagingBuffers(_PROBE_RUN, self._memory, self._on)
+            probe.register(self._memory, staging.span, self._on)
+            apart = 2 * _PROBE_BYTES * np.arange(_PROBES, dtype=np.int64)
+            seconds = []
+            for offsets, nbytes in ((apart, _PROBE_BYTES), (np.zeros(1, np.int64), _PROBE_RUN)):
+                size = np.full(len(offsets), nbytes, np.int64)
+                target, source = (
+                    np.stack([at + offsets, size], axis=1) for at in (staging.addresses[0], int(self._regions[largest, 0]))
+                )
+                transfer = self._transfer(target, source, described)
+                probe.groups.append(transfer)
+                took = []
+                for _ in range(3):
+                    started = time.perf_counter()
+                    transfer.start()
+                    transfer.wait(deadline)
+                    took.append(time.perf_counter() - started)
+                seconds.append(min(took))
+            least = 4 * seconds[0] / _PROBES * _PROBE_RUN / seconds[1]
+        finally:
+            probe.close(deadline)
+        return int(min(max(least, _LEAST_RUN), _MOST_RUN))
+
+    # A transfer.
+
+    def _check(self, deadline: Deadline, what: str) -> Channel:
+        if self._closed:
+            raise PeerLost(f"{what}: the source of {self._peer} is closed")
+        if self._aborted:
+            raise Aborted(f"{what} from {self._peer} was aborted")
+        if self._channel is None or not self._channel.peer_lives():
+            raise PeerLost(f"{what}: {self._peer} went away")
+        deadline.remaining(f"{what} from {self._peer}")
+        return self._channel
+
+    def _read_header(self, deadline: Deadline) -> Header:
+        """Read the publisher's header page as it is now."""
+        if self._header_read is None:
+            raise PeerLost(f"{self._peer} is not connected")
+        if self._header_read.running:
+            self._header_read.wait(deadline)
+        self._header_read.start()
+        self._header_read.wait(deadline, self._stop)
+        return Header(self._page)
+
+    def require(self, version: int, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.base.Reader.require`."""
+        self._idle()
+        self._connected(deadline)
+        self._read_header(deadline).require(version)
+
+    def begin(self, version: int, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.base.Reader.begin`. Waits for work that this process has on a device of the targets."""
+        self._stamp = None
+        self._idle()
+        self._frames_asked = self._frames_taken = 0
+        if self._plan is not None:
+            self._plan.settle(deadline)
+        channel = self._connected(deadline)
+        plan = self._planned(deadline)
+        stamp = self._read_header(deadline).require(version)
+        if self._described is not None and export_count(self._page) != self._described.exports:
+            self._forget_plan(deadline)
+            plan = self._planned(deadline)
+        if self._memory == "cuda":
+            from weightsync.tensors.cuda.waiting import wait_until_idle
+
+            wait_until_idle(self._on, deadline, f"what this engine rank has queued on its device before version {version}")
+        self._stamp = stamp
+        self._ask_frame(plan, channel, deadline)
+
+    def _ask_frame(self, plan: _Plan, channel: Channel, deadline: Deadline) -> None:
+        """Let the publisher pack the next frame."""
+        if self._frames_asked < len(plan.frames):
+            send_request(channel, Pack(self._frames_asked), deadline)
+            self._frames_asked += 1
+
+    def _running(self) -> _Plan:
+        if self._stamp is None or self._plan is None:
+            raise ProtocolError("a transfer was continued that was not begun, or that failed")
+        return self._plan
+
+    def submit(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> Completion:
+        """See :meth:`weightsync.transports.base.Reader.submit`."""
+        if digests is not None:
+            raise ProtocolError("nixl takes no digests while it reads: digest the targets when they are in place")
+        plan = self._running()
+        self._check(deadline, f"reading group {group}")
+        if not 0 <= group < len(plan.groups):
+            raise ProtocolError(f"group {group} was not prepared: there are {len(plan.groups)}")
+        transfer = plan.groups[group]
+        if transfer is not None:
+            transfer.start()
+        return _Read(self, group)
+
+    def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
+        """See :meth:`weightsync.transports.base.Reader.read`."""
+        self.submit(group, deadline, digests).wait(deadline)
+
+    def finish(self, group: int, deadline: Deadline) -> None:
+        """Wait for what was posted for a group, and take its frames."""
+        plan = self._running()
+        channel = self._check(deadline, f"reading group {group}")
+        transfer = plan.groups[group]
+        if transfer is not None:
+            transfer.wait(deadline, self._stop)
+        for number in range(plan.first_frame[group], plan.first_frame[group + 1]):
+            if number != self._frames_taken:
+                raise ProtocolError(f"group {group} was read out of order")
+            answer = next_control(channel, ANSWER_BYTES, deadline)
+            if isinstance(answer, Fail):
+                raise from_wire(answer.kind, answer.message)
+            self._frames_taken += 1
+            self._ask_frame(plan, channel, deadline)
+            plan.frames[number].start()
+            plan.frames[number].wait(deadline, self._stop)
+            if plan.unpack is not None:
+                plan.unpack.run(number, deadline)
+        self._check(deadline, f"reading group {group}")
+
+    def end(self, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.base.Reader.end`."""
+        self._running()
+        stamp, self._stamp = self._stamp, None
+        self._check(deadline, "ending the transfer")
+        if stamp is not None:
+            self._read_header(deadline).require_unchanged(stamp)
+
+    def close(self) -> None:
+        """See :meth:`weightsync.transports.base.Reader.close`. Waits for reads that run, up to ten seconds."""
+        super().close()
+        if self._left:
+            return
+        self._left = True
+        deadline = Deadline(_SETTLE_SECONDS)
+        self._forget_plan(deadline)
+        if self._header_read is not None:
+            self._header_read.release()
+        self._agent.deregister(self._page_token)
+        if self._remote:
+            self._agent.remove(self._remote)
+        self._leave()

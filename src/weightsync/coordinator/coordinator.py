@@ -268,10 +268,14 @@ class Coordinator:
                 if (epoch, number) <= (self._publications.epoch, self._publications.last):
                     raise VersionError(f"version {number} cannot be published: the last one is {self._publications.last}. {REMEDY}")
                 replicas, others = self._members.taking_part(), self._members.left_out()
-                self._wanted.difference_update(replica.name for replica in replicas if replica.complete)
+                updated = self._wanted.intersection(replica.name for replica in replicas if replica.complete)
+                self._wanted -= updated
                 absent = [left_out(replica) for replica in others]
                 try:
                     result = await self._run(number, epoch, False, replicas, deadline, grace, absent)
+                except BaseException:
+                    self._wanted |= updated  # nothing was placed: they are seeded if the earlier version can still be read
+                    raise
                 finally:
                     self._publications.publication_ended()
                 self._warn_of_failures(result)

@@ -55,15 +55,18 @@ _ALIGNMENT = 512
 
 
 class DisaggregatedRank:
-    """Obeys the orders of the server's front on behalf of one engine rank.
+    """Executes the commands of the server's front on one engine rank.
 
-    Whoever carries orders to this process hands them to :meth:`handle`, several at once from several threads if they like: calls
-    of an adapter come one at a time, as its contract says, while several groups may receive side by side. ``draft`` takes the
-    tensors whose names begin with ``draft_prefix``. ``reset_graphs`` is called when an update is finalized, before caches are
-    dropped: what was captured with the old weights (CUDA graphs, compiled code) goes there. ``device`` is where NCCL receives.
+    :meth:`handle` is thread-safe. Several groups may receive at the same time; the adapter's methods are still called one at a
+    time. ``draft`` takes the tensors whose names begin with ``draft_prefix``. ``reset_graphs`` is called when an update is
+    finished, before caches are dropped, to discard what captured the old weights (CUDA graphs, compiled code). ``device`` is where
+    NCCL receives.
 
-    Keeps the groups and the digests of what was received. The engine's state is its
-    :class:`~weightsync.engine.session.EngineSession`'s.
+    Holds the groups and the digests of what was received. Its :class:`~weightsync.engine.session.EngineSession` holds the engine's
+    state.
+
+    Raises:
+        ConfigurationError: An adapter has no ``load``.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class DisaggregatedRank:
         self._known = np.zeros(len(self.manifest), np.bool_)
 
     def handle(self, message: bytes) -> bytes:
-        """Obey one encoded order; never raises: what went wrong is in the answer."""
+        """Execute one encoded command. Never raises: the answer says what failed."""
         try:
             answer = self.obey(decode_command(message))
         except WeightSyncError as error:
@@ -113,7 +116,7 @@ class DisaggregatedRank:
             group.close()
 
     def obey(self, command: Command) -> CommandAnswer:
-        """Obey one order. Raises what went wrong."""
+        """Execute one command. Raises what failed."""
         match command:
             case Describe():
                 nccl = self._device.type == "cuda" and torch.distributed.is_nccl_available()
@@ -185,7 +188,7 @@ class DisaggregatedRank:
             raise MembershipError(f"group {command.name!r} was destroyed while this rank joined it")
 
     def _meet(self, command: JoinGroup) -> ProcessGroup:
-        """Join the group. One error for every failure at the other end: whoever names an address learns nothing about it."""
+        """Join the group. Every failure at the other end raises the same error, which reveals nothing about the address."""
         try:
             return init_custom_process_group(
                 cast(Any, command.backend),
@@ -226,8 +229,8 @@ class DisaggregatedRank:
         if command.flattened:
             tensors = _unflatten(memory[0], command.tensors) if memory else []
         arrived = [  # under the names that the loaders know: a sender may use the aliases
-            Shard(self.manifest[one.index].name, tensor.shape, Box.whole(tuple(tensor.shape)), tensor)
-            for one, tensor in zip(command.tensors, tensors, strict=True)
+            Shard(self.manifest[incoming.index].name, tensor.shape, Box.whole(tuple(tensor.shape)), tensor)
+            for incoming, tensor in zip(command.tensors, tensors, strict=True)
         ]
         # Of a tensor that came under several of its names, the last is what a loader leaves.
         digested = ReadBack(self.manifest).digests(list({shard.name: shard for shard in arrived}.values()), deadline)
@@ -244,7 +247,7 @@ class DisaggregatedRank:
         return sum(tensor.nbytes for tensor in command.tensors)
 
     def _verify(self, deadline: Deadline) -> Digested:
-        """The digests of the parameters themselves where all that was sent can be read back; else of what was received."""
+        """Digest the parameters themselves if all tensors that were sent can be read back, else report what was received."""
         sent = self._known & np.array([spec.size > 0 for spec in self.manifest])
         digested = self.session.read_back(deadline)
         held = np.zeros(len(self.manifest), np.uint64)

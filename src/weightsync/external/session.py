@@ -347,8 +347,7 @@ class WeightUpdates:
             self._check_digest(manifest, update.known, digest, digests)
             name = self._parse(update.label)
             try:
-                timeout = min(update.deadline.remaining("the update"), self.settings.bucket_timeout)
-                return await self._settle(update, manifest, name, digest, digests, timeout)
+                return await self._settle(update, manifest, name, digest, digests)
             except BaseException as error:
                 self._update = None
                 self._fail(str(error) or type(error).__name__)
@@ -368,9 +367,9 @@ class WeightUpdates:
         name: tuple[str, int, int],
         digest: str | None,
         digests: dict[str, str] | None,
-        timeout: float,
     ) -> str:
         wrong, folds, whole = [], [], []
+        timeout = self._step_seconds(update)
         held = await tell_all(self._ranks, Verify(update.number, timeout), timeout, Digested)
         for rank, item in enumerate(held):
             values = np.frombuffer(item.digests, "<u8").astype(np.uint64)
@@ -393,14 +392,20 @@ class WeightUpdates:
         verified = digest is not None or digests is not None
         installed = all(item.installed for item in held)
         failpoints.reached("updates.verified")
+        timeout = self._step_seconds(update)
         await tell_all(self._ranks, Finish(version, update.number, timeout), timeout, CommandDone)
         failpoints.reached("updates.finished")
+        timeout = self._step_seconds(update)
         await tell_all(self._ranks, ResumeRank(update.number, timeout), timeout, CommandDone)
         rest = self._committed.describe_rest(update.known, self._last, read_again=installed)
         self._committed.take(whole[0], update.known, verified=verified)
         self._update, self._dirty, self._last = None, None, version
         how = "not verified: no digest was given" if not verified else f"verified as {'installed' if installed else 'received'}"
         return f"version {version} with {int(update.known.sum())} tensors, {how}{rest}"
+
+    def _step_seconds(self, update: _Update) -> float:
+        """Seconds for a step of the commit. Raises :class:`~weightsync.errors.DeadlineExceeded` if the update has none left."""
+        return min(update.deadline.remaining("the update"), self.settings.bucket_timeout)
 
     def _check_complete(self, manifest: Manifest, known: Known, *, partial: bool) -> None:
         if not known.any():

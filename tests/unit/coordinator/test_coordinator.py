@@ -188,6 +188,29 @@ async def test_a_publication_cancels_a_reseeding_and_takes_its_replica_along() -
 
 
 @virtual
+async def test_a_reseeding_that_was_cancelled_for_a_publication_that_placed_nothing_is_begun_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def late(*_: object) -> None:
+        raise DeadlineExceeded("no time to look at the layouts")
+
+    world = World()
+    world.add_trainers(2)
+    world.add_replica("r")
+    await world.publish(1)
+    world.delays["new/0", "move"] = 100.0
+    world.add_replica("new")
+    await asyncio.sleep(10.0)
+    del world.delays["new/0", "move"]
+    with monkeypatch.context() as patched, pytest.raises(DeadlineExceeded, match="no time to look"):
+        patched.setattr(world.coordinator._planner, "cover", late)
+        await world.publish(2)
+    await world.settle()
+    assert world.states() == {"r": ("loaded", 1), "new": ("loaded", 1)}
+    world.check()
+
+
+@virtual
 async def test_a_reseeding_that_was_cancelled_for_a_publication_that_never_ran_is_begun_again() -> None:
     world = World()
     world.add_trainers(2)

@@ -14,7 +14,7 @@ import torch
 from weightsync.config import update_networks
 from weightsync.deadline import Deadline
 from weightsync.engines.module import ModuleAdapter
-from weightsync.errors import ConfigurationError, ManifestMismatch, PeerLost, VerificationError, WeightSyncError
+from weightsync.errors import ConfigurationError, DeadlineExceeded, ManifestMismatch, PeerLost, VerificationError, WeightSyncError
 from weightsync.external import requests
 from weightsync.external.orders import (
     Command,
@@ -24,10 +24,13 @@ from weightsync.external.orders import (
     Describe,
     Described,
     Digested,
+    Finish,
     JoinGroup,
     LeaveGroup,
     PauseRank,
+    QuarantineRank,
     Receive,
+    ResumeRank,
     Verify,
     decode_command,
     encode,
@@ -216,6 +219,30 @@ async def test_an_error_is_that_of_the_join_or_bucket_and_not_of_leaving_the_gro
     with pytest.raises(WeightSyncError, match="the sender died"):
         await updates.update(bucket())
     assert (await updates.state()).groups == ()
+
+
+async def test_the_steps_of_a_commit_share_what_is_left_of_the_update() -> None:
+    ranks = Digesting()
+    updates = await front(ranks)
+    ranks.sent = dict.fromkeys(NAMES, 1)
+
+    async def slow(order: Command) -> CommandAnswer | None:
+        if isinstance(order, Verify | Finish):
+            await asyncio.sleep(0.2)
+        return None
+
+    ranks.before = slow
+    await updates.begin(requests.BeginRequest(timeout=3.0))
+    await updates.update(bucket())
+    await updates.commit(requests.CommitRequest())
+    limits = [order.timeout for order in ranks.orders if isinstance(order, Verify | Finish | ResumeRank)]
+    assert limits[0] >= limits[1] + 0.2 >= limits[2] + 0.4
+    await updates.begin(requests.BeginRequest(timeout=0.3))
+    await updates.update(bucket())
+    with pytest.raises(DeadlineExceeded, match="the update"):
+        await updates.commit(requests.CommitRequest())
+    assert not isinstance(ranks.orders[-2], ResumeRank)
+    assert isinstance(ranks.orders[-1], QuarantineRank)
 
 
 async def test_a_group_can_be_destroyed_while_buckets_hang_in_all_of_them() -> None:

@@ -1,7 +1,7 @@
-"""Controls of a vLLM whose engine object another process of this machine owns, or this one: no HTTP, no port.
+"""Control of a vLLM engine object in another process of this machine, or in this process, without HTTP.
 
 ``vllm.LLM`` and ``AsyncLLM`` usually run their workers in other processes. Rank 0's worker reaches the process that owns the engine
-over an authenticated Unix socket. Where it is the same process, it is handed the controls themselves.
+over an authenticated Unix socket. If the two are the same process, it calls the controls directly.
 """
 
 from __future__ import annotations

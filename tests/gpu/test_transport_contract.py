@@ -1,7 +1,9 @@
 """The transports between GPUs under the contract, faults included. Publishers are on the first GPU, readers on the last.
 
-Open: NCCL's classes fail the census on H200s (torch 2.11, 2026-11-22). A communicator of two ranks that was aborted leaves one to
-three descriptors in either process, and after a passed deadline the region is still mapped when the publisher is closed.
+NCCL's classes failed the census on H200s (torch 2.11, 2026-11-22): a communicator of two ranks that was aborted left one to three
+descriptors in either process, and after a passed deadline the region was still mapped when the publisher was closed. Since then
+the rendezvous and errors hold no connection (``tests/integration/test_groups.py``), and a thread that hangs in NCCL holds no region
+(``tests/contract/transports/test_nccl_on_cpu.py``). These classes have not run on H200s since.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from weightsync.server.server import BackgroundServer
 from weightsync.testing.copy_cases import Wanted, big
 from weightsync.testing.owner_process import contents
 from weightsync.transports.broadcast.gloo import Collective
-from weightsync.transports.broadcast.receiver import CollectiveReader
+from weightsync.transports.broadcast.reader import BroadcastReader
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
 
@@ -87,16 +87,14 @@ def owner(version: int, nbytes: int, **settings: Any) -> Iterator[tuple[Publishe
         shelf.close()
 
 
-def reader(made: Any, wanted: Wanted) -> CollectiveReader:
+def reader(made: Any, wanted: Wanted) -> BroadcastReader:
     source = Collective().open(made.offer, KEY, Deadline(10))
-    assert isinstance(source, CollectiveReader)
+    assert isinstance(source, BroadcastReader)
     source.prepare(wanted.groups, DIGEST, Deadline(10))
     return source
 
 
-def take(
-    source: CollectiveReader, wanted: Wanted, version: int, failures: list[WeightSyncError], stop_after: int = 1 << 30
-) -> None:
+def take(source: BroadcastReader, wanted: Wanted, version: int, failures: list[WeightSyncError], stop_after: int = 1 << 30) -> None:
     """A whole transfer, or ``stop_after`` groups of one."""
     try:
         source.begin(version, Deadline(20))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -94,7 +95,8 @@ class Feed:
 
     def __init__(self, backlog: int = _BACKLOG) -> None:
         self._backlog = backlog
-        self._subscribers: dict[asyncio.Event, deque[Event]] = {}
+        # Weak: an iterator that ends before it begins runs no code, also none that would remove it from here.
+        self._subscribers: WeakKeyDictionary[asyncio.Event, deque[Event]] = WeakKeyDictionary()
         self._closed = False
 
     def emit(self, event: Event) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import secrets
 import socket
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from weightsync.deadline import Deadline
 from weightsync.tensors.copy_table import CopyTable
-from weightsync.transports.broadcast import nccl, nccl_receiver, nccl_sender, packed_broadcast
+from weightsync.transports.broadcast import nccl, packed_broadcast
 from weightsync.transports.broadcast import process_groups as groups
 from weightsync.transports.broadcast.nccl import Nccl
 from weightsync.transports.broadcast.process_groups import ProcessGroup
@@ -115,7 +116,7 @@ class Sockets:
 
 def _join(
     backend: str, rank: int, size: int, name: str, deadline: Deadline, *, address: str = "", port: int = 0,
-    rendezvous: Any = None, device: torch.device | None = None, priority: bool = False,
+    rendezvous: Any = None, interface: str = "", device: torch.device | None = None, priority: bool = False,
 ) -> ProcessGroup:  # fmt: skip
     assert (backend, device, priority) == ("nccl", _CPU, True)
     stores: Any = dist
@@ -167,11 +168,10 @@ _torch = SimpleNamespace(**{**torch.__dict__, "cuda": _cuda, "device": lambda *_
 _HERE: dict[Any, dict[str, object]] = {
     groups: {"wait_for_device": lambda *_: None},
     packed_broadcast: {"TileCopy": CopyHere},
-    nccl: {},
-    nccl_sender: {"Pinned": _Pinned, "init_custom_process_group": _join, "name_of_gpu": lambda _: "the owner's"},
-    nccl_receiver: {
+    nccl: {
+        "Pinned": _Pinned,
         "init_custom_process_group": _join,
-        "name_of_gpu": lambda _: "the reader's",
+        "_name_of_gpu": lambda _: secrets.token_hex(8),  # never the same GPU
         "wait_until_idle": lambda *_: None,
     },
 }

@@ -8,22 +8,34 @@ engine rank on the same GPU cannot use it: they have ``cuda_ipc``.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from weightsync.deadline import Deadline
-from weightsync.errors import TransportUnavailable
+from weightsync.errors import ProtocolError, TransportUnavailable, WeightSyncError
 from weightsync.protocol.messages import Traits
-from weightsync.transports.base import Reader
-from weightsync.transports.broadcast.nccl_receiver import NcclReader
-from weightsync.transports.broadcast.nccl_sender import NcclSending
-from weightsync.transports.broadcast.sender import SendingWire
-from weightsync.transports.broadcast.transport import Broadcast
+from weightsync.tensors.copy_table import CopyTable
+from weightsync.tensors.cuda.waiting import wait_until_idle
+from weightsync.transports.broadcast.packed_broadcast import DEFAULT_BUFFER, PackedBroadcast, frames_of_groups, packed_frames
+from weightsync.transports.broadcast.process_groups import ProcessGroup, init_custom_process_group
+from weightsync.transports.broadcast.reader import Receipt, ReceivingWire, tiles_and_bytes
+from weightsync.transports.broadcast.sender import BroadcastJob, Packer, SendingWire
+from weightsync.transports.broadcast.transport import Broadcast, BufferSettings
 from weightsync.transports.cuda.region import CudaRegion
-from weightsync.transports.host.region import PublishedRegion
-from weightsync.transports.net.connected_reader import Dial
+from weightsync.transports.host.pinning import Pinned
+from weightsync.transports.host.region import EMPTY, PublishedRegion
+from weightsync.transports.net.channel import END, Channel
+from weightsync.transports.net.requests import Ready
 
 __all__ = ["Nccl"]
+
+Int64 = npt.NDArray[np.int64]
 
 
 class Nccl(Broadcast):
@@ -43,11 +55,192 @@ class Nccl(Broadcast):
 
     def sending(self, region: PublishedRegion | CudaRegion) -> SendingWire:
         """See :class:`weightsync.transports.broadcast.transport.Broadcast`. The current GPU reads a region of host memory."""
-        return NcclSending(region, self.buffers)
+        return _DeviceSending(region, self.buffers)
 
-    def receiving(self, dial: Dial, deadline: Deadline, host: str) -> Reader:
+    def receiving(self) -> ReceivingWire:
         """See :class:`weightsync.transports.broadcast.transport.Broadcast`."""
         reason = self.unavailable()
         if reason is not None:
             raise TransportUnavailable(reason)
-        return NcclReader(dial, deadline, host, self.buffers, torch.device("cuda", torch.cuda.current_device()))
+        return _DeviceReceiving(torch.device("cuda", torch.cuda.current_device()), self.buffers)
+
+
+def _joining(device: torch.device) -> Callable[..., ProcessGroup]:
+    return partial(init_custom_process_group, "nccl", device=device, priority=True)
+
+
+def _one_byte(device: torch.device) -> list[torch.Tensor]:
+    """What a first broadcast sends, by which a communicator connects."""
+    return [torch.zeros(1, dtype=torch.uint8, device=device)]
+
+
+def _name_of_gpu(device: torch.device) -> str:
+    """What no other GPU is called, on any host."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+class _DeviceSending(SendingWire):
+    """From a GPU's memory in place, or a region of host memory that its GPU can read; through buffers of the GPU's."""
+
+    def __init__(self, region: PublishedRegion | CudaRegion, buffers: BufferSettings) -> None:
+        self._region, self._buffers = region, buffers
+        self._pinned: Pinned | None = None
+        if isinstance(region, CudaRegion):
+            self._device = torch.device("cuda", region.device)
+        else:
+            self._device = torch.device("cuda", torch.cuda.current_device())
+            self._pinned = Pinned(region.payload, self._device)
+        self.memory = self._pinned
+        self.join = _joining(self._device)
+
+    @property
+    def regions(self) -> Sequence[int]:
+        if isinstance(self._region, CudaRegion):
+            return self._region.addresses
+        return () if self._pinned is None else (self._pinned.address,)
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        return self._buffers.bytes_each(torch.cuda.mem_get_info(self._device)[0], DEFAULT_BUFFER)
+
+    def cut(self, counts: Int64, sizes: Int64) -> Int64:
+        return packed_frames(counts, sizes, self.buffer_bytes)
+
+    def packer(self) -> Packer:
+        return _DevicePacker(self._device, self.buffer_bytes, self._buffers.num_buffers)
+
+    def ready(self) -> Ready:
+        return Ready(_name_of_gpu(self._device))  # which no reader may use
+
+    def close(self) -> None:
+        super().close()
+        if self._pinned is not None:
+            self._pinned.close()
+
+
+class _DevicePacker(Packer):
+    """Makes buffers and tables when they are first used."""
+
+    def __init__(self, device: torch.device, buffer_bytes: int, num_buffers: int) -> None:
+        self._device, self._buffer_bytes, self._num_buffers = device, buffer_bytes, num_buffers
+        self._made_for: tuple[int, ...] = ()
+        self._packed: PackedBroadcast | None = None
+
+    def send(self, group: ProcessGroup, job: BroadcastJob, deadline: Deadline) -> None:
+        self._made(job).run(group, job.version, deadline, check=job.check)
+
+    def warm_up(self, group: ProcessGroup, job: BroadcastJob, deadline: Deadline) -> None:
+        self._made(job)
+        group.broadcast(_one_byte(self._device), deadline)
+
+    def _made(self, job: BroadcastJob) -> PackedBroadcast:
+        """The one in hand, unless the trainer's memory moved; what is wanted stays the same."""
+        regions = tuple(job.regions)
+        if self._packed is None or regions != self._made_for:
+            self._packed = None  # two would not fit
+            self._packed = PackedBroadcast(job.tiles, job.frames, self._device, self._buffer_bytes, self._num_buffers, regions)
+            self._made_for = regions
+        return self._packed
+
+
+class _DeviceReceiving(ReceivingWire):
+    """To the memory of ``device``, through ``num_buffers`` buffers of the publisher's size there, and a table of tiles."""
+
+    warms_up = True
+
+    def __init__(self, device: torch.device, settings: BufferSettings) -> None:
+        self._device, self._settings = device, settings
+        self._packed: PackedBroadcast | None = None
+        self._buffer_bytes = 0
+        self._frames_of: list[tuple[int, int]] = []
+        self.join = _joining(device)
+
+    def accept(self, ready: Ready) -> None:
+        if ready.device == _name_of_gpu(self._device):
+            raise TransportUnavailable(
+                f"NCCL cannot send from {self._device} to itself: allow cuda_ipc for trainer and engine ranks on the same GPU"
+            )
+
+    def make_room(self, groups: Sequence[CopyTable], buffer_bytes: int, peer: str) -> None:
+        if self._packed is not None and self._buffer_bytes == buffer_bytes:
+            return
+        frames = packed_frames(*tiles_and_bytes(groups), buffer_bytes)
+        self._packed = None  # two would not fit
+        self._packed = PackedBroadcast(_together(groups), frames, self._device, buffer_bytes, self._settings.num_buffers)
+        self._frames_of = frames_of_groups(frames, len(groups))
+        self._buffer_bytes = buffer_bytes
+
+    def warm_up(self, group: ProcessGroup, deadline: Deadline) -> None:
+        group.broadcast(_one_byte(self._device), deadline)
+
+    def receive(self, channel: Channel, group: ProcessGroup, version: int, deadline: Deadline) -> Receipt:
+        if self._packed is None:
+            raise ProtocolError("a transfer began without buffers")
+        if version != EMPTY:  # whoever reads the targets must be done before they change
+            wait_until_idle(self._device, deadline, f"what this engine rank has queued on its device before version {version}")
+        return _DeviceReceipt(channel, group, self._packed, self._frames_of, version, deadline)
+
+    def release(self) -> None:
+        self._packed = None
+
+
+class _DeviceReceipt(Receipt):
+    """Receives while it is read, not ahead. So one GPU never waits for two senders, each of which may wait for another reader.
+
+    A thread closes the group as soon as the publisher goes away or reports a failure, or this end aborts. NCCL itself would wait
+    without limit.
+    """
+
+    uses_channel = True
+
+    def __init__(
+        self,
+        channel: Channel,
+        group: ProcessGroup,
+        packed: PackedBroadcast,
+        frames_of: list[tuple[int, int]],
+        version: int,
+        deadline: Deadline,
+    ) -> None:
+        self._channel, self._group, self._packed, self._deadline = channel, group, packed, deadline
+        self._frames_of, self._version, self._next = frames_of, version, 0
+        self._thread = threading.Thread(target=self._watch, name="weightsync-nccl-watch", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        try:
+            ended = self._channel.next_kind(self._deadline) == END
+        except WeightSyncError:
+            ended = False
+        if not ended:
+            self._group.close()
+
+    def read(self, group: int, tiles: CopyTable, deadline: Deadline, digests: npt.NDArray[np.uint64] | None) -> None:
+        if digests is not None:
+            raise ProtocolError("nccl takes no digests while it reads: use weightsync.tensors.cuda.digest.LayoutDigest")
+        first, end = self._frames_of[group]
+        if first != end and first != self._next:
+            raise ProtocolError(f"group {group} was read out of order")
+        self._packed.run(self._group, self._version, deadline, (first, end))
+        self._next = max(self._next, end)
+
+    def frames(self) -> int:
+        count = self._frames_of[-1][1] if self._frames_of else 0
+        if self._next != count:
+            raise ProtocolError("not every group was read")
+        return count
+
+    def abort(self, error: WeightSyncError) -> None:
+        """Nothing to do: the thread sees that the channel was aborted."""
+
+    def ended(self, seconds: float) -> bool:
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+
+def _together(groups: Sequence[CopyTable]) -> CopyTable:
+    """All groups' tiles, without keys."""
+    names = ("region", "source", "source_stride", "target", "target_stride", "rows", "row_bytes")
+    if not groups:
+        return CopyTable.empty()
+    return CopyTable(*(np.concatenate([getattr(tiles, name) for tiles in groups]) for name in names))

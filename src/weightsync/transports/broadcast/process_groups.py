@@ -263,9 +263,12 @@ def _in_time(meet: Callable[[], ProcessGroup], deadline: Deadline, what: str) ->
         finally:
             _joining.release()
 
-    threading.Thread(target=run, name="weightsync-join", daemon=True).start()
+    thread = threading.Thread(target=run, name="weightsync-join", daemon=True)
+    thread.start()
     try:
-        return made.result(deadline.remaining(what))
+        group = made.result(deadline.remaining(what))
+        thread.join(_ABORT_SECONDS)  # it has nothing more to do
+        return group
     except TimeoutError:  # of the wait, or the attempt's own
         if made.cancel():
             raise DeadlineExceeded(f"{what} did not finish within {deadline.seconds:g} s") from None
@@ -328,15 +331,17 @@ def _through_nccl(
             done.set()
             over.set()
 
-    threading.Thread(target=run, name="weightsync-nccl", daemon=True).start()
+    thread = threading.Thread(target=run, name="weightsync-nccl", daemon=True)
+    thread.start()
     in_time = over.wait(deadline.remaining(what))
     if not done.is_set():
         process_group.abort()
-        done.wait(_ABORT_SECONDS)
+        thread.join(_ABORT_SECONDS)
         errors.clear()
         if in_time:
             raise PeerLost(f"{what} was ended: the group was destroyed")
         raise DeadlineExceeded(f"{what} did not finish within {deadline.seconds:g} s")
+    thread.join(_ABORT_SECONDS)  # it has nothing more to do
     if errors:
         process_group.abort()  # what was queued would wait for its peers
         raise errors.pop()  # one that stays in the list would keep this frame

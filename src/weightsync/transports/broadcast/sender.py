@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +19,7 @@ from weightsync.errors import PeerLost, ProtocolError, StaleSource, WeightSyncEr
 from weightsync.protocol.messages import Host
 from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
 from weightsync.transports.base import Transport
-from weightsync.transports.broadcast.group import BroadcastGroup
+from weightsync.transports.broadcast.process_groups import ProcessGroup, StoreRendezvous
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import EMPTY, Header, PublishedRegion
 from weightsync.transports.net.channel import END, Channel, FrameHeader
@@ -38,7 +40,7 @@ from weightsync.transports.net.requests import (
 from weightsync.transports.tcp.sender import wanted_tiles
 from weightsync.transports.tcp.transport import ListeningPublisher, tune
 
-__all__ = ["BroadcastPublisher", "SendingWire"]
+__all__ = ["BroadcastJob", "BroadcastPublisher", "Packer", "SendingWire"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -71,8 +73,7 @@ class _Transfer:
         self.members: list[_Member] = []
         self.deadline = deadline
         self.timer: threading.Timer | None = None
-        self.thread: threading.Thread | None = None
-        self.epoch: BroadcastGroup | None = None
+        self.epoch: _Group | None = None
         self.failed = ""
 
     def fail(self, why: str) -> None:
@@ -82,14 +83,40 @@ class _Transfer:
             self.epoch.close()
 
 
+class BroadcastJob(NamedTuple):
+    """What is broadcast: ``frames`` of ``tiles`` of the memory at ``regions``, as ``version``.
+
+    ``check`` is called before each frame, and raises if the memory has changed.
+    """
+
+    tiles: CopyTable
+    frames: Int64
+    regions: Sequence[int]
+    version: int
+    check: Callable[[], None]
+
+
+class Packer(ABC):
+    """The buffers of one group. Used by one thread."""
+
+    @abstractmethod
+    def send(self, group: ProcessGroup, job: BroadcastJob, deadline: Deadline) -> None:
+        """Broadcast all frames, each after its header, which readers check. Packs the next ones while one is on its way."""
+
+    def warm_up(self, group: ProcessGroup, job: BroadcastJob, deadline: Deadline) -> None:  # noqa: B027 - only a wire that needs it
+        """Do now, with those who joined, what the first :meth:`send` of the same would have to do first."""
+
+
 class SendingWire(ABC):
     """What a publisher broadcasts from, and through which kind of process group.
 
     Attributes:
         memory: Keeps the region's memory mapped, whatever happens to the region, until :meth:`close`.
+        join: :func:`~weightsync.transports.broadcast.process_groups.init_custom_process_group` of the wire's backend.
     """
 
     memory: object = None
+    join: Callable[..., ProcessGroup]
 
     @property
     @abstractmethod
@@ -106,8 +133,8 @@ class SendingWire(ABC):
         """Cut tiles of ``sizes`` bytes into frames; ``counts`` says how many tiles each group has."""
 
     @abstractmethod
-    def open(self, address: str, readers: int, deadline: Deadline) -> BroadcastGroup:
-        """Open a group for so many readers."""
+    def packer(self) -> Packer:
+        """Make the buffers of one group."""
 
     def ready(self) -> Ready:
         """Answer a reader whose table of tiles was taken."""
@@ -116,6 +143,44 @@ class SendingWire(ABC):
     def close(self) -> None:
         """Release the memory. Safe twice."""
         self.memory = None
+
+
+class _Group:
+    """The sender's end of one process group, which ``readers`` may join from now on at ``address`` and :attr:`port`.
+
+    Not thread-safe, except :meth:`close`.
+    """
+
+    def __init__(self, wire: SendingWire, address: str, readers: int, deadline: Deadline) -> None:
+        self.name = secrets.token_hex(16)
+        self.packer = wire.packer()
+        self._wire, self._size = wire, readers + 1
+        self._rendezvous = StoreRendezvous(address, self._size, deadline)
+        self.port = self._rendezvous.port
+        self._joined: ProcessGroup | None = None
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is of no more use."""
+        return self._closed or (self._joined is not None and self._joined.closed)
+
+    def join(self, deadline: Deadline) -> ProcessGroup:
+        """Return the group when all readers are in it. Raises :class:`~weightsync.errors.PeerLost` if it was closed meanwhile."""
+        if self._joined is None and not self._closed:
+            where = self._rendezvous.address
+            self._joined = self._wire.join(0, self._size, self.name, deadline, rendezvous=self._rendezvous, interface=where)
+        if self._joined is None or self._closed:
+            self.close()
+            raise PeerLost("the group of this broadcast was closed")
+        return self._joined
+
+    def close(self) -> None:
+        """Leave the group, so that all who are in it notice, and end a :meth:`join` that waits. Safe twice, from any thread."""
+        self._closed = True
+        self._rendezvous.close()
+        if self._joined is not None:
+            self._joined.close()
 
 
 class BroadcastPublisher(ListeningPublisher):
@@ -142,7 +207,8 @@ class BroadcastPublisher(ListeningPublisher):
         self._members: set[_Member] = set()
         self._gathering: dict[tuple[bytes, int], _Transfer] = {}
         self._running: set[_Transfer] = set()
-        self._epochs: dict[bytes, tuple[BroadcastGroup, tuple[_Member, ...]]] = {}
+        self._threads: list[threading.Thread] = []
+        self._epochs: dict[bytes, tuple[_Group, tuple[_Member, ...]]] = {}
         try:
             super().__init__(transport, key, local_host, *where)
         except BaseException:
@@ -239,11 +305,12 @@ class BroadcastPublisher(ListeningPublisher):
             self._run(transfer)
 
     def _run(self, transfer: _Transfer) -> None:
-        transfer.thread = threading.Thread(
+        thread = threading.Thread(
             target=self._send_busily, args=(transfer, tuple(transfer.members)), name="weightsync-collective-send", daemon=True
         )
+        self._threads = [*(thread for thread in self._threads if thread.is_alive()), thread]
         self._running.add(transfer)
-        transfer.thread.start()
+        thread.start()
 
     def _leave(self, member: _Member) -> None:
         """A reader's connection ended: nobody waits for it, and what it was a part of ends."""
@@ -273,7 +340,7 @@ class BroadcastPublisher(ListeningPublisher):
     def _send(self, transfer: _Transfer, members: tuple[_Member, ...]) -> None:
         failure: Fail | None = None
         first, held = members[0], self._wire.memory
-        frames, sent = first.frames, 0
+        sent = 0
         header: Header | None = first.header
         stamp = (0, EMPTY)
 
@@ -283,12 +350,14 @@ class BroadcastPublisher(ListeningPublisher):
             header.require_unchanged(stamp)
 
         try:
+            if transfer.version != _MEETING:
+                stamp, sent = first.header.require(transfer.version), len(first.frames)
+            group, packer = self._epoch(transfer, members)
+            job = BroadcastJob(first.tiles, first.frames, self._wire.regions, transfer.version, check)
             if transfer.version == _MEETING:
-                self._epoch(transfer, members).warm_up(first.tiles, frames, self._wire.regions, transfer.deadline)
+                packer.warm_up(group, job, transfer.deadline)
             else:
-                stamp = first.header.require(transfer.version)
-                epoch, sent = self._epoch(transfer, members), len(frames)
-                epoch.send(first.tiles, frames, self._wire.regions, transfer.version, check, transfer.deadline)
+                packer.send(group, job, transfer.deadline)
                 check()
         except Exception as caught:  # noqa: BLE001 - sent to the readers, which raise it
             why = isinstance(caught, PeerLost) and transfer.failed
@@ -313,8 +382,8 @@ class BroadcastPublisher(ListeningPublisher):
         with self._lock:
             self._running.discard(transfer)
 
-    def _epoch(self, transfer: _Transfer, members: tuple[_Member, ...]) -> BroadcastGroup:
-        """The group of these readers: the one that there is, if they are in it, else a new one. Returns when all have joined."""
+    def _epoch(self, transfer: _Transfer, members: tuple[_Member, ...]) -> tuple[ProcessGroup, Packer]:
+        """Return the group of these readers, the one that there is or a new one, and its buffers, when all have joined."""
         with self._lock:
             epoch, before = self._epochs.pop(transfer.request, (None, ()))
         if epoch is not None and (set(before) != set(members) or epoch.closed):
@@ -323,7 +392,7 @@ class BroadcastPublisher(ListeningPublisher):
         if epoch is not None:
             members = before  # each has its rank already, whoever asked first this time
         if epoch is None:
-            epoch = self._wire.open(self.bound, len(members), transfer.deadline)
+            epoch = _Group(self._wire, self.bound, len(members), transfer.deadline)
         with self._lock:
             transfer.epoch = epoch
             if transfer.failed:
@@ -331,16 +400,16 @@ class BroadcastPublisher(ListeningPublisher):
                 raise PeerLost(transfer.failed)
         for rank, member in enumerate(members, 1):
             member.tell(JoinEpoch(epoch.name, rank, len(members) + 1, epoch.port, self._wire.buffer_bytes))
-        epoch.join(transfer.deadline)
+        group = epoch.join(transfer.deadline)
         with self._lock:
             self._epochs[transfer.request] = (epoch, members)
-        return epoch
+        return group, epoch.packer
 
     def close(self) -> None:
         """See :class:`weightsync.transports.base.Publisher`."""
         super().close()
         with self._lock:
-            running, epochs = list(self._running), [epoch for epoch, _ in self._epochs.values()]
+            running, threads, epochs = list(self._running), self._threads, [epoch for epoch, _ in self._epochs.values()]
             gathering, self._gathering = list(self._gathering.values()), {}
             self._epochs = {}
         for transfer in running:
@@ -351,9 +420,8 @@ class BroadcastPublisher(ListeningPublisher):
             if transfer.timer is not None:
                 transfer.timer.cancel()
                 transfer.timer.join(_CLOSE_SECONDS)
-        for transfer in running:
-            if transfer.thread is not None:
-                transfer.thread.join(_CLOSE_SECONDS)
+        for thread in threads:
+            thread.join(_CLOSE_SECONDS)
         self._wire.close()
 
 

@@ -9,9 +9,10 @@ import pytest
 
 from weightsync.errors import ConfigurationError
 from weightsync.tensors.copy_table import CopyTable
-from weightsync.transports.broadcast.buffer_config import LEAST_BUFFER, MOST_BUFFER, BufferSettings
 from weightsync.transports.broadcast.gloo import Collective
 from weightsync.transports.broadcast.packed_broadcast import frames_of_groups, packed_frames, packed_tiles
+from weightsync.transports.broadcast.reader import LEAST_BUFFER, MOST_BUFFER
+from weightsync.transports.broadcast.transport import BufferSettings
 
 GIB = 1 << 30
 

@@ -1,0 +1,272 @@
+"""The reader of every broadcast transport: it asks its publisher, and joins the process group that the publisher names."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.deadline import Deadline
+from weightsync.errors import Aborted, DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, from_wire
+from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
+from weightsync.transports.broadcast.process_groups import ProcessGroup
+from weightsync.transports.host.region import EMPTY
+from weightsync.transports.net.channel import CONTROL, END, HEADER, Channel, FrameHeader
+from weightsync.transports.net.connected_reader import ConnectedReader, Dial
+from weightsync.transports.net.requests import (
+    ANSWER_BYTES,
+    Fail,
+    JoinEpoch,
+    Ready,
+    Start,
+    Warmup,
+    decode_control,
+    next_control,
+    send_request,
+)
+
+__all__ = ["LEAST_BUFFER", "MOST_BUFFER", "BroadcastReader", "Receipt", "ReceivingWire", "tiles_and_bytes"]
+
+Int64 = npt.NDArray[np.int64]
+
+LEAST_BUFFER, MOST_BUFFER = 2 << 20, 4 << 30
+_WHY_SECONDS = 1.0  # how long the publisher has to say why a broadcast broke
+_CLOSE_SECONDS = 5.0
+
+
+def tiles_and_bytes(groups: Sequence[CopyTable]) -> tuple[Int64, Int64]:
+    """Return the number of tiles of each group, and the bytes of each tile: what the publisher cuts into frames."""
+    sizes = [tiles.rows * tiles.row_bytes for tiles in groups]
+    return np.array([len(tiles) for tiles in groups], np.int64), np.concatenate(sizes) if sizes else np.empty(0, np.int64)
+
+
+class Receipt(ABC):
+    """One transfer that is being received. Not thread-safe, except :meth:`abort`."""
+
+    uses_channel: ClassVar[bool] = False
+    """Whether its thread looks at the channel, which must not be closed before the thread ended."""
+
+    @abstractmethod
+    def read(self, group: int, tiles: CopyTable, deadline: Deadline, digests: npt.NDArray[np.uint64] | None) -> None:
+        """Put the bytes of ``tiles``, all of one group, in place."""
+
+    @abstractmethod
+    def frames(self) -> int:
+        """Return the number of frames of the transfer. Raises :class:`~weightsync.errors.ProtocolError` if some were not read."""
+
+    @abstractmethod
+    def abort(self, error: WeightSyncError) -> None:
+        """Wake whoever waits for bytes: nothing more comes. Never blocks."""
+
+    @abstractmethod
+    def ended(self, seconds: float) -> bool:
+        """Wait at most ``seconds`` for the receipt's thread to end. Returns whether it has."""
+
+
+class ReceivingWire(ABC):
+    """A reader's end of one kind of process group, with its buffers."""
+
+    warms_up: ClassVar[bool] = False
+    """Whether a group is made while the reader prepares, since its first broadcast takes long."""
+
+    join: Callable[..., ProcessGroup]
+    """:func:`~weightsync.transports.broadcast.process_groups.init_custom_process_group` of the wire's backend."""
+
+    @abstractmethod
+    def make_room(self, groups: Sequence[CopyTable], buffer_bytes: int, peer: str) -> None:
+        """Have buffers of this size for these tiles.
+
+        Raises :class:`~weightsync.errors.WeightSyncError` if they do not fit here.
+        """
+
+    @abstractmethod
+    def receive(self, channel: Channel, group: ProcessGroup, version: int, deadline: Deadline) -> Receipt:
+        """Begin to receive a version through ``group``."""
+
+    def warm_up(self, group: ProcessGroup, deadline: Deadline) -> None:  # noqa: B027 - only a wire that warms up
+        """Take part in a first broadcast of one byte."""
+
+    def accept(self, ready: Ready) -> None:  # noqa: B027 - only a wire that cares where the publisher's memory is
+        """Look at the publisher's answer to the table of tiles.
+
+        Raises :class:`~weightsync.errors.TransportUnavailable` for a publisher that cannot send to here.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give up the buffers and the tables of tiles."""
+
+
+class BroadcastReader(ConnectedReader):
+    """A :class:`~weightsync.transports.base.Reader` to which a publisher at ``host`` sends through a process group of ``wire``.
+
+    Asks, and learns of failures, over its connection to the publisher. It closes the connection when it gives up a transfer: so the
+    publisher notices, and with it the other readers.
+    """
+
+    _largest_tile = TILE_BYTES
+
+    def __init__(self, dial: Dial, deadline: Deadline, host: str, wire: ReceivingWire) -> None:
+        self._host, self._wire = host, wire
+        self._group: ProcessGroup | None = None
+        self._receipt: Receipt | None = None
+        self._version = EMPTY
+        super().__init__(dial, deadline)
+
+    def prepare(self, groups: Sequence[CopyTable], layout_digest: str, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.base.Reader.prepare`."""
+        self._wire.release()
+        super().prepare(groups, layout_digest, deadline)
+        if self._wire.warms_up and self._channel is not None:
+            self._warm_up(self._channel, deadline)
+
+    def _take_ready(self, ready: Ready) -> None:
+        self._wire.accept(ready)
+
+    def _warm_up(self, channel: Channel, deadline: Deadline) -> None:
+        """Have buffers, tables and a connected group, if nobody else wants the same, before an engine stands still for it."""
+        try:
+            send_request(channel, Warmup(deadline.remaining("warming up")), deadline)
+            if channel.next_kind(deadline) != END:
+                group = self._join(channel, next_control(channel, ANSWER_BYTES, deadline), deadline)
+                self._receipt = self._wire.receive(channel, group, EMPTY, deadline)
+                self._wire.warm_up(group, deadline)
+                self._wait_for_receipt(self._receipt, deadline)
+            self._take_end(channel, 0, EMPTY, deadline)
+        except WeightSyncError as error:
+            raise self._why(channel, error) from error
+        self._receipt = None
+
+    def begin(self, version: int, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.base.Reader.begin`. Returns when the group of readers is complete."""
+        self._idle()
+        channel = self._connected(deadline)
+        answer = self._asked(channel, Start(version, deadline.remaining("beginning a transfer")), deadline)
+        try:
+            group = self._join(channel, answer, deadline)
+            self._receipt = self._wire.receive(channel, group, version, deadline)
+        except WeightSyncError as error:
+            raise self._why(channel, error) from error
+        self._version = version
+
+    def _join(self, channel: Channel, join: object, deadline: Deadline) -> ProcessGroup:
+        """Join the group that the publisher names, unless this reader is in it."""
+        if isinstance(join, Fail):
+            raise from_wire(join.kind, join.message)
+        if not isinstance(join, JoinEpoch):
+            raise ProtocolError(f"{channel.peer} answered {type(join).__name__} to the beginning of a transfer")
+        if (
+            not LEAST_BUFFER // 2 <= join.buffer_bytes <= MOST_BUFFER
+            or not 0 < join.rank < join.size
+            or not 0 < join.port < 1 << 16
+        ):
+            raise ProtocolError(f"{channel.peer} named an impossible group")
+        self._wire.make_room(self._groups, join.buffer_bytes, channel.peer)
+        if self._group is not None and (self._group.name != join.epoch or self._group.closed):
+            self._drop_group()
+        if self._group is None:
+            interface = str(channel.socket.getsockname()[0])
+            self._group = self._wire.join(
+                join.rank, join.size, join.epoch, deadline, address=self._host, port=join.port, interface=interface
+            )
+        return self._group
+
+    def _under_way(self) -> tuple[Channel, Receipt]:
+        if self._aborted:
+            self._drop()
+            raise Aborted("the transfer was aborted")
+        if self._channel is None or self._receipt is None:
+            raise ProtocolError("a transfer was continued that was not begun, or that failed")
+        return self._channel, self._receipt
+
+    def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
+        """See :meth:`weightsync.transports.base.Reader.read`."""
+        channel, receipt = self._under_way()
+        if not 0 <= group < len(self._groups):
+            raise ProtocolError(f"group {group} was not prepared: there are {len(self._groups)}")
+        try:
+            deadline.remaining(f"reading group {group}")
+            receipt.read(group, self._groups[group], deadline, digests)
+        except WeightSyncError as error:
+            raise self._why(channel, error) from error
+        except BaseException:
+            self._drop()
+            raise
+
+    def end(self, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.base.Reader.end`."""
+        channel, receipt = self._under_way()
+        try:
+            frames = receipt.frames()
+            self._wait_for_receipt(receipt, deadline)
+            self._take_end(channel, frames, self._version, deadline)
+        except BaseException:
+            self._drop()
+            raise
+        self._receipt = None
+
+    def _wait_for_receipt(self, receipt: Receipt, deadline: Deadline) -> None:
+        if not receipt.ended(deadline.remaining("ending the transfer")):
+            raise DeadlineExceeded(f"a broadcast did not end within {deadline.seconds:g} s")
+
+    def _why(self, channel: Channel, error: WeightSyncError) -> WeightSyncError:
+        """Return what the publisher says of a broadcast that broke, else ``error``. Drops the connection and the group."""
+        cause = error
+        if self._aborted:
+            cause = Aborted("the transfer was aborted")
+        elif isinstance(error, PeerLost):
+            try:
+                answer = next_control(channel, ANSWER_BYTES, Deadline(_WHY_SECONDS))
+                if isinstance(answer, Fail):
+                    cause = from_wire(answer.kind, answer.message)
+            except WeightSyncError as silence:
+                if isinstance(silence, PeerLost):
+                    cause = silence
+        self._drop()
+        return cause
+
+    def _take_end(self, channel: Channel, frames: int, version: int, deadline: Deadline) -> None:
+        """Receive that all ``frames`` were sent, and that the publisher held ``version`` throughout."""
+        header = FrameHeader.unpack(channel.receive(HEADER.size, deadline))
+        if header.kind == CONTROL:
+            answer = decode_control(channel, header, ANSWER_BYTES, deadline)
+            if isinstance(answer, Fail):
+                raise from_wire(answer.kind, answer.message)
+        if header[:3] != (END, frames, version):
+            raise ProtocolError(f"{channel.peer} was not at the end of its transfer")
+
+    def _unfinished(self) -> bool:
+        return self._receipt is not None
+
+    def _drop_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def _drop(self) -> None:
+        receipt, self._receipt = self._receipt, None
+        if receipt is not None:
+            receipt.abort(Aborted("the transfer was given up"))
+            if self._channel is not None:
+                self._channel.abort()  # the publisher notices, and ends the broadcast
+            if receipt.uses_channel:
+                receipt.ended(_CLOSE_SECONDS)
+        self._drop_group()
+        super()._drop()
+        if receipt is not None and not receipt.ended(_CLOSE_SECONDS if self._closed else 0):
+            self._wire.release()  # a broadcast still writes to the buffers
+
+    def abort(self) -> None:
+        """See :meth:`weightsync.transports.base.Reader.abort`."""
+        super().abort()
+        receipt = self._receipt
+        if receipt is not None:
+            receipt.abort(Aborted("the transfer was aborted"))
+
+    def close(self) -> None:
+        """See :meth:`weightsync.transports.base.Reader.close`."""
+        super().close()
+        self._wire.release()

@@ -7,6 +7,7 @@ file in ``locks``             what it holds
 ``main.txt``                  everything that ``.venv`` needs, for every Python and platform that the packages have builds for
 ``cuda.txt``                  libraries that builds of torch for GPUs need, and its builds for CPUs do not
 ``atheris.txt``, ``ray.txt``  packages that are left out where they have no build
+``megatron.txt``              the same, for ``.venv`` and ``.venv-vllm``
 ``vllm.txt``                  what ``.venv-vllm`` holds; made if that is there, and for its Python only
 ============================  ==============================================================================================
 
@@ -30,11 +31,12 @@ __all__ = ["FOLDER", "hashes", "main"]
 
 FOLDER = ROOT / "locks"
 _PINS = ROOT / "constraints.txt"
-OPTIONAL = ("atheris", "ray")
+OPTIONAL = {"atheris": "atheris", "megatron": "megatron-core", "ray": "ray"}
+"""Package by file, where a Python or platform may have no build of it."""
 _BUILD_TOOLS = ("hatchling", "editables")
 _PYTHON = "3.11"
 _VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
-_NOT_IN_VLLM = {"pip", "weightsync"}
+_NOT_IN_VLLM = {"pip", "weightsync", "megatron-core"}
 Entries = dict[str, tuple[str, str, list[str]]]
 """Version, environment marker and hashes of each package, by canonical name."""
 _ENTRY = re.compile(r"^([A-Za-z0-9._-]+)==(\S+?)( ;.*?)? \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", re.MULTILINE)
@@ -87,7 +89,7 @@ def _local_torch(version: str) -> None:
 def main() -> int:
     """Write every lock."""
     FOLDER.mkdir(exist_ok=True)
-    extras = [option for extra in ("demo", "testing", "test", "dev", "ray", "fuzz") for option in ("--extra", extra)]
+    extras = [option for extra in ("demo", "testing", "test", "dev", "megatron", "ray", "fuzz") for option in ("--extra", extra)]
     pinned = [f"{name}=={version}" for name, version in pins().items()]
     entries = _compile(_BUILD_TOOLS, pinned, "pyproject.toml", *extras)
     del entries["pip"]  # comes with every environment
@@ -95,8 +97,8 @@ def main() -> int:
     by_build = {name for name in entries if BY_BUILD.match(name) and name != "torch"}
     named = [f"{name}=={version}" for name, (version, _, _) in sorted(entries.items()) if name not in by_build]
     _PINS.write_text("\n".join([*head, *named]) + "\n")
-    for name in OPTIONAL:
-        _write(name, {name: entries.pop(name)})
+    for name, package in OPTIONAL.items():
+        _write(name, {package: entries.pop(package)})
     _write("cuda", {name: entries.pop(name) for name in by_build})
     _write("main", entries)
     _local_torch(entries["torch"][0])

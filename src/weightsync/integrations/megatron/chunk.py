@@ -13,11 +13,11 @@ from torch import nn
 
 from weightsync.errors import ConfigurationError, LayoutError
 
-__all__ = ["EXPERTS", "ModelChunk", "ParallelPlace"]
+__all__ = ["ModelChunk", "ParallelPlace", "expert_number"]
 
 _LAYER = re.compile(r"decoder\.layers\.([0-9]+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.([0-9]+)\.(.+)|(.+\.(?:weight|bias))([0-9]+))")
-EXPERTS = "mlp.experts."
+_EXPERTS = "mlp.experts."
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class ModelChunk:
             local, rest = (expert[1], expert[2]) if expert[1] else (expert[4], expert[3])
             if int(local) >= len(self._experts[index]):
                 raise LayoutError(f"{name} on {self.place}: its layer has {len(self._experts[index])} experts")
-            key = f"{EXPERTS}{self._experts[index][int(local)]}.{rest}"
+            key = f"{_EXPERTS}{self._experts[index][int(local)]}.{rest}"
         return self.layers[index], key
 
     def holds(self, layer: int | None, key: str) -> bool:
@@ -98,6 +98,10 @@ class ModelChunk:
             return first if key.startswith("embedding.") else last
         if layer not in self.layers:
             return False
-        if not key.startswith(EXPERTS):
-            return True
-        return int(key.split(".")[2]) in self._experts[self.layers.index(layer)]
+        expert = expert_number(key)
+        return expert is None or expert in self._experts[self.layers.index(layer)]
+
+
+def expert_number(key: str) -> int | None:
+    """Return the number of the expert in the whole model to which a rule's key belongs, or ``None`` outside experts."""
+    return int(key.split(".")[2]) if key.startswith(_EXPERTS) else None

@@ -107,6 +107,20 @@ def test_the_smallest_demo_is_right(start: Callable[..., Run], more: list[str]) 
     run.check_nothing_is_left()
 
 
+@pytest.mark.rare
+@pytest.mark.timeout(240)
+def test_a_model_that_megatron_trains_is_served_version_by_version(start: Callable[..., Run]) -> None:
+    pytest.importorskip("megatron.core", reason="Megatron-core is not installed here")
+    run = start("--trainer", "megatron", "--trainer-ranks", "2", "--replicas", "2", "--versions", "3", "--steps", "6")
+    out, errors = run.process.communicate(timeout=230)
+    assert run.process.returncode == 0, errors
+    found = json.loads(out)
+    assert (found["ok"], found["versions"], found["trainer_ranks"], found["tokens_match"]) == (True, 3, 2, True)
+    assert (found["torn_responses"], found["mislabelled_responses"]) == (0, 0)
+    assert [replica["version"] for replica in found["replicas"]] == [3, 3]
+    run.check_nothing_is_left()
+
+
 @pytest.mark.timeout(150)
 def test_an_interrupt_in_the_middle_leaves_nothing(start: Callable[..., Run]) -> None:
     run = start("--versions", "100")

@@ -11,9 +11,12 @@ import pytest
 from benchmarks.megatron_layouts import MegatronLayouts, qwen3_30b_a3b_config, stages
 
 from weightsync.bench.shapes import qwen3_30b_a3b
+from weightsync.bench.sharding import tensor_parallel
 from weightsync.errors import LayoutError
 from weightsync.model import Manifest
 from weightsync.planning.coverage import coverage_of
+from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
+from weightsync.protocol.messages import Host
 
 ROOT = Path(__file__).parents[3]
 
@@ -37,6 +40,21 @@ def test_the_ranks_of_a_mesh_hold_each_element_once() -> None:
     layouts["1/1"] = model.layout(second, range(1, 3), tp=(1, 2), first=False, last=True)
     with pytest.raises(LayoutError, match=r"layers\.[12]\.mlp\.experts\.3\."):
         coverage_of(model.manifest, layouts, "the trainer")
+
+
+def test_ranks_with_equal_parameters_share_the_reads_and_a_host_reads_its_own() -> None:
+    """EP 2 over four data-parallel ranks on two hosts: attention is on all four, each half of the experts on two."""
+    model, hosts = MegatronLayouts(qwen3_30b_a3b_config(1, 8)), [Host("a", "a"), Host("b", "b")]
+    halves = [model.layout(range(1), range(4 * rank, 4 * rank + 4), first=True, last=True) for rank in range(2)]
+    sources = [SourceRank(f"trainer/{rank}", hosts[rank // 2], halves[rank % 2]) for rank in range(4)]
+    engines = tensor_parallel(model.manifest, 2)
+    near = [TargetRank(f"near/{rank}", hosts[rank], layout) for rank, layout in enumerate(engines)]
+    plan = plan_transfer(model.manifest, sources, near)
+    assert set(plan.pieces("near/0").sources) == {"trainer/0", "trainer/1"}
+    assert set(plan.pieces("near/1").sources) == {"trainer/2", "trainer/3"}
+    far = [TargetRank(f"far/{rank}", Host("c", "c"), layout) for rank, layout in enumerate(engines)]
+    amounts = plan_transfer(model.manifest, sources, far).source_bytes()
+    assert max(amounts.values()) < 1.5 * min(amounts.values())
 
 
 @pytest.mark.rare

@@ -10,7 +10,7 @@ from torch import nn
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.integrations.megatron.blocks import HFConfig, head_dim
 from weightsync.integrations.megatron.chunk import ModelChunk, expert_number
-from weightsync.integrations.megatron.families import FAMILIES, Family
+from weightsync.integrations.megatron.families import FAMILIES, NO_VIEWS, Family
 from weightsync.integrations.megatron.geometry import ShardedTensor, check_geometry, sharded_tensors
 from weightsync.integrations.megatron.packing import Packing, Part
 from weightsync.integrations.megatron.rules import ModelRules
@@ -45,6 +45,8 @@ def hf_state(
         raise ConfigurationError("hf_state needs the model chunks of this rank, and got none")
     kind = getattr(config, "model_type", None)
     family = family or FAMILIES.get(str(kind))
+    if family is None and kind in NO_VIEWS:
+        raise ConfigurationError(f"model_type {kind!r} cannot be published without a conversion: {NO_VIEWS[kind]}")
     if family is None:
         raise ConfigurationError(
             f"no rules for model_type {kind!r}; known: {', '.join(sorted(FAMILIES))}. "
@@ -91,10 +93,13 @@ class MegatronState(ShardedState):
             layer, key = chunk.locate(name)
             rule = self._rules.packings.get((layer, key))
             if rule is None:
-                raise LayoutError(
-                    f"no rule for parameter {name} on {self._place}: the family's {'layer' if layer is not None else 'outside'} "
-                    f"rules need one for {key!r}; docs/guides/megatron.md shows how to add it"
+                remedy = (
+                    "prediction layers are not published: build the model without them (mtp_num_layers)"
+                    if name.startswith("mtp.")
+                    else f"the family's {'layer' if layer is not None else 'outside'} rules need one for {key!r}; "
+                    "docs/guides/megatron.md shows how to add it"
                 )
+                raise LayoutError(f"no rule for parameter {name} on {self._place}: {remedy}")
             held.update(rule.parts)
             yield from self._cut(name, value, rule, layer, key, declared.get(name, ()))
         for (layer, key), rule in self._rules.packings.items():

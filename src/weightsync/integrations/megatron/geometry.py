@@ -21,7 +21,9 @@ _NUMBERED = re.compile(r"^decoder\.layers\.([0-9]+)\.")
 def sharded_tensors(model: nn.Module) -> Mapping[str, Sequence[ShardedTensor]]:
     """Return the boxes that each parameter of a GPTModel holds, by its local name: two for a gated MLP, which stacks two runs."""
     state: Any = model
-    metadata = {"dp_cp_group": getattr(state.pg_collection, "dp_cp", None), "non_homogeneous_layers": True}
+    metadata = {
+        "dp_cp_group": getattr(state.pg_collection, "dp_cp", None), "non_homogeneous_layers": True, "singleton_local_shards": False,
+    }  # fmt: skip
     declared = state.sharded_state_dict(metadata=metadata)
     return {name: item.build() if hasattr(item, "build") else [item] for name, item in declared.items()}
 

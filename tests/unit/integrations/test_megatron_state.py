@@ -65,6 +65,10 @@ def test_shards_are_views_that_follow_the_parameters() -> None:
     for value in model.parameters():
         value.data = torch.full_like(value.data, 4)  # as an optimizer does that moves parameters to a buffer
     assert all(one.tensor.eq(4).all() for one in state.declare()[1])
+    for module in model.modules():
+        for name, value in dict(module.named_parameters(recurse=False)).items():
+            setattr(module, name, nn.Parameter(torch.full_like(value, 5)))
+    assert all(one.tensor.eq(5).all() for one in state.declare()[1])
 
 
 def test_wrappers_are_looked_through() -> None:

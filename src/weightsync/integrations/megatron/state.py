@@ -25,7 +25,8 @@ def hf_state(
 ) -> MegatronState:
     """Return this rank's part of a Megatron-core GPTModel under Hugging Face names, for :class:`weightsync.Trainer`.
 
-    The shards are views of the live parameters. No collective is called.
+    The shards are views of the live parameters, and follow them to other memory. Call this again after adding or removing modules.
+    No collective is called.
 
     Args:
         model_chunks: What Megatron's ``get_model()`` returns: the model of this rank, or one for each virtual pipeline stage, with
@@ -74,15 +75,15 @@ class MegatronState(ShardedState):
 
     def declare(self) -> tuple[Manifest, Sequence[Shard]]:
         """Return the manifest and this rank's shards: the same objects until a parameter has other memory."""
-        if not self._views.are_of(self._tensors()):
+        if not self._views.are_of(self._memory()):
             self._shards, self._views = self._take()
         return self._rules.manifest, self._shards
 
-    def _tensors(self) -> list[torch.Tensor]:
-        return [value for chunk in self._chunks for _, value in chunk.tensors()]
+    def _memory(self) -> list[torch.Tensor]:
+        return [value for chunk in self._chunks for value in chunk.memory()]
 
     def _take(self) -> tuple[list[Shard], Views]:
-        views = Views(self._tensors())
+        views = Views(self._memory())
         return ordered(self._rules.manifest, (shard for chunk in self._chunks for shard in self._shards_of(chunk))), views
 
     def _shards_of(self, chunk: ModelChunk) -> Iterator[Shard]:

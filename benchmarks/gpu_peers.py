@@ -40,13 +40,25 @@ _SETTINGS = tuple(tuple(one) for one in json.loads(os.environ.get("SETTINGS", "[
 
 def _layouts(job, manifest):
     """Layouts of all source ranks and of all target ranks (replicas of a tensor-parallel group each)."""
-    sources = fsdp(manifest, job["sources"])
+    sources = _expert_parallel(manifest, job["sources"]) if job.get("megatron") else fsdp(manifest, job["sources"])
     if job.get("scattered"):
         sources = [_scattered(manifest, layout) for layout in sources]
     targets = [split_rows(manifest, layout, 1 << 20) for layout in tensor_parallel(manifest, job["targets"])] * job.get(
         "replicas", 1
     )
     return sources, targets
+
+
+def _expert_parallel(manifest, ranks):
+    """Megatron-core's expert parallelism over data-parallel attention: experts apart, all else on every rank."""
+    from benchmarks.megatron_layouts import MegatronLayouts, qwen3_30b_a3b_config
+
+    config = qwen3_30b_a3b_config()
+    model = MegatronLayouts(config)
+    if model.manifest != manifest:
+        raise RuntimeError("the rules give other tensors than the model has")
+    experts, layers = config.num_experts // ranks, range(config.num_hidden_layers)
+    return [model.layout(layers, range(rank * experts, (rank + 1) * experts), first=True, last=True) for rank in range(ranks)]
 
 
 def _scattered(manifest, layout):
@@ -92,6 +104,7 @@ class Trainer:
 
         torch.cuda.set_device(device)
         self.rank = rank
+        self.shared = job.get("megatron", False)  # the first region has what every rank has
         self.manifest = Manifest(_MODELS[job["model"]]())
         self.layout = _layouts(job, self.manifest)[0][rank]
         self.memory = [torch.empty(-(-size // 8), dtype=torch.int64, device="cuda") for size in self.layout.regions]
@@ -109,15 +122,16 @@ class Trainer:
     def place(self, version, path):
         import torch
 
-        torch.manual_seed(version * 1000 + self.rank)
         with self.shelf.placing(version):
-            for one in self.memory:
+            for region, one in enumerate(self.memory):
+                torch.manual_seed(version * 1000 + (999 if self.shared and region == 0 else self.rank))
                 one.random_()
             torch.cuda.synchronize()
             started = time.perf_counter()
             digests = self.digest.digests()
             seconds = time.perf_counter() - started
-        np.save(path, _by_tensor(self.manifest, self.layout, digests, np.ones(len(self.layout), bool)))
+        counted = (self.layout.region > 0) | (self.rank == 0) | (not self.shared)
+        np.save(path, _by_tensor(self.manifest, self.layout, digests, counted))
         return {"digest_seconds": seconds}
 
 
@@ -358,6 +372,9 @@ def cases(count):
     if count >= 4:
         found["dense fsdp4->tp4 colocated"] = {"model": "dense", "sources": 4, "targets": 4, "on": first, "to": first}
     if count >= 2:
+        both = {"model": "moe", "sources": 2, "targets": 2, "on": [0, 1], "to": [0, 1]}
+        found["moe fsdp2->tp2 colocated"] = both
+        found["moe megatron ep2->tp2 colocated"] = {**both, "megatron": True}
         found["dense 1->1"] = {"model": "dense", "sources": 1, "targets": 1, "on": [0], "to": [1]}
         found["moe 1->1"] = {"model": "moe", "sources": 1, "targets": 1, "on": [0], "to": [1]}
         found["dense 1->1 isolated devices"] = {**found["dense 1->1"], "isolated": True, "rounds": 2}

@@ -6,7 +6,8 @@ file in ``locks``             what it holds
 ``torch-cpu.txt``             a build of torch without CUDA that does not come from the package index, if pip here knows one
 ``main.txt``                  everything that ``.venv`` needs, for every Python and platform that the packages have builds for
 ``cuda.txt``                  libraries that builds of torch for GPUs need, and its builds for CPUs do not
-``atheris.txt``, ...          packages that are left out where they have no build
+``atheris.txt``, ...          packages that are left out where they have no build: Atheris, NIXL, Ray
+``megatron.txt``              the same, for ``.venv`` and ``.venv-vllm``
 ``vllm.txt``                  what ``.venv-vllm`` holds; made if that is there, and for its Python only
 ============================  ==============================================================================================
 
@@ -30,12 +31,12 @@ __all__ = ["FOLDER", "hashes", "main"]
 
 FOLDER = ROOT / "locks"
 _PINS = ROOT / "constraints.txt"
-OPTIONAL = {"atheris": "atheris", "ray": "ray", "nixl": "nixl-cu13"}
-"""Name of the lock, and the package in it."""
+OPTIONAL = {"atheris": "atheris", "megatron": "megatron-core", "nixl": "nixl-cu13", "ray": "ray"}
+"""Package by file, where a Python or platform may have no build of it."""
 _BUILD_TOOLS = ("hatchling", "editables")
 _PYTHON = "3.11"
 _VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
-_NOT_IN_VLLM = {"pip", "weightsync"}
+_NOT_IN_VLLM = {"pip", "weightsync", "megatron-core"}
 Entries = dict[str, tuple[str, str, list[str]]]
 """Version, environment marker and hashes of each package, by canonical name."""
 _ENTRY = re.compile(r"^([A-Za-z0-9._-]+)==(\S+?)( ;.*?)? \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", re.MULTILINE)
@@ -88,7 +89,7 @@ def _local_torch(version: str) -> None:
 def main() -> int:
     """Write every lock."""
     FOLDER.mkdir(exist_ok=True)
-    extras = [option for extra in ("demo", "testing", "test", "dev", "ray", "fuzz", "nixl") for option in ("--extra", extra)]
+    extras = [option for extra in ("demo", "testing", "test", "dev", "megatron", "nixl", "ray", "fuzz") for option in ("--extra", extra)]
     pinned = [f"{name}=={version}" for name, version in pins().items()]
     entries = _compile(_BUILD_TOOLS, pinned, "pyproject.toml", *extras)
     del entries["pip"]  # comes with every environment

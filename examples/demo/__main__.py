@@ -44,6 +44,13 @@ class EngineChoice(StrEnum):
     vllm = "vllm"
 
 
+class TrainerChoice(StrEnum):
+    """How the demo can train."""
+
+    fsdp = "fsdp"
+    megatron = "megatron"
+
+
 class Architecture(StrEnum):
     """Shapes of the demo's model."""
 
@@ -65,7 +72,8 @@ _PARTS = "On several machines"
 
 @app.command(cls=Program)
 def demo(
-    trainer_ranks: Annotated[int, typer.Option(min=1, help="Processes that train, sharded by FSDP2.")] = 2,
+    trainer: Annotated[TrainerChoice, typer.Option(help="FSDP2, or Megatron-core with tensor parallelism.")] = TrainerChoice.fsdp,
+    trainer_ranks: Annotated[int, typer.Option(min=1, help="Processes that train, each with a part of the model.")] = 2,
     replicas: Annotated[int, typer.Option(min=1, help="Serving replicas.")] = 2,
     versions: Annotated[int, typer.Option(min=1, help="Versions to publish.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps before each version.")] = 6,
@@ -115,6 +123,7 @@ def demo(
     from examples.demo.settings import Settings
 
     settings = Settings(
+        trainer="megatron" if trainer is TrainerChoice.megatron else "fsdp",
         trainer_ranks=trainer_ranks, replicas=replicas, versions=versions, steps=steps, transport=transport.value,
         delivery=delivery.value, engine="vllm" if engine is EngineChoice.vllm else "transformers",
         engine_tp=engine_tp, model=model.value, tied=tied,

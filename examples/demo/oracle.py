@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from weightsync.errors import ConfigurationError
 
-__all__ = ["Oracle", "save_checkpoint"]
+__all__ = ["Oracle", "save_checkpoint", "write_checkpoint"]
 
 _HEAD = "lm_head.weight"
 
@@ -30,9 +31,13 @@ def save_checkpoint(model: PreTrainedModel, directory: Path, version: int) -> No
         return
     if model.config.tie_word_embeddings:
         state.pop(_HEAD, None)  # safetensors stores no tensor twice
+    write_checkpoint({name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}, directory, version)
+
+
+def write_checkpoint(tensors: Mapping[str, torch.Tensor], directory: Path, version: int) -> None:
+    """Save the tensors of one version."""
     unfinished = directory / f".version-{version:05d}"
-    tensors = {name: tensor.contiguous() for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
-    save_file(tensors, unfinished)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, unfinished)
     os.replace(unfinished, _path(directory, version))  # a reader finds all of it or nothing
 
 

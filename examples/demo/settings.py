@@ -18,6 +18,7 @@ __all__ = ["ReplicaSettings", "Role", "Settings", "TrainerSettings"]
 Role = Literal["all", "trainer", "replica", "client"]
 Architecture = Literal["llama", "qwen2"]
 EngineName = Literal["transformers", "vllm"]
+TrainerName = Literal["fsdp", "megatron"]
 
 _MOST = {"trainer_ranks": 16, "replicas": 16, "versions": 1000, "steps": 10_000, "engine_tp": 8}
 
@@ -28,6 +29,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     Raises :class:`~weightsync.errors.ConfigurationError` for values that make no sense.
     """
 
+    trainer: TrainerName = "fsdp"
     trainer_ranks: int = 2
     replicas: int = 2
     versions: int = 4
@@ -62,6 +64,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             if not 1 <= getattr(self, name) <= most:
                 raise ConfigurationError(f"--{name.replace('_', '-')} must be from 1 to {most}, not {getattr(self, name)}")
         for name, kind in (
+            ("trainer", TrainerName),
             ("model", Architecture),
             ("delivery", Delivery),
             ("engine", EngineName),
@@ -78,6 +81,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigurationError("vLLM repacks weights as it loads them: use --delivery auto or streamed")
         elif self.engine_tp != 1:
             raise ConfigurationError("--engine-tp needs --engine vllm: the transformers engine has one rank")
+        if self.trainer == "megatron":
+            if find_spec("megatron") is None:
+                raise ConfigurationError("--trainer megatron needs megatron-core: pip install 'weightsync[megatron]'")
+            if self.trainer_ranks > 2:
+                raise ConfigurationError("--trainer megatron cuts the model's two key/value heads: at most --trainer-ranks 2")
         if self.timeout <= 0:
             raise ConfigurationError(f"--timeout must be positive, not {self.timeout}")
         if self.coordinator is not None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import msgspec
 
+from examples.demo.ranks import join
 from examples.demo.reports import Parent, Publication, Ready, Saved, Step, die_with_parent
 from examples.demo.settings import TrainerSettings
 from weightsync.deadline import Deadline
@@ -18,19 +16,6 @@ from weightsync.deadline import Deadline
 __all__ = ["main"]
 
 _PATIENCE = 300.0  # seconds that ranks wait for each other, for the parent, and for a round
-
-
-def _join(mine: TrainerSettings) -> None:
-    import torch.distributed as dist
-
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    if loopback is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback  # else gloo asks the resolver for this machine's name
-    patience = timedelta(seconds=_PATIENCE)
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1", mine.port, mine.world_size, is_master=mine.rank == 0, timeout=patience, master_listen_fd=mine.listen_fd
-    )
-    dist.init_process_group("gloo", store=store, rank=mine.rank, world_size=mine.world_size, timeout=patience)
 
 
 def main(argument: str) -> int:
@@ -44,24 +29,26 @@ def main(argument: str) -> int:
     import torch.distributed as dist
 
     from examples.demo.models import build_model
-    from examples.demo.oracle import save_checkpoint
-    from examples.demo.training import Training
     from weightsync.trainer.agent import Trainer
 
     torch.set_num_threads(1)
     wish, first = mine.settings, mine.rank == 0
     model = build_model(wish.model, tied=wish.tied, seed=wish.seed)
-    _join(mine)
+    join(mine.rank, mine.world_size, mine.port, mine.listen_fd, _PATIENCE)
     try:
+        if wish.trainer == "megatron":
+            from examples.demo.megatron_training import MegatronTraining as Training
+        else:
+            from examples.demo.training import Training  # type: ignore[assignment]
         training = Training(model, wish.seed)
-        with Trainer(model, mine.coordinator, transports=wish.transports) as trainer:
+        with Trainer(training.state, mine.coordinator, dtype=training.dtype, transports=wish.transports) as trainer:
             parent.tell(Ready(f"trainer-{mine.rank}"))
             for version in range(1, wish.versions + 1):
                 for step in range(wish.steps):
                     loss = training.step()
                     if first:
                         parent.tell(Step((version - 1) * wish.steps + step + 1, loss))
-                save_checkpoint(model, Path(mine.directory), version)
+                training.save(Path(mine.directory), version)
                 if first:
                     parent.tell(Saved(version))
                     parent.wait_for_word(Deadline(_PATIENCE))

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
+from examples.demo.oracle import save_checkpoint
 from examples.demo.tokenizer import build_tokenizer, token_stream
 
-__all__ = ["Training", "shard_model"]
+__all__ = ["BETAS", "RATE", "Training", "batches", "shard_model"]
 
 _SEQUENCE = 48
 _BATCH = 8
 _STREAM = 60_000
-_RATE = 4e-3
+RATE = 4e-3
+BETAS = (0.9, 0.95)
 
 
 def shard_model(model: PreTrainedModel) -> None:
@@ -31,21 +36,31 @@ def shard_model(model: PreTrainedModel) -> None:
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
+def batches(seed: int, rank: int) -> Iterator[torch.Tensor]:
+    """Yield batches of the demo's text, other ones for each ``rank``."""
+    text = torch.tensor(token_stream(build_tokenizer(seed), seed, _STREAM))
+    picks = torch.Generator().manual_seed(seed * 1009 + rank)
+    while True:
+        starts = torch.randint(len(text) - _SEQUENCE, (_BATCH,), generator=picks)
+        yield torch.stack([text[start : start + _SEQUENCE] for start in starts.tolist()])
+
+
 class Training:
-    """One rank's part of the training; every rank calls :meth:`step` equally often."""
+    """One rank's part of the training; every rank calls :meth:`step` and :meth:`save` equally often."""
+
+    dtype = None
+    """What is published has the dtype of the parameters."""
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
-        self.model = model
+        self.model = self.state = model
         shard_model(model)
         model.train()
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, betas=(0.9, 0.95), weight_decay=0.0)
-        self._text = torch.tensor(token_stream(build_tokenizer(seed), seed, _STREAM))
-        self._picks = torch.Generator().manual_seed(seed * 1009 + dist.get_rank())
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0)
+        self._batches = batches(seed, dist.get_rank())
 
     def step(self) -> float:
         """One batch of this rank's own, one optimizer step. Returns the loss averaged over ranks, before the step."""
-        starts = torch.randint(len(self._text) - _SEQUENCE, (_BATCH,), generator=self._picks)
-        batch = torch.stack([self._text[start : start + _SEQUENCE] for start in starts.tolist()])
+        batch = next(self._batches)
         loss = self.model(input_ids=batch, labels=batch, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -54,3 +69,7 @@ class Training:
         mean = loss.detach().float()
         dist.all_reduce(mean)
         return float(mean) / dist.get_world_size()
+
+    def save(self, directory: Path, version: int) -> None:
+        """Save the oracle's checkpoint of ``version`` (see :func:`~examples.demo.oracle.save_checkpoint`)."""
+        save_checkpoint(self.model, directory, version)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from examples.demo.ranks import join
 from examples.demo.reports import Parent, Ready, die_with_parent
 from examples.grpo.reports import Progress, WarmedUp
 from examples.grpo.settings import Settings, TrainerSettings
@@ -167,19 +165,6 @@ class Loop:
         )
 
 
-def _join(mine: TrainerSettings) -> None:
-    import torch.distributed as dist
-
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    if loopback is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback  # else gloo asks the resolver for this machine's name
-    patience, world = timedelta(seconds=_PATIENCE), mine.settings.trainer_ranks
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1", mine.port, world, is_master=mine.rank == 0, timeout=patience, master_listen_fd=mine.listen_fd
-    )
-    dist.init_process_group("gloo", store=store, rank=mine.rank, world_size=world, timeout=patience)
-
-
 def main(argument: str) -> int:
     """Train. ``argument`` is :class:`~examples.grpo.settings.TrainerSettings` as JSON."""
     mine = msgspec.json.decode(argument, type=TrainerSettings)
@@ -202,7 +187,7 @@ def main(argument: str) -> int:
         parent.tell(WarmedUp(loss, time.perf_counter() - began))
     with ExitStack() as owned:
         if wish.trainer_ranks > 1:
-            _join(mine)
+            join(mine.rank, wish.trainer_ranks, mine.port, mine.listen_fd, _PATIENCE)
             owned.callback(dist.destroy_process_group)
         learner = Learner(model, wish)
         trainer = owned.enter_context(Trainer(model, mine.coordinator))

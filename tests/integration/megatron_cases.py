@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["PADDED", "VOCABULARY", "Case", "expert_count", "hf_config"]
+__all__ = ["MESHES", "PADDED", "TIED", "VOCABULARY", "Case", "expert_count", "hf_config"]
 
 VOCABULARY, PADDED = 250, 256
+TIED = {"tie_word_embeddings": True}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model at a mesh. ``changes`` are to the family's configuration."""
+    """A model at a mesh. ``changes`` are to the family's configuration.
+
+    ``first_stage`` layers are in the first pipeline stage, if not as many as in the others. With ``contradictions``, changes to the
+    configuration that hf_state alone is given, nothing is published: what it raises for each of them is told.
+    """
 
     family: str
     tp: int = 1
@@ -21,21 +27,35 @@ class Case:
     ep: int = 1
     etp: int = 1
     dp: int = 1
+    cp: int = 1
+    first_stage: int | None = None
     dtype: str = "bfloat16"
     changes: dict[str, Any] = field(default_factory=dict)
     versions: int = 3
     forward: bool = False
     stacked: bool = True
+    contradictions: list[dict[str, Any]] = field(default_factory=list)
+
+    def __hash__(self) -> int:
+        """By its name."""
+        return hash(str(self))
 
     @property
     def world(self) -> int:
         """Processes."""
-        return max(self.tp, self.ep * self.etp) * self.pp * self.dp
+        return max(self.tp, self.ep * self.etp) * self.pp * self.dp * self.cp
+
+    def layers_of(self, stage: int, chunk: int, count: int) -> int:
+        """Number of the first layer of a chunk of a pipeline stage, in a model of ``count`` layers."""
+        if self.first_stage is None:
+            return (chunk * self.pp + stage) * (count // (self.pp * self.vpp))
+        return 0 if stage == 0 else self.first_stage + (stage - 1) * ((count - self.first_stage) // (self.pp - 1))
 
     def __str__(self) -> str:
-        sizes = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "ep": self.ep, "etp": self.etp, "dp": self.dp}
+        sizes = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "ep": self.ep, "etp": self.etp, "dp": self.dp, "cp": self.cp}
         mesh = "-".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
-        return "-".join([self.family, mesh or "one", *map(str, self.changes)]) + ("" if self.stacked else "-checkpoint")
+        uneven = [] if self.first_stage is None else [f"first{self.first_stage}"]
+        return "-".join([self.family, mesh or "one", *uneven, *map(str, self.changes)]) + ("" if self.stacked else "-checkpoint")
 
 
 _COMMON: dict[str, Any] = {
@@ -89,3 +109,21 @@ def hf_config(family: str, changes: dict[str, Any]) -> Any:
 def expert_count(hf: Any) -> int:
     """Experts of a layer, 0 without any."""
     return int({"qwen3_moe": 8, "mixtral": 4, "deepseek_v3": 8}.get(hf.model_type, 0))
+
+
+def _meshes(ranks: int) -> Iterator[Case]:
+    """Every family at every mesh of at most ``ranks`` processes."""
+    sizes = [size for size in (1, 2, 4) if size <= ranks]
+    pipelines = [(pp, vpp) for pp in sizes for vpp in (1, 2) if vpp == 1 or pp == 2]
+    for pp, vpp in pipelines:
+        dense = [(tp, 1, 1) for tp in sizes]
+        cut = [(tp, ep, etp) for tp in sizes for ep in sizes for etp in sizes]
+        for families, meshes in ((("llama", "qwen2", "qwen3"), dense), (("qwen3_moe", "mixtral", "deepseek_v3"), cut)):
+            for family in families:
+                for tp, ep, etp in meshes:
+                    case = Case(family, tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, versions=1)
+                    if case.world <= ranks:
+                        yield case
+
+
+MESHES = list(_meshes(4))

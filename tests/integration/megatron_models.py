@@ -29,6 +29,7 @@ def initialize(case: Case) -> None:
         case.tp,
         case.pp,
         case.vpp if case.vpp > 1 else None,
+        context_parallel_size=case.cp,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.etp,
     )
@@ -97,6 +98,8 @@ def _config(hf: Any, case: Case) -> TransformerConfig:
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=case.first_stage,
+        context_parallel_size=case.cp,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.etp,
     )

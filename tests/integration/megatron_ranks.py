@@ -95,6 +95,15 @@ def forward(chunk: torch.nn.Module, folder: Path, version: int) -> None:
         save_file({"ids": ids, "logits": logits[..., :VOCABULARY].contiguous()}, folder / f"{version}-logits.safetensors")
 
 
+def refused(model: list[torch.nn.Module], case: Case, changes: dict[str, Any]) -> str:
+    """What hf_state raises for a configuration that the model does not have."""
+    try:
+        hf_state(model, config=hf_config(case.family, {**case.changes, **changes}), stacked_experts=case.stacked)
+    except weightsync.WeightSyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 def run(rank: int, case: Case, folder: Path, orders: int, results: int) -> None:
     torch.set_num_threads(1)
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
@@ -109,6 +118,13 @@ def run(rank: int, case: Case, folder: Path, orders: int, results: int) -> None:
     chunks = build(case)
     model = wrapped(chunks)
     (folder / f"place-{rank}.json").write_text(json.dumps(_place(chunks)))
+    if case.contradictions:
+        errors = [refused(model, case, changes) for changes in case.contradictions]
+        if rank == 0:
+            say(os.fdopen(os.dup(results), "w"), errors=errors)
+        dist.barrier()
+        dist.destroy_process_group()
+        return
     with no_collectives():
         state = hf_state(model, config=hf_config(case.family, case.changes), stacked_experts=case.stacked)
     output, control = os.fdopen(os.dup(results), "w"), os.fdopen(os.dup(orders))

@@ -43,12 +43,11 @@ def _gathered(case: Case, folder: Path, version: int, hf: Any) -> dict[str, tupl
     """By global Megatron name, the parameter put together along its dimension, and the ranks' parts."""
     parts: dict[str, dict[int, torch.Tensor]] = {}
     dims: dict[str, int] = {}
-    each = hf.num_hidden_layers // (case.pp * case.vpp)
     for rank in range(case.world):
         tp, pp, ep, etp, cut = json.loads((folder / f"place-{rank}.json").read_text())
         for label, value in load_file(folder / f"{version}-{rank}.safetensors").items():
             chunk, _, name = label.partition("/")
-            first = (int(chunk) * case.pp + pp) * each
+            first = case.layers_of(pp, int(chunk), hf.num_hidden_layers)
             name = re.sub(r"(?<=^decoder\.layers\.)[0-9]+", lambda match, first=first: str(first + int(match[0])), name)  # type: ignore[misc]
             expert = re.search(r"local_experts\.([0-9]+)", name)
             if expert:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
@@ -104,6 +105,20 @@ def test_the_smallest_demo_is_right(start: Callable[..., Run], more: list[str]) 
     assert found["bytes_per_version"] > 2_000_000
     assert found["replicas"] == [{"name": "replica-0", "state": "loaded", "version": 2, "digest": found["trainer_digest"]}]
     assert "every token came from the version on its label" in errors
+    run.check_nothing_is_left()
+
+
+@pytest.mark.rare
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron-core is not installed here")
+def test_a_model_that_megatron_trains_is_served_version_by_version(start: Callable[..., Run]) -> None:
+    run = start("--trainer", "megatron", "--trainer-ranks", "2", "--replicas", "2", "--versions", "3", "--steps", "6")
+    out, errors = run.process.communicate(timeout=230)
+    assert run.process.returncode == 0, errors
+    found = json.loads(out)
+    assert (found["ok"], found["versions"], found["trainer_ranks"], found["tokens_match"]) == (True, 3, 2, True)
+    assert (found["torn_responses"], found["mislabelled_responses"]) == (0, 0)
+    assert [replica["version"] for replica in found["replicas"]] == [3, 3]
     run.check_nothing_is_left()
 
 

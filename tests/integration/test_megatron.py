@@ -3,108 +3,44 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.integration.megatron_cases import Case, hf_config
+from tests.integration.megatron_cases import MESHES, TIED, Case, hf_config
+from tests.integration.megatron_process import Ranks
 
 import weightsync
 
-ROOT = Path(__file__).parents[2]
 NEEDED = [name for name in ("megatron", "transformers", "safetensors") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.timeout(180),  # the ranks share two cores with whatever else runs
-    pytest.mark.skipif(
-        bool(NEEDED), reason=f"needs {', '.join(NEEDED)}: pip install megatron-core==0.16.1 transformers safetensors"
-    ),
+    pytest.mark.skipif(bool(NEEDED), reason=f"needs {', '.join(NEEDED)}: pip install 'weightsync[demo,megatron]'"),
 ]
 
-TIED = {"tie_word_embeddings": True}
-CASES = [
-    Case("llama", tp=2, dtype="float32", forward=True),
-    Case("llama", pp=2, changes=TIED),
-    Case("llama", tp=2, pp=2),
-    Case("llama", pp=2, vpp=2),
+FORWARD: dict[str, Any] = {"dtype": "float32", "forward": True}
+QUICK = [
+    Case("llama", tp=2, versions=2, **FORWARD),
+    Case("qwen2", pp=2, vpp=2, versions=2, changes=TIED),
+    Case("qwen3_moe", tp=2, ep=2, etp=1, versions=2),
+    Case("deepseek_v3", tp=2, ep=2, versions=2, stacked=False),
+]
+RARE = [
     Case("llama", tp=2, dp=2),
+    Case("llama", tp=2, cp=2),
     Case("llama", tp=4, changes={"num_key_value_heads": 2}),
-    Case("qwen2", tp=2, dtype="float32", forward=True, changes=TIED),
-    Case("qwen2", tp=2, pp=2, vpp=2, changes=TIED),
-    Case("qwen3", tp=2, dtype="float32", forward=True),
-    Case("qwen3", tp=2, pp=2),
-    Case("qwen3_moe", ep=2),
-    Case("qwen3_moe", tp=2, ep=2, etp=2),
+    Case("llama", pp=2, first_stage=1, changes=TIED),
+    Case("qwen2", tp=2, changes=TIED, **FORWARD),
+    Case("qwen3", tp=2, **FORWARD),
+    Case("qwen3_moe", ep=2, dp=2),
     Case("qwen3_moe", tp=2, ep=2, etp=1, pp=2, stacked=False),
-    Case("mixtral", tp=2, etp=2),
     Case("mixtral", ep=2, pp=2, vpp=2, stacked=False),
-    Case("deepseek_v3", tp=2, ep=2, etp=1),
-    Case("deepseek_v3", tp=2, ep=2, etp=2),
-    Case("deepseek_v3", ep=2, pp=2, stacked=False),
+    Case("deepseek_v3", ep=2, pp=2, first_stage=3, stacked=False),
 ]
-
-
-class Ranks:
-    """The process that has imported Megatron, from which the ranks of each case are forked. A case that fails ends it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._log = folder / "log"
-        self._process: subprocess.Popen[str] | None = None
-        self._busy = False
-
-    def begin(self, case: Case, folder: Path) -> None:
-        if self._busy:
-            self.close()
-        if self._process is None:
-            self._start()
-        self._busy = True
-        self.write(json.dumps([asdict(case), str(folder)]))
-
-    def _start(self) -> None:
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("WEIGHTSYNC_")}
-        environment |= {"WEIGHTSYNC_PORT": "0", "PYTHONWARNINGS": "ignore"}  # Megatron warns of all that is not installed
-        with self._log.open("w") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.integration.megatron_ranks"],
-                cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1,
-                start_new_session=True,
-            )  # fmt: skip
-        self.read("ready")
-
-    def write(self, line: str) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-
-    def read(self, key: str) -> Any:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        said = json.loads(line) if line else {}
-        assert key in said, f"{said}\n{self._log.read_text()[-4000:]}"
-        return said
-
-    def end(self) -> None:
-        """All ranks of the case have ended well."""
-        assert set(self.read("ended")["ended"]) == {0}
-        self._busy = False
-
-    def close(self) -> None:
-        if self._process is None:
-            return
-        if self._busy:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with self._process:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-        self._process, self._busy = None, False
+RARE += [case for case in MESHES if str(case) not in map(str, QUICK + RARE)]
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +80,7 @@ class Checkpoint(torch.nn.Module):
             module.register_parameter(last, torch.nn.Parameter(value.clone()))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.rare) for case in RARE)], ids=str)
 def test_every_version_arrives_in_transformers_bit_for_bit(ranks: Ranks, case: Case, tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from tests.integration.megatron_reference import reference, stacked
@@ -168,4 +104,31 @@ def test_every_version_arrives_in_transformers_bit_for_bit(ranks: Ranks, case: C
                     logits = module(computed["ids"]).logits
                 torch.testing.assert_close(logits, computed["logits"], rtol=1e-4, atol=1e-4)
             ranks.write("")
+    ranks.end()
+
+
+REFUSED: list[tuple[Case, dict[str, Any], str]] = [
+    (Case("llama", tp=2), {"num_attention_heads": 4}, "ConfigurationError: Megatron's num_attention_heads is 8 on trainer rank 0"),
+    (Case("llama", tp=2), {"num_key_value_heads": 2}, "ConfigurationError: Megatron's num_query_groups is 4"),
+    (Case("llama", tp=2), {"head_dim": 16}, "ConfigurationError: Megatron's kv_channels is 8"),
+    (Case("llama", tp=2), {"vocab_size": 300}, "LayoutError: embedding.word_embeddings.weight on trainer rank 0 (TP 0 of 2)"),
+    (Case("llama", tp=2), {"num_hidden_layers": 5}, "ConfigurationError: Megatron's num_layers is 4"),
+    (Case("llama", tp=2), {"tie_word_embeddings": True}, "ConfigurationError: share_embeddings_and_output_weights is False"),
+    (Case("llama", tp=2), {"attention_bias": True}, "LayoutError: nothing holds model.layers.0.self_attn.q_proj.bias on trainer"),
+    # Half as wide: what each of two ranks holds has the shape of the whole.
+    (Case("llama", tp=2), {"intermediate_size": 48}, "the model's sharded_state_dict() says [192, 64]"),
+    (Case("qwen3_moe", tp=2, etp=2), {"moe_intermediate_size": 16}, "the model's sharded_state_dict() says [64, 64]"),
+    (Case("qwen3_moe", tp=2, etp=2), {"num_experts": 4}, "num_moe_experts is 8 on trainer rank 0 (TP 0 of 2, ETP 0 of 2)"),
+    (Case("qwen3_moe", tp=2, etp=2), {"mlp_only_layers": [1]}, "no rule for parameter decoder.layers.0.mlp.linear_fc1"),
+    (Case("deepseek_v3", tp=2, etp=2), {"qk_nope_head_dim": 8, "v_head_dim": 14}, "Megatron's qk_head_dim is 12"),
+    (Case("deepseek_v3", tp=2, etp=2), {"n_shared_experts": 1}, "mlp.shared_experts.linear_fc1.weight on trainer rank 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", dict.fromkeys(case for case, _, _ in REFUSED), ids=str)
+def test_a_configuration_that_contradicts_the_weights_is_refused(ranks: Ranks, case: Case, tmp_path: Path) -> None:
+    contradictions = [(changes, words) for other, changes, words in REFUSED if other == case]
+    ranks.begin(replace(case, contradictions=[changes for changes, _ in contradictions]), tmp_path)
+    errors = ranks.read("errors")["errors"]
+    assert [error for error, (_, words) in zip(errors, contradictions, strict=True) if words not in error] == []
     ranks.end()

@@ -197,29 +197,22 @@ class Model:
 
 
 @dataclass
-class Parallel:
-    enable_eplb: bool = False
-
-
-@dataclass
 class Config:
     model_config: Model
-    parallel_config: Parallel
     lora_config: object | None = None
 
 
 @pytest.mark.parametrize(
     ("config", "device", "reason"),
     [
-        (Config(Model(), Parallel()), "cpu", "on cpu, where vLLM repacks"),
-        (Config(Model("fp8"), Parallel()), "cuda:1", "quantized (fp8)"),
-        (Config(Model(), Parallel(), object()), "cuda:1", "LoRA"),
-        (Config(Model(), Parallel(True)), "cuda:1", "enable_eplb"),
+        (Config(Model()), "cpu", "on cpu, where vLLM repacks"),
+        (Config(Model("fp8")), "cuda:1", "quantized (fp8)"),
+        (Config(Model(), object()), "cuda:1", "LoRA"),
     ],
 )
 def test_what_rules_it_out(config: Config, device: str, reason: str) -> None:
     assert reason in str(why_streamed(config, torch.device(device)))
-    assert why_streamed(Config(Model(), Parallel()), torch.device("cuda:1")) is None
+    assert why_streamed(Config(Model()), torch.device("cuda:1")) is None
 
 
 def test_a_rank_that_was_written_resumes_without_any_loading_and_one_that_was_streamed_to_loads() -> None:

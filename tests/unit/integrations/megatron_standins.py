@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,8 @@ from torch import nn
 __all__ = ["Group", "Model", "llama_config", "place"]
 
 Cut = tuple[int, int]
+CUT = {"embeddings": 0, "output_layer": 0, "linear_qkv.weight": 0, "linear_fc1.weight": 0, "linear_proj": 1, "linear_fc2": 1}
+"""Dimension that tensor parallelism cuts, by a part of the parameter's name."""
 
 
 class Group:
@@ -88,5 +91,36 @@ class Model(nn.Module):
             count = (self.config.num_moe_experts or 0) // ep[1]
             layer.mlp.local_expert_indices = list(range(ep[0] * count, (ep[0] + 1) * count))
             self.decoder.layers.append(layer)
+        self._layers = list(layers)
         for name, value in parameters.items():
             place(self, name, value)
+
+    def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """What Megatron's checkpoints would call each parameter, and the box of it that this rank holds."""
+        assert metadata["non_homogeneous_layers"]
+        return {name: self._sharded(name, value.detach()) for name, value in self.named_parameters()}
+
+    def _sharded(self, name: str, value: torch.Tensor) -> Any:
+        key = re.sub(r"(?<=decoder\.layers\.)[0-9]+", lambda match: str(self._layers[int(match[0])]), name)
+        expert = re.search(r"\.experts\..*?([0-9]+)$", name)
+        group = self.pg_collection.expt_tp if expert else self.pg_collection.tp
+        cut = next((dim for part, dim in CUT.items() if part in name), None)
+        rank, size = (0, 1) if cut is None else (group.rank(), group.size())
+        halves = value.chunk(2) if "linear_fc1.weight" in name else (value,)
+        boxes = []
+        for half, data in enumerate(halves):
+            shape, offset = list(data.shape), [0] * value.ndim
+            if cut is not None:
+                offset[cut] = (half * size + rank) * shape[cut]
+                shape[cut] *= size * len(halves)
+            ahead = []
+            if expert:
+                layer: Any = self.get_submodule(".".join(name.split(".")[:3]))
+                ahead = [layer.mlp.local_expert_indices[int(expert[1])]]
+            boxes.append(
+                SimpleNamespace(
+                    key=key, local_shape=tuple(data.shape), global_shape=(*(8 for _ in ahead), *shape),
+                    global_offset=(*ahead, *offset), prepend_axis_num=len(ahead),
+                )
+            )  # fmt: skip
+        return SimpleNamespace(build=lambda: boxes) if len(boxes) > 1 else boxes[0]

@@ -36,7 +36,7 @@ def test_pieces_of_all_ranks_are_each_element_once(packing: Packing, size: int) 
     seen = {part.name: torch.zeros(part.shape, dtype=torch.int64) for part in packing.parts}
     for rank in range(size if packing.cut else 1):
         places = torch.zeros(shape[packing.dim], dtype=torch.int64)
-        for piece in packing.pieces(shape, rank, size):
+        for piece in packing.pieces(packing.runs(shape, rank, size)):
             region = tuple(map(slice, piece.box.starts, piece.box.stops))
             seen[piece.part.name][region] += 1
             places[piece.start : piece.stop] += 1
@@ -51,14 +51,16 @@ def test_pieces_of_all_ranks_are_each_element_once(packing: Packing, size: int) 
 
 def test_padding_belongs_to_nobody() -> None:
     packing = vocabulary(CONFIG)["embedding.word_embeddings.weight"]
-    held = [[(piece.box.starts[0], piece.box.stops[0]) for piece in packing.pieces((4, 8), rank, 4)] for rank in range(4)]
+    held = [
+        [(piece.box.starts[0], piece.box.stops[0]) for piece in packing.pieces(packing.runs((4, 8), rank, 4))] for rank in range(4)
+    ]
     assert held == [[(0, 4)], [(4, 8)], [(8, 10)], []]
 
 
 def test_what_every_rank_holds_whole_is_not_cut() -> None:
     packing = whole("down", 6, 8, cut=True)
-    assert [piece.box.stops for piece in packing.pieces((6, 8), 1, 2)] == [(6, 8)]
-    assert [piece.box.starts for piece in packing.pieces((3, 8), 1, 2)] == [(3, 0)]
+    assert [piece.box.stops for piece in packing.pieces(packing.runs((6, 8), 1, 2))] == [(6, 8)]
+    assert [piece.box.starts for piece in packing.pieces(packing.runs((3, 8), 1, 2))] == [(3, 0)]
 
 
 @pytest.mark.parametrize(
@@ -74,4 +76,4 @@ def test_what_every_rank_holds_whole_is_not_cut() -> None:
 )
 def test_a_shape_that_the_configuration_does_not_mean_is_refused(packing: Packing, shape: tuple[int, ...]) -> None:
     with pytest.raises(LayoutError, match="the Hugging Face configuration means"):
-        list(packing.pieces(shape, 0, 2))
+        packing.runs(shape, 0, 2)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.integrations.megatron_standins import Model, llama_config
+from tests.unit.integrations.megatron_standins import Model, llama_config, place
 from torch import nn
 
 import weightsync
@@ -65,6 +65,10 @@ def test_shards_are_views_that_follow_the_parameters() -> None:
     for value in model.parameters():
         value.data = torch.full_like(value.data, 4)  # as an optimizer does that moves parameters to a buffer
     assert all(one.tensor.eq(4).all() for one in state.declare()[1])
+    for module in model.modules():
+        for name, value in dict(module.named_parameters(recurse=False)).items():
+            setattr(module, name, nn.Parameter(torch.full_like(value, 5)))
+    assert all(one.tensor.eq(5).all() for one in state.declare()[1])
 
 
 def test_wrappers_are_looked_through() -> None:
@@ -119,7 +123,7 @@ class Quantized(torch.Tensor):
     ("given", "said"),
     [
         ({"decoder.layers.1.self_attention.sinks": torch.ones(4)}, r"no rule for parameter decoder\.layers\.1.*sinks"),
-        ({"mtp.layers.0.enorm.weight": torch.ones(8)}, r"no rule for parameter mtp\.layers\.0\.enorm\.weight on trainer rank 0"),
+        ({"mtp.layers.0.enorm.weight": torch.ones(8)}, r"mtp\.layers\.0\.enorm\.weight on trainer rank 0: prediction layers"),
         ({"decoder.layers.0.self_attention.linear_qkv.weight": torch.ones(16, 7)}, r"linear_qkv\.weight on trainer.*\[16, 8\]"),
         ({"output_layer.weight": torch.ones(8, 8)}, r"output_layer\.weight on .*lm_head\.weight: shape \[8, 8\]"),
         ({"decoder.final_layernorm.weight": torch.ones(8, dtype=torch.float16)}, "is float16 instead of float32"),
@@ -129,6 +133,19 @@ class Quantized(torch.Tensor):
 def test_a_parameter_that_does_not_fit_is_named(given: dict[str, torch.Tensor], said: str) -> None:
     with pytest.raises(LayoutError, match=said):
         hf_state(Model(CONFIG, {**parameters(), **given}), config=CONFIG)
+
+
+def test_a_rank_that_holds_half_of_a_wider_tensor_is_not_taken_for_one_that_holds_all() -> None:
+    """Megatron's MLP is twice as wide as the Hugging Face configuration says, and cut in two: each half has the whole's shape."""
+    given = parameters(tp=2)
+    given |= {
+        "decoder.layers.0.mlp.linear_fc1.weight": torch.ones(24, 8),
+        "decoder.layers.0.mlp.linear_fc2.weight": torch.ones(8, 12),
+    }
+    with pytest.raises(
+        LayoutError, match=r"layers\.0\.mlp\.linear_fc1\.weight on trainer rank 0 \(TP 1 of 2\).* \[24, 8\].* \[48, 8\]"
+    ):
+        hf_state(Model(CONFIG, given, tp=(1, 2)), config=CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +161,13 @@ def test_a_missing_parameter_is_named_with_the_rank(missing: str, said: str) -> 
         hf_state(Model(CONFIG, without(missing)), config=CONFIG)
 
 
+LATENT = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 2}
+LATENT_MODEL = {
+    "multi_latent_attention": True, "q_lora_rank": 4, "kv_lora_rank": 4, "qk_head_dim": 2, "qk_pos_emb_head_dim": 2,
+    "v_head_dim": 2,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("hf", "changes", "said"),
     [
@@ -152,8 +176,12 @@ def test_a_missing_parameter_is_named_with_the_rank(missing: str, said: str) -> 
         ({}, {"num_layers": 3}, "num_layers is 3"),
         ({}, {"rotary_interleaved": True}, "rotary_interleaved is True"),
         ({}, {"layernorm_zero_centered_gamma": True}, "the weight minus one"),
+        ({}, {"moe_mlp_glu_interleave_size": 32}, "alternate 32 rows of gate and up"),
+        (LATENT | {"rope_interleave": False}, LATENT_MODEL, "rope_interleave=False"),
+        (LATENT | {"v_head_dim": 3}, LATENT_MODEL, "v_head_dim is 2"),
         ({}, {"virtual_pipeline_model_parallel_size": 2}, "2 virtual pipeline stages, and hf_state got 1 model chunks"),
-        ({"model_type": "gpt_oss"}, {}, "no rules for model_type 'gpt_oss'; known: deepseek_v3, llama"),
+        ({"model_type": "gpt_oss"}, {}, "'gpt_oss' cannot be published without a conversion: .* every column would be a box"),
+        ({"model_type": "glm4"}, {}, "no rules for model_type 'glm4'; known: deepseek_v3, llama"),
         ({"tie_word_embeddings": True}, {}, "share_embeddings_and_output_weights is False"),
     ],
 )
@@ -174,23 +202,41 @@ def test_what_is_not_a_model_is_refused(given: Any) -> None:
         hf_state(given, config=CONFIG)
 
 
-def publish(*models: Model, hf: Any) -> WeightSyncError:
-    """What the first rank's publish() raises, of ranks that are threads of this process."""
+class Watched(weightsync.ModuleAdapter):
+    """An engine that counts its pauses."""
+
+    pauses = 0
+
+    def pause(self, mode: weightsync.PauseMode, timeout: float) -> None:
+        self.pauses += 1
+        super().pause(mode, timeout)
+
+
+def publish(*models: Model, hf: Any) -> tuple[WeightSyncError, int]:
+    """What the first rank's publish() raises, of ranks that are threads of this process, and how often the engine was paused."""
     from concurrent.futures import ThreadPoolExecutor
     from contextlib import ExitStack
 
     from weightsync.server.server import BackgroundServer
 
+    states = [hf_state(model, config=hf) for model in models]
+    served = nn.Module()
+    for spec in states[0].declare()[0]:
+        place(served, spec.name, torch.zeros(spec.shape))
+    if hf.tie_word_embeddings:
+        place(served, "lm_head.weight", served.get_parameter("model.embed_tokens.weight"))
     with ExitStack() as stack:
         server = stack.enter_context(BackgroundServer())
-        world = len(models)
+        adapter, world = Watched(served), len(models)
+        engine = weightsync.Engine(adapter, replica="module-0", coordinator=server.url, token=server.token, transports=["inproc"])
+        stack.enter_context(engine)
         pool = stack.enter_context(ThreadPoolExecutor(world))
 
         def rank(number: int) -> WeightSyncError | None:
-            state = hf_state(models[number], config=hf)
-            place = {"rank": number, "world_size": world}
-            with weightsync.Trainer(state, server.url, token=server.token, **place, transports=["inproc"]) as trainer:  # type: ignore[arg-type]
+            member = {"rank": number, "world_size": world}
+            with weightsync.Trainer(states[number], server.url, token=server.token, **member, transports=["inproc"]) as trainer:  # type: ignore[arg-type]
                 try:
+                    trainer.wait_for_replicas(1, timeout=20)
                     trainer.publish(1, timeout=40)
                 except WeightSyncError as error:
                     return error
@@ -198,24 +244,37 @@ def publish(*models: Model, hf: Any) -> WeightSyncError:
 
         raised = next(iter(pool.map(rank, range(world))))
     assert raised is not None
-    return raised
+    return raised, adapter.pauses
+
+
+def stage(first: bool, last: bool, *, copies: int = 1) -> dict[str, torch.Tensor]:
+    """Parameters of a pipeline stage with ``copies`` layers."""
+    apart: tuple[str, ...] = () if first else ("embedding",)
+    apart += () if last else ("output", "decoder.final")
+    return {name: value for name, value in parameters(layers=copies).items() if not name.startswith(apart)}
 
 
 def test_a_missing_pipeline_stage_is_named_by_its_tensors() -> None:
-    stage = {name: value for name, value in parameters(layers=1).items() if not name.startswith(("output", "decoder.final"))}
-    error = publish(Model(CONFIG, stage, [0], pp=(0, 2), last=False), hf=CONFIG)
+    error, pauses = publish(Model(CONFIG, stage(True, False), [0], pp=(0, 2), last=False), hf=CONFIG)
     assert isinstance(error, LayoutError | RoundFailed)
     assert "lm_head.weight" in str(error) or "model.layers.1" in str(error)
+    assert not pauses
 
 
 def test_tied_weights_that_differ_between_stages_are_refused() -> None:
     hf = llama_config(tie_word_embeddings=True)
-    last = ("output", "decoder.final")
-    stages = [
-        {name: value for name, value in parameters(layers=1).items() if not name.startswith(last)},
-        {name: value for name, value in parameters(layers=1).items() if not name.startswith("embedding")},
-    ]
-    error = publish(Model(hf, stages[0], [0], pp=(0, 2), last=False), Model(hf, stages[1], [1], pp=(1, 2), first=False), hf=hf)
+    first = Model(hf, stage(True, False), [0], pp=(0, 2), last=False)
+    error, pauses = publish(first, Model(hf, stage(False, True), [1], pp=(1, 2), first=False), hf=hf)
     assert isinstance(error, VerificationError | RoundFailed)
     assert "diverged" in str(error)
     assert "model.embed_tokens.weight (on trainer/0, trainer/1)" in str(error)
+    assert not pauses
+
+
+def test_two_stages_that_claim_a_layer_are_refused() -> None:
+    first = Model(CONFIG, stage(True, False, copies=2), [0, 1], pp=(0, 2), last=False)
+    error, pauses = publish(first, Model(CONFIG, stage(False, True), [1], pp=(1, 2), first=False), hf=CONFIG)
+    assert isinstance(error, VerificationError | RoundFailed)
+    assert "model.layers.1.mlp.down_proj.weight (on trainer/0, trainer/1)" in str(error)
+    assert "model.layers.0" not in str(error)
+    assert not pauses

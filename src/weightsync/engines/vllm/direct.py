@@ -11,22 +11,12 @@ from weightsync.engines.vllm.engines import ModelConfig
 __all__ = ["VllmConfig", "why_streamed"]
 
 
-class _Parallel(Protocol):
-    @property
-    def enable_eplb(self) -> bool: ...
-
-
 class VllmConfig(Protocol):
     """The part of ``vllm.config.VllmConfig`` that decides."""
 
     @property
     def model_config(self) -> ModelConfig:
         """Says whether the model is quantized."""
-        ...
-
-    @property
-    def parallel_config(self) -> _Parallel:
-        """Says whether experts move."""
         ...
 
     @property
@@ -43,6 +33,4 @@ def why_streamed(config: VllmConfig, device: torch.device) -> str | None:
         return f"the model is quantized ({config.model_config.quantization})"
     if config.lora_config is not None:
         return "LoRA is enabled, and vLLM has to be told of new base weights"
-    if config.parallel_config.enable_eplb:
-        return "experts are rebalanced while serving (enable_eplb), so they do not stay where they are"
     return None

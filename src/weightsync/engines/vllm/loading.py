@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -28,6 +28,11 @@ def install(
     :class:`~weightsync.errors.LoadError` for tensors that it did not take and for parameters that it never filled; the model then
     runs, with weights of several versions, until a later call succeeds.
     """
+    with _packing_experts_anew(model):
+        _reload(model, model_config, tensors, whole)
+
+
+def _reload(model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]], whole: bool) -> None:
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
     tied = _tied(model)
@@ -80,6 +85,27 @@ def load_in_sessions(worker: UpdatedWorker, *, draft: bool) -> None:
         start()
         worker.update_weights({})
         worker.finish_weight_update()
+
+
+@contextmanager
+def _packing_experts_anew(model: torch.nn.Module) -> Iterator[None]:
+    """Have vLLM's CPU build pack experts in a reload, too.
+
+    It packs them only when it makes their kernel, and not in a reload, after which it would read plain weights as packed ones.
+    Without a kernel it makes one.
+    """
+    kernels = []
+    if all(parameter.device.type == "cpu" for parameter in model.parameters()):
+        methods = (getattr(layer, "quant_method", None) for layer in model.modules())
+        kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
+    for method, _ in kernels:
+        method.moe_kernel = None
+    try:
+        yield
+    finally:
+        for method, kernel in kernels:
+            if method.moe_kernel is None:  # nothing was loaded there
+                method.moe_kernel = kernel
 
 
 def _tied(model: torch.nn.Module) -> list[torch.nn.Module]:

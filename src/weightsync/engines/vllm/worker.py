@@ -81,6 +81,12 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
     def __init__(self, *args: object, **kwargs: object) -> None:
         check_release(installed_release())
         super().__init__(*args, **kwargs)
+        if self.parallel_config.enable_eplb:
+            raise ConfigurationError(
+                "vLLM's expert load balancing (--enable-eplb) moves and copies experts between workers while it serves, but its "
+                "loader puts updates where the experts were at the start, so old weights would stay in use. Start vLLM without it "
+                "to have its weights updated"
+            )
         self._owned = ExitStack()
         self._adapter: VllmWorkerAdapter | None = None
         self._pushed: PushedUpdates | None = None

@@ -17,7 +17,7 @@ from weightsync.integrations.megatron.blocks import (
     vocabulary,
 )
 
-__all__ = ["FAMILIES", "Family"]
+__all__ = ["FAMILIES", "NO_VIEWS", "Family"]
 
 
 @dataclass(frozen=True)
@@ -102,3 +102,5 @@ FAMILIES = {
     "qwen3_moe": Family(_qwen3_moe),
 }
 """Families by the ``model_type`` of a Hugging Face configuration. Add one's own here, or pass it to ``hf_state``."""
+NO_VIEWS = {"gpt_oss": "its checkpoints alternate single columns of gate and up, so that every column would be a box of its own"}
+"""Families whose checkpoints are no views of Megatron's parameters, and why."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from weightsync.errors import LayoutError
@@ -72,35 +72,58 @@ class Packing:
     """Rows that no Hugging Face tensor has follow the stack: a vocabulary is filled up until it can be cut."""
     dtype: str | None = None
 
-    def pieces(self, shape: tuple[int, ...], rank: int, size: int) -> Iterator[PackedPiece]:
-        """Yield what a parameter of ``shape`` holds on tensor-parallel rank ``rank`` of ``size``, without the padding.
+    def runs(self, shape: tuple[int, ...], rank: int, size: int) -> list[tuple[int, int]]:
+        """Return which runs of the stack, from start to stop, a parameter of ``shape`` holds one after the other.
+
+        Args:
+            shape: Of the parameter on this rank.
+            rank: Tensor-parallel rank.
+            size: Tensor-parallel ranks.
 
         Raises:
             LayoutError: A parameter of that shape is neither the whole stack nor a rank's run.
         """
-        total = sum(part.extent(self.dim) for part in self.parts)
-        self._check(shape, total, size)
+        self._check(shape, size)
         length = shape[self.dim]
-        if length == total and not self.padded:
-            rank, size = 0, 1
-        if self.interleaved:
-            start = 0
-            for part in self.parts:
-                share = part.extent(self.dim) // size
-                yield PackedPiece(part, part.box(self.dim, rank * share, share), start, start + share)
-                start += share
-            return
-        first, last, begin = rank * length, (rank + 1) * length, 0
+        if length == self.total and not self.padded:
+            return [(0, length)]
+        if not self.interleaved:
+            return [(rank * length, (rank + 1) * length)]
+        runs, begin = list[tuple[int, int]](), 0
         for part in self.parts:
-            end = begin + part.extent(self.dim)
-            low, high = max(first, begin), min(last, end)
-            if low < high:
-                yield PackedPiece(part, part.box(self.dim, low - begin, high - low), low - first, high - first)
-            begin = end
+            share = part.extent(self.dim) // size
+            runs.append((begin + rank * share, begin + (rank + 1) * share))
+            begin += part.extent(self.dim)
+        return runs
 
-    def _check(self, shape: tuple[int, ...], total: int, size: int) -> None:
-        whole = [*self.parts[0].local_shape(self.dim)]
-        whole[self.dim] = total
+    def pieces(self, runs: Iterable[tuple[int, int]]) -> Iterator[PackedPiece]:
+        """Yield what ``runs`` of the stack hold, without the padding."""
+        place = 0
+        for first, last in runs:
+            begin = 0
+            for part in self.parts:
+                end = begin + part.extent(self.dim)
+                low, high = max(first, begin), min(last, end)
+                if low < high:
+                    start = place + low - first
+                    yield PackedPiece(part, part.box(self.dim, low - begin, high - low), start, start + high - low)
+                begin = end
+            place += last - first
+
+    @property
+    def total(self) -> int:
+        """Elements of the stack along ``dim``."""
+        return sum(part.extent(self.dim) for part in self.parts)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Shape of the parameter without tensor parallelism and without padding."""
+        shape = list(self.parts[0].local_shape(self.dim))
+        shape[self.dim] = self.total
+        return tuple(shape)
+
+    def _check(self, shape: tuple[int, ...], size: int) -> None:
+        whole, total = list(self.whole_shape), self.total
         local = shape[self.dim] if len(shape) == len(whole) else 0
         fits = [*shape[: self.dim], total, *shape[self.dim + 1 :]] == whole
         if self.padded:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
 
 from weightsync.errors import ConfigurationError, LayoutError
-from weightsync.integrations.megatron.blocks import HFConfig, Rules, head_dim
-from weightsync.integrations.megatron.chunk import EXPERTS, ModelChunk
-from weightsync.integrations.megatron.families import FAMILIES, Family
+from weightsync.integrations.megatron.blocks import HFConfig, head_dim
+from weightsync.integrations.megatron.chunk import ModelChunk, expert_number
+from weightsync.integrations.megatron.families import FAMILIES, NO_VIEWS, Family
+from weightsync.integrations.megatron.geometry import ShardedTensor, check_geometry, sharded_tensors
 from weightsync.integrations.megatron.packing import Packing, Part
-from weightsync.model import Manifest, TensorSpec
+from weightsync.integrations.megatron.rules import ModelRules
+from weightsync.model import Manifest
 from weightsync.tensors.shards import Shard, ShardedState, Views, dtype_name, ordered
 
 __all__ = ["MegatronState", "hf_state"]
@@ -24,7 +25,8 @@ def hf_state(
 ) -> MegatronState:
     """Return this rank's part of a Megatron-core GPTModel under Hugging Face names, for :class:`weightsync.Trainer`.
 
-    The shards are views of the live parameters. No collective is called.
+    The shards are views of the live parameters, and follow them to other memory. Call this again after adding or removing modules.
+    No collective is called.
 
     Args:
         model_chunks: What Megatron's ``get_model()`` returns: the model of this rank, or one for each virtual pipeline stage, with
@@ -44,83 +46,71 @@ def hf_state(
         raise ConfigurationError("hf_state needs the model chunks of this rank, and got none")
     kind = getattr(config, "model_type", None)
     family = family or FAMILIES.get(str(kind))
+    if family is None and kind in NO_VIEWS:
+        raise ConfigurationError(f"model_type {kind!r} cannot be published without a conversion: {NO_VIEWS[kind]}")
     if family is None:
         raise ConfigurationError(
             f"no rules for model_type {kind!r}; known: {', '.join(sorted(FAMILIES))}. "
             "Add a family: docs/guides/megatron.md, hf_state(..., family=Family(...))"
         )
     _check_configuration(chunks, config, family)
-    return MegatronState(chunks, config, family, stacked_experts)
+    rules = ModelRules(config, family, dtype_name(chunks[0].config.params_dtype), stacked=stacked_experts)
+    experts = chunks[0].config.num_moe_experts
+    if rules.expert_counts - {experts}:
+        raise ConfigurationError(
+            f"Megatron's num_moe_experts is {experts} on {chunks[0].place}, and the Hugging Face configuration means "
+            f"{', '.join(map(str, sorted(rules.expert_counts)))}"
+        )
+    return MegatronState(chunks, rules)
 
 
 class MegatronState(ShardedState):
     """The manifest of the whole model, and the boxes of it that one rank's parameters hold. Made by :func:`hf_state`."""
 
-    def __init__(self, chunks: Sequence[ModelChunk], config: HFConfig, family: Family, stacked: bool) -> None:
+    def __init__(self, chunks: Sequence[ModelChunk], rules: ModelRules) -> None:
         self._chunks = chunks
         self._place = chunks[0].place
-        self._dtype = dtype_name(chunks[0].config.params_dtype)
-        self._rules: dict[tuple[int | None, str], Packing] = {(None, key): rule for key, rule in family.outside(config).items()}
-        for number in range(config.num_hidden_layers):
-            prefix = f"model.layers.{number}."
-            rules = family.layer(config, number, stacked)
-            self._check_experts(rules)
-            self._rules |= {(number, key): _prefixed(rule, prefix) for key, rule in rules.items()}
-        self._manifest = self._survey(config.tie_word_embeddings)
+        self._rules = rules
         self._shards, self._views = self._take()
 
     def declare(self) -> tuple[Manifest, Sequence[Shard]]:
         """Return the manifest and this rank's shards: the same objects until a parameter has other memory."""
-        if not self._views.are_of(self._tensors()):
+        if not self._views.are_of(self._memory()):
             self._shards, self._views = self._take()
-        return self._manifest, self._shards
+        return self._rules.manifest, self._shards
 
-    def _check_experts(self, rules: Rules) -> None:
-        count = len({key.split(".")[2] for key in rules if key.startswith(EXPERTS)})
-        held = self._chunks[0].config.num_moe_experts
-        if count and count != held:
-            raise ConfigurationError(
-                f"Megatron's num_moe_experts is {held} on {self._place}, and the Hugging Face configuration means {count}"
-            )
-
-    def _survey(self, tied: bool) -> Manifest:
-        """Return the manifest of the whole model, from rules and configuration alone: the same on every rank."""
-        specs = dict[str, TensorSpec]()
-        aliases = ("lm_head.weight",) if tied else ()
-        for rule in self._rules.values():
-            for part in rule.parts:
-                name, dtype = part.name, rule.dtype or self._dtype
-                spec = TensorSpec(name, part.shape, dtype, aliases if name == "model.embed_tokens.weight" else ())
-                if specs.setdefault(name, spec) != spec:
-                    raise ConfigurationError(f"two rules for {name} disagree: {specs[name]} and {spec}")
-        return Manifest(specs.values())
-
-    def _tensors(self) -> list[torch.Tensor]:
-        return [value for chunk in self._chunks for _, value in chunk.tensors()]
+    def _memory(self) -> list[torch.Tensor]:
+        return [value for chunk in self._chunks for value in chunk.memory()]
 
     def _take(self) -> tuple[list[Shard], Views]:
-        views = Views(self._tensors())
-        return ordered(self._manifest, (shard for chunk in self._chunks for shard in self._shards_of(chunk))), views
+        views = Views(self._memory())
+        return ordered(self._rules.manifest, (shard for chunk in self._chunks for shard in self._shards_of(chunk))), views
 
     def _shards_of(self, chunk: ModelChunk) -> Iterator[Shard]:
         """Yield the shards of one chunk. Raises if a parameter has no rule, or a rule of the chunk has no parameter."""
         held = set[Part]()
+        declared = sharded_tensors(chunk.model)
         for name, value in chunk.tensors():
             layer, key = chunk.locate(name)
-            rule = self._rules.get((layer, key))
+            rule = self._rules.packings.get((layer, key))
             if rule is None:
-                raise LayoutError(
-                    f"no rule for parameter {name} on {self._place}: the family's {'layer' if layer is not None else 'outside'} "
-                    f"rules need one for {key!r}; docs/guides/megatron.md shows how to add it"
+                remedy = (
+                    "prediction layers are not published: build the model without them (mtp_num_layers)"
+                    if name.startswith("mtp.")
+                    else f"the family's {'layer' if layer is not None else 'outside'} rules need one for {key!r}; "
+                    "docs/guides/megatron.md shows how to add it"
                 )
+                raise LayoutError(f"no rule for parameter {name} on {self._place}: {remedy}")
             held.update(rule.parts)
-            yield from self._cut(name, value, rule, key)
-        for (layer, key), rule in self._rules.items():
+            yield from self._cut(name, value, rule, layer, key, declared.get(name, ()))
+        for (layer, key), rule in self._rules.packings.items():
             if chunk.holds(layer, key) and not held.issuperset(rule.parts):
                 lacking = next(part.name for part in rule.parts if part not in held)
                 raise LayoutError(f"nothing holds {lacking} on {self._place}, where its model should have a parameter {key}")
 
-    def _cut(self, name: str, value: torch.Tensor, rule: Packing, key: str) -> Iterator[Shard]:
+    def _cut(
+        self, name: str, value: torch.Tensor, rule: Packing, layer: int | None, key: str, declared: Sequence[ShardedTensor]
+    ) -> Iterator[Shard]:
         """Yield the shards that one parameter holds."""
         data = value.detach()
         if type(data) is not torch.Tensor:
@@ -128,7 +118,7 @@ class MegatronState(ShardedState):
                 f"{name} on {self._place} is a {type(data).__name__}, not plain memory: quantized and distributed tensors have no "
                 "rules. Train with plain bfloat16 parameters, or publish a dict of converted tensors"
             )
-        dtype = rule.dtype or self._dtype
+        dtype = rule.dtype or self._rules.dtype
         if dtype_name(data.dtype) != dtype:
             remedy = (
                 "Megatron keeps it so from its first load or forward pass on: call hf_state after that"
@@ -138,18 +128,16 @@ class MegatronState(ShardedState):
             raise LayoutError(
                 f"{name} on {self._place} is {dtype_name(data.dtype)} instead of {dtype}; nothing is converted silently: {remedy}"
             )
-        rank, size = self._place.expert_tensor if key.startswith(EXPERTS) else self._place.tensor
+        expert = expert_number(key)
+        rank, size = self._place.tensor if expert is None else self._place.expert_tensor
         try:
-            pieces = list(rule.pieces(tuple(data.shape), rank, size))
+            runs = rule.runs(tuple(data.shape), rank, size)
+            check_geometry(rule, runs, [number for number in (layer, expert) if number is not None], declared)
         except LayoutError as error:
             raise LayoutError(f"{name} on {self._place}, which holds {rule.parts[0].name}: {error}") from None
-        for piece in pieces:
+        for piece in rule.pieces(runs):
             view = data.narrow(rule.dim, piece.start, piece.stop - piece.start)
             yield Shard(piece.part.name, piece.part.shape, piece.box, view.view(piece.box.shape))
-
-
-def _prefixed(rule: Packing, prefix: str) -> Packing:
-    return replace(rule, parts=tuple(replace(part, name=prefix + part.name) for part in rule.parts))
 
 
 def _check_configuration(chunks: Sequence[ModelChunk], config: HFConfig, family: Family) -> None:
@@ -161,7 +149,16 @@ def _check_configuration(chunks: Sequence[ModelChunk], config: HFConfig, family:
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads,
     }
-    if not model.multi_latent_attention:
+    if model.multi_latent_attention:
+        wanted = {
+            **wanted,
+            "q_lora_rank": config.q_lora_rank,
+            "kv_lora_rank": config.kv_lora_rank,
+            "qk_head_dim": config.qk_nope_head_dim,
+            "qk_pos_emb_head_dim": config.qk_rope_head_dim,
+            "v_head_dim": config.v_head_dim,
+        }
+    else:
         wanted = {
             **wanted,
             "num_query_groups": config.num_key_value_heads,
@@ -173,6 +170,16 @@ def _check_configuration(chunks: Sequence[ModelChunk], config: HFConfig, family:
             raise ConfigurationError(
                 f"Megatron's {name} is {getattr(model, name)!r} on {place}, and the Hugging Face configuration means {value!r}"
             )
+    if getattr(model, "moe_mlp_glu_interleave_size", None):  # of later releases; shapes do not tell
+        raise ConfigurationError(
+            f"experts on {place} alternate {model.moe_mlp_glu_interleave_size} rows of gate and up (moe_mlp_glu_interleave_size): "
+            "this family has no rules for that"
+        )
+    if model.multi_latent_attention and not getattr(config, "rope_interleave", True):
+        raise ConfigurationError(
+            f"Megatron's latent attention on {place} has rotary pairs side by side, and the Hugging Face configuration says "
+            "rope_interleave=False, which means that halves are apart"
+        )
     if bool(model.layernorm_zero_centered_gamma) != family.zero_centered_norms:
         raise ConfigurationError(
             f"the norms on {place} (decoder.final_layernorm.weight and others) hold "

@@ -17,6 +17,7 @@ import torch
 from weightsync.deadline import Deadline
 from weightsync.testing.transport_contract import TransportContract, nothing_left
 from weightsync.transports.broadcast.process_groups import StoreRendezvous, init_custom_process_group
+from weightsync.transports.nixl.agent import Agent, nixl_problem
 
 __all__ = ["nothing_left"]
 
@@ -25,11 +26,19 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes 
 
 START_CUDA = "tests.gpu.test_transport_contract:start_cuda"
 START_NCCL = "tests.gpu.test_transport_contract:start_nccl"
+START_NIXL = "tests.gpu.test_transport_contract:start_nixl"
+needs_nixl = pytest.mark.skipif(nixl_problem() is not None, reason=nixl_problem() or "")
 
 
 def start_cuda() -> None:
     """The driver and its libraries keep threads and descriptors for the life of the process."""
     torch.zeros(1, device="cuda").add_(1).cpu()
+
+
+def start_nixl() -> None:
+    """UCX opens the driver's handles with its first agent on a machine with a GPU."""
+    start_cuda()
+    Agent({}).close()
 
 
 def start_nccl() -> None:
@@ -73,3 +82,27 @@ class TestNcclFromHostMemory(TransportContract):
     warm_up = START_NCCL
     source = "host"
     groups = 50
+
+
+@needs_nixl
+class TestNixlBetweenGpus(TransportContract):
+    where = "weightsync.transports.nixl.transport:Nixl"
+    warm_up = START_NIXL
+    source = "cuda"
+    target = "cuda"
+
+
+@needs_nixl
+class TestNixlFromHostToGpu(TransportContract):
+    where = "weightsync.transports.nixl.transport:Nixl"
+    warm_up = START_NIXL
+    source = "host"
+    target = "cuda"
+
+
+@needs_nixl
+class TestNixlFromGpuToHost(TransportContract):
+    where = "weightsync.transports.nixl.transport:Nixl"
+    warm_up = START_NIXL
+    source = "cuda"
+    target = "host"

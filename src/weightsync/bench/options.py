@@ -35,7 +35,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     delivery: str = ""
     """Suite ``gpu``: ``direct``, ``streamed``, or both."""
     transport: str = "cuda_ipc"
-    """Suite ``gpu``: ``cuda_ipc``, or ``nccl`` (to other GPUs only)."""
+    """Suite ``gpu``: ``cuda_ipc``, ``nixl``, or ``nccl`` (to other GPUs only)."""
     bucket_bytes: int = 0
     """Suite ``gpu``, streamed: of one staging bucket; 0: from the free memory."""
     buffers: int = 2
@@ -49,8 +49,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigurationError("a benchmark needs at least one round")
         if self.delivery not in ("", "direct", "streamed"):
             raise ConfigurationError(f"delivery is direct or streamed, not {self.delivery!r}")
-        if self.transport not in ("cuda_ipc", "nccl"):
-            raise ConfigurationError(f"transport is cuda_ipc or nccl, not {self.transport!r}")
+        if self.transport not in ("cuda_ipc", "nccl", "nixl"):
+            raise ConfigurationError(f"transport is cuda_ipc, nccl or nixl, not {self.transport!r}")
         if self.transport == "nccl" and self.placement != "separate":
             raise ConfigurationError("NCCL does not send from a GPU to itself: give placement separate with transport nccl")
         if self.bucket_bytes < 0 or self.buffers not in (1, 2):

@@ -295,7 +295,7 @@ def bench(
     target: Annotated[str, typer.Option(help="`gpu`: engine ranks, `tp=N`.")] = "tp=1",
     placement: Annotated[str, typer.Option(help="`gpu`: GPUs of trainer and engine: `separate` or `colocated`.")] = "colocated",
     delivery: Annotated[str, typer.Option(help="`gpu`: `direct` or `streamed`; both if not given.")] = "",
-    transport: Annotated[str, typer.Option(help="`gpu`: `cuda_ipc`, or `nccl` to other GPUs.")] = "cuda_ipc",
+    transport: Annotated[str, typer.Option(help="`gpu`: `cuda_ipc`, `nixl`, or `nccl` to other GPUs.")] = "cuda_ipc",
     bucket: Annotated[str, typer.Option(help="`gpu`, streamed: size of a staging buffer; by default chosen by free memory.")] = "",
     buffers: Annotated[int, typer.Option(min=1, max=2, help="`gpu`, streamed: number of staging buffers.")] = 2,
     json: JsonLast = False,

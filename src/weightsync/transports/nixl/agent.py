@@ -140,7 +140,7 @@ class Agent:
         self._origin = forks.Origin()
         self._lock = threading.Lock()
         self._registered: list[Any] = []
-        self._remotes: dict[str, int] = {}
+        self._remotes: dict[str, tuple[bytes, int]] = {}  # metadata and users of each
         self.closing = threading.Event()
         self.name = f"weightsync-{uuid.uuid4().hex}"
         config = module.nixl_agent_config(
@@ -193,26 +193,41 @@ class Agent:
         """What a peer must know to read the registered memory; changes with every registration."""
         return bytes(self.api.get_agent_metadata())
 
-    def add(self, metadata: bytes) -> str:
-        """Learn of a peer, or what is new of it. Every call is matched by a :meth:`remove`.
+    def add(self, metadata: bytes, instead_of: str = "") -> str:
+        """Learn of a peer. Every call is matched by a :meth:`remove`.
+
+        Args:
+            metadata: The peer's :attr:`metadata`.
+            instead_of: The same peer's name, if its metadata may have changed. Nothing prepared with the old may be in use.
 
         Raises:
-            ProtocolError: ``metadata`` is not a peer's :attr:`metadata`.
+            ProtocolError: ``metadata`` is not a peer's, or the peer is in use with other metadata.
         """
-        try:
-            name = self.api.add_remote_agent(metadata)
-        except Exception as error:
-            raise ProtocolError(f"the publisher described its NIXL agent wrongly: {error}") from error
-        name = name.decode() if isinstance(name, bytes) else str(name)
         with self._lock:
-            self._remotes[name] = self._remotes.get(name, 0) + 1
-        return name
+            if instead_of and self._remotes[instead_of][0] == metadata:
+                return instead_of
+        if instead_of:
+            self.remove(instead_of)
+        with self._lock:
+            for name, (known, users) in self._remotes.items():
+                if known == metadata:
+                    self._remotes[name] = known, users + 1
+                    return name
+            try:
+                added = self.api.add_remote_agent(metadata)
+            except Exception as error:
+                raise ProtocolError(f"the publisher's NIXL agent cannot be used: {error}") from error
+            name = added.decode() if isinstance(added, bytes) else str(added)
+            _, users = self._remotes.get(name, (b"", 0))
+            self._remotes[name] = metadata, users + 1
+            return name
 
     def remove(self, name: str) -> None:
         """Forget a peer when this was the last :meth:`remove` of its :meth:`add`."""
         with self._lock:
-            self._remotes[name] -= 1
-            if self._remotes[name]:
+            metadata, users = self._remotes[name]
+            if users > 1:
+                self._remotes[name] = metadata, users - 1
                 return
             del self._remotes[name]
         self.api.remove_remote_agent(name)

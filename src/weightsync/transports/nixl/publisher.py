@@ -39,7 +39,7 @@ __all__ = ["NixlPublisher"]
 Int64 = npt.NDArray[np.int64]
 
 _DESCRIPTION_BYTES = 64 << 20  # a million regions
-_BUFFER_BYTES: dict[Memory, int] = {"host": 16 << 20, "cuda": 128 << 20}
+_BUFFER_BYTES: dict[Memory, int] = {"host": 16 << 20, "cuda": 256 << 20}
 _PACK_SECONDS = 60.0
 _SETTLE_SECONDS = 10.0
 _STAMP_BYTES = 256  # of a header page: everything that changes

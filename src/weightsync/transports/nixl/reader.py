@@ -75,6 +75,11 @@ class _Plan:
                 with suppress(PeerLost):
                     transfer.wait(deadline)
 
+    def unpack_frame(self, number: int | None, deadline: Deadline) -> None:
+        """Copy a frame that arrived to its targets; ``None`` does nothing."""
+        if number is not None and self.unpack is not None:
+            self.unpack.run(number, deadline)
+
     def close(self, deadline: Deadline) -> None:
         """Release everything. Nothing is written to the targets after this.
 
@@ -138,12 +143,11 @@ class NixlReader(ConnectedReader):
         regions = np.frombuffer(answer.regions, "<i8").astype(np.int64).reshape(-1, 2)
         if regions.size and (regions.min() < 0 or regions.max() > np.iinfo(np.int64).max // 2):
             raise ProtocolError(f"{channel.peer} described a region at an impossible address")
-        remote = self._agent.add(answer.agent)
         if self._header_read is not None:
             self._header_read.release()
             self._header_read = None
-        if self._remote:
-            self._agent.remove(self._remote)
+        before, self._remote = self._remote, ""
+        remote = self._agent.add(answer.agent, instead_of=before)
         self._described, self._remote, self._regions = answer, remote, regions
         source, target = (np.array([[address, _STAMP_BYTES]], np.int64) for address in (answer.header, self._page.ctypes.data))
         self._header_read = self._agent.prepare(("host", target, 0), remote, ("host", source, 0), self._peer)
@@ -237,12 +241,11 @@ class NixlReader(ConnectedReader):
         start, end = pieces[:, 2], np.maximum.accumulate(pieces[:, 2] + pieces[:, 3])
         first = np.flatnonzero(np.concatenate([[True], start[1:] > end[:-1]]))
         last = np.concatenate([first[1:], [len(pieces)]]) - 1
-        spans = np.stack([start[first], end[last] - start[first]], axis=1)
         if self._memory == "host":
-            return spans
+            return np.stack([start[first], end[last] - start[first]], axis=1)
         held: dict[int, int] = {}
         until = 0
-        for address in spans[:, 0].tolist():
+        for address in start.tolist():  # neighbours may be of two allocations
             if address >= until:
                 allocation = allocation_of(address, self._on)
                 held[allocation.base], until = allocation.nbytes, allocation.base + allocation.nbytes
@@ -361,6 +364,7 @@ class NixlReader(ConnectedReader):
         transfer = plan.groups[group]
         if transfer is not None:
             transfer.wait(deadline, self._stop)
+        arrived: int | None = None
         for number in range(plan.first_frame[group], plan.first_frame[group + 1]):
             if number != self._frames_taken:
                 raise ProtocolError(f"group {group} was read out of order")
@@ -368,11 +372,13 @@ class NixlReader(ConnectedReader):
             if isinstance(answer, Fail):
                 raise from_wire(answer.kind, answer.message)
             self._frames_taken += 1
-            self._ask_frame(plan, channel, deadline)
+            # While this frame is on its way, the publisher packs the next and the one before it is unpacked.
             plan.frames[number].start()
+            self._ask_frame(plan, channel, deadline)
+            plan.unpack_frame(arrived, deadline)
             plan.frames[number].wait(deadline, self._stop)
-            if plan.unpack is not None:
-                plan.unpack.run(number, deadline)
+            arrived = number
+        plan.unpack_frame(arrived, deadline)
         self._check(deadline, f"reading group {group}")
 
     def end(self, deadline: Deadline) -> None:

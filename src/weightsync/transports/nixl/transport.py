@@ -42,7 +42,7 @@ class Nixl(Transport):
         devices: UCX devices that carry the bytes, such as ``"mlx5_0:1,mlx5_1:1"`` or ``"eth0"``; by default UCX chooses.
         rails: Devices over which one large read is spread (``MAX_RMA_RAILS``); by default NIXL's two.
         buffer_bytes: Size of each of two staging buffers at both ends, for what is packed; by default 16 MiB in host memory and
-            128 MiB in a GPU's. At least 8 MiB.
+            256 MiB in a GPU's. At least 8 MiB.
         options: More parameters of NIXL's backend UCX, passed through. UCX also reads its own environment variables.
     """
 

@@ -99,7 +99,6 @@ def _config(hf: Any, case: Case) -> TransformerConfig:
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
         num_layers_in_first_pipeline_stage=case.first_stage,
-        context_parallel_size=case.cp,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.etp,
     )

@@ -37,6 +37,7 @@ EXPERTS = {"moe_intermediate_size": 64}
 )
 def test_tokens_are_those_of_transformers(tmp_path: Path, case: Case, tp: int, pp: int) -> None:
     seen = run_program("vllm_megatron.py", json.dumps(asdict(case)), tp, pp, tmp_path, ranks=tp * pp)
+    assert seen["before"] is True  # vLLM and Transformers agree at all
     assert len(seen["versions"]) == case.versions
     for entry in seen["versions"]:
         assert entry["replicas"] == [["loaded", "received", "streamed"]]

@@ -50,9 +50,14 @@ def play(case: Case, tp: int, pp: int, directory: Path) -> dict[str, Any]:
         weight_transfer_config=WeightTransferConfig(backend="weightsync"),
     )  # fmt: skip
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+
+    def answers() -> list[list[int]]:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
     ranks, folder = Ranks(directory), directory / "ranks"
     folder.mkdir()
-    seen: dict[str, Any] = {"versions": []}
+    seen: dict[str, Any] = {"before": answers() == expected(model), "versions": []}
     try:
         ranks.begin(case, folder)
         environment = ranks.read("environment")["environment"]
@@ -62,9 +67,8 @@ def play(case: Case, tp: int, pp: int, directory: Path) -> dict[str, Any]:
                 state = reference(case, folder, version)
                 model.load_state_dict(stacked(state) if "moe" in case.family else state)
                 with attached.in_use(30):
-                    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False)
-                answers = [list(output.outputs[0].token_ids) for output in outputs]
-                seen["versions"].append({"replicas": replicas, "answers": answers, "expected": expected(model)})
+                    entry = {"replicas": replicas, "answers": answers(), "expected": expected(model)}
+                seen["versions"].append(entry)
                 if version == case.versions:
                     break
                 ranks.write("")

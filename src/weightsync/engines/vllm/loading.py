@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
@@ -94,9 +95,9 @@ def _packing_experts_anew(model: torch.nn.Module) -> Iterator[None]:
     It packs them only when it makes their kernel, and not in a reload, after which it would read plain weights as packed ones.
     Without a kernel it makes one.
     """
-    kernels = []
+    kernels: list[tuple[Any, object]] = []
     if all(parameter.device.type == "cpu" for parameter in model.parameters()):
-        methods = (getattr(layer, "quant_method", None) for layer in model.modules())
+        methods: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
         kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
     for method, _ in kernels:
         method.moe_kernel = None

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from weightsync.config import Timeouts as Timeouts
     from weightsync.engine.adapter import EngineAdapter as EngineAdapter
     from weightsync.engine.agent import Engine as Engine
+    from weightsync.engine.receiver import Receiver as Receiver
     from weightsync.engines.module import ModuleAdapter as ModuleAdapter
     from weightsync.errors import Aborted as Aborted
     from weightsync.errors import AuthenticationError as AuthenticationError
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from weightsync.tensors.shards import shard as shard
     from weightsync.tensors.shards import shards_of as shards_of
     from weightsync.trainer.agent import Trainer as Trainer
+    from weightsync.trainer.stream import Stream as Stream
     from weightsync.transports.broadcast.gloo import Collective as Collective
     from weightsync.transports.broadcast.nccl import Nccl as Nccl
     from weightsync.transports.cuda.ipc import CudaIpc as CudaIpc
@@ -70,10 +72,12 @@ _WHERE = {
     "Nccl": "weightsync.transports.broadcast.nccl",
     "Nixl": "weightsync.transports.nixl.transport",
     "PauseMode": "weightsync.model.pause",
+    "Receiver": "weightsync.engine.receiver",
     "ReplicaResult": "weightsync.model.result",
     "RoundResult": "weightsync.model.result",
     "Shard": "weightsync.tensors.shards",
     "SharedMemory": "weightsync.transports.host.shared_memory",
+    "Stream": "weightsync.trainer.stream",
     "Tcp": "weightsync.transports.tcp.transport",
     "TensorSpec": "weightsync.model.manifest",
     "Timeouts": "weightsync.config",
@@ -109,6 +113,7 @@ __all__ = [
     "PeerLost",
     "PlanMismatch",
     "ProtocolError",
+    "Receiver",
     "ReplicaResult",
     "RoundFailed",
     "RoundResult",
@@ -116,6 +121,7 @@ __all__ = [
     "SharedMemory",
     "SharedMemoryTooSmall",
     "StaleSource",
+    "Stream",
     "Tcp",
     "TensorSpec",
     "Timeouts",

@@ -14,6 +14,7 @@ __all__ = [
     "ENGINE_POINTS",
     "ENGINE_REPAIR_POINTS",
     "ENGINE_TOGETHER_POINTS",
+    "STREAM_POINTS",
     "TRAINER_POINTS",
     "UPDATE_POINTS",
     "install",
@@ -60,6 +61,18 @@ COORDINATOR_POINTS = (
     "round.resumed",
     "round.end",
 )
+
+STREAM_POINTS = (
+    "trainer.streaming",
+    "trainer.received.window",
+    "trainer.window",
+    "engine.received.openstream",
+    "engine.received.movewindow",
+    "engine.window",
+    "engine.received.endstream",
+    "round.window",
+)
+"""Points of a round whose source is a stream, beside those of every round: each of its windows."""
 
 UPDATE_POINTS = (
     "rank.join",

@@ -83,11 +83,11 @@ class CoordinatorProcess(Process):
 
         publish = coordinator._publish
 
-        def publishing(number: int, deadline: RoundDeadline, grace: float, epoch: int) -> Any:
+        def publishing(number: int, deadline: RoundDeadline, grace: float, epoch: int, step: int | None) -> Any:
             self._until = deadline.at
-            return publish(number, deadline, grace, epoch)
+            return publish(number, deadline, grace, epoch, step)
 
-        coordinator._publish = publishing  # type: ignore[method-assign]
+        coordinator._publish = publishing  # type: ignore[method-assign, assignment]
         coordinator.join_engine = joining  # type: ignore[method-assign]
         coordinator._distrust = distrusting  # type: ignore[method-assign]
         coordinator._rendezvous._asked_before = asking  # type: ignore[method-assign]

@@ -16,7 +16,8 @@ def attested(replica: Replica, run: str) -> Version | None:
     version = reported.pop() if len(reported) == 1 else None
     if version is None or not replica.complete or replica.state not in ("registered", "loaded"):
         return None
-    return version if version.run == run and version.manifest == replica.manifest.fingerprint else None
+    same = replica.takes_any or version.manifest == replica.manifest.fingerprint
+    return version if version.run == run and same else None
 
 
 def weigh(replicas: Iterable[Replica], run: str, order: tuple[int, int], published: Version | None) -> list[tuple[Replica, str]]:

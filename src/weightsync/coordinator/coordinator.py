@@ -40,6 +40,7 @@ from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import left_out
 from weightsync.coordinator.round import RoundContext, prepare, quarantine, run_round
 from weightsync.coordinator.status import Gauges, RankStatus, Status
+from weightsync.coordinator.stream_round import open_stream, run_stream_round
 from weightsync.coordinator.views import rank_status, replica_gauges, replica_status
 from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, VersionError, WeightSyncError, readable
 from weightsync.gc_pause import collecting_later
@@ -183,11 +184,13 @@ class Coordinator:
     def _settle(self, replica: Replica) -> None:
         """Determine what a replica serves, now that all of its ranks are connected, and whether to seed it."""
         reported = {link.serving for link in replica.links.values()}
+        for held in reported:
+            if held is not None and held.run == self.settings.run:
+                self._publications.observe(*held.order)
         version = attested(replica, self.settings.run)
         if len(reported) > 1:
             self._distrust(replica, f"its ranks report different versions: {', '.join(sorted(map(str, reported)))}")
         elif version is not None:
-            self._publications.observe(*version.order)
             self._weigh(version.order)
         current = self._publications.current(self._members.trainers)
         if current is None or replica.version != current.version:
@@ -210,7 +213,7 @@ class Coordinator:
 
     # Publishing.
 
-    async def publish(self, member: str, number: int | None, timeout: float, call: int = 0) -> RoundResult:
+    async def publish(self, member: str, number: int | None, timeout: float, call: int = 0, step: int | None = None) -> RoundResult:
         """Publish a version. One round runs when all trainer ranks have asked, and every rank gets its result.
 
         The round gets what is left of the shortest ``timeout``, less the grace period, so that its result arrives in time. A round
@@ -221,6 +224,7 @@ class Coordinator:
             number: Version number; ``None`` takes the next one.
             timeout: Seconds for the whole publication.
             call: Identifies the call. A rank whose connection broke asks again with the same ``call`` and gets the same result.
+            step: The training framework's own count, for display.
 
         Raises:
             VersionError: ``number`` is not above the last one, or ranks ask for different numbers.
@@ -229,7 +233,7 @@ class Coordinator:
             WeightSyncError: Placing failed.
         """
         self._check_open()
-        return await self._rendezvous.publish(member, number, RoundDeadline(min(timeout, self.settings.timeout)), call)
+        return await self._rendezvous.publish(member, number, RoundDeadline(min(timeout, self.settings.timeout)), call, step)
 
     def cannot_publish(self, member: str, number: int | None, reason: str) -> None:
         """Fail the publication of ``number`` for all trainer ranks, because ``member`` failed before it could ask."""
@@ -253,13 +257,17 @@ class Coordinator:
             raise MembershipError(f"{member} is not a trainer rank and cannot wait for replicas")
         return await self._attendance.wait(count, RoundDeadline(timeout), link.node.notify)
 
-    def _start_publication(self, epoch: int, number: int, deadline: RoundDeadline) -> asyncio.Task[RoundResult]:
+    def _start_publication(
+        self, epoch: int, number: int, deadline: RoundDeadline, step: int | None = None
+    ) -> asyncio.Task[RoundResult]:
         left = deadline.at - asyncio.get_running_loop().time()
         grace = min(self.settings.grace, left / 5)  # a long quarantine must not delay the end of a short publication
         margin = grace + min(_ANSWER_SECONDS, left / 20)
-        return self._spawn(self._publish(number, RoundDeadline(left - margin), grace, epoch))
+        return self._spawn(self._publish(number, RoundDeadline(left - margin), grace, epoch, step))
 
-    async def _publish(self, number: int, deadline: RoundDeadline, grace: float, epoch: int) -> RoundResult:
+    async def _publish(
+        self, number: int, deadline: RoundDeadline, grace: float, epoch: int, step: int | None = None
+    ) -> RoundResult:
         self._pending_publications += 1
         try:
             if self._seeding is not None:
@@ -272,7 +280,7 @@ class Coordinator:
                 self._wanted -= updated
                 absent = [left_out(replica) for replica in others]
                 try:
-                    result = await self._run(number, epoch, False, replicas, deadline, grace, absent)
+                    result = await self._run(number, epoch, False, replicas, deadline, grace, absent, step)
                 except BaseException:
                     self._wanted |= updated  # nothing was placed: they are seeded if the earlier version can still be read
                     raise
@@ -310,6 +318,7 @@ class Coordinator:
         deadline: RoundDeadline,
         grace: float,
         others: Sequence[ReplicaResult] = (),
+        step: int | None = None,
     ) -> RoundResult:
         self._rounds += 1
         this = self._rounds
@@ -327,11 +336,12 @@ class Coordinator:
             emit=self._feed.emit,
             planner=self._planner,
             left_out=others,
+            step=step,
         )
         self._planner.forget_all_but({replica.name for replica in self._members.replicas.values() if replica.links})
         try:
             with collecting_later(_FAN_OUT_SECONDS) if len(replicas) >= _LARGE_ROUND else nullcontext():
-                result = await run_round(order)
+                result = await (run_stream_round(order) if self._members.streams else run_round(order))
         except BaseException as error:
             self._feed.emit(RoundEnded(this, None, f"{type(error).__name__}: {error}"))
             raise
@@ -483,7 +493,11 @@ class Coordinator:
 
     async def _prepare(self, replica: Replica, trainers: Mapping[str, RankHandle[TrainerNode]]) -> None:
         try:
-            await prepare(self._planner, trainers, replica, replica.members(), RoundDeadline(self.settings.timeout))
+            deadline = RoundDeadline(self.settings.timeout)
+            if self._members.streams:
+                await open_stream(trainers, replica.members(), deadline)
+            else:
+                await prepare(self._planner, trainers, replica, replica.members(), deadline)
         except WeightSyncError as error:
             _log.info("could not prepare %s ahead of its next round: %s", replica.name, readable(str(error)))
         finally:

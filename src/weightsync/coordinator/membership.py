@@ -36,6 +36,11 @@ class Membership:
         return next((link.node.rank.manifest for link in self.trainers.values()), None)
 
     @property
+    def streams(self) -> bool:
+        """Whether the trainer publishes streams, whose tensors are not known before."""
+        return any(link.node.rank.window_bytes for link in self.trainers.values())
+
+    @property
     def world_size(self) -> int:
         """Number of trainer ranks; 0 while no trainer rank is connected."""
         return next((link.node.rank.world_size for link in self.trainers.values()), 0)
@@ -74,6 +79,8 @@ class Membership:
                     f"{rank.member} reports {rank.world_size} trainer ranks, but {theirs.member} reports {theirs.world_size}: "
                     "is a second trainer running?"
                 )
+            if (theirs.window_bytes, theirs.windows) != (rank.window_bytes, rank.windows):
+                raise MembershipError(f"{rank.member} and {theirs.member} of the trainer do not publish the same kind of stream")
             if theirs.rank == rank.rank:
                 raise MembershipError(f"{rank.member} and {theirs.member} are both rank {rank.rank} of the trainer")
             theirs.manifest.check_same(rank.manifest, f"{rank.member}, unlike {theirs.member},")
@@ -108,7 +115,7 @@ class Membership:
             if not replica.links and (replica.world_size != rank.world_size or replica.manifest != rank.manifest):
                 replica = None  # same name, different engine
         if replica is None:
-            replica = Replica(rank.replica, rank.world_size, rank.manifest)
+            replica = Replica(rank.replica, rank.world_size, rank.manifest, takes_any=rank.takes_any)
         link: RankHandle[EngineNode] = RankHandle(node, credential)
         replica.attach(link)
         self.replicas[rank.replica] = replica
@@ -183,7 +190,9 @@ class Membership:
     def _judge(self, replica: Replica) -> None:
         """Set :attr:`Replica.refusal` by comparing the replica's manifest with the trainer's."""
         refusal = None
-        if self.manifest is not None:
+        if self.manifest is not None and (self.streams or replica.takes_any):
+            refusal = self._unfit(replica)
+        elif self.manifest is not None:
             try:
                 self.manifest.check_same(replica.manifest, f"replica {replica.name}")
             except ManifestMismatch as error:
@@ -191,6 +200,16 @@ class Membership:
         if replica.links and (refusal is not None or replica.refusal is not None):
             replica.error = refusal
         replica.refusal = refusal
+
+    def _unfit(self, replica: Replica) -> str | None:
+        """Why a replica cannot take part in streams, or a receiver in anything else."""
+        if not self.streams:
+            return (
+                "ManifestMismatch: it takes the tensors of a stream, and this trainer publishes a module: give it an adapter with "
+                "a manifest, or make the trainer with a weightsync.Stream"
+            )
+        direct = [member for member, link in replica.members().items() if link.node.rank.delivery == "direct"]
+        return f"ConfigurationError: {direct[0]} asks for direct delivery, and a stream goes through loaders" if direct else None
 
     def _forget(self, lost: Replica) -> None:
         """Drop a replica that has no connections. One that was complete stays in the status for a while."""

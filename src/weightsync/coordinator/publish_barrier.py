@@ -29,6 +29,7 @@ class _Arrival:
 
     link: RankHandle[TrainerNode]
     deadline: RoundDeadline
+    step: int | None = None
     call: int = 0
     """Identifies the call, so that a repeated call differs from the next call of the same process."""
     away: asyncio.TimerHandle | None = None
@@ -81,7 +82,7 @@ class _Gathering:
 
 
 class PublishBarrier:
-    """Barrier that calls ``start(epoch, number, deadline)`` once all trainer ranks have asked to publish the same number.
+    """Barrier that calls ``start(epoch, number, deadline, step)`` once all trainer ranks have asked to publish the same number.
 
     A rank whose connection breaks keeps its place for :data:`RETURN_SECONDS`. It asks again when it has reconnected.
     """
@@ -90,7 +91,7 @@ class PublishBarrier:
         self,
         members: Membership,
         publications: Publications,
-        start: Callable[[int, int, RoundDeadline], asyncio.Task[RoundResult]],
+        start: Callable[[int, int, RoundDeadline, int | None], asyncio.Task[RoundResult]],
         waiting_for: Callable[[], str] = lambda: "",
     ) -> None:
         self._members = members
@@ -102,7 +103,9 @@ class PublishBarrier:
         self._running: _Gathering | None = None
         self._failed: _Gathering | None = None
 
-    async def publish(self, member: str, number: int | None, deadline: RoundDeadline, call: int = 0) -> RoundResult:
+    async def publish(
+        self, member: str, number: int | None, deadline: RoundDeadline, call: int = 0, step: int | None = None
+    ) -> RoundResult:
         """See :meth:`weightsync.coordinator.coordinator.Coordinator.publish`."""
         link = self._members.trainers.get(member)
         if link is None:
@@ -110,7 +113,7 @@ class PublishBarrier:
         gathering = self._asked_before(link, call)
         if gathering is None:
             self._tell_failure(member, number)
-            gathering = self._enter(member, number, _Arrival(link, deadline, call))
+            gathering = self._enter(member, number, _Arrival(link, deadline, step, call))
         if gathering is self._gathering and not self._absent(gathering):
             self._begin(gathering)
         cancelled = True
@@ -217,7 +220,8 @@ class PublishBarrier:
             return
         self._running = gathering
         limit = min((place.deadline for place in gathering.places.values()), key=lambda limit: limit.at)
-        gathering.follow(self._start(gathering.epoch, gathering.number, limit))
+        step = next((place.step for place in gathering.places.values() if place.step is not None), None)
+        gathering.follow(self._start(gathering.epoch, gathering.number, limit, step))
 
     # Waiting, and giving up.
 

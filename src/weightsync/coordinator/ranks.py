@@ -12,7 +12,20 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.model import Layout, Manifest, PauseMode, Version
-from weightsync.protocol.messages import Delivery, Host, Moved, Offer, PlanSlice, Prepared, Updated
+from weightsync.protocol.messages import (
+    Delivery,
+    EndStream,
+    Host,
+    Moved,
+    MoveWindow,
+    Offer,
+    OpenStream,
+    PlaceWindow,
+    PlanSlice,
+    Prepared,
+    Updated,
+    WindowPlaced,
+)
 
 __all__ = ["EngineNode", "EngineRank", "TrainerNode", "TrainerRank"]
 
@@ -39,6 +52,10 @@ class TrainerRank:
     new_epoch: bool = False
     version: Version | None = None
     """Last version that the rank published."""
+    window_bytes: int = 0
+    """Bytes of a staging window of a rank that publishes streams; else 0."""
+    windows: int = 0
+    """Number of its staging windows."""
     pid: int = 0
     credential: str = field(default="", repr=False)
 
@@ -62,6 +79,8 @@ class EngineRank:
     serving: Version | None = None
     no_layout: str = ""
     device_memory: bool = False
+    takes_any: bool = False
+    """Whether the rank takes whatever tensors a stream brings."""
     pid: int = 0
     credential: str = field(default="", repr=False)
 
@@ -80,6 +99,10 @@ class TrainerNode(Protocol):
 
     async def place(self, number: int, timeout: float, epoch: int) -> npt.NDArray[np.uint64]:
         """Make version ``number`` of ``epoch`` readable. Returns the digest of each row of the rank's layout, ``uint64[rows]``."""
+        ...
+
+    async def place_window(self, body: PlaceWindow, timeout: float) -> WindowPlaced:
+        """Make a window of a stream readable. Returns what is in it, or the end of the stream."""
         ...
 
     def notify(self, text: str) -> None:
@@ -117,6 +140,18 @@ class EngineNode(Protocol):
 
     async def move(self, number: int, timeout: float) -> Moved:
         """Move version ``number`` into place. The answer holds the digests of what was installed."""
+        ...
+
+    async def open_stream(self, body: OpenStream, timeout: float) -> Prepared:
+        """Prepare for the windows of streams while still serving."""
+        ...
+
+    async def move_window(self, body: MoveWindow, timeout: float) -> npt.NDArray[np.uint64]:
+        """Move a window into place. Returns the digest of each of its parts, ``uint64[parts]``."""
+        ...
+
+    async def end_stream(self, body: EndStream, timeout: float) -> Moved:
+        """Load what is left, after the last window. The answer holds the digest of each tensor of the stream."""
         ...
 
     async def commit(self, version: Version, timeout: float) -> None:

@@ -20,12 +20,16 @@ from weightsync.protocol.messages import (
     CheckSources,
     Commit,
     Done,
+    EndStream,
     Hello,
     Move,
     Moved,
+    MoveWindow,
+    OpenStream,
     Pause,
     Place,
     Placed,
+    PlaceWindow,
     PlanSlice,
     Prepare,
     Prepared,
@@ -37,6 +41,8 @@ from weightsync.protocol.messages import (
     Update,
     Updated,
     WaitForReplicas,
+    WindowMoved,
+    WindowPlaced,
 )
 
 __all__ = ["TRAINER", "RemoteEngine", "RemoteTrainer", "answer_agent", "rank_of"]
@@ -49,6 +55,7 @@ _MOST_OFFERS = 64
 _MOST_BUCKET = 1 << 40
 _DEFAULT_BUCKET = 256 << 20
 _LONGEST = 200
+_FEWEST_WINDOWS = 2
 _HEX = re.compile(r"[0-9a-f]{0,128}")
 
 
@@ -83,6 +90,10 @@ def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
     member = f"{hello.name}/{hello.rank}"
     manifest = Manifest(hello.manifest)
     layout = None if hello.layout is None else Layout.from_columns(manifest, hello.layout)
+    if len(manifest) and (hello.window_bytes or hello.takes_any):
+        raise ConfigurationError(f"{member} lists tensors, but says that they are not known before a stream")
+    if bool(hello.window_bytes) != bool(hello.windows) or (hello.windows and (hello.windows < _FEWEST_WINDOWS or not hello.live)):
+        raise ConfigurationError(f"{member} cannot publish streams with {hello.windows} windows of {hello.window_bytes} bytes")
     if hello.role == "trainer":
         if layout is None or not hello.offers:
             raise ConfigurationError(f"{member} must send the layout of its shards and at least one transport offer")
@@ -101,6 +112,8 @@ def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
             epoch=hello.epoch,
             new_epoch=hello.new_epoch,
             version=hello.version,
+            window_bytes=hello.window_bytes,
+            windows=hello.windows,
             pid=hello.pid,
             credential=hello.credential,
         )
@@ -116,6 +129,7 @@ def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
         transports=hello.transports,
         no_layout=readable(hello.no_layout, 1000),
         device_memory=hello.device_memory,
+        takes_any=hello.takes_any,
         delivery=hello.delivery,
         bucket_bytes=hello.bucket_bytes or _DEFAULT_BUCKET,
         adapter=hello.adapter or "custom",
@@ -150,7 +164,7 @@ def answer_agent(coordinator: Coordinator, rank: TrainerRank | EngineRank) -> Ca
 
     async def handle(body: Body, timeout: float) -> Body:
         if isinstance(body, Publish) and isinstance(rank, TrainerRank):
-            return Published(await coordinator.publish(rank.member, body.number, timeout, body.call))
+            return Published(await coordinator.publish(rank.member, body.number, timeout, body.call, body.step))
         if isinstance(body, CannotPublish) and isinstance(rank, TrainerRank):
             coordinator.cannot_publish(rank.member, body.number, f"{body.kind}: {body.message}")
             return Done()
@@ -189,6 +203,15 @@ class RemoteTrainer:
                 f"{self._rank.member} sent {len(answer.digests)} bytes of digests, expected 8 for each of {rows} rows"
             )
         return np.frombuffer(answer.digests, "<u8").astype(np.uint64, copy=False)
+
+    async def place_window(self, body: PlaceWindow, timeout: float) -> WindowPlaced:
+        """Let the rank place a window. Returns what is in it, or the end of the stream."""
+        answer = await self._calls.call(body, timeout)
+        if not isinstance(answer, WindowPlaced):
+            raise _unexpected(self._rank.member, "PlaceWindow", answer)
+        if len(answer.digests) != 8 * len(answer.parts) or not 0 <= answer.nbytes <= body.window_bytes:
+            raise ProtocolError(f"{self._rank.member} described a window of {answer.nbytes:,} bytes wrongly")
+        return answer
 
 
 class RemoteEngine:
@@ -235,6 +258,33 @@ class RemoteEngine:
         if not isinstance(answer, Moved):
             raise _unexpected(self._rank.member, "Move", answer)
         return self._checked(answer)
+
+    async def open_stream(self, body: OpenStream, timeout: float) -> Prepared:
+        """Let the rank connect to the trainer's windows."""
+        answer = await self._calls.call(body, timeout)
+        if not isinstance(answer, Prepared):
+            raise _unexpected(self._rank.member, "OpenStream", answer)
+        if len(answer.transports) > len(body.sources) or not all(map(str.isprintable, answer.transports)):
+            raise ProtocolError(f"{self._rank.member} names impossible transports for {len(body.sources)} sources")
+        return answer
+
+    async def move_window(self, body: MoveWindow, timeout: float) -> npt.NDArray[np.uint64]:
+        """Move a window into place. Returns the digest of each of its parts, ``uint64[parts]``."""
+        answer = await self._calls.call(body, timeout)
+        if not isinstance(answer, WindowMoved):
+            raise _unexpected(self._rank.member, "MoveWindow", answer)
+        if len(answer.digests) != 8 * len(body.placed.parts):
+            raise ProtocolError(
+                f"{self._rank.member} sent {len(answer.digests)} bytes of digests of {len(body.placed.parts)} tensors"
+            )
+        return np.frombuffer(answer.digests, "<u8").astype(np.uint64, copy=False)
+
+    async def end_stream(self, body: EndStream, timeout: float) -> Moved:
+        """Let the rank load what is left. The answer holds the digest of each tensor of the stream."""
+        answer = await self._calls.call(body, timeout)
+        if not isinstance(answer, Moved):
+            raise _unexpected(self._rank.member, "EndStream", answer)
+        return answer
 
     async def commit(self, version: Version, timeout: float) -> None:
         """Finish loading, flush caches and set the version label."""

@@ -43,8 +43,10 @@ class Replica:
     =========== ===================================================================================================
     """
 
-    def __init__(self, name: str, world_size: int, manifest: Manifest) -> None:
+    def __init__(self, name: str, world_size: int, manifest: Manifest, *, takes_any: bool = False) -> None:
         self.name = name
+        self.takes_any = takes_any
+        """Whether it takes whatever tensors a stream brings."""
         self.world_size = world_size
         self.manifest = manifest
         self.links: dict[int, RankHandle[EngineNode]] = {}

@@ -141,7 +141,13 @@ def shortfall(require: Require, results: Sequence[ReplicaResult]) -> str | None:
 
 
 def round_result(
-    number: int, version: Version, require: Require, replicas: Sequence[ReplicaResult], place_seconds: float, seconds: float
+    number: int,
+    version: Version,
+    require: Require,
+    replicas: Sequence[ReplicaResult],
+    place_seconds: float,
+    seconds: float,
+    step: int | None = None,
 ) -> RoundResult:
     """Combine the results of all replicas into the result of the round."""
     error = shortfall(require, replicas)
@@ -159,4 +165,5 @@ def round_result(
         replicas=tuple(replicas),
         error=error and readable(error),
         ended=time.time(),
+        step=step,
     )

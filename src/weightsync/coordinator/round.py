@@ -37,7 +37,7 @@ from weightsync.errors import ConfigurationError, PeerLost, PlanMismatch, Protoc
 from weightsync.model import Version, fold
 from weightsync.protocol.messages import Moved, PlanSlice, ReplicaResult, RoundResult
 
-__all__ = ["RoundContext", "prepare", "run_round"]
+__all__ = ["RoundContext", "commit", "out_of_service", "pause", "prepare", "quarantine", "resume", "run_round", "settled"]
 
 Trainers = Mapping[str, RankHandle[TrainerNode]]
 Engines = Mapping[str, RankHandle[EngineNode]]
@@ -67,6 +67,8 @@ class RoundContext:
     emit: Watcher
     left_out: Sequence[ReplicaResult] = ()
     """Results of replicas that cannot take part. The round's result lists and counts them."""
+    step: int | None = None
+    """The training framework's own count, for display."""
     planner: Planner = field(default_factory=Planner)
     serving: asyncio.Semaphore = field(init=False)
     """One permit for each replica that may be out of service at a time."""
@@ -106,7 +108,7 @@ async def run_round(context: RoundContext) -> RoundResult:
     failpoints.reached("round.end")
     seconds = asyncio.get_running_loop().time() - started
     results = [*(task.result() for task in ended), *context.left_out]
-    return round_result(context.round, placement.version, context.settings.require, results, place_seconds, seconds)
+    return round_result(context.round, placement.version, context.settings.require, results, place_seconds, seconds, context.step)
 
 
 async def _update_replica(context: RoundContext, report: Report, placing: asyncio.Task[tuple[Placement, float]]) -> ReplicaResult:
@@ -123,7 +125,7 @@ async def _update_replica(context: RoundContext, report: Report, placing: asynci
             number = placement.version.number
             await on_all("check", limit, engines, lambda link, left: link.node.check_sources(number, left))
         bring = _at_once if len(engines) == 1 else _step_by_step
-        async with _availability(context, report), _out_of_service(context, report, engines) as serves:
+        async with _availability(context, report), out_of_service(context, report, engines) as serves:
             await bring(context, report, engines, agreed, placement)
             serves(placement.version)
     except WeightSyncError as error:
@@ -205,7 +207,7 @@ async def agree(context: RoundContext, replica: Replica, engines: Engines) -> Tr
     if replica.missing:
         absent = replica.missing_in_words
         raise WeightSyncError(f"replica {replica.name} is not complete: rank {absent} of {replica.world_size} is missing")
-    await _settled(context, replica)
+    await settled(context, replica)
     if replica.preparing is not None:
         await asyncio.wait([replica.preparing], timeout=context.deadline.remaining("preparing ahead of the round"))
     return await prepare(context.planner, context.trainers, replica, engines, context.deadline)
@@ -235,14 +237,14 @@ async def prepare(
     return agreed
 
 
-async def _settled(context: RoundContext, replica: Replica) -> None:
+async def settled(context: RoundContext, replica: Replica) -> None:
     """Wait for a quarantine that runs outside any round: it would abort calls of this round in the ranks."""
     if replica.quarantining is not None:
         await asyncio.wait([replica.quarantining], timeout=context.deadline.remaining("an earlier quarantine"))
 
 
 class _Permit:
-    """Yielded by :func:`_out_of_service`. Call it with the version that every rank has committed and serves."""
+    """Yielded by :func:`out_of_service`. Call it with the version that every rank has committed and serves."""
 
     def __init__(self) -> None:
         self.version: Version | None = None
@@ -252,7 +254,7 @@ class _Permit:
 
 
 @asynccontextmanager
-async def _out_of_service(context: RoundContext, report: Report, engines: Engines) -> AsyncIterator[_Permit]:
+async def out_of_service(context: RoundContext, report: Report, engines: Engines) -> AsyncIterator[_Permit]:
     """Take the replica out of service for the duration of the block.
 
     The block ends in one of two ways: every rank serves a new version and the caller has called the permit, or every rank is
@@ -260,7 +262,7 @@ async def _out_of_service(context: RoundContext, report: Report, engines: Engine
     dirty.
     """
     replica, links = report.replica, dict(engines)
-    await _settled(context, replica)
+    await settled(context, replica)
     replica.begin(links)
     permit = _Permit()
     report.paused()
@@ -325,9 +327,11 @@ async def _at_once(context: RoundContext, report: Report, engines: Engines, agre
     report.moved_with({"pause": answer.pause_seconds, "commit": answer.commit_seconds})
 
 
-async def pause(engines: Engines, context: RoundContext) -> None:
-    """Stop generation in every rank."""
-    await on_all("pause", context.deadline, engines, lambda link, left: link.node.pause(context.settings.pause_mode, left))
+async def pause(engines: Engines, context: RoundContext, deadline: RoundDeadline | None = None) -> None:
+    """Stop generation in every rank, by default within the deadline of the round."""
+    await on_all(
+        "pause", deadline or context.deadline, engines, lambda link, left: link.node.pause(context.settings.pause_mode, left)
+    )
 
 
 async def move(engines: Engines, number: int, agreed: TransferPlan, deadline: RoundDeadline) -> dict[str, Moved]:

@@ -49,6 +49,9 @@ class EngineAdapter:
     can_load = False
     """Whether there is a ``load``, and so streamed delivery. A class that defines ``load`` can, unless it says otherwise."""
 
+    takes_any = False
+    """Whether this is no model but takes whatever tensors a stream brings: then ``manifest`` is empty."""
+
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         cls.pauses_twice = _declared(cls, "pauses_twice", "pause", default=False)
@@ -106,6 +109,12 @@ class EngineAdapter:
 
     def resume(self) -> None:
         """Generate again, with the new weights."""
+
+    def aborted(self, reason: str) -> None:
+        """An update that may be running was given up; ``reason`` is empty where only the connection was lost. Any thread.
+
+        A ``load`` that waits for somebody else should raise soon. Must not block.
+        """
 
 
 def _declared(cls: type, flag: str, method: str, *, default: bool) -> bool:

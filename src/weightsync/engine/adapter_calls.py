@@ -114,6 +114,11 @@ class AdapterCalls:
             _log.info("%s takes over the engine that %s updated until now", self._member, before._member)
             before._taken()
 
+    def aborted(self, reason: str) -> None:
+        """See :meth:`EngineAdapter.aborted`. Takes no turn."""
+        for adapter, _ in self._driven:
+            adapter.aborted(reason)
+
     def manifests(self) -> list[Manifest]:
         """See :meth:`EngineAdapter.manifest`; of each adapter."""
         return [adapter.manifest() for adapter, _ in self._driven]

@@ -123,7 +123,7 @@ class Engine:
             no_layout="" if direct else str(role.adapter.no_shards)[:_LONGEST], device_memory=direct and role.device_memory,
             transports=tuple(transport.name for transport in role.transports),
             delivery=self._delivery, bucket_bytes=role.bucket_bytes, adapter=role.adapter.name,
-            serving=role.attests,
+            serving=role.attests, takes_any=role.adapter.takes_any,
         )  # fmt: skip
 
     @property

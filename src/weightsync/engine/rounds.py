@@ -13,8 +13,9 @@ from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.fill.choose import filler_for
-from weightsync.engine.fill.filler import FillContext, Filler
+from weightsync.engine.fill.filler import FillContext, Filled, Filler
 from weightsync.engine.fill.streamed import bucket_bytes_for
+from weightsync.engine.fill.windows import WindowReceiver
 from weightsync.engine.readers import writing
 from weightsync.engine.session import EngineSession, Ticket
 from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError
@@ -26,9 +27,12 @@ from weightsync.protocol.messages import (
     CheckSources,
     Commit,
     Done,
+    EndStream,
     Host,
     Move,
     Moved,
+    MoveWindow,
+    OpenStream,
     Pause,
     PlanSlice,
     Prepare,
@@ -37,6 +41,7 @@ from weightsync.protocol.messages import (
     Resume,
     Update,
     Updated,
+    WindowMoved,
 )
 from weightsync.tensors.device_memory import device_of
 from weightsync.tensors.memory import layout_in_place
@@ -101,6 +106,7 @@ class EngineRole:
         self.adapter = adapter
         self._filler: Filler | None = None
         self._preparing: Filler | None = None
+        self._windows: WindowReceiver | None = None
         self.session = EngineSession(adapter, member, self._abort_fillers)
         self.transports = transports_for(transports, encrypted)
         self.here = here
@@ -144,7 +150,9 @@ class EngineRole:
 
     def receive(self, body: Body) -> ReceivedCall:
         """Take note of a call when it arrives, before it waits for its turn. Never blocks. A :class:`Quarantine` aborts here."""
-        return ReceivedCall(self, body, self.session.receive(type(body).__name__, aborts=isinstance(body, Quarantine)))
+        aborts = isinstance(body, Quarantine)
+        reason = (body.reason or "the round failed") if isinstance(body, Quarantine) else ""
+        return ReceivedCall(self, body, self.session.receive(type(body).__name__, aborts=aborts, reason=reason))
 
     def handle(self, body: Body, timeout: float) -> Body:
         """Answer a call of the coordinator that arrives now."""
@@ -172,6 +180,12 @@ class EngineRole:
         match body:
             case Prepare():
                 return self._prepare(body, deadline)
+            case OpenStream():
+                return self._open_stream(body, deadline)
+            case MoveWindow():
+                return self._move_window(body, deadline)
+            case EndStream():
+                return self._end_stream(body, deadline)
             case CheckSources():
                 self._check_sources(body.number, deadline)
             case Pause():
@@ -218,8 +232,57 @@ class EngineRole:
 
     def _drop_filler(self) -> None:
         filler, self._filler = self._filler, None
-        if filler is not None:
-            filler.close()
+        windows, self._windows = self._windows, None
+        for held in (filler, windows):
+            if held is not None:
+                held.close()
+
+    def _open_stream(self, body: OpenStream, deadline: Deadline) -> Prepared:
+        if not self.adapter.can_load:
+            raise ConfigurationError(f"the {self.adapter.name} adapter has no load(), and the tensors of a stream go through it")
+        if self._windows is None or self._windows.key != body.key:
+            self._drop_filler()
+            self._windows = WindowReceiver(self._fill_context, body, takes_any=self.adapter.takes_any)
+            try:
+                self._windows.prepare(deadline)
+            except BaseException:
+                self._drop_filler()
+                raise
+        failpoints.reached("engine.prepared")
+        return Prepared(digest=body.key, transports=self._windows.transports)
+
+    def _move_window(self, body: MoveWindow, deadline: Deadline) -> WindowMoved:
+        windows = self._prepared_windows()
+        try:
+            with self.session.writing(then="paused"):
+                failpoints.reached("engine.move")
+                if body.window == 0:
+                    windows.begin()
+                    self.session.begin()
+                with gc_paused():
+                    digests = windows.move(body, deadline)
+        except BaseException:
+            self._drop_filler()  # connections may be beyond use, or aborted
+            raise
+        failpoints.reached("engine.window")
+        return WindowMoved(digests.astype("<u8").tobytes())
+
+    def _end_stream(self, body: EndStream, deadline: Deadline) -> Moved:
+        windows = self._prepared_windows()
+        try:
+            with self.session.writing():
+                filled = windows.end(body.manifest, deadline)
+        except BaseException:
+            self._drop_filler()
+            raise
+        failpoints.reached("engine.moved")
+        return _moved(windows.nbytes, filled)
+
+    def _prepared_windows(self) -> WindowReceiver:
+        if self._windows is None:
+            raise ProtocolError("a window came to an engine rank that is not prepared for a stream")
+        self.session.require("paused")
+        return self._windows
 
     def _check_sources(self, number: int, deadline: Deadline) -> None:
         if self._filler is None:
@@ -252,14 +315,7 @@ class EngineRole:
             self._drop_filler()  # connections may be beyond use, or aborted: the next round makes new ones
             raise
         failpoints.reached("engine.moved")
-        return Moved(
-            nbytes=filler.nbytes,
-            digests=filled.digests.astype("<u8").tobytes(),
-            receive_seconds=filled.receive_seconds,
-            load_seconds=filled.load_seconds,
-            digest_seconds=filled.digest_seconds,
-            verified=filled.verified,
-        )
+        return _moved(filler.nbytes, filled)
 
     def _follow_memory(self, filler: Filler, deadline: Deadline) -> Filler:
         """The filler for the memory where the parameters are now: an engine may have moved them since it prepared."""
@@ -333,9 +389,9 @@ class EngineRole:
         self.session.abort()
 
     def _abort_fillers(self) -> None:
-        for filler in (self._filler, self._preparing):
-            if filler is not None:
-                filler.abort()
+        for held in (self._filler, self._preparing, self._windows):
+            if held is not None:
+                held.abort()
 
     def close(self, timeout: float = 5.0) -> None:
         """Abort what runs, close connections, free the staging; wait at most ``timeout`` seconds. The engine stays as it is.
@@ -343,3 +399,14 @@ class EngineRole:
         What runs longer than that (a loader that hangs) frees them itself when it ends.
         """
         self.session.close(timeout, self._drop_filler)
+
+
+def _moved(nbytes: int, filled: Filled) -> Moved:
+    return Moved(
+        nbytes=nbytes,
+        digests=filled.digests.astype("<u8").tobytes(),
+        receive_seconds=filled.receive_seconds,
+        load_seconds=filled.load_seconds,
+        digest_seconds=filled.digest_seconds,
+        verified=filled.verified,
+    )

@@ -116,20 +116,22 @@ class EngineSession:
         """Whether the last pause succeeded and no resume has begun since."""
         return self._calls.paused
 
-    def receive(self, what: str, update: int = 0, *, aborts: bool = False) -> Ticket:
+    def receive(self, what: str, update: int = 0, *, aborts: bool = False, reason: str = "") -> Ticket:
         """Take note of a call when it arrives, before it waits for its turn. Never blocks.
 
-        A call that ``aborts``, a quarantine, ends those that arrived before, unless it belongs to another ``update`` than they.
+        A call that ``aborts``, a quarantine, ends those that arrived before, unless it belongs to another ``update`` than they. The
+        adapter is told its ``reason``.
         """
         if aborts and update == self._update:
-            self.abort()
+            self.abort(reason)
         return Ticket(what, next(_numbers), self._aborts, update)
 
-    def abort(self) -> None:
+    def abort(self, reason: str = "") -> None:
         """End every call that has arrived, soon: nobody waits for it. Never blocks; an engine that is paused stays paused."""
         with self._changing:
             self._aborts = next(self._abort_numbers)
         self._on_abort()
+        self._calls.aborted(reason)
 
     def check(self, call: Ticket, *states: State) -> None:
         """Raise unless ``call`` may go on and the rank is in one of ``states``.

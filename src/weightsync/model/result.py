@@ -64,6 +64,8 @@ class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     error: str | None = None
     ended: float = 0.0
     """Time of the end by the coordinator's clock, in seconds since the Unix epoch; for display."""
+    step: int | None = None
+    """The training framework's own count, as it was given to ``publish_stream``."""
 
     def __str__(self) -> str:
         good = [failed_replica for failed_replica in self.replicas if failed_replica.error is None]

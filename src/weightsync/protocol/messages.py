@@ -17,6 +17,7 @@ from weightsync.model.manifest import TensorSpec
 from weightsync.model.pause import PauseMode
 from weightsync.model.result import ReplicaResult, RoundResult
 from weightsync.model.version import FIRST_EPOCH, Version
+from weightsync.model.window import WindowPart
 
 __all__ = [
     "PROTOCOL",
@@ -31,18 +32,22 @@ __all__ = [
     "Confirmed",
     "Delivery",
     "Done",
+    "EndStream",
     "Failure",
     "Frame",
     "Hello",
     "Host",
     "Memory",
     "Move",
+    "MoveWindow",
     "Moved",
     "Notice",
     "Offer",
+    "OpenStream",
     "Pause",
     "PieceColumns",
     "Place",
+    "PlaceWindow",
     "Placed",
     "PlanSlice",
     "Prepare",
@@ -63,11 +68,13 @@ __all__ = [
     "Updated",
     "WaitForReplicas",
     "Welcome",
+    "WindowMoved",
+    "WindowPlaced",
     "decode",
     "encode",
 ]
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Protocol version. An agent and a coordinator whose versions differ refuse each other, in a message that names both versions."""
 
 UNREADABLE: tuple[type[Exception], ...] = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -225,6 +232,12 @@ class Hello(_Struct, frozen=True):
     """Last version that this trainer rank published. A restarted coordinator checks engines' reports against its digest."""
     credential: _Name = ""
     """From the last :class:`Welcome`. Needed to reconnect before the coordinator has seen the old connection end."""
+    window_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
+    """Of a trainer rank that publishes streams: bytes of one of its staging windows. Its manifest and layout hold no tensor."""
+    windows: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    """Number of its staging windows."""
+    takes_any: bool = False
+    """Whether this engine rank takes whatever tensors a stream brings. Its manifest holds no tensor."""
 
     def __repr__(self) -> str:
         return f"<Hello of {self.role} {self.name}/{self.rank}>"  # key and credential must not reach logs
@@ -275,7 +288,72 @@ class Placed(_Struct, frozen=True):
     seconds: float
 
 
+class PlaceWindow(_Struct, frozen=True):
+    """Place window ``window`` of the stream that is version ``number``, when it is full. Answered by :class:`WindowPlaced`.
+
+    A rank places every window whose number is its own rank modulo the trainer's world size.
+    """
+
+    number: _Number
+    epoch: _Epoch
+    window: _Number
+    released: _Number
+    """Windows before this one are not read any more."""
+    window_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+    """Most bytes of a window, equal on all ranks in all windows of a stream."""
+
+
+class WindowPlaced(_Struct, frozen=True):
+    """A window, or, without parts, the end of the stream: there is no such window."""
+
+    parts: Annotated[tuple[WindowPart, ...], _Many] = ()
+    nbytes: int = 0
+    offset: int = 0
+    """Bytes from the beginning of the rank's region to the window."""
+    stamp: _Number = 0
+    """Version number under which the rank's region is readable during this stream."""
+    digests: bytes = b""
+    """Digest of every part (uint64, little-endian)."""
+    windows: _Number = 0
+    """At the end: windows of the stream, of all ranks."""
+    manifest: _Name = ""
+    """At the end: fingerprint of all tensors of the stream, of all ranks."""
+
+
 # Coordinator to engine.
+
+
+class OpenStream(_Struct, frozen=True):
+    """Prepare for windows from these trainer ranks while still serving: connect, allocate. Answered by :class:`Prepared`."""
+
+    key: _Name
+    """Names what is prepared; it is the digest of the answer."""
+    sources: Annotated[tuple[SourceAddress, ...], _Many]
+    window_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+
+
+class MoveWindow(_Struct, frozen=True):
+    """Fetch a window from source ``source`` and hand its tensors to the loader. Answered by :class:`WindowMoved`.
+
+    The loader may still be at the window before when the answer comes, and at this one until the next window's or the end's.
+    """
+
+    window: _Number
+    source: Annotated[int, msgspec.Meta(ge=0)]
+    placed: WindowPlaced
+
+
+class WindowMoved(_Struct, frozen=True):
+    """Digest of every part of the window (uint64, little-endian), of what arrived."""
+
+    digests: bytes
+
+
+class EndStream(_Struct, frozen=True):
+    """All windows have come. Answered by :class:`Moved`, with a digest for each tensor of the stream's manifest."""
+
+    manifest: _Name
+    """The manifest's fingerprint."""
 
 
 class Prepare(_Struct, frozen=True):
@@ -369,6 +447,8 @@ class Publish(_Struct, frozen=True):
     number: _Number | None = None
     call: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
     """Counts this rank's publications from 1. A repeated value means that the connection broke before the answer arrived."""
+    step: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    """The training framework's own count, for display."""
 
 
 class CannotPublish(_Struct, frozen=True):
@@ -403,6 +483,7 @@ class Done(_Struct, frozen=True):
 
 Body = (
     Place | Placed | Prepare | Prepared | CheckSources | Pause | Move | Moved | Commit | Resume | Update | Updated |
+    PlaceWindow | WindowPlaced | OpenStream | MoveWindow | WindowMoved | EndStream |
     Quarantine | Publish | CannotPublish | Published | WaitForReplicas | ReplicaList | Done
 )  # fmt: skip
 

@@ -14,7 +14,7 @@ from weightsync.errors import LayoutError
 from weightsync.model import Layout, Manifest
 from weightsync.tensors.shards import torch_dtype
 
-__all__ = ["Staging", "check_size"]
+__all__ = ["Buffer", "Staging", "check_size", "staging_buffer"]
 
 _BUFFERS = 2
 
@@ -55,7 +55,7 @@ class Staging:
         self.device = device
         self.buffers = min(buffers, self.buckets) if max([*layout.regions, 0]) else 0
         sizes = [max(layout.regions[index :: self.buffers]) for index in range(self.buffers)]
-        self._buffers: list[Buffer] = [_allocate(size) if device is None else _on(device, size) for size in sizes]
+        self._buffers: list[Buffer] = [staging_buffer(size, device) for size in sizes]
         self.nbytes = sum(sizes)
         starts = [buffer.data_ptr() if isinstance(buffer, torch.Tensor) else buffer.ctypes.data for buffer in self._buffers] or [0]
         self.addresses: tuple[int, ...] = tuple(starts[bucket % len(starts)] for bucket in range(self.buckets))
@@ -121,6 +121,15 @@ class Staging:
             if np.any((layout.strides[:, dim] != close) & (extents[:, dim] > 1)):
                 raise LayoutError("a tensor in a staging layout is not contiguous")
             close = close * extents[:, dim]
+
+
+def staging_buffer(size: int, device: torch.device | None) -> Buffer:
+    """Allocate ``size`` bytes on ``device`` (``None``: private, page-aligned host memory, touched).
+
+    Raises:
+        LayoutError: Device memory is short.
+    """
+    return _allocate(size) if device is None else _on(device, size)
 
 
 def _on(device: torch.device, size: int) -> torch.Tensor:

@@ -8,9 +8,10 @@ import operator
 import os
 import secrets
 import threading
+import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Self
@@ -38,6 +39,7 @@ from weightsync.model import Version
 from weightsync.protocol.connection import ConnectionLost, CoordinatorConnection
 from weightsync.protocol.messages import (
     PROTOCOL,
+    Body,
     CannotPublish,
     Hello,
     Publish,
@@ -52,6 +54,7 @@ from weightsync.protocol.tokens import is_loopback
 from weightsync.server.server import BackgroundServer
 from weightsync.tensors.shards import ShardedState
 from weightsync.trainer.publisher import Placing, TrainerRole
+from weightsync.trainer.stream import Stream, StreamedPublication, StreamRole
 from weightsync.transports.base import LOOPBACK, Network, Transport
 from weightsync.transports.hostinfo import own_address, reachable_address, this_host
 from weightsync.transports.select import transports_for
@@ -68,7 +71,8 @@ class Trainer:
     """Publishes the weights of one trainer rank. Make one on every rank, and call :meth:`publish` on every rank.
 
     ``state`` is the module (FSDP2, tensor-parallel or plain), its state dict, or what an integration made of it
-    (:func:`weightsync.integrations.megatron.hf_state`). ``rank`` and ``world_size`` come from
+    (:func:`weightsync.integrations.megatron.hf_state`); or a :class:`Stream`, which holds no weights: see :meth:`publish_stream`.
+    ``rank`` and ``world_size`` come from
     ``torch.distributed`` where it is initialised, else from torchrun or Slurm, else 0 of 1. ``coordinator`` is its URL (or
     ``WEIGHTSYNC_COORDINATOR``); without one, rank 0 starts a coordinator in this process and tells the others, and
     :attr:`coordinator` says where. ``dtype`` converts while publishing (float32 master weights to bfloat16, say); without it
@@ -99,7 +103,7 @@ class Trainer:
 
     def __init__(
         self,
-        state: Mapping[str, torch.Tensor] | torch.nn.Module | ShardedState,
+        state: Mapping[str, torch.Tensor] | torch.nn.Module | ShardedState | Stream,
         coordinator: str | None = None,
         *,
         token: str | None = None,
@@ -114,9 +118,13 @@ class Trainer:
         new_epoch: bool = False,
         timeouts: Timeouts | None = None,
     ) -> None:
-        if not isinstance(state, Mapping | torch.nn.Module | ShardedState):
+        if not isinstance(state, Mapping | torch.nn.Module | ShardedState | Stream):
             raise ConfigurationError(
-                f"a trainer publishes a torch.nn.Module or a mapping of names to tensors, not a {type(state).__name__}"
+                f"a trainer publishes a torch.nn.Module, a mapping of names to tensors or a Stream, not a {type(state).__name__}"
+            )
+        if isinstance(state, Stream) and (include_buffers or offload or restore):
+            raise ConfigurationError(
+                "a Stream has no buffers to include and nothing to offload: its iterator decides what it brings"
             )
         self._origin = Origin()
         self._offload, self._restore = offload, restore
@@ -132,17 +140,15 @@ class Trainer:
         with ExitStack() as owned:
             settings = self._settings = self._find_coordinator(coordinator, token, timeouts, owned)
             self.coordinator = settings.coordinator.url
-            network = _network(settings)
-            encrypted = not is_loopback(network.address) if network.encrypt is None else network.encrypt
-            self._role = TrainerRole(
-                state,
-                transports_for(transports, encrypted),
-                secrets.token_bytes(32),
-                self._host,
-                network=network,
-                dtype=dtype,
-                include_buffers=include_buffers,
-            )
+            key, network = secrets.token_bytes(32), _network(settings)
+            allowed = transports_for(transports, not is_loopback(network.address) if network.encrypt is None else network.encrypt)
+            self._role: TrainerRole | StreamRole
+            if isinstance(state, Stream):
+                self._role = StreamRole(state, allowed, key, self._host, self.rank, self.world_size, network=network, dtype=dtype)
+            else:
+                self._role = TrainerRole(
+                    state, allowed, key, self._host, network=network, dtype=dtype, include_buffers=include_buffers
+                )
             owned.callback(self._role.close)
             self._background = ThreadPoolExecutor(1, thread_name_prefix="weightsync-publish")
             owned.callback(self._background.shutdown, wait=False, cancel_futures=True)
@@ -176,12 +182,13 @@ class Trainer:
 
     def _hello(self) -> Hello:
         role = self._role
+        windows = (role.window_bytes, role.windows) if isinstance(role, StreamRole) else (0, 0)
         return Hello(
             protocol=PROTOCOL, run=self._run, role="trainer", name="trainer", rank=self.rank, world_size=self.world_size,
             session=self._session, host=self._host, pid=os.getpid(), manifest=role.manifest.tensors,
             layout=role.layout.to_columns(), offers=role.offers, key=role.key, published=self._published,
             live=role.live, epoch=role.epoch, new_epoch=self._new_epoch,
-            version=self._version,
+            version=self._version, window_bytes=windows[0], windows=windows[1],
         )  # fmt: skip
 
     @property
@@ -219,7 +226,7 @@ class Trainer:
     @property
     def in_place(self) -> bool:
         """Whether engines read this rank's own GPU memory, of which no copy is kept. Then there is no :meth:`publish_async`."""
-        return self._role.live
+        return isinstance(self._role, TrainerRole) and self._role.live
 
     def publish(self, number: int | None = None, *, timeout: float | None = None) -> RoundResult:
         """Bring the weights as they are now to every replica, as version ``number``: larger than any before it, or the next.
@@ -257,6 +264,66 @@ class Trainer:
                 asked.result(0)
             return asked
 
+    def publish_stream(
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        number: int | None = None,
+        *,
+        step: int | None = None,
+        timeout: float | None = None,
+    ) -> RoundResult:
+        """Bring the whole tensors that an iterator yields to every replica, as version ``number``, or the next.
+
+        For a trainer made of a :class:`Stream`, on every rank, with the same tensors in the same order. Names, shapes and dtypes
+        need not be known before. A tensor is used until the next one is asked for. Gathering overlaps with sending, and only the
+        windows are held, never the model. The iterator runs in this thread and, because gathers are collective, always to its end:
+        also if readers fail, the coordinator is gone or the time is over. Then the rest is dropped, and this raises afterwards.
+
+        All replicas that have joined take the one pass together. One that is late, or failed, waits for the next publication.
+
+        Args:
+            tensors: Pairs of a name and a whole tensor.
+            number: Version number.
+            step: The training framework's own count, for display; it may repeat.
+            timeout: Seconds for everything, the gathering included.
+
+        Raises:
+            ConfigurationError: The trainer publishes a module; or the iterator brought no bytes, or what is not a plain tensor.
+            ManifestMismatch: The iterator brought a name twice.
+            Aborted: The iterator of another rank raised. What this rank's iterator raises is raised as it is.
+            RoundFailed: As of :meth:`publish`, or the coordinator was lost meanwhile.
+            VersionError: As of :meth:`publish`, like :class:`~weightsync.errors.PeerLost` and
+                :class:`~weightsync.errors.DeadlineExceeded`.
+        """
+        with self._turn(number, timeout) as (plain, deadline):
+            role = self._role
+            if not isinstance(role, StreamRole):
+                raise ConfigurationError(
+                    "this trainer publishes a module with publish(): streams need weightsync.Trainer(weightsync.Stream())"
+                )
+            self._calls += 1
+            publication = role.begin(plain)
+            try:
+                asked = self._background.submit(self._ask_once, plain, self._calls, deadline, step)
+                asked.add_done_callback(lambda asked: _stop(publication, asked))
+                try:
+                    publication.drain(tensors, deadline)
+                except Exception:
+                    wait([asked], max(0.0, deadline.at - time.monotonic()))  # the other ranks hear of it in the round
+                    raise
+                return asked.result()
+            finally:
+                role.end()
+
+    def _ask_once(self, number: int | None, call: int, deadline: Deadline, step: int | None) -> RoundResult:
+        """Publish a stream, which cannot be repeated where the connection was lost."""
+        failpoints.reached("trainer.publish")
+        try:
+            answer = self._link.call(Publish(number, call, step), deadline.remaining("publishing a stream"))
+        except ConnectionLost as error:
+            raise RoundFailed(f"the coordinator was lost while a stream was published: {error}") from error
+        return self._finished(answer)
+
     @contextmanager
     def _turn(self, number: int | None, timeout: float | None) -> Iterator[tuple[int | None, Deadline]]:
         """Check the arguments of a publication, and keep other threads from publishing meanwhile."""
@@ -290,6 +357,10 @@ class Trainer:
                         'publish(), or make the trainer with transports=["shared_memory", "tcp"], which copies first'
                     )
                 failpoints.reached("trainer.publish")
+                if isinstance(self._role, StreamRole):
+                    raise ConfigurationError(
+                        "this trainer publishes a Stream: call publish_stream() with an iterator of its tensors"
+                    )
                 placing = self._role.arm(number)
             except BaseException as error:
                 self._tell_others(number, error, deadline)
@@ -327,6 +398,10 @@ class Trainer:
                     f"the coordinator was lost during the round of {what}, and with it the result: some replicas may "
                     f"serve it, the others wait for the next number ({error})"
                 ) from error
+        return self._finished(answer)
+
+    def _finished(self, answer: Body) -> RoundResult:
+        """The result of a publication. Raises :class:`~weightsync.errors.RoundFailed` unless the required replicas took it."""
         if not isinstance(answer, Published):
             raise ProtocolError(f"the coordinator answered a publication with {type(answer).__name__}")
         failpoints.reached("trainer.published")
@@ -370,6 +445,13 @@ class Trainer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _stop(publication: StreamedPublication, asked: Future[RoundResult]) -> None:
+    """The round of ``publication`` is over: if it failed, nothing more needs to be sent."""
+    error = asked.exception()
+    if error is not None:
+        publication.stop(error)
 
 
 def _network(settings: ClientSettings) -> Network:

@@ -16,7 +16,7 @@ from weightsync.tensors.kernels import digest_table
 from weightsync.tensors.shards import Shard, ordered, torch_dtype
 from weightsync.tensors.views import bytes_at
 
-__all__ = ["HostPublisher"]
+__all__ = ["HostPublisher", "chunks"]
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
@@ -124,7 +124,7 @@ class HostPublisher:
         target_strides = self._layout.strides[row, -dims:]
         total = 0
         digest = np.zeros(1, np.uint64)
-        for index in _chunks(tuple(source.shape), max(_CHUNK_BYTES // dtype.itemsize, 1)):
+        for index in chunks(tuple(source.shape), max(_CHUNK_BYTES // dtype.itemsize, 1)):
             part = source[index].to(dtype).contiguous()
             first = np.array([cut.start for cut in index], np.int64)
             starts = (origin + first)[None]
@@ -175,7 +175,7 @@ class HostPublisher:
             close = close * extents[:, dim]
 
 
-def _chunks(shape: tuple[int, ...], most: int) -> Iterator[tuple[slice, ...]]:
+def chunks(shape: tuple[int, ...], most: int) -> Iterator[tuple[slice, ...]]:
     """Yield consecutive runs, in C order, of at most ``most`` elements of a tensor of ``shape``. Each run is a box."""
     inner, dim = 1, len(shape)
     while dim and inner * shape[dim - 1] <= most:

@@ -29,7 +29,7 @@ from weightsync.transports.base import LOOPBACK, Key, Network, Publisher, Transp
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import PublishedRegion
 
-__all__ = ["Placing", "TrainerRole"]
+__all__ = ["Placing", "TrainerRole", "publish_region"]
 
 _PLACING_SECONDS = 60.0
 _ANY = -1  # any number may be placed
@@ -126,26 +126,9 @@ class TrainerRole:
         owned: ExitStack,
     ) -> str:
         """Publish ``region`` by those that read its ``memory``. Returns why some cannot; raises it for memory of the host."""
-        reasons = []
-        for transport in transports:
-            if memory not in transport.traits.reads:
-                continue
-            try:
-                publisher = transport.publish(region, self.key, local_host, network)
-            except TransportUnavailable as error:
-                if memory == "host":
-                    raise
-                reasons.append(f"{transport.name}: {error}")
-                continue
-            owned.callback(publisher.close)
-            self._publishers.append(publisher)
-            traits = publisher.offer.traits
-            if network.encrypt and traits.reach == "network" and not traits.encrypted:
-                raise ConfigurationError(
-                    f"transport {transport.name!r} does not encrypt: leave it out, or say that the network is trusted "
-                    "(WEIGHTSYNC_DATA_ENCRYPTION=off)"
-                )
-        return "; ".join(reasons)
+        publishers, reason = publish_region(region, memory, transports, self.key, local_host, network, owned)
+        self._publishers += publishers
+        return reason
 
     @property
     def key(self) -> bytes:
@@ -241,3 +224,44 @@ class TrainerRole:
         """Stop serving and free the shelf. Safe twice."""
         self.disarm()
         self._owned.close()
+
+
+def publish_region(
+    region: PublishedRegion | CudaRegion,
+    memory: Memory,
+    transports: Sequence[Transport],
+    key: bytes,
+    local_host: Host,
+    network: Network,
+    owned: ExitStack,
+) -> tuple[list[Publisher], str]:
+    """Publish ``region`` by those of ``transports`` that read its ``memory``; ``owned`` closes the publishers.
+
+    Returns:
+        The publishers, and why some transports cannot publish device memory.
+
+    Raises:
+        TransportUnavailable: A transport cannot publish memory of the host.
+        ConfigurationError: A transport cannot encrypt where it must.
+    """
+    publishers: list[Publisher] = []
+    reasons = []
+    for transport in transports:
+        if memory not in transport.traits.reads:
+            continue
+        try:
+            publisher = transport.publish(region, key, local_host, network)
+        except TransportUnavailable as error:
+            if memory == "host":
+                raise
+            reasons.append(f"{transport.name}: {error}")
+            continue
+        owned.callback(publisher.close)
+        publishers.append(publisher)
+        traits = publisher.offer.traits
+        if network.encrypt and traits.reach == "network" and not traits.encrypted:
+            raise ConfigurationError(
+                f"transport {transport.name!r} does not encrypt: leave it out, or say that the network is trusted "
+                "(WEIGHTSYNC_DATA_ENCRYPTION=off)"
+            )
+    return publishers, "; ".join(reasons)

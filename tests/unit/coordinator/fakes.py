@@ -21,13 +21,30 @@ from weightsync.coordinator.ranks import EngineRank, TrainerRank
 from weightsync.coordinator.status import ReplicaStatus
 from weightsync.errors import Aborted, LoadError, PeerLost, StaleSource
 from weightsync.model import Layout, Manifest, PauseMode, TensorSpec, Version
-from weightsync.protocol.messages import Delivery, Host, Moved, Offer, PlanSlice, Prepared, RoundResult, Updated
+from weightsync.model.window import WindowPart
+from weightsync.protocol.messages import (
+    Delivery,
+    EndStream,
+    Host,
+    Moved,
+    MoveWindow,
+    Offer,
+    OpenStream,
+    PlaceWindow,
+    PlanSlice,
+    Prepared,
+    RoundResult,
+    Updated,
+    WindowPlaced,
+)
 
 HOST = Host("here", "memory")
 GRACE = 5.0
 SCRAMBLED = -1
 SPECS = (TensorSpec("a", (4, 4), "uint8"), TensorSpec("b", (6,), "uint8"), TensorSpec("c", (2, 3), "uint8"))
 MANIFEST = Manifest(SPECS)
+STREAMED = Manifest(TensorSpec(f"t{number}", (3,), "uint8") for number in range(8))
+"""What a trainer with windows streams, a tensor in each."""
 
 
 def rows_layout(manifest: Manifest, part: int, parts: int) -> Layout:
@@ -106,6 +123,8 @@ class World:
     """Trainers' memory is read in place: gone when a publication is over."""
     tells: bool = True
     """Whether they say so when they join."""
+    windows: int = 0
+    """Trainers stream :data:`STREAMED`, with so many windows on each rank."""
 
     def __post_init__(self) -> None:
         self.coordinator = Coordinator(self.settings)
@@ -243,13 +262,14 @@ class TrainerProcess(_Process):
     def __init__(self, world: World, rank: int, count: int, manifest: Manifest, session: str, published: int) -> None:
         self.world, self.member, self.connected = world, f"trainer/{rank}", False
         self.placed: int | None = None
+        self.slots: dict[int, int] = {}
         self.notices: list[tuple[float, str]] = []
         self.last: Version | None = None
         self.credential = ""
         self.make: Callable[[], TrainerRank] = lambda: TrainerRank(
             self.member, rank, count, session, HOST, manifest, rows_layout(manifest, rank, count), (Offer("memory", "x", HOST),),
             published=self.placed if self.placed is not None else published, live=world.live and world.tells,
-            version=self.last, credential=self.credential,
+            version=self.last, credential=self.credential, window_bytes=4096 if world.windows else 0, windows=world.windows,
         )  # fmt: skip
 
     def connect(self) -> None:
@@ -295,6 +315,31 @@ class FakeTrainer:
         digests = row_digests(self._rank.layout, np.full(len(self._rank.layout), number, np.int64))
         return digests[:-1] if kind == "short" else digests
 
+    async def place_window(self, body: PlaceWindow, timeout: float) -> WindowPlaced:
+        process, world = self.process, self.process.world
+        process.epoch += 1
+        epoch = process.epoch
+        await process.fault("window", self)
+        if epoch != process.epoch:
+            raise Aborted("a newer window took over")
+        if body.window >= len(STREAMED):
+            short = world.faults.pop((process.member, "end"), None) == "short"
+            return WindowPlaced(windows=len(STREAMED) - short, manifest=STREAMED.fingerprint)
+        if process.placed != body.number:
+            process.placed, process.slots = body.number, {}
+        slot = body.window // self._rank.world_size % world.windows
+        if process.slots.get(slot, -1) >= body.released:
+            world.alarm(f"window {process.slots[slot]} is overwritten, but windows from {body.released} on are being read")
+        process.slots[slot] = body.window
+        spec = STREAMED[body.window]
+        digests = streamed_digest(body.window, body.number).to_bytes(8, "little")
+        return WindowPlaced((WindowPart(spec.name, spec.shape, spec.dtype, 0),), 3, 0, body.number, digests)
+
+
+def streamed_digest(number: int, content: int) -> int:
+    """Of tensor ``number`` of :data:`STREAMED`, as version ``content``."""
+    return (number * 0x9E3779B97F4A7C15 + content * 0xBF58476D1CE4E5B9 + 1) % 2**64
+
 
 class EngineProcess(_Process):
     """An engine rank's process: memory, label, whether it generates. Sounds the alarm itself."""
@@ -316,7 +361,7 @@ class EngineProcess(_Process):
         self.make: Callable[[], EngineRank] = lambda: EngineRank(
             self.member, name, rank, ranks, session, HOST, manifest, own, ("memory",), delivery, 64, "fake",
             self.label if self.generating else None,  # a rank that is paused serves nothing
-            credential=self.credential,
+            credential=self.credential, takes_any=not len(manifest),
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -415,6 +460,36 @@ class FakeEngine:
         if kind == "undigested":
             return Moved(plan.nbytes, b"", 0, 0, 0, "installed")
         return Moved(plan.nbytes, digests, 0, 0, 0, "installed")
+
+    async def open_stream(self, body: OpenStream, timeout: float) -> Prepared:
+        kind = await self._enter("prepare")
+        self.process.plan, self.process.layout = None, None
+        return Prepared("other" if kind == "other" else body.key, ("memory",))
+
+    async def move_window(self, body: MoveWindow, timeout: float) -> npt.NDArray[np.uint64]:
+        process, world = self.process, self.process.world
+        if process.generating:
+            world.alarm(f"{process.member} generates while its weights change")
+        process.label = None
+        if body.window == 0:
+            process.content = np.full(len(STREAMED), SCRAMBLED, np.int64)
+        kind = await self._enter("window")
+        trainer = world.trainers.get(f"trainer/{body.source}")
+        if trainer is None:
+            raise PeerLost(f"trainer/{body.source} is gone")
+        if body.window not in trainer.slots.values():
+            world.alarm(f"{process.member} reads window {body.window}, which was overwritten")
+        content = body.placed.stamp + (kind == "corrupt")
+        process.content[body.window] = content
+        return np.array([streamed_digest(body.window, content)], np.uint64)
+
+    async def end_stream(self, body: EndStream, timeout: float) -> Moved:
+        kind = await self._enter("end")
+        assert body.manifest == STREAMED.fingerprint
+        if kind == "corrupt":
+            self.process.content[3] += 1
+        digests = [streamed_digest(number, content) for number, content in enumerate(self.process.content.tolist())]
+        return Moved(24, np.array(digests[: -1 if kind == "undigested" else None], "<u8").tobytes(), 0, 0, 0, "received")
 
     async def commit(self, version: Version, timeout: float) -> None:
         process = self.process

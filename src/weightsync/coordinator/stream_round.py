@@ -1,0 +1,385 @@
+"""Run one round whose source is a stream: windows go from the trainer's ranks to all replicas in one pass.
+
+::
+
+    trainer rank 0 ─ window 0, 2, 4 ... ┐          ┌─ replica 0: pause ─ window 0, 1, 2 ... ─ verify ─ commit ─ resume
+                                        ├─ in order ┤
+    trainer rank 1 ─ window 1, 3, 5 ... ┘          └─ replica 1: pause ─ window 0, 1 ✗ quarantine
+
+A rank fills a window again when no replica needs it any more; that is all the backpressure there is. The trainer's ranks go on to
+the end of the stream whatever happens to replicas: a failed one needs no more windows. The version exists at the end, when all
+digests are known. An engine pauses when the first window is there: a stream that fails before it changes nothing. A receiver
+pauses at once: it serves nothing itself, and a failure must reach it too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync import failpoints
+from weightsync.coordinator.events import RoundStarted
+from weightsync.coordinator.negotiation import TransferPlan, key_of
+from weightsync.coordinator.publications import Placement
+from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, bounded, on_all
+from weightsync.coordinator.ranks import EngineNode, TrainerNode
+from weightsync.coordinator.report import Report, round_result
+from weightsync.coordinator.round import RoundContext, commit, out_of_service, pause, resume, settled
+from weightsync.errors import ConfigurationError, PeerLost, PlanMismatch, ProtocolError, VerificationError, WeightSyncError
+from weightsync.model import Version, fold
+from weightsync.model.window import StreamedTensors
+from weightsync.protocol.messages import (
+    EndStream,
+    Moved,
+    MoveWindow,
+    OpenStream,
+    PlaceWindow,
+    ReplicaResult,
+    RoundResult,
+    SourceAddress,
+    WindowPlaced,
+)
+
+__all__ = ["open_stream", "run_stream_round"]
+
+Trainers = Mapping[str, RankHandle[TrainerNode]]
+Engines = Mapping[str, RankHandle[EngineNode]]
+
+_log = logging.getLogger(__name__)
+_LEAST_WINDOW = 4096  # whatever buckets an engine asks for
+_DIFFERENT = "the trainer's ranks did not iterate over the same tensors: every rank's iterator yields all of them, in one order"
+_REASON = "the trainer publishes a stream"
+
+
+class WindowFlow:
+    """Windows on their way: who has placed which, and which replicas still need them. Nothing is polled."""
+
+    def __init__(self, replicas: int) -> None:
+        self.placed: list[WindowPlaced] = []
+        """Windows in order. Their number in the stream is their index."""
+        self.tensors = StreamedTensors()
+        self._early: dict[int, WindowPlaced] = {}
+        self._needed = {replica: 0 for replica in range(replicas)}
+        self._ended = False
+        self._windows: int | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def released(self) -> int:
+        """Windows before this one are needed by no replica any more."""
+        return min(self._needed.values(), default=len(self.placed))
+
+    @property
+    def readers(self) -> int:
+        """Replicas that take part and have not failed."""
+        return len(self._needed)
+
+    def put(self, number: int, window: WindowPlaced) -> None:
+        """Window ``number`` is there; windows of different ranks may come out of order.
+
+        Raises:
+            ConfigurationError: Another rank's stream has ended before it.
+            ManifestMismatch: A tensor came twice.
+        """
+        if self._beyond(number):
+            raise ConfigurationError(_DIFFERENT)
+        self._early[number] = window
+        while (following := self._early.pop(len(self.placed), None)) is not None:
+            digests = np.frombuffer(following.digests, "<u8").tolist()
+            for part, digest in zip(following.parts, digests, strict=True):
+                self.tensors.add(part, digest)
+            self.placed.append(following)
+        self._changed()
+
+    def rank_ended(self, windows: int) -> None:
+        """A rank says that the stream has so many windows.
+
+        Raises:
+            ConfigurationError: Another rank's stream has another number of them.
+        """
+        if self._windows not in (None, windows):
+            raise ConfigurationError(_DIFFERENT)
+        self._windows = windows
+        self._changed()
+
+    def end(self) -> None:
+        """No more windows come."""
+        self._ended = True
+        self._changed()
+
+    def took(self, replica: int, windows: int) -> None:
+        """A replica needs no window before number ``windows`` any more."""
+        self._needed[replica] = windows
+        self._changed()
+
+    def leave(self, replica: int) -> None:
+        """A replica needs no more windows."""
+        self._needed.pop(replica, None)
+        self._changed()
+
+    async def get(self, number: int, deadline: RoundDeadline) -> WindowPlaced | None:
+        """Wait for window ``number``; ``None`` once the stream has ended before it."""
+        await self._until(lambda: number < len(self.placed) or self._ended, f"waiting for window {number}", deadline)
+        return self.placed[number] if number < len(self.placed) else None
+
+    async def room(self, number: int, windows: int, deadline: RoundDeadline) -> None:
+        """Wait until the memory of window ``number`` is free, where the trainer's ranks together have ``windows``."""
+        reused = number - windows
+        what = f"waiting for readers of window {reused}"
+        await self._until(lambda: self.released > reused or self._beyond(number), what, deadline)
+
+    def _beyond(self, number: int) -> bool:
+        return self._windows is not None and number >= self._windows
+
+    async def _until(self, ready: Callable[[], bool], what: str, deadline: RoundDeadline) -> None:
+        while not ready():
+            await bounded(what, deadline, self._news.wait())
+
+    def _changed(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+async def run_stream_round(context: RoundContext) -> RoundResult:
+    """Bring every replica of ``context`` to the version that a stream brings, each independently, in one pass.
+
+    Returns:
+        The result of the round, with one result for each replica. Failed replicas are results, not errors.
+
+    Raises:
+        WeightSyncError: The stream failed, so no version exists. Replicas that had begun to take it are quarantined.
+    """
+    started = asyncio.get_running_loop().time()
+    failpoints.reached("round.start")
+    names = tuple(replica.name for replica in context.replicas)
+    limit = context.settings.max_unavailable
+    if limit and limit < len(names):
+        raise ConfigurationError(
+            f"a stream passes once, so all {len(names)} replicas take it together, and at most {limit} may be out of service: "
+            "raise or remove max_unavailable"
+        )
+    context.emit(RoundStarted(context.round, context.number, names, context.seeding, context.epoch))
+    reports = [Report(replica, context.round, context.emit) for replica in context.replicas]
+    flow = WindowFlow(len(reports))
+    try:
+        async with asyncio.TaskGroup() as group:
+            placing = group.create_task(_place(context, flow))
+            ended = [group.create_task(_update_replica(context, flow, at, report, placing)) for at, report in enumerate(reports)]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from failed.exceptions[0].__cause__
+    finally:
+        del reports
+    placement, place_seconds = placing.result()
+    failpoints.reached("round.end")
+    seconds = asyncio.get_running_loop().time() - started
+    results = [*(task.result() for task in ended), *context.left_out]
+    return round_result(context.round, placement.version, context.settings.require, results, place_seconds, seconds, context.step)
+
+
+def _window_bytes(trainers: Trainers, engines: Mapping[str, RankHandle[EngineNode]]) -> int:
+    """Most bytes of a window: what every trainer rank and every engine rank allows."""
+    largest = min(link.node.rank.window_bytes for link in trainers.values())
+    return min([largest, *(max(_LEAST_WINDOW, link.node.rank.bucket_bytes) for link in engines.values())])
+
+
+# The trainer's side.
+
+
+async def _place(context: RoundContext, flow: WindowFlow) -> tuple[Placement, float]:
+    """Let the trainer's ranks place their windows, to the end of the stream: then its version exists."""
+    started, limit = asyncio.get_running_loop().time(), context.deadline
+    if not context.trainers:
+        raise PeerLost("no trainer rank is connected any more: nothing can be published")
+    engines = {member: link for replica in context.replicas for member, link in replica.members().items()}
+    window_bytes = _window_bytes(context.trainers, engines)
+    context.publications.clear()
+    try:
+        async with asyncio.TaskGroup() as group:
+            ranks = [
+                group.create_task(_place_rank(context, flow, link, rank, window_bytes))
+                for rank, link in enumerate(context.trainers.values())
+            ]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from failed.exceptions[0].__cause__
+    ends = {(end.windows, end.manifest) for end in (task.result() for task in ranks)}
+    if len(ends) > 1:
+        raise ConfigurationError(
+            "the trainer's ranks did not iterate over the same tensors: every rank's iterator yields all of them"
+        )
+    [(windows, fingerprint)] = ends
+    manifest, totals = flow.tensors.end()
+    if windows != len(flow.placed) or fingerprint != manifest.fingerprint or not manifest.nbytes:
+        raise ProtocolError(f"the trainer's ranks announced {windows} windows and placed {len(flow.placed)}, or other tensors")
+    version = Version(context.settings.run, context.number, manifest.fingerprint, fold(totals), context.epoch)
+    sessions = {member: link.node.rank.session for member, link in context.trainers.items()}
+    placement = Placement(version, totals, sessions, live=True)
+    context.publications.hold(placement)
+    flow.end()
+    limit.remaining("ending the stream")
+    return placement, asyncio.get_running_loop().time() - started
+
+
+async def _place_rank(
+    context: RoundContext, flow: WindowFlow, link: RankHandle[TrainerNode], first: int, window_bytes: int
+) -> WindowPlaced:
+    """Let one rank place its windows. Returns the end of its stream."""
+    number, world_size, limit = first, len(context.trainers), context.deadline
+    while True:
+        await flow.room(number, link.node.rank.windows * world_size, limit)
+        body = PlaceWindow(context.number, context.epoch, number, flow.released, window_bytes)
+
+        def place(link: RankHandle[TrainerNode], left: float, body: PlaceWindow = body) -> Coroutine[Any, Any, WindowPlaced]:
+            return link.node.place_window(body, left)
+
+        answers = await on_all("place", limit, {link.member: link}, place)
+        placed = answers[link.member]
+        if not placed.parts:
+            flow.rank_ended(placed.windows)
+            return placed
+        flow.put(number, placed)
+        failpoints.reached("round.window")
+        number += world_size
+
+
+# The replicas' side.
+
+
+async def _update_replica(
+    context: RoundContext, flow: WindowFlow, at: int, report: Report, placing: asyncio.Task[tuple[Placement, float]]
+) -> ReplicaResult:
+    """Take one replica through the round. Never raises except for cancellation: errors become the replica's result."""
+    replica = report.replica
+    engines = replica.members()
+    try:
+        if replica.missing:
+            absent = replica.missing_in_words
+            raise WeightSyncError(f"replica {replica.name} is not complete: rank {absent} of {replica.world_size} is missing")
+        if not replica.takes_any:
+            await _agree(context, flow, report, engines)
+            await flow.get(0, context.deadline)
+        async with out_of_service(context, report, engines) as serves:
+            try:
+                if replica.takes_any:
+                    await _agree(context, flow, report, engines)
+                with report.phase("pause"):
+                    await pause(engines, context, _patience(context, flow))
+                failpoints.reached("round.paused")
+                with report.phase("move"):
+                    placement = await _move(context, flow, at, report, engines, placing)
+                failpoints.reached("round.moved")
+            except asyncio.CancelledError:
+                failure = placing.exception() if placing.done() and not placing.cancelled() else None
+                if failure is None:
+                    raise
+                raise WeightSyncError(str(failure)) from failure  # what ended this: the replica's ranks are told
+            finally:
+                flow.leave(at)  # before a quarantine, for which the others need not wait
+            with report.phase("verify"):
+                _verify(report.moved, placement)
+            failpoints.reached("round.verified")
+            with report.phase("commit"):
+                await commit(engines, placement.version, context.deadline)
+                failpoints.reached("round.committed")
+                await resume(engines, context.deadline)
+            failpoints.reached("round.resumed")
+            serves(placement.version)
+    except WeightSyncError as error:
+        report.failed(error)
+    except Exception as error:  # noqa: BLE001 - becomes this replica's result: a bug here must not fail other replicas
+        _log.exception("round %d failed in replica %s: unexpected error", context.round, replica.name)
+        report.failed(error)
+    finally:
+        flow.leave(at)
+    return report.result()
+
+
+def _patience(context: RoundContext, flow: WindowFlow) -> RoundDeadline:
+    """How long a replica may take for one step: half of the time that is left, where others wait for it."""
+    left = context.deadline.remaining("the next step of the stream")
+    return RoundDeadline(left / 2) if flow.readers > 1 else context.deadline
+
+
+async def _agree(context: RoundContext, flow: WindowFlow, report: Report, engines: Engines) -> None:
+    with report.phase("agree"):
+        await settled(context, report.replica)
+        if report.replica.preparing is not None:
+            await asyncio.wait([report.replica.preparing], timeout=_patience(context, flow).remaining("preparing ahead"))
+        report.agreement = await open_stream(context.trainers, engines, _patience(context, flow))
+    failpoints.reached("round.agreed")
+
+
+async def open_stream(trainers: Trainers, engines: Engines, deadline: RoundDeadline) -> TransferPlan:
+    """Let engine ranks connect to the trainer's windows while they serve; those that have done so already are not asked.
+
+    Raises:
+        PlanMismatch: A rank acknowledged other sources than those it was sent.
+    """
+    sources = {member: link.node.rank for member, link in trainers.items()}
+    ranks = {member: link.node.rank for member, link in engines.items()}
+    key = key_of(sources, ranks)
+    addresses = tuple(SourceAddress(member, rank.layout.digest, rank.offers, rank.key) for member, rank in sources.items())
+    body = OpenStream(key, addresses, _window_bytes(trainers, engines))
+    unprepared = {member: link for member, link in engines.items() if link.prepared != key}
+    for link in unprepared.values():
+        link.prepared = None
+    answers = await on_all("prepare", deadline, unprepared, lambda link, left: link.node.open_stream(body, left))
+    for member, answer in answers.items():
+        if answer.digest != key:
+            raise PlanMismatch(f"{member} acknowledged {answer.digest} instead of {key}: do both run the same weightsync?")
+        engines[member].prepared, engines[member].transports = key, answer.transports
+    return TransferPlan(key, "streamed", _REASON, {}, (), (*sources.values(), *ranks.values()))
+
+
+async def _move(
+    context: RoundContext,
+    flow: WindowFlow,
+    at: int,
+    report: Report,
+    engines: Engines,
+    placing: asyncio.Task[tuple[Placement, float]],
+) -> Placement:
+    """Bring every window to every rank, in order, and compare the digests of each at once."""
+    number, world_size = 0, len(context.trainers)
+    while (window := await flow.get(number, context.deadline)) is not None:
+        body = MoveWindow(number, number % world_size, window)
+        published = np.frombuffer(window.digests, "<u8")
+
+        def move(link: RankHandle[EngineNode], left: float, body: MoveWindow = body) -> Coroutine[Any, Any, npt.NDArray[np.uint64]]:
+            return link.node.move_window(body, left)
+
+        arrived = await on_all("move", _patience(context, flow), engines, move)
+        for member, digests in arrived.items():
+            _compare(member, window, digests, published)
+        number += 1
+        flow.took(at, number)
+    placement, _ = await bounded("ending the stream", context.deadline, asyncio.shield(placing))
+    end = EndStream(placement.version.manifest)
+    report.moved = await on_all("move", context.deadline, engines, lambda link, left: link.node.end_stream(end, left))
+    return placement
+
+
+def _compare(member: str, window: WindowPlaced, digests: npt.NDArray[np.uint64], published: npt.NDArray[np.uint64]) -> None:
+    if digests.shape != published.shape:
+        raise ProtocolError(f"{member} sent {len(digests)} digests of a window of {len(published)} tensors")
+    wrong = np.flatnonzero(digests != published)
+    if len(wrong):
+        raise VerificationError(
+            f"{len(wrong)} of {len(published)} tensors of a window arrived at {member} with other bytes than were published: "
+            f"{window.parts[int(wrong[0])].name}"
+        )
+
+
+def _verify(moved: Mapping[str, Moved], placement: Placement) -> None:
+    for member, answer in moved.items():
+        if len(answer.digests) != placement.digests.nbytes:
+            raise ProtocolError(
+                f"{member} sent {len(answer.digests)} bytes of digests, expected 8 for each of {len(placement.digests)}"
+            )
+        wrong = np.flatnonzero(np.frombuffer(answer.digests, "<u8") != placement.digests)
+        if len(wrong):
+            raise VerificationError(f"{len(wrong)} of {len(placement.digests)} tensors of {member} differ from the published ones")

@@ -1,0 +1,282 @@
+"""The windows of a stream: each is received into a bucket while the engine's loader works on the one before."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync import failpoints
+from weightsync.deadline import Deadline
+from weightsync.engine.fill.filler import FillContext, Filled
+from weightsync.engine.readers import connect, writing
+from weightsync.errors import LayoutError, ManifestMismatch, ProtocolError
+from weightsync.model import Layout, Manifest, TensorSpec
+from weightsync.model.window import StreamedTensors, WindowPart, window_layout
+from weightsync.planning.pieces import Pieces
+from weightsync.protocol.messages import MoveWindow, OpenStream, WindowPlaced
+from weightsync.tensors.copy_table import CopyTable, tiles_of
+from weightsync.tensors.cuda.digest import LayoutDigest
+from weightsync.tensors.cuda.waiting import wait_for_device
+from weightsync.tensors.digest import digest_rows
+from weightsync.tensors.shards import torch_dtype
+from weightsync.tensors.staging import Buffer, staging_buffer
+from weightsync.transports.base import Reader, Transport
+from weightsync.transports.host.memory import available_bytes
+
+__all__ = ["WindowReceiver"]
+
+_GRACE = 5.0  # seconds for the receiving thread to end after an abort
+_LEAST_WINDOW = 4096  # a stream's windows may always have so many bytes
+
+
+class WindowReceiver:
+    """Takes windows from the trainer ranks of ``body``, in order, and hands their tensors to the engine's loader.
+
+    The order of calls is :meth:`prepare` once; then for each stream :meth:`begin`, :meth:`move` for each window, :meth:`end`. After
+    an error it is closed. Not thread-safe, except :meth:`abort`. Holds two buckets (or one), and the tensor that is larger than a
+    window while its parts come.
+
+    Raises:
+        LayoutError: The windows are larger than this engine rank's buckets.
+    """
+
+    def __init__(self, context: FillContext, body: OpenStream, *, takes_any: bool) -> None:
+        self.key = body.key
+        self.nbytes = 0
+        """Bytes of the stream so far."""
+        most = max(context.bucket_bytes, _LEAST_WINDOW)
+        if body.window_bytes > most:
+            raise LayoutError(f"a stream comes in windows of {body.window_bytes:,} bytes; this engine rank allows {most:,}")
+        self._context, self._body, self._takes_any = context, body, takes_any
+        self._sources: list[tuple[Transport, Reader, str]] = []
+        self._device = self._reachable()
+        self._buffers: list[Buffer] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weightsync-receive")
+        self._receiving: Future[npt.NDArray[np.uint64]] | None = None
+        self.begin()
+
+    def _reachable(self) -> torch.device | None:
+        """Where buckets lie: on the engine's device if every source can be read from there, else in host memory."""
+        device = self._context.staging_device
+        usable = {transport.name for transport in writing(device, self._context.transports)} if device is not None else set()
+        every = all(any(offer.scheme in usable for offer in source.offers) for source in self._body.sources)
+        return device if every else None
+
+    def prepare(self, deadline: Deadline) -> None:
+        """Connect to every source, and allocate the buckets."""
+        context = self._context
+        for source in self._body.sources:
+            context.engine.check_abort()
+            transport, reader = connect(source, context.transports, self._device, context.host, deadline, context.encrypted)
+            self._sources.append((transport, reader, source.layout_digest))
+        context.engine.check_abort()
+        self._buffers = [staging_buffer(self._body.window_bytes, self._device) for _ in range(context.buffers)]
+        if self._device is not None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Names of the transports in use, each once."""
+        return tuple(dict.fromkeys(transport.name for transport, *_ in self._sources))
+
+    def begin(self) -> None:
+        """Begin a stream."""
+        self.nbytes = self._next = 0
+        self._tensors = StreamedTensors()
+        self._parts: dict[str, Buffer] = {}  # of a tensor that has not come whole
+        self._pending: list[tuple[str, torch.Tensor]] = []
+        self._receive_seconds = self._load_seconds = 0.0
+
+    def move(self, body: MoveWindow, deadline: Deadline) -> npt.NDArray[np.uint64]:
+        """Receive a window while the loader works on the one before. Returns the digest of each part of the window.
+
+        Raises:
+            ManifestMismatch: A tensor came that the engine does not take, or came twice.
+            ProtocolError: The window is not the next one, or describes something impossible.
+        """
+        if body.window != self._next or body.source >= len(self._sources):
+            raise ProtocolError(f"window {body.window} of source {body.source} came instead of window {self._next}")
+        self._next += 1
+        placed, bucket = body.placed, self._buffers[body.window % len(self._buffers)]
+        if not 0 <= placed.nbytes <= self._body.window_bytes or placed.offset < 0:
+            raise ProtocolError(f"a window of {placed.nbytes:,} bytes at {placed.offset} is not one of this stream")
+        for part in placed.parts:
+            self._check(part)
+        if len(self._buffers) == 1:
+            self._load(deadline)
+        self._receiving = self._thread.submit(self._receive, placed, self._sources[body.source], bucket, deadline)
+        try:
+            self._load(deadline)
+            digests = self._receiving.result(deadline.remaining("receiving a window"))
+        except BaseException:
+            self.abort()
+            if not self._receiving.cancel():
+                with suppress(Exception):  # the error that ended this is the one to report
+                    self._receiving.result(_GRACE)
+            raise
+        for part, digest in zip(placed.parts, digests.tolist(), strict=True):
+            self._tensors.add(part, digest)
+        self._pending = self._arrived(placed, bucket)
+        self.nbytes += sum(part.nbytes for part in placed.parts)
+        self._context.progress(self.nbytes)
+        return digests
+
+    def end(self, fingerprint: str, deadline: Deadline) -> Filled:
+        """Load what is left. The digests are of all tensors, in the order of the stream's manifest.
+
+        Raises:
+            ManifestMismatch: The stream did not bring every tensor that the engine takes.
+            ProtocolError: The stream's manifest is another one than the coordinator's.
+        """
+        self._load(deadline)
+        manifest, received = self._tensors.end()
+        if manifest.fingerprint != fingerprint:
+            raise ProtocolError(f"the stream brought tensors with fingerprint {manifest.fingerprint}, not {fingerprint}")
+        if self._takes_any:
+            return Filled(received, "received", self._receive_seconds, self._load_seconds)
+        own = self._context.manifest
+        came = {own.index[spec.name] for spec in manifest}
+        missing = [spec.name for index, spec in enumerate(own) if index not in came and spec.size]
+        if missing:
+            raise ManifestMismatch(f"the stream did not bring {missing[0]} ({len(missing)} of {len(own)} tensors of the engine)")
+        started = time.perf_counter()
+        installed = self._context.engine.read_back(deadline)
+        if installed is None or not came <= {*installed[0].tolist(), *(i for i, spec in enumerate(own) if not spec.size)}:
+            return Filled(received, "received", self._receive_seconds, self._load_seconds)
+        by_index = dict(zip(installed[0].tolist(), installed[1].tolist(), strict=True))
+        digests = np.array([by_index.get(own.index[spec.name], 0) for spec in manifest], np.uint64)
+        return Filled(digests, "installed", self._receive_seconds, self._load_seconds, time.perf_counter() - started)
+
+    def _check(self, part: WindowPart) -> None:
+        """Raise unless the engine takes this tensor."""
+        if self._takes_any:
+            return
+        own = self._context.manifest
+        index = own.index.get(part.name)
+        if index is None:
+            raise ManifestMismatch(f"the stream brings {part.name}, which the engine does not take")
+        spec = own[index]
+        if (spec.shape, spec.dtype) != (part.shape, part.dtype):
+            Manifest([part.spec]).check_same(Manifest([TensorSpec(part.name, spec.shape, spec.dtype)]))
+
+    def _load(self, deadline: Deadline) -> None:
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        started = time.perf_counter()
+        self._context.engine.load(pending)
+        if self._device is not None:
+            wait_for_device(self._device, deadline, "the engine's loader")  # its bucket is filled again
+        self._load_seconds += time.perf_counter() - started
+
+    def _receive(
+        self, placed: WindowPlaced, source: tuple[Transport, Reader, str], bucket: Buffer, deadline: Deadline
+    ) -> npt.NDArray[np.uint64]:
+        started = time.perf_counter()
+        manifest, layout, order = window_layout(placed.parts, placed.nbytes, assembled=True)
+        where = [_address(bucket), *(_address(self._whole(part)) for part in placed.parts if not part.whole)]
+        addresses = tuple(where[: len(layout.regions)])
+        table = self._table(placed, manifest, layout, addresses)
+        digests = np.zeros(len(placed.parts), np.uint64)
+        rows = np.zeros(len(layout), np.uint64)
+        if self._device is None:
+            self._read(source, table, placed, deadline, rows)
+            if source[0].traits.digests != "inline":
+                digest_rows(manifest, layout, addresses, 0, len(layout), rows)
+        elif len(layout):
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                self._read(source, table, placed, deadline, None)
+                digest = LayoutDigest(manifest, layout, addresses, self._device)
+                digest.launch()
+                wait_for_device(self._device, deadline, "digesting a window")
+                rows = digest.taken()
+        digests[order] = rows
+        self._receive_seconds += time.perf_counter() - started
+        return digests
+
+    def _read(
+        self,
+        source: tuple[Transport, Reader, str],
+        table: CopyTable,
+        placed: WindowPlaced,
+        deadline: Deadline,
+        digests: npt.NDArray[np.uint64] | None,
+    ) -> None:
+        transport, reader, layout_digest = source
+        check_abort = self._context.engine.check_abort
+        check_abort()
+        reader.prepare([table], layout_digest, deadline)
+        check_abort()
+        reader.begin(placed.stamp, deadline)
+        check_abort()  # a begin forgets that it was aborted before
+        reader.read(0, deadline, digests if transport.traits.digests == "inline" else None)
+        failpoints.reached("engine.group")
+        reader.end(deadline)
+
+    def _table(self, placed: WindowPlaced, manifest: Manifest, layout: Layout, addresses: tuple[int, ...]) -> CopyTable:
+        """What to copy from the trainer's region, where the window begins at ``placed.offset``."""
+        _, published, _ = window_layout(placed.parts, placed.nbytes)
+        rows = len(layout)
+        pieces = Pieces(
+            ("",),
+            np.zeros(rows, np.int32),
+            np.zeros(rows, np.int32),
+            published.offset + placed.offset,
+            published.strides,
+            np.arange(rows, dtype=np.int32),
+            published.starts,
+            published.stops,
+        )
+        return tiles_of(manifest, pieces, layout, addresses, [(0, rows)] if rows else [])[0][0] if rows else CopyTable.empty()
+
+    def _whole(self, part: WindowPart) -> Buffer:
+        """The memory in which the parts of a tensor are put together."""
+        if part.name not in self._parts:
+            nbytes, free = part.spec.nbytes, available_bytes() if self._device is None else None
+            if free is not None and nbytes > free:
+                raise LayoutError(f"no memory for {part.name}: {nbytes:,} bytes, and {free:,} are free")
+            self._parts[part.name] = staging_buffer(nbytes, self._device)
+        return self._parts[part.name]
+
+    def _arrived(self, placed: WindowPlaced, bucket: Buffer) -> list[tuple[str, torch.Tensor]]:
+        """The tensors that are whole now, in the order in which they came."""
+        tensors = []
+        for part in sorted(placed.parts, key=lambda part: part.offset):
+            if not self._tensors.complete(part.name):
+                continue
+            memory = bucket[part.offset : part.offset + part.nbytes] if part.whole else self._parts.pop(part.name)
+            flat = memory if isinstance(memory, torch.Tensor) else torch.from_numpy(memory)
+            name = part.name if self._takes_any else self._context.manifest[self._context.manifest.index[part.name]].name
+            tensors.append((name, flat.view(torch_dtype(part.dtype)).view(part.shape)))
+        return tensors
+
+    def abort(self) -> None:
+        """Make a :meth:`prepare` or :meth:`move` in another thread end soon. Never blocks."""
+        for _, reader, _ in list(self._sources):
+            reader.abort()
+
+    def close(self) -> None:
+        """Close the connections, once nothing is received over them any more. The buckets are freed with their last user."""
+        receiving = self._receiving
+        self._pending = []
+        if receiving is None or receiving.done():
+            self._release()
+        else:
+            self.abort()
+            receiving.add_done_callback(lambda _: self._release())
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _release(self) -> None:
+        sources, self._sources = self._sources, []
+        for _, reader, _ in reversed(sources):
+            reader.close()
+
+
+def _address(buffer: Buffer) -> int:
+    return buffer.data_ptr() if isinstance(buffer, torch.Tensor) else int(buffer.ctypes.data)

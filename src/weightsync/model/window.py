@@ -1,0 +1,153 @@
+"""A window of a stream: whole tensors, or a part of one larger than a window, in consecutive memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.errors import LayoutError, ManifestMismatch
+from weightsync.model.dtypes import itemsize
+from weightsync.model.layout import Layout
+from weightsync.model.manifest import Manifest, TensorSpec
+
+__all__ = ["ALIGNMENT", "StreamedTensors", "WindowPart", "window_layout"]
+
+ALIGNMENT = 256
+"""Every tensor begins at a multiple of this many bytes of its window."""
+
+_Extents = Annotated[tuple[int, ...], msgspec.Meta(max_length=16)]
+
+
+class WindowPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor of a window, ``offset`` bytes from its beginning, contiguous.
+
+    ``starts`` and ``stops`` are the box that is in the window; both are empty for a whole tensor.
+    """
+
+    name: str
+    shape: _Extents
+    dtype: str
+    offset: int
+    starts: _Extents = ()
+    stops: _Extents = ()
+
+    def __post_init__(self) -> None:
+        """Check what arithmetic relies on; a shape that is impossible is left to the manifest.
+
+        Raises:
+            ValueError: The box or the offset is impossible.
+        """
+        boxes = len(self.starts) == len(self.stops) and len(self.stops) in (0, len(self.shape))
+        if not boxes or self.offset < 0 or self.offset % ALIGNMENT:
+            raise ValueError("a part of a window has an impossible offset or box")
+        if any(not 0 <= a < b <= extent for a, b, extent in zip(self.starts, self.stops, self.shape, strict=False)):
+            raise ValueError("a part of a window lies outside its tensor")
+
+    @property
+    def whole(self) -> bool:
+        """Whether the window holds the whole tensor."""
+        return not self.stops
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The whole tensor."""
+        return TensorSpec(self.name, self.shape, self.dtype)
+
+    @property
+    def size(self) -> int:
+        """Elements in the window."""
+        return prod(self.shape) if self.whole else prod(b - a for a, b in zip(self.starts, self.stops, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the window."""
+        return self.size * itemsize(self.dtype)
+
+
+def window_layout(parts: Sequence[WindowPart], nbytes: int, *, assembled: bool = False) -> tuple[Manifest, Layout, list[int]]:
+    """Manifest and layout of a window of ``nbytes`` bytes, and the index in ``parts`` of each row of the layout.
+
+    Parts without elements have no row. With ``assembled``, a part of a tensor lies in region 1, the memory of the whole tensor;
+    everything else lies in region 0, the window.
+
+    Raises:
+        LayoutError: A part reaches past the window, or the window holds parts of two tensors.
+        ConfigurationError: A name, shape or dtype is impossible, or a name occurs twice.
+    """
+    manifest = Manifest(part.spec for part in parts)
+    order = sorted((index for index, part in enumerate(parts) if part.size), key=lambda index: manifest.index[parts[index].name])
+    rows, dims = len(order), manifest.dims
+    tensor = np.array([manifest.index[parts[index].name] for index in order], np.int32)
+    starts, stops = np.zeros((rows, dims), np.int64), np.ones((rows, dims), np.int64)
+    region, offset, strides = np.zeros(rows, np.int32), np.zeros(rows, np.int64), np.zeros((rows, dims), np.int64)
+    regions = [nbytes]
+    for row, index in enumerate(order):
+        part = parts[index]
+        rank = len(part.shape)
+        if rank:
+            stops[row, dims - rank :] = part.shape if part.whole else part.stops
+            if not part.whole:
+                starts[row, dims - rank :] = part.starts
+        shape = manifest.shapes[tensor[row]]
+        inside = assembled and not part.whole
+        strides[row] = _strides(shape if inside else stops[row] - starts[row], itemsize(part.dtype))
+        if not inside:
+            offset[row] = part.offset
+            continue
+        if len(regions) > 1:
+            raise LayoutError("a window holds parts of two tensors")
+        regions.append(part.spec.nbytes)
+        region[row], offset[row] = 1, int((starts[row] * strides[row]).sum())
+    return manifest, Layout(manifest, tensor, starts, stops, region, offset, strides, tuple(regions)), order
+
+
+def _strides(extents: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
+    strides = np.empty(len(extents), np.int64)
+    for dim in range(len(extents) - 1, -1, -1):
+        strides[dim] = size
+        size *= int(extents[dim])
+    return strides
+
+
+class StreamedTensors:
+    """The tensors of a stream as they come, and their digests, which add up over the parts of a tensor."""
+
+    def __init__(self) -> None:
+        self._specs: dict[str, TensorSpec] = {}
+        self._left: dict[str, int] = {}
+        self._digests: dict[str, int] = {}
+
+    def add(self, part: WindowPart, digest: int = 0) -> None:
+        """Take note of a part.
+
+        Raises:
+            ManifestMismatch: The tensor came already, or as another one.
+        """
+        known = self._specs.get(part.name)
+        if known is None:
+            self._specs[part.name], self._left[part.name], self._digests[part.name] = part.spec, part.spec.size, 0
+        elif known != part.spec or not part.size or part.size > self._left[part.name]:
+            raise ManifestMismatch(f"the stream brings {part.name} twice, or as two different tensors")
+        self._left[part.name] -= part.size
+        self._digests[part.name] = (self._digests[part.name] + digest) % 2**64
+
+    def complete(self, name: str) -> bool:
+        """Whether all parts of this tensor came."""
+        return not self._left[name]
+
+    def end(self) -> tuple[Manifest, npt.NDArray[np.uint64]]:
+        """The manifest of the stream, and the digest of each of its tensors.
+
+        Raises:
+            ManifestMismatch: A tensor did not come whole.
+        """
+        torn = [name for name, left in self._left.items() if left]
+        if torn:
+            raise ManifestMismatch(f"the stream ended in the middle of {torn[0]}")
+        manifest = Manifest(self._specs.values())
+        return manifest, np.array([self._digests[spec.name] for spec in manifest], np.uint64)

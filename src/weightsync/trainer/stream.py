@@ -1,0 +1,415 @@
+"""A stream as the source: a one-shot iterator of whole tensors, sent window by window while it goes on.
+
+Nothing but a ring of windows is held. The thread that iterates copies each tensor to the window in progress. The thread that
+answers the coordinator digests windows that are full and says so. A window is used again when no reader needs it any more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync import failpoints
+from weightsync.deadline import Deadline
+from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, TransportUnavailable, WeightSyncError
+from weightsync.model import Layout, Manifest, TensorSpec
+from weightsync.model.window import ALIGNMENT, StreamedTensors, WindowPart, window_layout
+from weightsync.protocol.messages import Body, Done, Host, Memory, Offer, PlaceWindow, WindowPlaced
+from weightsync.tensors.cuda.digest import LayoutDigest
+from weightsync.tensors.cuda.waiting import wait_for_event
+from weightsync.tensors.digest import digest_rows
+from weightsync.tensors.shards import DTypes, checkpoint_name, dtype_name
+from weightsync.trainer.host_copy import chunks
+from weightsync.trainer.publisher import publish_region
+from weightsync.transports.base import LOOPBACK, Key, Network, Publisher, Transport
+from weightsync.transports.cuda.region import CudaRegion
+from weightsync.transports.host.region import EMPTY, PublishedRegion
+
+__all__ = ["Stream", "StreamRole", "StreamedPublication"]
+
+_HOST_WINDOW, _DEVICE_WINDOW = 256 << 20, 1 << 30
+_MOST_WINDOWS = 64
+_NOTHING = Manifest(())
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What a trainer publishes that holds no model: see :meth:`weightsync.Trainer.publish_stream`.
+
+    Attributes:
+        window_bytes: Bytes of a staging window; by default 256 MiB, 1 GiB on a device. A larger tensor crosses in parts.
+        windows: Staging windows of each trainer rank, at least two, so that one is filled while another is read.
+        device: The CUDA device that holds the windows; ``None`` for host memory. Tensors may be anywhere.
+
+    Raises:
+        ConfigurationError: A number is out of range, or the device is no CUDA device.
+    """
+
+    window_bytes: int | None = None
+    windows: int = 3
+    device: torch.device | str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        if self.window_bytes is not None and not ALIGNMENT <= self.window_bytes <= 1 << 40:
+            raise ConfigurationError(f"window_bytes is a number of bytes from {ALIGNMENT} to 2^40, not {self.window_bytes!r}")
+        if not 2 <= self.windows <= _MOST_WINDOWS:
+            raise ConfigurationError(f"a stream has 2 to {_MOST_WINDOWS} windows, not {self.windows!r}")
+        if self.device is not None and torch.device(self.device).type != "cuda":
+            raise ConfigurationError(f"the windows of a stream lie on a CUDA device or, None, the host, not on {self.device!r}")
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of a window, a multiple of what tensors are aligned to."""
+        given = self.window_bytes or (_HOST_WINDOW if self.device is None else _DEVICE_WINDOW)
+        return -(-given // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass
+class _Window:
+    """A window that this rank fills: what is in it, where it begins in the region, and, on a device, when its copies are done."""
+
+    offset: int
+    parts: list[WindowPart] = field(default_factory=list)
+    nbytes: int = 0
+    copied: torch.cuda.Event | None = None
+
+
+class StreamedPublication:
+    """One publication of a stream by this rank.
+
+    The thread that iterates calls :meth:`drain`, another thread :meth:`window`. All ranks cut the same tensors into the same
+    windows. Each copies only its own: those whose number is its rank, modulo the world size.
+
+    Args:
+        memory: The windows, ``uint8[windows * capacity]``, on the host or a CUDA device.
+        capacity: Bytes of a window.
+        rank: This trainer rank.
+        world_size: Number of trainer ranks.
+        dtype: What to convert to; see :class:`weightsync.Trainer`.
+        stamp: Version number under which the region is readable meanwhile.
+    """
+
+    def __init__(self, memory: torch.Tensor, capacity: int, rank: int, world_size: int, dtype: DTypes, stamp: int) -> None:
+        self.stamp = stamp
+        self._memory, self._capacity = memory, capacity
+        self._slots = len(memory) // capacity
+        self._rank, self._world_size, self._dtype = rank, world_size, dtype
+        self._changed = threading.Condition()
+        self._full: dict[int, _Window] = {}
+        self._end: WindowPlaced | None = None
+        self._most = 0  # bytes of a window, once the coordinator has said it
+        self._released = 0
+        self._error: WeightSyncError | None = None
+        # Of the thread that iterates:
+        self._tensors = StreamedTensors()
+        self._current: _Window | None = None
+        self._number = 0  # of the window in progress
+        self._used = self._count = 0  # bytes and tensors of it, whoever fills it
+
+    # The thread that iterates.
+
+    def drain(self, tensors: Iterable[tuple[str, torch.Tensor]], deadline: Deadline) -> None:
+        """Iterate to the end, whatever happens: gathers are collective. What cannot be sent any more is dropped.
+
+        Raises:
+            ConfigurationError: The iterator yielded what cannot be published.
+            DeadlineExceeded: Readers, or the other ranks, took too long.
+        """
+        failure: Exception | None = None
+        try:
+            for item in tensors:
+                failpoints.reached("trainer.streaming")
+                if self._error is None:
+                    try:
+                        self._take(*_checked(item), deadline)
+                    except Exception as error:  # noqa: BLE001 - raised when the iterator has been drained
+                        failure = failure or (None if error is self._error else error)
+                        self.stop(error)
+                del item  # its memory is needed for the next one
+        except BaseException as error:
+            self.stop(Aborted(f"the stream of trainer rank {self._rank} raised: {type(error).__name__}: {error}"))
+            raise
+        if failure is not None:
+            raise failure
+        if self._error is None:
+            try:
+                self._finish()
+            except WeightSyncError as error:
+                self.stop(error)
+                raise
+
+    def _take(self, name: str, tensor: torch.Tensor, deadline: Deadline) -> None:
+        dtype = self._published(name, tensor)
+        shape = tuple(tensor.shape)
+        spec = TensorSpec(name, shape, dtype_name(dtype))
+        most = self._most or self._first_call(deadline)
+        if spec.nbytes <= most:
+            self._put(WindowPart(name, shape, spec.dtype, 0), tensor, dtype, deadline)
+            return
+        if dtype.itemsize > most:
+            raise ConfigurationError(f"a window of {most} bytes holds no element of {name}")
+        for box in chunks(shape, most // dtype.itemsize):
+            self._close()
+            starts, stops = tuple(cut.start for cut in box), tuple(cut.stop for cut in box)
+            self._put(WindowPart(name, shape, spec.dtype, 0, starts, stops), tensor[box], dtype, deadline)
+
+    def _put(self, part: WindowPart, tensor: torch.Tensor, dtype: torch.dtype, deadline: Deadline) -> None:
+        offset = -(-self._used // ALIGNMENT) * ALIGNMENT
+        if offset + part.nbytes > self._most:
+            self._close()
+            offset = 0
+        self._tensors.add(part)
+        self._used, self._count = offset + part.nbytes, self._count + 1
+        if self._number % self._world_size != self._rank:
+            return
+        window = self._current or self._open(deadline)
+        window.parts.append(WindowPart(part.name, part.shape, part.dtype, offset, part.starts, part.stops))
+        window.nbytes = self._used
+        if part.nbytes:
+            first = window.offset + offset
+            target = self._memory[first : first + part.nbytes].view(dtype)
+            target.view(tensor.shape).copy_(tensor.detach())
+
+    def _open(self, deadline: Deadline) -> _Window:
+        """The next window of this rank, when its memory is free."""
+        reused = self._number - self._slots * self._world_size  # the window whose memory this is
+        with self._changed:
+            self._wait(lambda: self._released > reused, deadline, "waiting for readers")
+        self._current = _Window(self._number // self._world_size % self._slots * self._capacity)
+        return self._current
+
+    def _close(self) -> None:
+        """Let the window in progress be read, unless it is empty."""
+        if not self._count:
+            return
+        window, self._current = self._current, None
+        if window is not None:
+            if self._memory.is_cuda:
+                window.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                window.copied.record(torch.cuda.current_stream(self._memory.device))
+            with self._changed:
+                self._full[self._number] = window
+                self._changed.notify_all()
+        self._number, self._used, self._count = self._number + 1, 0, 0
+
+    def _finish(self) -> None:
+        self._close()
+        manifest, _ = self._tensors.end()
+        if not manifest.nbytes:
+            raise ConfigurationError("the stream brought no bytes: nothing can be published")
+        with self._changed:
+            self._end = WindowPlaced(windows=self._number, manifest=manifest.fingerprint)
+            self._changed.notify_all()
+
+    def _published(self, name: str, tensor: torch.Tensor) -> torch.dtype:
+        own = tensor.dtype
+        if self._dtype is None:
+            return own
+        if isinstance(self._dtype, torch.dtype):
+            return self._dtype if own.is_floating_point and own.itemsize > 1 else own
+        return self._dtype.get(name, own)
+
+    def _first_call(self, deadline: Deadline) -> int:
+        with self._changed:
+            self._wait(lambda: bool(self._most), deadline, "waiting for the other trainer ranks to publish")
+            return self._most
+
+    def _wait(self, ready: Callable[[], bool], deadline: Deadline, what: str) -> None:
+        if not self._changed.wait_for(lambda: self._error is not None or ready(), deadline.remaining(what)):
+            raise DeadlineExceeded(f"{what} took longer than {deadline.seconds:g} s")
+        if self._error is not None:
+            raise self._error
+
+    # The thread that answers the coordinator; stop() any.
+
+    def stop(self, error: BaseException) -> None:
+        """Send nothing more: whoever waits gets ``error``. The first one counts. After the end of the stream: nothing."""
+        with self._changed:
+            if self._error is None and self._end is None:
+                known = isinstance(error, WeightSyncError)
+                self._error = error if known else Aborted(f"{type(error).__name__}: {error}")  # type: ignore[assignment]
+            self._changed.notify_all()
+
+    def window(self, body: PlaceWindow, deadline: Deadline) -> WindowPlaced:
+        """Answer the coordinator when the window is full, or the stream has ended before it.
+
+        Raises:
+            Aborted: The stream was stopped, by whatever error stopped it.
+            DeadlineExceeded: ``deadline`` passed.
+        """
+        if body.window % self._world_size != self._rank or body.window_bytes > self._capacity:
+            raise ConfigurationError(f"trainer rank {self._rank} has no window {body.window} of {body.window_bytes:,} bytes")
+        with self._changed:
+            self._most = self._most or body.window_bytes
+            self._released = max(self._released, body.released)
+            self._changed.notify_all()
+            self._wait(lambda: body.window in self._full or self._end is not None, deadline, f"filling window {body.window}")
+            window = self._full.pop(body.window, None)
+            if window is None:
+                return self._end or WindowPlaced()
+        digests = self._digests(window, deadline)
+        return WindowPlaced(
+            parts=tuple(window.parts),
+            nbytes=window.nbytes,
+            offset=window.offset,
+            stamp=self.stamp,
+            digests=digests.astype("<u8").tobytes(),
+        )
+
+    def _digests(self, window: _Window, deadline: Deadline) -> npt.NDArray[np.uint64]:
+        """Digests of the parts, in their order, of what the window's memory holds."""
+        manifest, layout, order = window_layout(window.parts, window.nbytes)
+        digests = np.zeros(len(window.parts), np.uint64)
+        address = self._memory.data_ptr() + window.offset
+        if window.copied is None:
+            rows = np.zeros(len(layout), np.uint64)
+            digest_rows(manifest, layout, (address,), 0, len(layout), rows)
+            digests[order] = rows
+            return digests
+        device = self._memory.device
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device), torch.cuda.stream(side):
+            wait_for_event(window.copied, deadline, "filling a window of the stream")
+            taken = LayoutDigest(manifest, layout, (address,), device)
+            taken.launch()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+            wait_for_event(done, deadline, "digesting a window of the stream")
+            digests[order] = taken.taken()
+        return digests
+
+
+class StreamRole:
+    """A trainer rank's part of rounds whose source is a stream: a region of windows, published by every transport that reads it.
+
+    Raises:
+        TransportUnavailable: No transport given can read the windows' memory.
+        SharedMemoryTooSmall: There is no memory for them.
+        ConfigurationError: A transport cannot encrypt where it must, or readers of a transport share a fate.
+    """
+
+    live = True
+    """Nothing can be read any more when a publication is over."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        transports: Sequence[Transport],
+        key: bytes,
+        local_host: Host,
+        rank: int,
+        world_size: int,
+        *,
+        network: Network = LOOPBACK,
+        dtype: DTypes = None,
+    ) -> None:
+        sharing = [transport.name for transport in transports if transport.traits.shared_fate]
+        if sharing:
+            raise ConfigurationError(
+                f"{', '.join(sharing)} cannot carry a stream: readers of a broadcast agree on everything before it begins, and "
+                "what is in a window is known only when it is full. Leave it out of transports"
+            )
+        self.window_bytes, self.windows = stream.capacity, stream.windows
+        self.manifest = _NOTHING
+        self.epoch = 0
+        """The epoch in which this rank publishes; 0 until the coordinator has said it."""
+        self._rank, self._world_size = rank, world_size
+        self._dtype = {checkpoint_name(name): kind for name, kind in dtype.items()} if isinstance(dtype, Mapping) else dtype
+        self._key = Key(key)
+        self._stamps = 0
+        self._running: tuple[int | None, StreamedPublication] | None = None
+        self._lock = threading.Lock()
+        nbytes = self.windows * self.window_bytes
+        nowhere, none = np.zeros((0, _NOTHING.dims), np.int64), np.zeros(0, np.int64)
+        self.layout = Layout(_NOTHING, none.astype(np.int32), nowhere, nowhere, none.astype(np.int32), none, nowhere, (nbytes,))
+        self.region: PublishedRegion | CudaRegion
+        self._publishers: list[Publisher]
+        with ExitStack() as owned:
+            if stream.device is None:
+                self.region = shelf = PublishedRegion(nbytes, self.layout.digest)
+                self._memory = torch.from_numpy(shelf.payload)
+            else:
+                device = torch.device(stream.device)
+                device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+                self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                where = (self._memory.data_ptr(),)
+                self.region = CudaRegion((nbytes,), self.layout.digest, lambda: where, int(device.index))
+            owned.callback(self.region.close)
+            memory: Memory = "host" if stream.device is None else "cuda"
+            self._publishers, reason = publish_region(self.region, memory, transports, key, local_host, network, owned)
+            if not self._publishers:
+                names = ", ".join(transport.name for transport in transports)
+                raise TransportUnavailable(f"none of {names} reads windows in {memory} memory{reason and ': '}{reason}")
+            self._owned = owned.pop_all()
+
+    @property
+    def key(self) -> bytes:
+        """What readers of this rank must know."""
+        return self._key.reveal()
+
+    @property
+    def offers(self) -> tuple[Offer, ...]:
+        """How engine ranks reach the windows, in the order of the transports given."""
+        return tuple(publisher.offer for publisher in self._publishers)
+
+    def begin(self, number: int | None) -> StreamedPublication:
+        """Begin a publication, which answers the coordinator's calls from now on until :meth:`end`."""
+        self._stamps += 1
+        publication = StreamedPublication(self._memory, self.window_bytes, self._rank, self._world_size, self._dtype, self._stamps)
+        with self.region.placing(self._stamps):
+            pass  # windows change while it is readable; whoever reads one that changes is not in the round any more
+        with self._lock:
+            self._running = number, publication
+        return publication
+
+    def end(self) -> None:
+        """End the publication: its windows are not readable any more, and nobody waits for them."""
+        with self._lock:
+            running, self._running = self._running, None
+        if running is not None:
+            running[1].stop(Aborted("the publication of this stream is over"))
+        if self.region.version != EMPTY:
+            self.region.header.invalidate()
+
+    def handle(self, body: Body, timeout: float) -> Body:
+        """Answer a call of the coordinator. Raises :class:`~weightsync.errors.Aborted` when nobody is publishing that number."""
+        if not isinstance(body, PlaceWindow):
+            return Done()
+        failpoints.reached("trainer.received.window")
+        with self._lock:
+            running = self._running
+            if running is None or running[0] not in (None, body.number):
+                raise Aborted(f"this trainer rank is not publishing version {body.number} (any more)")
+            self._running = body.number, running[1]
+        self.epoch = body.epoch
+        placed = running[1].window(body, Deadline(timeout))
+        failpoints.reached("trainer.window")
+        return placed
+
+    def close(self) -> None:
+        """Stop serving and free the windows. Safe twice."""
+        self.end()
+        self._owned.close()
+
+
+def _checked(item: object) -> tuple[str, torch.Tensor]:
+    """Name and tensor of an item of a stream.
+
+    Raises:
+        ConfigurationError: It is not a name and a whole, plain tensor.
+    """
+    match item:
+        case (str() as name, torch.Tensor() as tensor):
+            if hasattr(tensor, "full_tensor"):
+                raise ConfigurationError(f"a stream brings whole tensors, and {name} is a DTensor: yield {name}.full_tensor()")
+            if tensor.layout != torch.strided or tensor.is_meta:
+                raise ConfigurationError(f"{name} is not a plain tensor with memory ({tensor.layout}, {tensor.device})")
+            return checkpoint_name(name), tensor
+    raise ConfigurationError(f"a stream yields pairs of a name and a tensor, not {type(item).__name__}")

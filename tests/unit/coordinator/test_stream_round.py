@@ -1,0 +1,156 @@
+"""Rounds whose source is a stream, with faults at every step: nobody is torn, others finish, ranks go on to the end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.unit.coordinator.fakes import GRACE, STREAMED, World
+from tests.virtual_time import virtual
+
+from weightsync.config import RoundSettings
+from weightsync.errors import ConfigurationError, WeightSyncError
+from weightsync.model import Manifest
+
+NOTHING = Manifest(())
+STEPS = ("pause", "window", "end", "commit", "resume")
+
+
+def stream_world(trainers: int = 2, windows: int = 2, **settings: object) -> World:
+    """Trainer ranks with few windows, an engine of two ranks, one of one, and a receiver."""
+    rules = RoundSettings(run="test", grace=GRACE, timeout=600.0, require="any", **settings)  # type: ignore[arg-type]
+    world = World(rules, live=True, windows=windows)
+    world.add_trainers(trainers, NOTHING)
+    world.add_replica("duo", 2)
+    world.add_replica("solo")
+    world.add_replica("receiver", manifest=NOTHING)
+    return world
+
+
+@pytest.mark.parametrize("trainers", [1, 2, 3, 9])
+@pytest.mark.parametrize("windows", [2, 3])
+@virtual
+async def test_all_replicas_take_the_one_pass(trainers: int, windows: int) -> None:
+    world = stream_world(trainers, windows)
+    for number in (1, 2):
+        result = await world.publish(number)
+        assert result.ok
+        assert result.version.manifest == STREAMED.fingerprint
+        assert {replica.verified for replica in result.replicas} == {"received"}
+        assert set(world.states().values()) == {("loaded", number)}
+        world.check()
+
+
+@pytest.mark.parametrize("kind", ["fail", "crash", "hang", "stubborn", "lost", "vanish"])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("member", ["duo/1", "solo/0", "receiver/0"])
+@virtual
+async def test_a_replica_that_fails_fails_alone(member: str, step: str, kind: str) -> None:
+    world = stream_world()
+    name = member.partition("/")[0]
+    others = [other for other in ("duo", "solo", "receiver") if other != name]
+    assert (await world.publish(1)).ok
+    before = asyncio.get_running_loop().time()
+    world.faults[member, step] = kind
+    result = await world.publish(2)
+    assert asyncio.get_running_loop().time() - before <= 60.0
+    errors = {replica.name: replica.error for replica in result.replicas}
+    assert errors[name] is not None
+    assert [errors[other] for other in others] == [None, None]
+    assert all(world.states()[other] == ("loaded", 2) for other in others)
+    world.check()
+    await world.settle()
+    world.check()
+
+
+@pytest.mark.parametrize(("step", "kind"), [("window", "corrupt"), ("end", "corrupt"), ("end", "undigested")])
+@virtual
+async def test_other_bytes_than_the_published_ones_are_never_labelled(step: str, kind: str) -> None:
+    world = stream_world()
+    world.faults["solo/0", step] = kind
+    result = await world.publish(1)
+    assert {replica.name for replica in result.replicas if replica.error is None} == {"duo", "receiver"}
+    assert world.states()["solo"][1] is None
+    world.check()
+    assert (await world.publish(2)).replicas[0].error is None
+    assert set(world.states().values()) == {("loaded", 2)}
+
+
+@pytest.mark.parametrize("kind", ["fail", "crash", "hang", "lost", "vanish", "short"])
+@virtual
+async def test_a_trainer_rank_that_fails_ends_the_round_and_the_number_is_free(kind: str) -> None:
+    world = stream_world()
+    assert (await world.publish(1)).ok
+    world.delays["trainer/1", "window"] = 0.2
+    if kind == "short":
+        world.faults["trainer/1", "end"] = kind
+    publishing = asyncio.ensure_future(world.publish(2))
+    await asyncio.sleep(0.5)
+    if kind != "short":
+        world.faults["trainer/1", "window"] = kind
+    with pytest.raises(WeightSyncError):
+        await publishing
+    assert {state for state, _ in world.states().values()} == {"dirty"}
+    world.check()
+    for process in list(world.trainers.values()):
+        process.disconnect()
+    world.add_trainers(2, NOTHING)
+    assert (await world.publish(2)).ok
+    assert set(world.states().values()) == {("loaded", 2)}
+    world.check()
+
+
+@virtual
+async def test_a_stream_that_fails_before_its_first_window_pauses_no_engine() -> None:
+    world = stream_world()
+    assert (await world.publish(1)).ok
+    world.faults["trainer/0", "window"] = "fail"
+    with pytest.raises(WeightSyncError, match="told to fail"):
+        await world.publish(2)
+    assert {name: state for name, state in world.states().items() if name != "receiver"} == {
+        "duo": ("loaded", 1),
+        "solo": ("loaded", 1),
+    }
+    assert all(process.generating for process in [*world.replica("duo"), *world.replica("solo")])
+    assert world.states()["receiver"] == ("dirty", None)  # it was told
+    world.check()
+
+
+@virtual
+async def test_nobody_is_seeded_from_a_stream() -> None:
+    world = stream_world()
+    world.faults["solo/0", "window"] = "fail"
+    await world.publish(1)
+    world.add_replica("late")
+    await world.settle()
+    assert (world.states()["solo"], world.states()["late"]) == (("dirty", None), ("registered", None))
+    assert (await world.publish(2)).ok
+    assert set(world.states().values()) == {("loaded", 2)}
+
+
+@virtual
+async def test_a_hanging_replica_leaves_the_others_half_of_the_time() -> None:
+    world = stream_world()
+    world.faults["solo/0", "window"] = "stubborn"
+    started = asyncio.get_running_loop().time()
+    result = await world.publish(1, timeout=40.0)
+    assert asyncio.get_running_loop().time() - started < 40.0
+    assert {replica.name for replica in result.replicas if replica.error is None} == {"duo", "receiver"}
+    world.check()
+
+
+@virtual
+async def test_replicas_that_may_not_be_out_of_service_together_are_not_paused() -> None:
+    world = stream_world(max_unavailable=2)
+    with pytest.raises(ConfigurationError, match="all 3 replicas"):
+        await world.publish(1)
+    assert not [entry for entry in world.log if entry[2] == "pause"]
+
+
+@virtual
+async def test_without_replicas_a_version_exists_and_nobody_has_it() -> None:
+    world = World(RoundSettings(run="test", timeout=60.0), live=True, windows=2)
+    world.add_trainers(2, NOTHING)
+    result = await world.publish(1)
+    assert not result.ok
+    assert result.version.manifest == STREAMED.fingerprint

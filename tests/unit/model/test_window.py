@@ -1,0 +1,109 @@
+"""Windows of a stream: layouts of what is described, and what is refused."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from weightsync.errors import ConfigurationError, LayoutError, ManifestMismatch
+from weightsync.model import Box
+from weightsync.model.window import StreamedTensors, WindowPart, window_layout
+
+WHOLE = WindowPart("layers.10.w", (3, 5), "float32", 256)
+FIRST = WindowPart("layers.2.w", (2,), "bfloat16", 0)
+EMPTY = WindowPart("empty", (0, 4), "float32", 512)
+SCALAR = WindowPart("scalar", (), "int64", 512)
+PART = WindowPart("big", (4, 6), "float32", 768, (1, 0), (3, 6))
+
+
+def test_rows_are_in_the_manifests_order_and_point_back_to_their_parts() -> None:
+    parts = [WHOLE, FIRST, EMPTY, SCALAR, PART]
+    manifest, layout, order = window_layout(parts, 1024)
+    names = [manifest[int(tensor)].name for tensor in layout.tensor]
+    assert names == ["big", "layers.2.w", "layers.10.w", "scalar"]
+    assert [parts[index].name for index in order] == names
+    assert layout.offset.tolist() == [768, 0, 256, 512]
+    assert [layout.box(row, manifest) for row in range(4)] == [
+        Box((1, 0), (3, 6)),
+        Box((0,), (2,)),
+        Box((0, 0), (3, 5)),
+        Box((), ()),
+    ]
+    assert layout.strides[0].tolist() == [24, 4]
+
+
+def test_a_part_is_put_together_in_the_memory_of_its_tensor() -> None:
+    _, layout, _ = window_layout([WHOLE, PART], 1024, assembled=True)
+    assert layout.regions == (1024, 96)
+    assert layout.region.tolist() == [1, 0]
+    assert layout.offset.tolist() == [24, 256]
+
+
+@pytest.mark.parametrize(
+    ("parts", "nbytes", "error"),
+    [
+        ([WHOLE], 256 + 59, LayoutError),
+        ([WHOLE, WHOLE], 1024, ConfigurationError),
+        ([WindowPart("w", (1 << 62, 4), "float32", 0)], 1024, ConfigurationError),
+        ([WindowPart("w", (2,), "complex", 0)], 1024, ConfigurationError),
+        ([WindowPart("w\n", (2,), "int8", 0)], 1024, ConfigurationError),
+    ],
+)
+def test_a_window_that_is_impossible_is_refused(parts: list[WindowPart], nbytes: int, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        window_layout(parts, nbytes)
+
+
+def test_parts_of_two_tensors_in_a_window_are_refused() -> None:
+    other = WindowPart("huge", (4, 6), "float32", 256, (1, 0), (3, 6))
+    with pytest.raises(LayoutError, match="two"):
+        window_layout([PART, other], 1024, assembled=True)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"offset": -256},
+        {"offset": 100},
+        {"starts": (0,)},
+        {"starts": (0, 0), "stops": (0, 5)},
+        {"starts": (0, 0), "stops": (4, 5)},
+        {"starts": (-1, 0), "stops": (3, 5)},
+        {"starts": (0,), "stops": (3,)},
+    ],
+)
+def test_a_forged_part_is_not_decoded(forged: dict[str, object]) -> None:
+    fields = {"name": "w", "shape": (3, 5), "dtype": "float32", "offset": 0} | forged
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=WindowPart)
+
+
+def test_digests_add_up_over_the_parts_of_a_tensor() -> None:
+    streamed = StreamedTensors()
+    streamed.add(WindowPart("b", (4, 2), "int8", 0, (0, 0), (3, 2)), 2**64 - 1)
+    assert not streamed.complete("b")
+    streamed.add(FIRST, 5)
+    streamed.add(EMPTY)
+    streamed.add(WindowPart("b", (4, 2), "int8", 0, (3, 0), (4, 2)), 3)
+    assert streamed.complete("b")
+    manifest, digests = streamed.end()
+    assert [spec.name for spec in manifest] == ["b", "empty", "layers.2.w"]
+    assert digests.dtype == np.uint64 and digests.tolist() == [2, 0, 5]
+
+
+@pytest.mark.parametrize(
+    "parts", [[FIRST, FIRST], [EMPTY, EMPTY], [PART, PART, PART], [PART, WindowPart("big", (4, 6), "int8", 0, (0, 0), (1, 6))]]
+)
+def test_a_tensor_comes_once_and_as_one_tensor(parts: list[WindowPart]) -> None:
+    streamed = StreamedTensors()
+    with pytest.raises(ManifestMismatch, match="twice"):
+        for part in parts:
+            streamed.add(part)
+
+
+def test_a_tensor_that_did_not_come_whole_ends_nothing() -> None:
+    streamed = StreamedTensors()
+    streamed.add(PART)
+    with pytest.raises(ManifestMismatch, match="middle of big"):
+        streamed.end()

@@ -238,3 +238,16 @@ def test_operations_guide_names_options_and_settings_that_exist() -> None:
     assert set(re.findall(r"WEIGHTSYNC_[A-Z_]+", page)) <= known | {"WEIGHTSYNC_TOKEN_FILE"}
     options = " ".join(CliRunner().invoke(cli, [command, "--help"]).output for command in ("serve", "status", "token"))
     assert {option for option in re.findall(r"`[^`\n]*(--[a-z][a-z-]+)", page) if option not in options} == set()
+
+
+def test_streams_guide_hands_every_tensor_to_the_loader() -> None:
+    guide = _run("guides/streams.md")
+    try:
+        assert {name: str(tensor.dtype) for name, tensor in guide["loaded"].items()} == {
+            **{f"layers.{layer}.weight": "torch.bfloat16" for layer in range(3)},
+            **{f"layers.{layer}.norm": "torch.float32" for layer in range(3)},
+        }
+        assert all(torch.equal(guide["loaded"][name], tensor) for name, tensor in guide["gathered"]())
+    finally:
+        guide["receiver"].close()
+        guide["trainer"].close()

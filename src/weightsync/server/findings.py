@@ -1,4 +1,4 @@
-"""Results of checks (``weightsync doctor``, ``python -m weightsync.integrations``), and the check that both make: the coordinator."""
+"""Results of checks (``weightsync doctor``, ``python -m weightsync.integrations``), and the check that both make."""
 
 from __future__ import annotations
 

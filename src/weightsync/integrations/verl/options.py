@@ -27,7 +27,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """dtype of floating-point tensors on the way, such as ``bfloat16``, or patterns of names and their dtypes; by default the
     actor's own. The first pattern that fits a name decides, and a name that none fits is not converted."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where the windows of actor ranks and the buckets of rollout ranks lie. Only ranks of one host read each other's GPU memory."""
+    """Where windows of actor ranks and buckets of rollout ranks lie. GPU memory is read on one host, or by a named ``nccl``."""
     transports: tuple[str, ...] | None = None
     """Transports allowed, best first; by default all that both ends have."""
 

@@ -1,8 +1,8 @@
 """verl's checkpoint engine ``weightsync``: actor ranks stream whole tensors, and each rollout rank receives all of them.
 
 verl decides when replicas pause, which of them take part, and when they resume. For every update it makes a new list of rollout
-ranks. So a rollout rank joins the coordinator when it begins to receive, and leaves when it has: nothing that failed, was removed
-or died is left for the next update. Actor ranks stay joined, so that version numbers go on.
+ranks. So a rollout rank joins the coordinator when it begins to receive, and leaves after the update: nothing that failed, was
+removed or died is left for the next one. Actor ranks stay joined, so that version numbers go on.
 
 The coordinator's URL reaches all ranks as metadata of verl. Its token never does: Ray would store it. It comes from the
 environment of the ranks, or from a file of the user on this host.
@@ -83,6 +83,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._coordinator = ""
         self._meeting = Rendezvous("", 0.0)
         self._trainer: weightsync.Trainer | None = None
+        self._receiver: weightsync.Receiver | None = None
         self._stuck: Future[dict[str, float]] | None = None
 
     def prepare(self) -> dict[str, object]:
@@ -147,6 +148,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         Raises:
             WeightSyncError: The coordinator cannot be reached, or refuses this rank.
         """
+        self.finalize()
         self._meeting = msgspec.convert(meeting, Rendezvous)
         if not sends:
             return
@@ -171,7 +173,10 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         )
 
     def finalize(self) -> None:
-        """Do nothing: rollout ranks have left, and actor ranks stay joined for the next update."""
+        """Leave the coordinator, as a rollout rank. Actor ranks stay joined for the next update."""
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
 
     # An actor rank
 
@@ -225,13 +230,19 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         consumer = asyncio.current_task()
         if consumer is not None:  # verl's adapter may fail without closing this generator
             consumer.add_done_callback(lambda task: _leave_if_failed(task, receiver))
+        received = False
         try:
             async for batch in receiver.receive_async(timeout=deadline.remaining("joining the coordinator") + _GRACE):
                 for name, tensor in batch:
                     yield name, tensor
                 _finish_copies()  # of this batch, whose memory is used again
+            received = True
         finally:
-            await asyncio.to_thread(receiver.close)
+            if not received:
+                await asyncio.to_thread(receiver.close)
+        # The round ends for the coordinator a moment later. verl calls finalize() when all ranks are done, unless another one failed.
+        self._receiver = receiver
+        asyncio.get_running_loop().call_later(_GRACE, receiver.close)
 
     def _join(self, device: torch.device | None) -> weightsync.Receiver:
         seconds, timeouts = self._meeting.seconds, ClientSettings.load().timeouts

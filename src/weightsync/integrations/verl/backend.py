@@ -240,7 +240,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         finally:
             if not received:
                 await asyncio.to_thread(receiver.close)
-        # The round ends for the coordinator a moment later. verl calls finalize() when all ranks are done, unless another one failed.
+        # For the coordinator the round ends a moment later. verl calls finalize() when all ranks are done, unless one failed.
         self._receiver = receiver
         asyncio.get_running_loop().call_later(_GRACE, receiver.close)
 

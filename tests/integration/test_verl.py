@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +18,9 @@ pytest.importorskip("verl", reason="verl is not installed here")
 
 import ray
 import verl
+from hydra import compose, initialize_config_module
 from ray.exceptions import RayActorError
-from tests.integration.verl_cluster import Run, cluster
+from tests.integration.verl_cluster import OPTION, ROOT, Run, cluster
 from verl.checkpoint_engine import CheckpointEngineRegistry
 
 from weightsync.config import Address
@@ -76,6 +81,45 @@ def test_replicas_are_added_removed_and_killed_between_updates_and_the_others_ho
     assert token.reveal() not in str(metadata)
     session = folder / "session_latest"
     assert not [path for path in session.rglob("*") if path.is_file() and token.reveal().encode() in path.read_bytes()]
+
+
+def test_shards_are_published_without_a_gather_from_the_second_update_on(folder: Path) -> None:
+    run = Run(folder, actors=2, rollouts=1, options=[f"{OPTION}.shards=true", f"{OPTION}.dtype=bfloat16"])
+    versions = []
+    for step in range(3):
+        run.change(step)
+        metrics = run.update(step)
+        assert metrics["checkpoint_engine/shards"] == float(step > 0)
+        versions.append(metrics["checkpoint_engine/version"])
+        if step == 1:
+            run.manager.add_replicas(run.new_replicas(1))
+        expected = run.change(step, "bfloat16")
+        assert [taken for taken, _ in run.taken()][:1] == [expected]
+    assert versions == [versions[0], versions[0] + 1, versions[0] + 2]
+    assert [taken for taken, _ in run.taken()] == [expected, expected]
+
+
+def test_the_example_of_the_guide_is_a_configuration_of_verl() -> None:
+    page = (ROOT / "docs/integrations/verl.md").read_text()
+    (command,) = re.findall(r"^python -m verl\.trainer\.main_ppo \\\n((?:    .*\n)+)", page, re.MULTILINE)
+    options = re.findall(r"`(\+[\w.]+engine_kwargs\S+=\S+)`", page)
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=[*command.replace("\\\n", " ").split(), *options])
+    engine = config.actor_rollout_ref.rollout.checkpoint_engine
+    assert (config.trainer.v1.trainer_mode, engine.backend) == ("separate_async", "weightsync")
+    ours = CheckpointEngineRegistry.new(engine.backend, bucket_size=1 << 20, **engine.engine_kwargs.weightsync)
+    assert isinstance(ours, backend.StreamCheckpointEngine)
+
+
+def test_the_check_of_an_installation_finds_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("WEIGHTSYNC_", "VERL_"))]:
+        monkeypatch.delenv(name)
+    command = [sys.executable, "-m", "weightsync.integrations", "verl"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {line[9:22].strip(): line.split()[0] for line in done.stdout.splitlines() if line[0] != " "}
+    fine = dict.fromkeys(["weightsync", "ray", "verl", "entry point", "backend", "coordinator"], "ok")
+    assert found == {**fine, "token": "limited"}
 
 
 def about(**values: object) -> dict[str, Any]:

@@ -18,7 +18,7 @@ pytest.importorskip("verl", reason="verl is not installed here")
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 from tests.integration.service_support import free_port
-from tests.integration.verl_cluster import Run, cluster
+from tests.integration.verl_cluster import OPTION, Run, cluster
 
 from weightsync.errors import DeadlineExceeded, RoundFailed, WeightSyncError
 
@@ -26,7 +26,6 @@ SECONDS = 12.0
 """An update's timeout in these tests, the gathering included."""
 GRACE = 8.0
 """What an error may be late on a machine that is busy."""
-OPTION = "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.weightsync"
 
 pytestmark = [
     pytest.mark.verl,

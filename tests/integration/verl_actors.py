@@ -37,6 +37,8 @@ class Actor(ActorRolloutRefWorker):  # type: ignore[misc]
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         super().init_model()
+        if self.config.rollout.checkpoint_engine.engine_kwargs.get("weightsync", {}).get("shards"):
+            return  # what verl's engine returns is looked at, and must be verl's
         inner = self.actor.engine
         whole = inner.get_per_tensor_param
         inner.get_per_tensor_param = lambda **kwargs: (self.walk(whole(**kwargs)[0]), None)
@@ -57,14 +59,14 @@ class Actor(ActorRolloutRefWorker):  # type: ignore[misc]
         self.fault = fault
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def change(self, seed: int) -> dict[str, str]:
+    def change(self, seed: int, dtype: str) -> dict[str, str]:
         """Set all parameters to values of ``seed``, the same for every sharding; return what a rollout rank must get."""
         expected = {}
         with torch.no_grad():
             for name, parameter in self.actor.engine.module.state_dict().items():
                 generator = torch.Generator().manual_seed(seed + int(hashlib.sha256(name.encode()).hexdigest()[:8], 16))
                 whole = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-                expected[name] = whole
+                expected[name] = whole.to(getattr(torch, dtype))
                 if isinstance(parameter, DTensor):
                     parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
                 else:

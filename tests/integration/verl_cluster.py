@@ -21,6 +21,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.utils.config import omega_conf_to_dataclass
 
 ROOT = Path(__file__).resolve().parents[2]
+OPTION = "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.weightsync"
 LINE = "actor_rollout_ref.rollout.checkpoint_engine.backend=weightsync"
 ON_A_CPU = [
     "actor_rollout_ref.rollout.name=vllm",
@@ -68,7 +69,7 @@ def cluster(folder: str) -> Iterator[None]:
     }
     try:
         ray.init(
-            num_cpus=16, num_gpus=8, include_dashboard=False, log_to_driver="VERL_TEST_LOG" in os.environ, logging_level="error",
+            num_cpus=16, num_gpus=12, include_dashboard=False, log_to_driver="VERL_TEST_LOG" in os.environ, logging_level="error",
             object_store_memory=80 << 20, _temp_dir=folder,
         )  # fmt: skip
         yield
@@ -117,8 +118,8 @@ class Run:
             asyncio.run(replica.init_hybrid(group))
         return replicas
 
-    def change(self, seed: int) -> dict[str, str]:
-        expected: dict[str, str] = self.actors.change(seed)[0]
+    def change(self, seed: int, dtype: str = "float32") -> dict[str, str]:
+        expected: dict[str, str] = self.actors.change(seed, dtype)[0]
         return expected
 
     def update(self, step: int | None) -> dict[str, float]:

@@ -28,6 +28,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     actor's own. The first pattern that fits a name decides, and a name that none fits is not converted."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where windows of actor ranks and buckets of rollout ranks lie. GPU memory is read on one host, or by a named ``nccl``."""
+    shards: bool = False
+    """Whether actor ranks publish the shards that they hold, where that is possible, instead of gathering whole tensors."""
     transports: tuple[str, ...] | None = None
     """Transports allowed, best first; by default all that both ends have."""
 
@@ -53,6 +55,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """The CUDA device of the calling thread, if windows and buckets lie there."""
         return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else None
 
+    def copying(self) -> tuple[str, ...] | None:
+        """Transports that read a copy in host memory, where receivers' buckets lie there too."""
+        return ("shared_memory", "tcp") if self.device == "cpu" else None
+
+    def dtype_of(self, name: str, own: torch.dtype) -> torch.dtype:
+        """The dtype in which a tensor of dtype ``own`` travels."""
+        if not own.is_floating_point or not isinstance(self.dtype, dict):
+            return own
+        return next((_dtype(to) for pattern, to in self.dtype.items() if fnmatchcase(name, pattern)), own)
+
     def whole_dtype(self) -> torch.dtype | None:
         """The one dtype for all tensors, if there is one."""
         return _dtype(self.dtype) if isinstance(self.dtype, str) else None
@@ -75,10 +87,8 @@ def _dtype(name: str) -> torch.dtype:
 
 def cast(weights: Iterable[tuple[str, torch.Tensor]], options: Options) -> Iterator[tuple[str, torch.Tensor]]:
     """Convert each tensor to the dtype of the first pattern that fits its name."""
-    rules = [(pattern, _dtype(name)) for pattern, name in options.dtype.items()] if isinstance(options.dtype, dict) else []
     for name, tensor in weights:
-        dtype = next((dtype for pattern, dtype in rules if fnmatchcase(name, pattern)), tensor.dtype)
-        yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+        yield name, tensor.to(options.dtype_of(name, tensor.dtype))
 
 
 def server_settings(node: str) -> ServerSettings:

@@ -151,7 +151,7 @@ def test_an_unknown_release_is_used_if_its_interface_fits_and_named_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(verl, "__version__", "1.3.0")
-    monkeypatch.setattr(backend, "_told_of_release", False)
+    monkeypatch.setattr(backend, "_release_named", False)
     with caplog.at_level(logging.WARNING, "weightsync"):
         for _ in range(2):
             actors, rollouts = backend.StreamCheckpointEngine.build_topology(1, 1, [ACTOR, about()])

@@ -92,7 +92,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._meeting = Rendezvous("", 0.0)
         self._trainer: weightsync.Trainer | None = None
         self._receiver: weightsync.Receiver | None = None
-        self._told_obstacle = False
+        self._obstacle_logged = False
         self._role: tuple[object, ...] = ()
         self._stuck: Future[dict[str, float]] | None = None
 
@@ -112,7 +112,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _dtypes(self) -> torch.dtype | dict[str, torch.dtype] | None:
         """What a trainer of the engine's shards converts to."""
         state = self._state or {}
-        return self._options.whole_dtype() or {name: self._options.dtype_of(name, one.dtype) for name, one in state.items()} or None
+        return self._options.whole_dtype() or {name: self._options.dtype_of(name, held.dtype) for name, held in state.items()} or None
 
     def _find_coordinator(self) -> str:
         if not self._coordinator:
@@ -155,13 +155,13 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise MembershipError(f"two rollout ranks have one name: {', '.join(twice[:_SHOWN])}; each needs a process of its own")
-        told = msgspec.to_builtins(Rendezvous(url.url, float(actors[0]["seconds"]), names))
+        meeting = msgspec.to_builtins(Rendezvous(url.url, float(actors[0]["seconds"]), names))
         models = {about.get("shards") for about in actors}
         if len(models) == 1 and None not in models:  # else a rank does not know its engine yet, because it was restarted
-            told["tensors"] = actors[0]["tensors"]
+            meeting["tensors"] = actors[0]["tensors"]
 
         def ranks(size: int) -> dict[str, list[Any]]:
-            return {"rank": list(range(size)), "world_size": [size] * size, "meeting": [told] * size}
+            return {"rank": list(range(size)), "world_size": [size] * size, "meeting": [meeting] * size}
 
         return {**ranks(actor_wg_world_size), "sends": [True] * actor_wg_world_size}, ranks(rollout_world_size)
 
@@ -239,7 +239,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _look_for_shards(self, weights: object) -> None:
         """Publish shards from the next update on, if this rank's engine allows it."""
-        if not self._options.shards or self._state is not None or self._told_obstacle:
+        if not self._options.shards or self._state is not None or self._obstacle_logged:
             return
         engine = weights.engine if isinstance(weights, EngineWeights) else None
         reason = "verl's engine is not its FSDP engine" if engine is None else obstacle(engine)
@@ -247,7 +247,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._state = EngineState(engine)
         elif self._is_master:
             tell(_log, f"the option shards has no effect, and whole tensors are streamed: {reason}")
-        self._told_obstacle = bool(reason)
+        self._obstacle_logged = bool(reason)
 
     def _check_walked(self) -> None:
         if self._stuck is not None and not self._stuck.done():
@@ -383,13 +383,13 @@ def _finish_copies() -> None:
         torch.accelerator.current_stream().synchronize()
 
 
-_told_of_release = False
+_release_named = False
 
 
 def _say_if_not_tried() -> None:
-    global _told_of_release
+    global _release_named
     release = str(verl.__version__)
-    if not is_tried(release) and not _told_of_release:
-        _told_of_release = True
+    if not is_tried(release) and not _release_named:
+        _release_named = True
         known = " and ".join(TRIED)
         _log.warning("weightsync was tried with verl %s, and this is %s: its interface fits, so it is used", known, release)

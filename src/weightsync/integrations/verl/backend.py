@@ -111,8 +111,9 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _dtypes(self) -> torch.dtype | dict[str, torch.dtype] | None:
         """What a trainer of the engine's shards converts to."""
-        state = self._state or {}
-        return self._options.whole_dtype() or {name: self._options.dtype_of(name, held.dtype) for name, held in state.items()} or None
+        if self._state is None or not isinstance(self._options.dtype, dict):
+            return self._options.whole_dtype()
+        return {name: self._options.dtype_of(name, tensor.dtype) for name, tensor in self._state.items()}
 
     def _find_coordinator(self) -> str:
         if not self._coordinator:

@@ -54,11 +54,11 @@ class Actor(ActorRolloutRefWorker):  # type: ignore[misc]
             yield item
         self.walked = place
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def set_fault(self, fault: str) -> None:
         self.fault = fault
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def change(self, seed: int, dtype: str) -> dict[str, str]:
         """Set all parameters to values of ``seed``, the same for every sharding; return what a rollout rank must get."""
         expected = {}
@@ -108,11 +108,11 @@ class RolloutRank(CheckpointEngineWorker):  # type: ignore[misc]
         torch.set_num_threads(1)
         super().__init__(rollout_config, model_config, Taking(rollout_config, model_config), *args, **kwargs)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def taken(self) -> tuple[dict[str, str], list[int | None]]:
         return self.server_adapter.taken, self.server_adapter.steps
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def set_fault(self, fault: str) -> None:
         self.server_adapter.fault = fault
 

@@ -10,6 +10,7 @@ MAKEFLAGS += --no-print-directory
 ARGS ?=
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+VERL_VENV ?= .venv-verl
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
 BIN := $(VENV)/bin
@@ -98,6 +99,25 @@ vllm-env: $(VLLM_VENV)/.installed ## an environment with vLLM's CPU build, for i
 vllm-test: $(VLLM_VENV)/.installed ## every test against a real vLLM, with those that `make test` leaves out
 	@$(VLLM_VENV)/bin/python -m pytest -m vllm $(ARGS)
 
+# verl needs older releases of a few packages than ours. They and verl lie in an environment on top of .venv, whose torch and Ray it
+# uses. verl installs its own tests as the package `tests`, which would hide ours.
+VERL_PIP := $(VERL_VENV)/bin/python -m pip --quiet --disable-pip-version-check
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+$(VERL_VENV)/.installed: $(VENV)/.installed locks/verl.txt
+	@echo "installing verl into $(VERL_VENV) (once; takes about a minute)" >&2
+	@$(BIN)/python -m venv $(VERL_VENV) >&2
+	@site=$$($(VERL_VENV)/bin/python -c '$(SITE)'); \
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" >"$$site/on-top-of-weightsync.pth"; \
+	$(VERL_PIP) install $(LOCKED) --no-compile --no-build-isolation -r locks/verl.txt >&2; \
+	rm -r "$$site/tests"
+	@touch $@
+
+.PHONY: verl-env verl-test
+verl-env: $(VERL_VENV)/.installed ## an environment with verl, for its tests
+
+verl-test: $(VERL_VENV)/.installed ## every test against a real verl
+	@$(VERL_VENV)/bin/python -m pytest -m verl tests/integration/test_verl.py tests/integration/test_verl_faults.py $(ARGS)
+
 lint: $(VENV)/.installed ## style, formatting, layers
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -113,7 +133,7 @@ types: $(VENV)/.installed ## mypy --strict over src and tests
 # their number of tests, as pytest-xdist would, those with few long ones come last, and at the end one process has nothing to do.
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-PYTEST_HERE = $(BIN)/python $(PYTEST) -m "not rare and not vllm" --cov --cov-report=term $(ARGS)
+PYTEST_HERE = $(BIN)/python $(PYTEST) -m "not rare and not vllm and not verl" --cov --cov-report=term $(ARGS)
 PYTEST_VLLM = python $(PYTEST) -m "vllm and not rare" $(ARGS)
 
 # vLLM is installed meanwhile, by a process group of its own that ends with this shell, however that ends. If ARGS narrow the tests,
@@ -143,10 +163,11 @@ test: ## every check and every test, with coverage, and vLLM's on its CPU build;
 	fi
 
 .PHONY: test-all
-test-all: ## all that there is: make test, rare tests, every test against a real vLLM, make faults, make simulate
+test-all: ## all that there is: make test, rare tests, every test against a real vLLM and verl, make faults, make simulate
 	@$(MAKE) test ARGS=
-	@$(BIN)/python $(PYTEST) -m "rare and not vllm"
+	@$(BIN)/python $(PYTEST) -m "rare and not vllm and not verl"
 	@$(MAKE) vllm-test ARGS=
+	@$(MAKE) verl-test ARGS=
 	@$(MAKE) faults ARGS=
 	@$(MAKE) simulate SEEDS=10000 ARGS=
 
@@ -158,4 +179,4 @@ constraints: $(VENV)/.installed ## pin what constraints.txt does not, and list t
 	@$(BIN)/python -m tests.lock
 
 clean: ## remove the environment and every cache
-	@rm -rf $(VENV) $(VLLM_VENV) .fuzz build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	@rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) .fuzz build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

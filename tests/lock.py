@@ -9,6 +9,7 @@ file in ``locks``             what it holds
 ``atheris.txt``, ...          packages that are left out where they have no build: Atheris, NIXL, Ray
 ``megatron.txt``              the same, for ``.venv`` and ``.venv-vllm``
 ``vllm.txt``                  what ``.venv-vllm`` holds; made if that is there, and for its Python only
+``verl.txt``                  ``constraints-verl.txt``: what ``.venv-verl`` holds on top of ``.venv``
 ============================  ==============================================================================================
 
 They are installed with ``pip install --no-deps --require-hashes``. Versions are those of ``constraints.txt``, which gets what it
@@ -104,6 +105,8 @@ def main() -> int:
     _write("cuda", {name: entries.pop(name) for name in by_build})
     _write("main", entries)
     _local_torch(entries["torch"][0])
+    on_top = [line for line in (ROOT / "constraints-verl.txt").read_text().splitlines() if not line.startswith("#")]
+    _write("verl", _compile(on_top, (), "--no-deps"))
     if _VLLM_PYTHON.exists():
         command = [str(_VLLM_PYTHON), "-m", "pip", "freeze", "--disable-pip-version-check", "--all", "--exclude-editable"]
         frozen = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()

@@ -13,10 +13,10 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from weightsync.cli.doctor_network import ask_coordinator, look_at_data_interface
-from weightsync.cli.findings import Finding
+from weightsync.cli.doctor_network import look_at_data_interface
 from weightsync.config import ClientSettings
 from weightsync.engines.vllm.releases import SUPPORTED, is_supported
+from weightsync.server.findings import Finding, ask_coordinator
 
 __all__ = ["examine"]
 

@@ -1,36 +1,14 @@
-"""Network checks of ``weightsync doctor``: the coordinator, and the address where a trainer would serve its shards."""
+"""Network check of ``weightsync doctor``: the address where a trainer would serve its shards."""
 
 from __future__ import annotations
 
-import msgspec
-
-from weightsync.cli.findings import Finding
-from weightsync.config import ClientSettings, Timeouts
-from weightsync.errors import AuthenticationError, CoordinatorUnreachable, DeadlineExceeded, TransportUnavailable
+from weightsync.config import ClientSettings
+from weightsync.errors import TransportUnavailable
 from weightsync.protocol.tokens import is_loopback
-from weightsync.server.client import Client
+from weightsync.server.findings import Finding
 from weightsync.transports.hostinfo import own_address, reachable_address
 
-__all__ = ["ask_coordinator", "look_at_data_interface"]
-
-_SECONDS = 3.0
-
-
-def ask_coordinator(name: str, settings: ClientSettings) -> Finding:
-    """Check whether a coordinator answers and accepts this process's token."""
-    where = settings.coordinator
-    try:
-        with Client(msgspec.structs.replace(settings, timeouts=Timeouts(connect=_SECONDS))) as client:
-            status = client.status()
-    except AuthenticationError as error:
-        return Finding(name, "limited", f"{where} answers but rejects the token: {error}", "this process cannot join it")
-    except (CoordinatorUnreachable, DeadlineExceeded):
-        return Finding(
-            name, "missing", f"no coordinator answers at {where}",
-            "start one with `weightsync serve`, or give its URL: --coordinator or WEIGHTSYNC_COORDINATOR",
-        )  # fmt: skip
-    members = f"trainer ranks: {len(status.trainer)}, replicas: {len(status.replicas)}"
-    return Finding(name, "ok", f"run {status.run} at {where}: the token is accepted; {members}")
+__all__ = ["look_at_data_interface"]
 
 
 def look_at_data_interface(name: str, settings: ClientSettings) -> Finding:

@@ -11,12 +11,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from weightsync.cli.findings import Finding
 from weightsync.coordinator.events import Event, Joined, Left, ReplicaBytes, ReplicaEnded, ReplicaPhase, RoundEnded, RoundStarted
 from weightsync.coordinator.status import ReplicaStatus, Status
 from weightsync.errors import readable
 from weightsync.model import FIRST_EPOCH
 from weightsync.protocol.messages import RoundResult
+from weightsync.server.findings import Finding
 
 __all__ = ["age", "doctor_table", "event_line", "gigabytes_per_second", "round_view", "show_table", "status_view"]
 

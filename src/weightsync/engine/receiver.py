@@ -30,8 +30,9 @@ class _Handover(EngineAdapter):
     name = "receiver"
     takes_any = True
 
-    def __init__(self, device: torch.device | None, timeout: float) -> None:
+    def __init__(self, device: torch.device | None, timeout: float, manifest: Manifest | None) -> None:
         self._device, self._timeout = device, timeout
+        self._manifest, self.takes_any = manifest or Manifest(()), manifest is None
         self._changed = threading.Condition()
         self._takers = 0  # so far; each has a number
         self._taker = 0  # who takes now; 0: nobody
@@ -46,7 +47,7 @@ class _Handover(EngineAdapter):
     # The adapter: weightsync's thread.
 
     def manifest(self) -> Manifest:
-        return Manifest(())
+        return self._manifest
 
     def device(self) -> torch.device | None:
         return self._device
@@ -149,8 +150,8 @@ class Receiver:
     CUDA device where batches should lie, if trainers on this host can be read from there; else they lie in host memory. The other
     arguments are those of :class:`weightsync.Engine`. Close it, or use it in a ``with``.
 
-    Raises what :class:`weightsync.Engine` raises. A trainer that publishes a module refuses receivers
-    (:class:`~weightsync.errors.ManifestMismatch`).
+    With ``manifest``, it takes exactly those tensors, from streams and from trainers that publish a module. Without, such a trainer
+    refuses it (:class:`~weightsync.errors.ManifestMismatch`). Raises what :class:`weightsync.Engine` raises.
 
     ::
 
@@ -172,10 +173,11 @@ class Receiver:
         device: torch.device | str | None = None,
         transports: Sequence[Transport | str] | None = None,
         timeouts: Timeouts | None = None,
+        manifest: Manifest | None = None,
     ) -> None:
         limits = timeouts or Timeouts()
         self._timeout = limits.version
-        self._handover = _Handover(None if device is None else torch.device(device), limits.version)
+        self._handover = _Handover(None if device is None else torch.device(device), limits.version, manifest)
         self._engine = Engine(
             self._handover, replica, coordinator, token=token, rank=rank, world_size=world_size, run=run, delivery="streamed",
             bucket_bytes=bucket_bytes, timeouts=timeouts, transports=transports,

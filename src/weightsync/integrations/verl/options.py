@@ -1,0 +1,101 @@
+"""What a user may write under ``checkpoint_engine.engine_kwargs.weightsync``, and how an actor rank finds the coordinator."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from weightsync.config import Seconds, ServerSettings, token_source
+from weightsync.errors import ConfigurationError
+
+__all__ = ["Options", "cast", "server_settings"]
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of the checkpoint engine, the same on all ranks."""
+
+    coordinator: str | None = None
+    """URL of a coordinator that runs already; else ``WEIGHTSYNC_COORDINATOR`` of actor rank 0; else rank 0 starts one."""
+    timeout: Seconds | None = None
+    """Seconds for an update; else ``WEIGHTSYNC_PUBLISH_TIMEOUT``, else 300. What actor rank 0 has counts on all ranks."""
+    dtype: str | dict[str, str] | None = None
+    """dtype of floating-point tensors on the way, such as ``bfloat16``, or patterns of names and their dtypes; by default the
+    actor's own. The first pattern that fits a name decides, and a name that none fits is not converted."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where windows of actor ranks and buckets of rollout ranks lie. GPU memory is read on one host, or by a named ``nccl``."""
+    shards: bool = False
+    """Whether actor ranks publish the shards that they hold, where that is possible, instead of gathering whole tensors."""
+    transports: tuple[str, ...] | None = None
+    """Transports allowed, best first; by default all that both ends have."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, object]) -> Options:
+        """Check ``given``.
+
+        Raises:
+            ConfigurationError: An option is unknown or has a wrong value.
+        """
+        plain = {key: value for key, value in given.items() if value is not None}
+        try:
+            options = msgspec.convert(_builtins(plain), cls)
+        except (msgspec.ValidationError, TypeError) as error:
+            raise ConfigurationError(
+                f"checkpoint_engine.engine_kwargs.weightsync: {error}; options: {', '.join(cls.__struct_fields__)}"
+            ) from None
+        for name in [options.dtype] if isinstance(options.dtype, str) else (options.dtype or {}).values():
+            _dtype(name)
+        return options
+
+    def staging(self) -> torch.device | None:
+        """The CUDA device of the calling thread, if windows and buckets lie there."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else None
+
+    def copying(self) -> tuple[str, ...] | None:
+        """Transports that read a copy in host memory, where receivers' buckets lie there too."""
+        return ("shared_memory", "tcp") if self.device == "cpu" else None
+
+    def dtype_of(self, name: str, own: torch.dtype) -> torch.dtype:
+        """The dtype in which a tensor of dtype ``own`` travels."""
+        if not own.is_floating_point or not isinstance(self.dtype, dict):
+            return own
+        return next((_dtype(to) for pattern, to in self.dtype.items() if fnmatchcase(name, pattern)), own)
+
+    def whole_dtype(self) -> torch.dtype | None:
+        """The one dtype for all tensors, if there is one."""
+        return _dtype(self.dtype) if isinstance(self.dtype, str) else None
+
+
+def _builtins(value: Any) -> Any:  # noqa: ANN401 - verl gives dicts, or OmegaConf's containers, which look like them
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _builtins(item) for key, item in value.items()}
+    return [_builtins(item) for item in value] if isinstance(value, Iterable) else value
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigurationError(f"checkpoint_engine.engine_kwargs.weightsync.dtype: {name!r} is no floating-point dtype of torch")
+    return dtype
+
+
+def cast(weights: Iterable[tuple[str, torch.Tensor]], options: Options) -> Iterator[tuple[str, torch.Tensor]]:
+    """Convert each tensor to the dtype of the first pattern that fits its name."""
+    for name, tensor in weights:
+        yield name, tensor.to(options.dtype_of(name, tensor.dtype))
+
+
+def server_settings(node: str) -> ServerSettings:
+    """Settings of a coordinator on actor rank 0.
+
+    With a token in the environment it listens on ``node``, this node's address, because all nodes may know the token. Without one
+    it listens on loopback and leaves a token in a file that only this user can read.
+    """
+    defaults = {"WEIGHTSYNC_PORT": "0", **({"WEIGHTSYNC_HOST": node} if token_source() else {})}
+    return ServerSettings.load({**defaults, **os.environ})

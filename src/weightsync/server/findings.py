@@ -1,0 +1,43 @@
+"""Results of checks (``weightsync doctor``, ``python -m weightsync.integrations``), and the check that both make."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from weightsync.config import ClientSettings, Timeouts
+from weightsync.errors import AuthenticationError, CoordinatorUnreachable, DeadlineExceeded
+from weightsync.server.client import Client
+
+__all__ = ["Finding", "Status", "ask_coordinator"]
+
+_SECONDS = 3.0
+
+Status = Literal["ok", "limited", "missing", "unknown"]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """Result of one check: what was found, and its impact if the status is not ``ok``."""
+
+    name: str
+    status: Status
+    value: str
+    cost: str = ""
+
+
+def ask_coordinator(name: str, settings: ClientSettings) -> Finding:
+    """Check whether a coordinator answers and accepts this process's token."""
+    where = settings.coordinator
+    try:
+        with Client(msgspec.structs.replace(settings, timeouts=Timeouts(connect=_SECONDS))) as client:
+            status = client.status()
+    except AuthenticationError as error:
+        return Finding(name, "limited", f"{where} answers but rejects the token: {error}", "this process cannot join it")
+    except (CoordinatorUnreachable, DeadlineExceeded):
+        return Finding(
+            name, "missing", f"no coordinator answers at {where}",
+            "start one with `weightsync serve`, or give its URL: --coordinator or WEIGHTSYNC_COORDINATOR",
+        )  # fmt: skip
+    members = f"trainer ranks: {len(status.trainer)}, replicas: {len(status.replicas)}"
+    return Finding(name, "ok", f"run {status.run} at {where}: the token is accepted; {members}")

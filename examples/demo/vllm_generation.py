@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, Protocol
 
 from examples.demo.gate import Gate
 from examples.demo.generation import Completion, FinishReason
 from weightsync.deadline import Deadline
 from weightsync.engines.vllm.adapter import UNLABELLED
-from weightsync.engines.vllm.engines import GeneratingEngine
 from weightsync.errors import Aborted, DeadlineExceeded
 from weightsync.model import FIRST_EPOCH, Version, parse_label
 
@@ -26,6 +26,14 @@ _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 def _number(label: str) -> int:
     parsed = parse_label(label)
     return _NOBODY if parsed is None else parsed[2]
+
+
+class GeneratingEngine(Protocol):
+    """The part of vLLM's ``AsyncLLM`` that answers requests."""
+
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str) -> AsyncIterator[Any]:  # noqa: ANN401
+        """Outputs as they come."""
+        ...
 
 
 class VllmGenerator:

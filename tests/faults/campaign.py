@@ -11,11 +11,7 @@ import msgspec
 from tests.faults.forked import ORPHAN, UNWIND, await_loss, kept
 from tests.faults.leaks import Held, grown, held
 from tests.faults.network import Network
-from tests.faults.relay import Relay
-from tests.faults.stage import Party, Stage, Tally, Trap
-
-from weightsync.errors import DeadlineExceeded, MembershipError, PeerLost, WeightSyncError
-from weightsync.failpoints import (
+from tests.faults.points import (
     COORDINATOR_POINTS,
     ENGINE_ALONE_POINTS,
     ENGINE_POINTS,
@@ -23,6 +19,10 @@ from weightsync.failpoints import (
     ENGINE_TOGETHER_POINTS,
     TRAINER_POINTS,
 )
+from tests.faults.relay import Relay
+from tests.faults.stage import Party, Stage, Tally, Trap
+
+from weightsync.errors import DeadlineExceeded, MembershipError, PeerLost, WeightSyncError
 
 __all__ = [
     "CORRUPTIONS",

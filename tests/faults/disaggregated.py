@@ -16,11 +16,11 @@ from typing import Any, Self
 import httpx
 from tests.faults import updated
 from tests.faults.campaign import Case, Findings
+from tests.faults.points import UPDATE_POINTS
 from tests.faults.stage import Party, Tally
 from tests.faults.weights import MANIFEST, NAMES
 
 from weightsync.errors import DeadlineExceeded, PeerLost, WeightSyncError
-from weightsync.failpoints import UPDATE_POINTS
 
 __all__ = ["DISAGGREGATED", "MUTANT_CASES", "caught", "disaggregated_cases", "run_disaggregated"]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.faults import leaks
+from tests.faults import leaks, points
 from tests.faults.campaign import FORK_MUTANT_ACTS, cases
 from tests.faults.disaggregated import DISAGGREGATED, LATE, MUTANT_CASES, disaggregated_cases
 from tests.faults.fork_mutants import MUTANTS
@@ -39,12 +39,12 @@ PLANTED = ["mutants", "mutants_caught"]
 
 
 EVERY_POINT = {
-    *failpoints.TRAINER_POINTS,
-    *failpoints.ENGINE_POINTS,
-    *failpoints.ENGINE_ALONE_POINTS,
-    *failpoints.ENGINE_TOGETHER_POINTS,
-    *failpoints.ENGINE_REPAIR_POINTS,
-    *failpoints.COORDINATOR_POINTS,
+    *points.TRAINER_POINTS,
+    *points.ENGINE_POINTS,
+    *points.ENGINE_ALONE_POINTS,
+    *points.ENGINE_TOGETHER_POINTS,
+    *points.ENGINE_REPAIR_POINTS,
+    *points.COORDINATOR_POINTS,
 }
 
 
@@ -109,13 +109,13 @@ def test_a_bug_that_is_put_back_is_noticed() -> None:
 
 def test_every_point_of_an_update_from_outside_is_visited_and_every_mutant_has_a_case() -> None:
     visited = {(case.act, case.party, case.point) for case in disaggregated_cases()}
-    assert {(act, "server", point) for act in ("kill", "stop") for point in failpoints.UPDATE_POINTS} <= visited
+    assert {(act, "server", point) for act in ("kill", "stop") for point in points.UPDATE_POINTS} <= visited
     assert set(MUTANT_CASES) == set(UPDATE_MUTANTS)
     assert {act for acts in MUTANT_CASES.values() for act in acts} <= set(LATE)
     assert len({case.name for case in disaggregated_cases()}) == len(list(disaggregated_cases()))
     source = "".join(path.read_text() for path in Path(external.__file__).parent.glob("*.py"))
     reached = set(re.findall(r'points\.reached\("([a-z.]+)"\)', source))
-    assert reached == {*failpoints.UPDATE_POINTS, "updates.abort", "rank.quarantine"}  # the last two only after a failure
+    assert reached == {*points.UPDATE_POINTS, "updates.abort", "rank.quarantine"}  # the last two only after a failure
 
 
 def test_a_planted_bug_is_taken_out_again() -> None:

@@ -22,8 +22,8 @@ from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, WeightSyncError
 from weightsync.external import DisaggregatedRank, LocalRanks, Settings, WeightUpdates, weight_update_routes
 from weightsync.external.checkpoint_files import buckets_of
-from weightsync.external.client import WeightUpdateClient
 from weightsync.external.clients.base import Bucket
+from weightsync.external.clients.weightsync import WeightUpdateClient
 from weightsync.tensors.digest import digest_box
 from weightsync.transports.broadcast.process_groups import ProcessGroup, StoreRendezvous, init_custom_process_group
 

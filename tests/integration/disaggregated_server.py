@@ -108,7 +108,6 @@ def main() -> None:
             Watched(mains[rank], calls, faults[rank]),
             Watched(drafts[rank], calls, faults[rank]) if wish.get("draft") else None,
             rank=rank,
-            packing=packing,
             reset_graphs=lambda: calls.append("reset graphs"),
         )
         for rank in range(wish["ranks"])

@@ -145,15 +145,19 @@ def run(rank: int, world: int, folder: Path) -> None:
 
 def main() -> int:
     """Fork the ranks: torch and the compiled kernels are loaded once for all of them."""
-    world, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=run, args=(rank, world, folder), daemon=True) for rank in range(world)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(120)
-    return 0 if all(rank.exitcode == 0 for rank in ranks) else 1
+    for argument in sys.argv[2:]:
+        world, folder = int(argument), Path(sys.argv[1]) / argument
+        folder.mkdir()
+        ranks = [context.Process(target=run, args=(rank, world, folder), daemon=True) for rank in range(world)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(120)
+        if any(rank.exitcode != 0 for rank in ranks):
+            return 1
+    return 0
 
 
 if __name__ == "__main__":

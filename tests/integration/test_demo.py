@@ -86,7 +86,15 @@ def start(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Run]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("more", [[], ["--transport", "shared_memory", "--delivery", "streamed", "--model", "qwen2", "--untied"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        pytest.param(
+            ["--transport", "shared_memory", "--delivery", "streamed", "--model", "qwen2", "--untied"], marks=pytest.mark.rare
+        ),
+    ],
+)
 def test_the_smallest_demo_is_right(start: Callable[..., Run], more: list[str]) -> None:
     run = start(*more)
     out, errors = run.process.communicate(timeout=170)

@@ -16,19 +16,25 @@ from weightsync.tensors.digest import reference_digest
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(180)  # the ranks share two cores with whatever else runs
+WORLDS = (2, 4)
 CASES = ("fsdp", "hsdp", "tensor_parallel", "fsdp_tensor_parallel", "by_hand")
 
 Arrays = dict[str, npt.NDArray[np.uint8]]
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
-def reported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
-    world: int = request.param
-    folder = tmp_path_factory.mktemp(f"ranks-{world}")
-    command = [sys.executable, "-m", "tests.integration.dtensor_ranks", str(world), str(folder)]
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the ranks reported, in a folder for each world size."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "tests.integration.dtensor_ranks", str(folder), *map(str, WORLDS)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    return world, folder
+    return folder
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids=[f"{world} ranks" for world in WORLDS])
+def reported(request: pytest.FixtureRequest, folders: Path) -> tuple[int, Path]:
+    return request.param, folders / str(request.param)
 
 
 def read(folder: Path, case: str, rank: int) -> tuple[Manifest, list[str], Arrays]:

@@ -56,7 +56,7 @@ def outcome(directory: Path, *options: str, seconds: float = 140.0) -> dict[str,
 @pytest.mark.parametrize(
     ("mode", "bound", "more"),
     [
-        ("one-step-off", 1, ["--replicas", "1"]),
+        pytest.param("one-step-off", 1, ["--replicas", "1"], marks=pytest.mark.rare),
         ("async", 2, ["--replicas", "1", "--staleness", "2"]),
         pytest.param("async", 3, ["--replicas", "2", "--trainer-ranks", "2"], marks=pytest.mark.rare),
         pytest.param("async", 0, ["--replicas", "2", "--staleness", "0"], marks=pytest.mark.rare),

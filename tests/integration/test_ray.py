@@ -70,6 +70,7 @@ def cluster() -> Iterator[Path]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_DEDUP_LOGS": "0",
+        "RAY_prestart_worker_first_driver": "0",  # eight processes that import Ray, before it is known what they are for
     }
     try:
         ray.init(

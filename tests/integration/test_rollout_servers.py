@@ -19,7 +19,6 @@ from tests.unit.rollouts.engines import status
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, LoadError, PeerLost, ProtocolError
 from weightsync.rollouts import Chunk, Completions, Generation, RolloutController, RolloutSettings, Sample, Sampling, VllmTokens
-from weightsync.rollouts.generation import version_number
 
 SECONDS = 20.0
 Answer = Callable[[str, dict[str, Any], asyncio.StreamWriter, asyncio.StreamReader], Awaitable[None]]
@@ -249,11 +248,6 @@ def test_what_does_not_fit_together_is_refused() -> None:
     sample.keep("a", [Chunk((1,), (-1.0,), (1,))])
     with pytest.raises(ProtocolError, match="log-probabilities"):
         sample.keep("b", [Chunk((1,), None, (1,))])
-
-
-def test_labels() -> None:
-    labels = {"run@7": 7, "7": 7, "weightsync:none": None, "run@": None, "a@b@3": 3, "run@\u0663": None}
-    assert {label: version_number(label) for label in labels} == labels
 
 
 async def test_the_demos_server() -> None:

@@ -275,9 +275,10 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
     [
         (b"nonsense\r\n\r\n", PeerLost),
         (b"", PeerLost),
-        (b'HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"succe', None),  # ended too early
-        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", WeightSyncError),
-        (b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n", WeightSyncError),
+        (b'HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"succe', PeerLost),  # ended too early
+        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", LoadError),
+        (b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n", LoadError),
+        (b'HTTP/1.1 200 OK\r\nContent-Length: 18\r\n\r\n{"success": false}', LoadError),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n[1]", None),  # no answer that counts
     ],
 )

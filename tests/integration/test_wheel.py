@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -37,7 +38,7 @@ sys.meta_path.insert(0, Undistributed())
 """Hides the packages of every extra, Triton, and torch's distributed part, as in a build of torch without it."""
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]  # the kernels are compiled anew in the fresh environment
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 def _run(*command: str | Path, cwd: Path, **environment: str) -> str:
@@ -69,7 +70,18 @@ def installed(wheel: Path) -> Path:
     # A line in a .pth file adds a folder, but not what the .pth files in it add: no editable install of this checkout.
     others = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     (packages / "dependencies.pth").write_text("\n".join(others) + "\n")
+    _share_compiled(ROOT / "src/weightsync/tensors", packages / "weightsync/tensors")
     return environment / "bin"
+
+
+def _share_compiled(source: Path, target: Path) -> None:
+    """Give the installed kernels what Numba compiled for the checkout's, which it knows by the file's time and size."""
+    assert (target / "kernels.py").read_bytes() == (source / "kernels.py").read_bytes()
+    stamp = (source / "kernels.py").stat()
+    os.utime(target / "kernels.py", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    (target / "__pycache__").mkdir(exist_ok=True)
+    for compiled in (source / "__pycache__").glob("kernels.*.nb[ci]"):
+        shutil.copy(compiled, target / "__pycache__")
 
 
 def test_the_wheel_holds_the_product_and_nothing_else(wheel: Path) -> None:

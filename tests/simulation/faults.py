@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from tests.faults.points import ENGINE_ALONE_POINTS, ENGINE_REPAIR_POINTS, ENGINE_TOGETHER_POINTS
 from tests.simulation.transfer import CORRUPTIONS
-
-from weightsync import failpoints
 
 __all__ = ["ALL_FAULTS", "ALL_STATES", "CORRUPTING", "KILLS", "Fault", "Pending", "draw_faults"]
 
@@ -15,8 +14,8 @@ LOADER_DROP = "dropped by the loader"
 CORRUPTING = (*CORRUPTIONS, LOADER_DROP)
 
 _EVERYWHERE = tuple(f"engine.received.{call}" for call in ("prepare", "quarantine", "checksources"))
-_ONLY_ALONE = failpoints.ENGINE_ALONE_POINTS
-_ONLY_TOGETHER = failpoints.ENGINE_TOGETHER_POINTS
+_ONLY_ALONE = ENGINE_ALONE_POINTS
+_ONLY_TOGETHER = ENGINE_TOGETHER_POINTS
 
 GATES = frozenset({*_EVERYWHERE, *_ONLY_ALONE, *_ONLY_TOGETHER, "engine.pausing", "trainer.received.place"})
 """Points of :mod:`weightsync.failpoints` at which a call has arrived, and nothing has changed yet."""
@@ -164,7 +163,7 @@ def draw_faults(draw: random.Random, engines: dict[str, str], trainers: list[str
         if draw.random() < 0.6:
             one = _at_a_point(draw, engines, trainers)
             pending.append(one)
-            if one.point in failpoints.ENGINE_REPAIR_POINTS:  # which only a rank gets to whose round failed
+            if one.point in ENGINE_REPAIR_POINTS:  # which only a rank gets to whose round failed
                 pending.append(Pending(one.member, "finish", "fail", 0.0))
             continue
         name = draw.choice(TIMED)

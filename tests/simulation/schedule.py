@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.faults.points import ENGINE_REPAIR_POINTS
 from tests.simulation.acts import happen
 from tests.simulation.clock import run
 from tests.simulation.coordination import GRACE
@@ -19,7 +20,6 @@ from tests.simulation.threads import Thread
 from tests.simulation.world import World
 
 from weightsync.errors import RoundFailed, WeightSyncError
-from weightsync.failpoints import ENGINE_REPAIR_POINTS
 from weightsync.protocol.messages import RoundResult
 
 __all__ = ["Outcome", "run_schedule"]

@@ -93,7 +93,7 @@ def _round(job: Job, trainers: Sequence[Peer], engines: Sequence[Peer], version:
     parts, phases = replica["parts"], replica["phases"]
     data = sum(parts[name] for name in ("receive", "load", "digest") if name in parts)
     seconds = {
-        "publish": max(one["ended"] for one in published) - min(one["begun"] for one in published),
+        "publish": max(trainer["ended"] for trainer in published) - min(trainer["begun"] for trainer in published),
         "place": result["phases"]["place"],
         "agree": phases["agree"],
         "pause_to_resume": max(engine["resumed"] for engine in ended) - min(engine["paused"] for engine in ended),
@@ -121,8 +121,8 @@ def run_gpu_case(job: Job, rates: Rates, rounds: int, note: Callable[[str], None
         def start(role: str, count: int) -> list[Peer]:
             described = msgspec.to_builtins(job)
             made = [Peer("weightsync.bench.gpu_rank", {"role": role, "rank": rank, "job": described}) for rank in range(count)]
-            for one in made:
-                owned.enter_context(one)
+            for peer in made:
+                owned.enter_context(peer)
             return made
 
         engines, trainers = start("engine", len(job.to)), start("trainer", len(job.on))
@@ -134,7 +134,7 @@ def run_gpu_case(job: Job, rates: Rates, rounds: int, note: Callable[[str], None
             raise RoundFailed("a trainer rank does not publish its GPU memory in place")
         setup = {"join_trainer": max(engine["seconds"] for engine in joined)}
         setup["join_engine"] = max(
-            one["seconds"] for one in together(engines, _SECONDS, do="join", url=server.url, token=server.token)
+            engine["seconds"] for engine in together(engines, _SECONDS, do="join", url=server.url, token=server.token)
         )
         together(trainers, _SECONDS, do="train", seconds=_TRAINING_SECONDS)
         measured: list[dict[str, float]] = []

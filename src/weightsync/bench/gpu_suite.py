@@ -23,7 +23,7 @@ def jobs_of(options: BenchOptions, gpus: int) -> list[Job]:
     """The cases that were asked for. Raises :class:`~weightsync.errors.ConfigurationError` for what ``gpus`` GPUs cannot hold."""
     on, to = place(options.source, options.target, options.placement, gpus)
     name = Path(options.model).stem if options.model.endswith(".json") else options.model
-    wanted: list[Delivery] = [one for one in get_args(Delivery) if options.delivery in ("", one)]
+    wanted: list[Delivery] = [delivery for delivery in get_args(Delivery) if options.delivery in ("", delivery)]
     return [
         Job(
             name=f"{name}/{options.source}/{options.target}/{options.placement}/{options.transport}/{transport}",

@@ -12,16 +12,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from weightsync.closing import Closeable
 from weightsync.deadline import Deadline
 from weightsync.errors import PeerLost, RoundFailed, WeightSyncError
 
 __all__ = ["Peer", "serve", "tensor_shapes", "together"]
 
 
-class Peer:
+class Peer(Closeable):
     """A child process that runs ``python -m module CONFIG`` and answers commands: :func:`serve`.
 
     ``tell`` sends a command, ``hear`` waits for the answer; several peers work at the same time between the two. Leaving the
@@ -43,12 +43,6 @@ class Peer:
     def pid(self) -> int:
         """Of the process, which leads a process group of its own."""
         return self._process.pid
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def tell(self, **command: object) -> None:
         """Send one command: the name of what to ``do``, and its arguments.

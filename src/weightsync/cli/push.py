@@ -136,7 +136,7 @@ def _client(engine: EngineKind) -> Callable[..., UpdateClient]:
         from weightsync.external.clients.vllm import VLLMClient
 
         return VLLMClient
-    from weightsync.external.client import WeightUpdateClient
+    from weightsync.external.clients.weightsync import WeightUpdateClient
 
     return WeightUpdateClient
 

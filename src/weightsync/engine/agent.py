@@ -6,9 +6,9 @@ import os
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Self, get_args
+from typing import get_args
 
+from weightsync.closing import Closeable
 from weightsync.config import ClientSettings, Secret, Timeouts, replica_name
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
@@ -28,7 +28,7 @@ __all__ = ["Engine"]
 _LONGEST = 1000  # characters of a reason
 
 
-class Engine:
+class Engine(Closeable):
     """Joins one engine rank to the coordinator and keeps its weights current, from threads of its own.
 
     ``replica`` names the serving engine; its ranks are ``rank`` of ``world_size`` (0 of 1) under the same name, and it takes part
@@ -148,12 +148,6 @@ class Engine:
         if self._origin.elsewhere:
             return
         self._owned.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
 
 def _place_in_replica(replica: str | None, rank: int | None, world_size: int | None) -> tuple[str, int, int]:

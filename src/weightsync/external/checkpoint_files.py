@@ -11,13 +11,13 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from weightsync.closing import Closeable
 from weightsync.errors import ConfigurationError
 from weightsync.model import Manifest, TensorSpec
 from weightsync.protocol.messages import UNREADABLE
@@ -83,7 +83,7 @@ class _Location(NamedTuple):
     offset: int
 
 
-class CheckpointFiles:
+class CheckpointFiles(Closeable):
     """The tensors of a checkpoint ``directory`` (or one ``.safetensors`` file), open for reading. Close it, or use a ``with``.
 
     Reads headers only; :meth:`read` reads a tensor. A name in the index never leads out of the directory. Links are followed within
@@ -156,12 +156,6 @@ class CheckpointFiles:
     def close(self) -> None:
         """Close all files. Safe twice."""
         self._opened.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
 
 def buckets_of(manifest: Manifest, bucket_bytes: int) -> list[list[TensorSpec]]:
@@ -301,7 +295,7 @@ def _read_header(path: Path, descriptor: int, size: int) -> list[tuple[TensorSpe
         if last > size - base:
             raise ConfigurationError(f"{path}: tensor {name!r} ends {last - (size - base):,} bytes after the file")
         entries.append((spec, first, last))
-    for spec, first, last in sorted(entries, key=lambda one: one[1:]):
+    for spec, first, last in sorted(entries, key=lambda entry: entry[1:]):
         if first != end:
             what = "overlaps another" if first < end else "comes after a gap"
             raise ConfigurationError(f"{path}: tensor {spec.name!r} {what} (bytes {first:,} to {last:,}, after {end:,})")

@@ -23,7 +23,7 @@ from weightsync.errors import (
     WeightSyncError,
     to_wire,
 )
-from weightsync.external.checks import Incoming, Packing
+from weightsync.external.checks import Incoming
 from weightsync.external.orders import (
     Command,
     CommandAnswer,
@@ -76,7 +76,6 @@ class DisaggregatedRank:
         *,
         rank: int = 0,
         draft_prefix: str = "mtp.",
-        packing: Packing = "elements",
         device: torch.device | str = "cpu",
         reset_graphs: Callable[[], None] = lambda: None,
     ) -> None:
@@ -86,7 +85,6 @@ class DisaggregatedRank:
         self.rank = rank
         self.session = EngineSession(adapter, f"rank {rank} of updates from outside", draft=draft, draft_prefix=draft_prefix)
         self.manifest: Manifest = self.session.manifest
-        self._packing = packing
         self._device = torch.device(device)
         self._reset_graphs = reset_graphs
         self._groups: dict[str, ProcessGroup] = {}
@@ -223,7 +221,7 @@ class DisaggregatedRank:
             raise MembershipError(f"group {command.group!r} is not initialized, or broke")
         self.session.check(call, "paused", "writing")  # another group's bucket, which ends before this one is loaded
         device = self._device if group.backend == "nccl" else torch.device("cpu")
-        memory, tensors = _stage(command, device, self._packing)
+        memory, tensors = _stage(command, device)
         group.broadcast(memory, deadline)
         failpoints.reached("rank.arrived")
         if command.flattened:
@@ -258,7 +256,7 @@ class DisaggregatedRank:
         return Digested(held.astype("<u8").tobytes(), False)
 
 
-def _stage(order: Receive, device: torch.device, packing: Packing) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _stage(order: Receive, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Memory for the collectives, in their order, and the tensors in it, where each has a collective of its own."""
     if order.flattened:
         total = sum(tensor.nbytes for tensor in order.tensors)
@@ -277,12 +275,12 @@ def _stage(order: Receive, device: torch.device, packing: Packing) -> tuple[list
 
 def _unflatten(flat: torch.Tensor, tensors: Sequence[Incoming]) -> list[torch.Tensor]:
     """Views of a flattened bucket; a copy where mixed dtypes left a tensor at an odd address."""
-    found, place = [], 0
+    views, place = [], 0
     for tensor in tensors:
         dtype = torch_dtype(tensor.dtype)
         part = flat[place : place + tensor.nbytes]
         if place % dtype.itemsize:
             part = part.clone()
-        found.append(part.view(dtype).view(tensor.shape))
+        views.append(part.view(dtype).view(tensor.shape))
         place += tensor.nbytes
-    return found
+    return views

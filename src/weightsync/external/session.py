@@ -52,7 +52,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     pause_mode: PauseMode = "abort"
     """What happens to running requests, unless the update says it."""
     packing: checks.Packing = "elements"
-    """What a flattened bucket is: ``elements`` as LMDeploy has it, ``bytes`` as SGLang. The ranks' must be the same."""
+    """What a flattened bucket is: ``elements`` as LMDeploy has it, ``bytes`` as SGLang."""
     max_bucket_bytes: int = 4 << 30
     """Bytes of one bucket, unless it is a single tensor."""
     init_timeout: float = 120.0

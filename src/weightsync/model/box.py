@@ -39,9 +39,3 @@ class Box(msgspec.Struct, frozen=True):
         return len(self.starts) == len(self.stops) == len(shape) and all(
             0 <= start <= stop <= extent for start, stop, extent in zip(self.starts, self.stops, shape, strict=True)
         )
-
-    def intersect(self, other: Box) -> Box | None:
-        """Intersection with ``other``; ``None`` if it is empty."""
-        starts = tuple(map(max, self.starts, other.starts))
-        stops = tuple(map(min, self.stops, other.stops))
-        return Box(starts, stops) if all(a < b for a, b in zip(starts, stops, strict=True)) else None

@@ -1,6 +1,6 @@
 """Transfer planning and coverage checks: pure arithmetic over layouts, in NumPy. Uses no tensors and no I/O."""
 
-from weightsync.planning.buckets import ring_bytes, staging_layout
+from weightsync.planning.buckets import staging_layout
 from weightsync.planning.coverage import Coverage, coverage_of
 from weightsync.planning.pieces import Pieces
 from weightsync.planning.plan import Plan, SourceRank, TargetRank, plan_transfer
@@ -14,7 +14,6 @@ __all__ = [
     "TargetRank",
     "coverage_of",
     "plan_transfer",
-    "ring_bytes",
     "split_rows",
     "staging_layout",
 ]

@@ -43,7 +43,7 @@ class BoxIndex:
     boxes keep the order in which they were given. Searches raise :class:`~weightsync.errors.Aborted` once ``stop`` is set.
     """
 
-    def __init__(self, group: Int64, starts: Int64, stops: Int64, groups: int, stop: Stop | None = None) -> None:
+    def __init__(self, group: Int64, starts: Int64, stops: Int64, stop: Stop | None = None) -> None:
         self._stop = stop or Stop()
         dims = starts.shape[1]
         keys = [group, *(column for dim in range(dims) for column in (starts[:, dim], stops[:, dim]))]

@@ -7,9 +7,8 @@ import numpy as np
 from weightsync.errors import ConfigurationError
 from weightsync.model import Layout, Manifest
 
-__all__ = ["ring_bytes", "staging_layout"]
+__all__ = ["staging_layout"]
 
-_RING = 2  # buckets in flight: one is filled while the other is loaded
 _LEAST_ALIGNMENT = 8  # bytes of the largest element
 
 
@@ -57,11 +56,3 @@ def staging_layout(manifest: Manifest, bucket_bytes: int, alignment: int = 512) 
         strides,
         tuple(regions),
     )
-
-
-def ring_bytes(layout: Layout) -> int:
-    """Bytes of staging that an engine rank needs: the two largest buckets, one being filled while the other is loaded.
-
-    At most twice ``bucket_bytes``, unless a single tensor is larger than that.
-    """
-    return sum(sorted(layout.regions, reverse=True)[:_RING])

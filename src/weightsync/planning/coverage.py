@@ -188,7 +188,7 @@ def coverage_of(manifest: Manifest, layouts: Mapping[str, Layout], whose: str, s
     side = ShardingIndex(manifest, members, [layouts[name] for name in members])
     kinds = geometries(manifest, side)
     rows = side.rows(kinds.tensor)
-    index = BoxIndex(rows.group, rows.starts, rows.stops, len(kinds), stop)
+    index = BoxIndex(rows.group, rows.starts, rows.stops, stop)
     problems = collisions(side, kinds, rows, index)
     problems |= _holes(side, kinds, index, set(problems))
     if problems:

@@ -252,7 +252,7 @@ def plan_transfer(
     kinds = geometries(manifest, *sides)
     held = sides[0].rows(kinds.tensor)
     wanted = sides[1].rows(kinds.tensor)
-    index = BoxIndex(held.group, held.starts, held.stops, len(kinds), stop)
+    index = BoxIndex(held.group, held.starts, held.stops, stop)
     problems = collisions(sides[0], kinds, held, index)
     if problems:
         number, listing = listed(manifest, kinds, problems)

@@ -16,13 +16,12 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError as FutureCancelled
 from concurrent.futures import Future, wait
-from types import TracebackType
-from typing import Self
 
 import msgspec
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
+from weightsync.closing import Closeable
 from weightsync.config import ClientSettings
 from weightsync.deadline import Deadline
 from weightsync.errors import (
@@ -69,7 +68,7 @@ def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
         return False
 
 
-class CoordinatorConnection:
+class CoordinatorConnection(Closeable):
     """One rank's connection to the coordinator.
 
     ``hello`` is asked before every attempt, so that what the rank serves or published is current. ``handle`` runs the
@@ -128,12 +127,6 @@ class CoordinatorConnection:
         self._progress_due = False
         self._progress_sent = 0.0
         self._progress_task: asyncio.Task[None] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     @property
     def connected(self) -> bool:

@@ -90,8 +90,8 @@ class ActorCalls:
         """Do the same on an event loop. Cancellation withdraws calls that have not started; started calls run on."""
         try:
             futures = [asyncio.wrap_future(future) for _, _, future in self._asked]
-            for one in futures:  # retrieve every result, so that asyncio does not warn
-                one.add_done_callback(lambda done: done.cancelled() or done.exception())
+            for future in futures:  # retrieve every result, so that asyncio does not warn
+                future.add_done_callback(lambda done: done.cancelled() or done.exception())
             _, others = await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
             if others:
                 await asyncio.wait(others, timeout=_OTHERS)

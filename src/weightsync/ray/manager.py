@@ -6,13 +6,13 @@ import inspect
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import ray
 import torch
 from ray.exceptions import RayError
 
+from weightsync.closing import Closeable
 from weightsync.config import ClientSettings, Secret, ServerSettings, agent_environment
 from weightsync.coordinator.status import Status
 from weightsync.deadline import Deadline
@@ -38,7 +38,7 @@ _GRACE = 5.0
 """Seconds that an update may exceed its own timeout, so that a more specific error can arrive first."""
 
 
-class Manager:
+class Manager(Closeable):
     """Brings trainer workers and replicas in Ray actors to a version with one call.
 
     The actors belong to the user and may have any class and placement. The manager lets them join a coordinator and then asks the
@@ -246,12 +246,6 @@ class Manager:
         if self._origin.elsewhere:
             return
         self._owned.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def _remove(self, replica: str | None) -> bool:
         group = self._members.remove(replica)

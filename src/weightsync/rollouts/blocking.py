@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from weightsync import forks
+from weightsync.closing import Closeable
 from weightsync.errors import Aborted, DeadlineExceeded
 from weightsync.rollouts.controller import Counts, Rollout, RolloutController, Task
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 V = TypeVar("V")
 
 
-class Rollouts(Generic[T]):
+class Rollouts(Closeable, Generic[T]):
     """Runs a controller on an event loop in a thread. ``make`` is called there and returns the controller. Use it in a ``with``.
 
     Tasks are coroutine functions all the same; they run on that thread, so what computes for long belongs into
@@ -106,12 +106,6 @@ class Rollouts(Generic[T]):
                 self._wait(controller.aclose(), _CALL_SECONDS)
         finally:
             self._end()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def _call(self, what: Callable[..., V], *arguments: object) -> V:
         async def there() -> V:

@@ -13,12 +13,12 @@ import threading
 import uuid
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from weightsync import forks
+from weightsync.closing import Closeable
 from weightsync.config import ClientSettings
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded
@@ -34,7 +34,7 @@ _GRACE = 5.0
 T = TypeVar("T")
 
 
-class RolloutCallback:
+class RolloutCallback(Closeable):
     """Same calls as an engine's, through the coordinator. Several groups, by name, may be under way at once. Close it.
 
     Every call carries an id of its own: it is repeated while the coordinator cannot be reached, and carried out once. Raises (or
@@ -135,12 +135,6 @@ class RolloutCallback:
         self._thread.join(30.0)
         if not self._thread.is_alive():
             self._loop.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def _order(self, kind: str, body: dict[str, Any], timeout: float | None) -> Future[str]:
         if self._closed:

@@ -29,19 +29,13 @@ from weightsync.protocol.messages import UNREADABLE
 from weightsync.protocol.tokens import bearer
 from weightsync.rollouts.samples import Chunk, FinishReason, Sampling
 
-__all__ = ["Completions", "Generation", "VllmTokens", "version_number"]
+__all__ = ["Completions", "Generation", "VllmTokens"]
 
 _CONNECT_SECONDS = 5.0
 _READ_SECONDS = 120.0  # between two messages of a stream; the task's own deadline is what bounds it
 _REFUSAL_BYTES = 64 << 10
 _MESSAGE_BYTES = 4 << 20
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)  # another time, or another replica
-
-
-def version_number(label: str) -> int | None:
-    """The number in a label ``run@number``; ``None`` for weights that are not of a published version."""
-    parsed = parse_label(label)
-    return None if parsed is None else parsed[2]
 
 
 def _order(label: str) -> tuple[int, int] | None:

@@ -5,23 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from itertools import accumulate
 from pathlib import PurePosixPath
 from types import TracebackType
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, TypeVar, cast
 
-import httpx
 import msgspec
 
 from weightsync.config import ClientSettings, Secret
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, LoadError, MembershipError, WeightSyncError, to_wire
-from weightsync.external.clients.sglang_modes import sglang_mode
-from weightsync.model import PauseMode
-from weightsync.protocol.endpoint import reason
-from weightsync.protocol.messages import UNREADABLE
-from weightsync.protocol.tokens import bearer
+from weightsync.external.clients import sglang, weightsync
+from weightsync.external.clients.http import EngineHttp, GroupSpec, HttpCall
+from weightsync.model import PauseMode, TensorSpec
 from weightsync.rollouts.broker import Answered, Name, Order
 from weightsync.rollouts.mail import asked, followed
 from weightsync.rollouts.mailbox import Signal
@@ -31,7 +30,8 @@ __all__ = ["CommandFollower", "Server", "UpdateServers"]
 
 _log = logging.getLogger(__name__)
 _ANSWER_SECONDS = 30.0
-_SAID = 500
+_SHOWN = 500
+_AT_ONCE = 8  # orders under way, as for several groups
 _REMEMBERED = 1024
 
 Names = Annotated[list[Name], msgspec.Meta(max_length=1 << 20)]
@@ -56,7 +56,7 @@ class _Distributed(_Body, frozen=True, kw_only=True):
     group_name: Group
     names: Names
     dtypes: list[Annotated[str, msgspec.Meta(max_length=32)]]
-    shapes: list[list[int]]
+    shapes: list[tuple[int, ...]]
     load_format: Literal["flattened_bucket"] | None = None
     finished: bool = False
     weight_version: Label | None = None
@@ -99,7 +99,7 @@ class Admitting(Protocol):
 
 
 class UpdateServers:
-    """Servers with the routes of :mod:`weightsync.external`, or SGLang's, all told the same at once.
+    """Servers with the routes of :mod:`weightsync.external`, or SGLang's, all asked the same at once.
 
     Engine ranks follow the trainer in each group: those of the first server from rank 1, and so on. ``kind`` says how they pause.
     Servers load from disk only what lies under ``checkpoints``, an absolute path as they see it; ``None``: nothing.
@@ -117,89 +117,99 @@ class UpdateServers:
             raise ConfigurationError(f"at least one server, of kind weightsync or sglang, not {len(servers)} of {kind!r}")
         if checkpoints is not None and not checkpoints.startswith("/"):
             raise ConfigurationError(f"checkpoints={checkpoints!r}: give the absolute path of a folder, as the servers see it")
-        self._servers, self._kind, self._checkpoints = dict(servers), kind, checkpoints
-        self._http = httpx.AsyncClient(headers=bearer(token), trust_env=False, follow_redirects=False)
+        self._kind, self._checkpoints = kind, checkpoints
+        self._ranks = [server.ranks for server in servers.values()]
+        self._engines = {name: EngineHttp(server.url, token) for name, server in servers.items()}
+        self._threads = ThreadPoolExecutor(_AT_ONCE * len(servers), thread_name_prefix="weightsync-order")
 
     async def aclose(self) -> None:
-        """Close connections."""
-        await self._http.aclose()
+        """End requests under way."""
+        for engine in self._engines.values():
+            engine.close()
+        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
     async def carry_out(self, command: Order) -> str:
         """Do it everywhere.
 
         Raises :class:`~weightsync.errors.LoadError` that names every server that failed, and
-        :class:`~weightsync.errors.ConfigurationError` for an order that no server was told of.
+        :class:`~weightsync.errors.ConfigurationError` for an order that no server was asked for.
         """
-        sglang = self._kind == "sglang"
+        answer = ""
+        for calls in self._steps(command):
+            answer = await self._send(command, calls)
+        return answer
+
+    def _steps(self, command: Order) -> list[list[HttpCall]]:
+        """The requests of each server, one after the other."""
         match command.kind:
             case "init_group":
-                group = _body(command, _InitGroup)
-                return await self._tell_all(command, "/init_weights_update_group", self._groups(group, command.timeout))
+                return [self._groups(_body(command, _InitGroup), command.timeout)]
             case "update_from_distributed":
-                bucket = _body(command, _Distributed)
-                body = msgspec.to_builtins(bucket)
-                last = bool(body.pop("finished", False))  # weightsync's servers commit on ``continue``, not with a bucket
-                body |= {"load_format": bucket.load_format} | ({"flush_cache": last} if sglang else {})
-                return await self._tell_all(command, "/update_weights_from_distributed", body)
+                calls = [self._update(_body(command, _Distributed))]
             case "update_from_disk":
-                return await self._tell_all(command, "/update_weights_from_disk", self._from_disk(_body(command, _Disk)))
+                calls = [self._from_disk(_body(command, _Disk))]
             case "destroy_group":
-                return await self._tell_all(command, "/destroy_weights_update_group", msgspec.to_builtins(_body(command, _Destroy)))
+                calls = [weightsync.destroy_group(_body(command, _Destroy).group_name)]
+            case "pause" if self._kind == "sglang":
+                calls = [sglang.pause_generation(sglang.sglang_mode(_body(command, _PauseBody).mode)), sglang.begin()]
             case "pause":
-                mode = _body(command, _PauseBody).mode
-                if sglang:
-                    await self._tell_all(command, "/pause_generation", {"mode": sglang_mode(mode)})
-                    return await self._tell_all(command, "/begin_weight_update", {})
-                return await self._tell_all(command, "/begin_weight_update", {"mode": mode})
+                calls = [weightsync.begin(None, None, _body(command, _PauseBody).mode, None)]
             case "continue":
                 _body(command, _Continue)
-                answer = await self._tell_all(command, "/end_weight_update", {})
-                return await self._tell_all(command, "/continue_generation", {}) if sglang else answer
+                calls = [sglang.end(), sglang.continue_generation()] if self._kind == "sglang" else [weightsync.end()]
             case _:
                 raise ConfigurationError(f"{command.kind!r} is no order that servers know")
+        return [[call] * len(self._engines) for call in calls]
 
-    def _from_disk(self, request: _Disk) -> dict[str, Any]:
-        """What to ask: a path under the folder of checkpoints, and nothing but safetensors, which hold no code."""
+    def _update(self, bucket: _Distributed) -> HttpCall:
+        try:
+            specs = [TensorSpec(*spec) for spec in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True)]
+        except ValueError:
+            raise ConfigurationError("an order's names, dtypes and shapes differ in length") from None
+        flattened = bucket.load_format is not None
+        if self._kind == "sglang":
+            return sglang.update(specs, bucket.group_name, bucket.weight_version, last=bucket.finished, flattened=flattened)
+        # weightsync's servers commit on ``continue``, not with the last bucket
+        return weightsync.update(specs, bucket.group_name, bucket.weight_version, flattened=flattened)
+
+    def _from_disk(self, request: _Disk) -> HttpCall:
+        """Load a path under the folder of checkpoints, and nothing but safetensors."""
         root = self._checkpoints
         if root is None:
             raise ConfigurationError("servers load nothing from disk here: give UpdateServers the folder (checkpoints=...)")
         path = PurePosixPath(request.model_path)
         if ".." in path.parts or not path.is_relative_to(root) or not request.model_path.isprintable():
             raise ConfigurationError(f"{request.model_path[:200]!r} is not a path under {root}, the folder of checkpoints")
-        return {**msgspec.to_builtins(request), "load_format": "safetensors"}
+        return sglang.update_from_disk(request.model_path, request.weight_version)
 
-    async def _tell_all(self, command: Order, path: str, body: Mapping[str, Any] | list[dict[str, Any]]) -> str:
-        bodies = body if isinstance(body, list) else [body] * len(self._servers)
-        answers = await asyncio.gather(
-            *(self._tell(server, path, mine, command.timeout) for server, mine in zip(self._servers.values(), bodies, strict=True))
-        )
-        failed = [f"{name}: {answer}" for name, (good, answer) in zip(self._servers, answers, strict=True) if not good]
+    def _groups(self, group: _InitGroup, timeout: float) -> list[HttpCall]:
+        world = 1 + sum(self._ranks)
+        if group.world_size not in (None, world):
+            raise ConfigurationError(f"the trainer says {group.world_size} ranks, but it and the engines' ranks are {world}")
+        specs = [
+            GroupSpec(group.master_address, group.master_port, offset, world, group.group_name, group.backend)
+            for offset in accumulate(self._ranks[:-1], initial=1)
+        ]
+        return [sglang.init_group(spec) if self._kind == "sglang" else weightsync.init_group(spec, timeout) for spec in specs]
+
+    async def _send(self, command: Order, calls: Sequence[HttpCall]) -> str:
+        loop, deadline = asyncio.get_running_loop(), Deadline(command.timeout)
+
+        async def ask(engine: EngineHttp, call: HttpCall) -> object:
+            try:
+                return await loop.run_in_executor(self._threads, engine.call, call, deadline)
+            except WeightSyncError as error:
+                return error
+
+        answers = await asyncio.gather(*map(ask, self._engines.values(), calls))
+        shown = [
+            f"{name}: {str(answer.get('message', answer) if isinstance(answer, dict) else answer)[:_SHOWN]}"
+            for name, answer in zip(self._engines, answers, strict=True)
+        ]
+        failed = [text for text, answer in zip(shown, answers, strict=True) if isinstance(answer, WeightSyncError)]
         if failed:
             raise LoadError(f"{command.kind} failed at {len(failed)} of {len(answers)} replicas: {' | '.join(failed)}")
-        return " | ".join(f"{name}: {answer}" for name, (_, answer) in zip(self._servers, answers, strict=True))
-
-    def _groups(self, request: _InitGroup, timeout: float) -> list[dict[str, Any]]:
-        world, body = 1 + sum(server.ranks for server in self._servers.values()), msgspec.to_builtins(request)
-        if request.world_size not in (None, world):
-            raise ConfigurationError(f"the trainer says {request.world_size} ranks, but it and the engines' ranks are {world}")
-        bodies, offset = [], 1
-        for server in self._servers.values():
-            mine = body | {"world_size": world, "rank_offset": offset}
-            bodies.append(mine | ({"timeout": timeout} if self._kind == "weightsync" else {}))
-            offset += server.ranks
-        return bodies
-
-    async def _tell(self, server: Server, path: str, body: Mapping[str, Any], timeout: float) -> tuple[bool, str]:
-        try:
-            answer = await self._http.post(server.url.rstrip("/") + path, json=dict(body), timeout=timeout)
-        except httpx.HTTPError as error:
-            return False, f"{server.url} did not answer: {reason(error)}"
-        try:
-            decoded = msgspec.json.decode(answer.content, type=dict[str, Any])
-        except UNREADABLE:
-            decoded = {}
-        message = str(decoded.get("message", answer.text))[:_SAID]
-        return answer.is_success and decoded.get("success", True) is not False, message or f"HTTP {answer.status_code}"
+        return " | ".join(shown)
 
 
 def _body(command: Order, kind: type[B]) -> B:

@@ -84,7 +84,7 @@ class Sample:
         """
         tokens = [token for chunk in chunks for token in chunk.tokens]
         versions = [version for chunk in chunks for version in chunk.versions]
-        epochs = [said for chunk in chunks for said in chunk.epochs or (epoch,) * len(chunk.versions)]
+        epochs = [number for chunk in chunks for number in chunk.epochs or (epoch,) * len(chunk.versions)]
         logprobs = [value for chunk in chunks for value in chunk.logprobs or ()]
         has_logprobs = bool(logprobs)
         if len(versions) > len(tokens) or len(epochs) != len(versions) or (has_logprobs and len(logprobs) != len(tokens)):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import httpx
 import msgspec
 
+from weightsync.closing import Closeable
 from weightsync.config import ClientSettings
 from weightsync.coordinator.events import Event
 from weightsync.coordinator.status import RankStatus, Status
@@ -31,7 +31,7 @@ _EVENT: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 T = TypeVar("T")
 
 
-class Client:
+class Client(Closeable):
     """One coordinator over HTTP, for one thread. Close it, or use it in a ``with``.
 
     Every method raises :class:`~weightsync.errors.CoordinatorUnreachable` if nobody answers,
@@ -53,12 +53,6 @@ class Client:
     def close(self) -> None:
         """Close connections."""
         self._http.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def status(self) -> Status:
         """Who serves which version."""

@@ -255,7 +255,7 @@ def ordered(manifest: Manifest, shards: Iterable[Shard]) -> list[Shard]:
                 _check_memory(shard.name, shard.tensor)
             rows.append((index, shard))
     rows.sort(key=lambda row: row[0])
-    return [one for _, one in rows]
+    return [shard for _, shard in rows]
 
 
 def _entries(state: Mapping[str, torch.Tensor] | nn.Module, include_buffers: bool) -> Iterable[tuple[str, torch.Tensor]]:
@@ -428,7 +428,7 @@ class FollowedShards:
     def _named(self) -> Iterable[tuple[str, torch.Tensor]]:
         state = self._state
         if isinstance(state, ShardedState):
-            return [(one.name, one.tensor) for one in state.declare()[1]]
+            return [(shard.name, shard.tensor) for shard in state.declare()[1]]
         if isinstance(state, Mapping):
             return state.items()
         buffers = state.named_buffers(remove_duplicate=False) if self._include_buffers else ()

@@ -179,6 +179,22 @@ class TransportContract:
             source.prepare(wanted.groups, DIGEST, Deadline(10))
             yield source
 
+    @contextmanager
+    def published(self, wanted: Wanted, version: int = 1) -> Iterator[tuple[OwnerHere | OwnerProcess, Reader]]:
+        """An owner that has placed ``version``, and a reader that is prepared."""
+        with self.owner(wanted.nbytes) as owner:
+            owner.place(version)
+            with self.prepared(owner, wanted) as source:
+                yield owner, source
+
+    @contextmanager
+    def begun(self, wanted: Wanted) -> Iterator[tuple[OwnerHere | OwnerProcess, Reader]]:
+        """As :meth:`published`, in the middle of a transfer: its first group was read."""
+        with self.published(wanted) as (owner, source):
+            source.begin(1, Deadline(10))
+            source.read(0, Deadline(10))
+            yield owner, source
+
     def transfer(self, source: Reader, wanted: Wanted, version: int, digests: npt.NDArray[np.uint64] | None = None) -> None:
         """A whole transfer, which must be right to the byte and touch nothing else."""
         wanted.clear()
@@ -195,49 +211,39 @@ class TransportContract:
     @pytest.mark.parametrize("seed", range(4))
     def test_odd_shapes_arrive_byte_for_byte(self, seed: int) -> None:
         wanted = self.odd_shapes(SMALL, seed)
-        with self.owner() as owner:
-            owner.place(1)
-            with self.prepared(owner, wanted) as source:
-                self.transfer(source, wanted, 1)
+        with self.published(wanted) as (_, source):
+            self.transfer(source, wanted, 1)
 
     @pytest.mark.parametrize("seed", range(4))
     def test_digests_are_those_of_the_bytes_in_place(self, seed: int) -> None:
         wanted = keyed(self.odd_shapes(SMALL << 4, seed + 100) if seed else self.big(3 << 19, groups=1), seed)
         digests = np.zeros(sum(map(len, wanted.groups)) + 1, np.uint64)
-        with self.owner(wanted.nbytes) as owner:
-            owner.place(1)
-            with self.prepared(owner, wanted) as source:
-                if self.traits.digests == "after":
-                    with pytest.raises(ProtocolError, match="takes no digests"):
-                        self.transfer(source, wanted, 1, digests)
-                    return
-                self.transfer(source, wanted, 1, digests)
-                expected = wanted.digests()
-                assert np.array_equal(digests[:-1], expected)
-                self.transfer(source, wanted, 1, digests)  # they are added to what is there
+        with self.published(wanted) as (_, source):
+            if self.traits.digests == "after":
+                with pytest.raises(ProtocolError, match="takes no digests"):
+                    self.transfer(source, wanted, 1, digests)
+                return
+            self.transfer(source, wanted, 1, digests)
+            expected = wanted.digests()
+            assert np.array_equal(digests[:-1], expected)
+            self.transfer(source, wanted, 1, digests)  # they are added to what is there
         assert np.array_equal(digests[:-1], expected + expected)
         assert digests[-1] == 0
 
     def test_digests_need_keys(self) -> None:
         wanted = self.odd_shapes(SMALL, 12)
-        with self.owner() as owner:
-            owner.place(1)
-            with self.prepared(owner, wanted) as source, pytest.raises((LayoutError, ProtocolError)):
-                self.transfer(source, wanted, 1, np.zeros(100, np.uint64))
+        with self.published(wanted) as (_, source), pytest.raises((LayoutError, ProtocolError)):
+            self.transfer(source, wanted, 1, np.zeros(100, np.uint64))
 
     def test_twenty_thousand_tiles_in_many_groups(self) -> None:
         wanted = self.odd_shapes(1 << 24, 7, tiles=20_000, groups=self.groups)
-        with self.owner(1 << 24) as owner:
-            owner.place(1)
-            with self.prepared(owner, wanted) as source:
-                self.transfer(source, wanted, 1)
+        with self.published(wanted) as (_, source):
+            self.transfer(source, wanted, 1)
 
     def test_large_runs_and_wide_tiles(self) -> None:
         wanted = self.big(BIG, groups=5)
-        with self.owner(BIG) as owner:
-            owner.place(3)
-            with self.prepared(owner, wanted) as source:
-                self.transfer(source, wanted, 3)
+        with self.published(wanted, 3) as (_, source):
+            self.transfer(source, wanted, 3)
 
     def test_every_version_brings_its_own_bytes(self) -> None:
         wanted = self.odd_shapes(SMALL, 11)
@@ -271,24 +277,22 @@ class TransportContract:
 
     def test_groups_are_submitted_before_any_is_waited_for(self) -> None:
         wanted = self.odd_shapes(SMALL, 13)
-        with self.owner() as owner:
-            owner.place(1)
-            with self.prepared(owner, wanted) as source:
-                wanted.clear()
-                source.begin(1, Deadline(10))
-                running = [source.submit(group, Deadline(10)) for group in range(len(wanted.groups))]
-                for completion in running:
-                    completion.wait(Deadline(10))
-                source.end(Deadline(10))
-                wanted.fetch()
-                assert np.array_equal(wanted.target, wanted.expected(contents(wanted.nbytes, 1)))
+        with self.published(wanted) as (_, source):
+            wanted.clear()
+            source.begin(1, Deadline(10))
+            running = [source.submit(group, Deadline(10)) for group in range(len(wanted.groups))]
+            for completion in running:
+                completion.wait(Deadline(10))
+            source.end(Deadline(10))
+            wanted.fetch()
+            assert np.array_equal(wanted.target, wanted.expected(contents(wanted.nbytes, 1)))
 
     def test_readers_of_two_publishers_may_be_combined(self) -> None:
         first, second = self.odd_shapes(SMALL, 14), self.odd_shapes(SMALL, 15)
-        with self.owner() as one, self.owner() as other, ExitStack() as stack:
-            one.place(1)
+        with self.owner() as publisher, self.owner() as other, ExitStack() as stack:
+            publisher.place(1)
             other.place(1)
-            readers = [stack.enter_context(self.prepared(one, first)), stack.enter_context(self.prepared(other, second))]
+            readers = [stack.enter_context(self.prepared(publisher, first)), stack.enter_context(self.prepared(other, second))]
             combined = self.transport.combine(readers)
             if combined is None:
                 return
@@ -378,12 +382,10 @@ class TransportContract:
 
     def test_wrong_key_is_refused_and_harms_nobody(self) -> None:
         wanted = self.odd_shapes(SMALL, 44)
-        with self.owner() as owner:
-            owner.place(1)
-            with self.prepared(owner, wanted) as source:
-                with pytest.raises(AuthenticationError):
-                    self.transport.open(owner.offer, b"another key, of the same length.", Deadline(5))
-                self.transfer(source, wanted, 1)
+        with self.published(wanted) as (owner, source):
+            with pytest.raises(AuthenticationError):
+                self.transport.open(owner.offer, b"another key, of the same length.", Deadline(5))
+            self.transfer(source, wanted, 1)
 
     def test_calls_out_of_order_are_refused(self) -> None:
         wanted = self.odd_shapes(SMALL, 45)
@@ -413,26 +415,18 @@ class TransportContract:
 
     def test_a_version_that_changes_on_the_way_is_stale(self) -> None:
         wanted = self.big(BIG, groups=12)
-        with self.owner(BIG) as owner:
-            owner.place(1)
-            with self.prepared(owner, wanted) as source:
-                source.begin(1, Deadline(10))
-                source.read(0, Deadline(10))
-                owner.place(2)
-                with pytest.raises(StaleSource):
-                    self.rest(source, wanted)
-                self.transfer(source, wanted, 2)
+        with self.begun(wanted) as (owner, source):
+            owner.place(2)
+            with pytest.raises(StaleSource):
+                self.rest(source, wanted)
+            self.transfer(source, wanted, 2)
 
     def test_the_same_number_placed_again_on_the_way_is_stale(self) -> None:
         wanted = self.big(BIG, groups=12)
-        with self.owner(BIG) as owner:
+        with self.begun(wanted) as (owner, source):
             owner.place(1)
-            with self.prepared(owner, wanted) as source:
-                source.begin(1, Deadline(10))
-                source.read(0, Deadline(10))
-                owner.place(1)
-                with pytest.raises(StaleSource):
-                    self.rest(source, wanted)
+            with pytest.raises(StaleSource):
+                self.rest(source, wanted)
 
     def read_groups(self, source: Reader, wanted: Wanted, deadline: Deadline) -> None:
         for group in range(1, len(wanted.groups)):
@@ -487,15 +481,13 @@ class TransportContract:
 
     def test_a_passed_deadline_ends_a_read(self) -> None:
         wanted = self.odd_shapes(SMALL, 51)
-        with self.owner() as owner:
-            owner.place(1)
-            with self.prepared(owner, wanted) as source:
-                source.begin(1, Deadline(5))
-                late = Deadline(1e-6)
-                late.at -= 1
-                with pytest.raises(DeadlineExceeded):
-                    source.read(0, late)
-                self.transfer(source, wanted, 1)
+        with self.published(wanted) as (_, source):
+            source.begin(1, Deadline(5))
+            late = Deadline(1e-6)
+            late.at -= 1
+            with pytest.raises(DeadlineExceeded):
+                source.read(0, late)
+            self.transfer(source, wanted, 1)
 
     def test_a_killed_reader_leaves_the_owner_serving(self) -> None:
         wanted = self.big(BIG, groups=12)
@@ -511,19 +503,15 @@ class TransportContract:
 
     def test_abort_from_another_thread(self) -> None:
         wanted = self.big(BIG, groups=12)
-        with self.owner(BIG) as owner:
-            owner.place(1)
-            with self.prepared(owner, wanted) as source:
-                source.begin(1, Deadline(10))
-                source.read(0, Deadline(10))
-                aborting = threading.Thread(target=source.abort)
-                aborting.start()
-                aborting.join(5)
-                started = time.monotonic()
-                with pytest.raises(Aborted):
-                    self.rest(source, wanted)
-                assert time.monotonic() - started < 1
-                self.transfer(source, wanted, 1)
+        with self.begun(wanted) as (_, source):
+            aborting = threading.Thread(target=source.abort)
+            aborting.start()
+            aborting.join(5)
+            started = time.monotonic()
+            with pytest.raises(Aborted):
+                self.rest(source, wanted)
+            assert time.monotonic() - started < 1
+            self.transfer(source, wanted, 1)
 
     def test_abort_wakes_a_blocked_read(self) -> None:
         if self.traits.live_source:
@@ -549,16 +537,14 @@ class TransportContract:
 
     def test_a_loader_that_raises_between_groups(self) -> None:
         wanted = self.big(BIG, groups=12)
-        with self.owner(BIG) as owner:
-            owner.place(1)
-            with self.prepared(owner, wanted) as source:
-                source.begin(1, Deadline(10))
-                source.read(0, Deadline(10))  # and now the loader raised: nobody reads on
-                self.transfer(source, wanted, 1)
-                source.begin(1, Deadline(10))
-                source.read(0, Deadline(10))
-                source.prepare(wanted.groups, DIGEST, Deadline(10))
-                self.transfer(source, wanted, 1)
+        with self.published(wanted) as (_, source):
+            source.begin(1, Deadline(10))
+            source.read(0, Deadline(10))  # and now the loader raised: nobody reads on
+            self.transfer(source, wanted, 1)
+            source.begin(1, Deadline(10))
+            source.read(0, Deadline(10))
+            source.prepare(wanted.groups, DIGEST, Deadline(10))
+            self.transfer(source, wanted, 1)
 
     def test_a_reader_that_closes_in_the_middle(self) -> None:
         wanted = self.big(BIG, groups=12)

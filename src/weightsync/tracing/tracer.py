@@ -268,7 +268,7 @@ def _index(manifest: Manifest, copies: Sequence[TracedCopy]) -> BoxIndex:
         if copy.box.starts:
             starts[row, -len(copy.box.starts) :] = copy.box.starts
             stops[row, -len(copy.box.starts) :] = copy.box.stops
-    return BoxIndex(np.array([copy.tensor for copy in copies], np.int64), starts, stops, len(manifest))
+    return BoxIndex(np.array([copy.tensor for copy in copies], np.int64), starts, stops)
 
 
 def _held(manifest: Manifest, copies: Sequence[TracedCopy]) -> list[int]:
@@ -302,8 +302,8 @@ def _placed(copy: TracedCopy, shape: tuple[int, ...], memory: torch.Tensor) -> l
     except Irregular:
         raise LayoutError(f"parameter {copy.parameter} is strided in memory so that filling it takes too many boxes") from None
     return [
-        (box := Box(one.starts, one.stops), memory.as_strided(box.shape, [step // size for step in one.steps], one.dst // size))
-        for one in placed
+        (box := Box(part.starts, part.stops), memory.as_strided(box.shape, [step // size for step in part.steps], part.dst // size))
+        for part in placed
     ]
 
 

@@ -149,11 +149,11 @@ def _same(shard: Shard, weight: torch.Tensor) -> bool:
     return _equal(shard.tensor, weight[box])
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.dtype != other.dtype:
+def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.dtype != second.dtype:
         return False
-    bits = _BITS.get(one.dtype.itemsize)
-    return torch.equal(one, other) if bits is None else torch.equal(one.view(bits), other.view(bits))
+    bits = _BITS.get(first.dtype.itemsize)
+    return torch.equal(first, second) if bits is None else torch.equal(first.view(bits), second.view(bits))
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

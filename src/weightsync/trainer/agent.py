@@ -13,13 +13,12 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
-from typing import Self
 
 import torch
 import torch.distributed as dist
 
 from weightsync import failpoints
+from weightsync.closing import Closeable
 from weightsync.config import ClientSettings, Secret, Timeouts, agent_environment
 from weightsync.deadline import Deadline
 from weightsync.errors import (
@@ -67,7 +66,7 @@ _MESSAGE_CHARS = 4000
 _log = logging.getLogger(__name__)
 
 
-class Trainer:
+class Trainer(Closeable):
     """Publishes the weights of one trainer rank. Make one on every rank, and call :meth:`publish` on every rank.
 
     ``state`` is the module (FSDP2, tensor-parallel or plain), its state dict, or what an integration made of it
@@ -439,12 +438,6 @@ class Trainer:
             return
         self._closed = True
         self._owned.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
 
 def _stop(publication: StreamedPublication, asked: Future[RoundResult]) -> None:

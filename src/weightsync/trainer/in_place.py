@@ -96,7 +96,7 @@ class InPlacePublisher:
 def _local(state: State, names: Sequence[str]) -> list[torch.Tensor]:
     """This rank's memory of each of ``names``, as the state holds it now."""
     if isinstance(state, ShardedState):
-        return [one.tensor for one in state.declare()[1]]
+        return [shard.tensor for shard in state.declare()[1]]
     state = state.state_dict(keep_vars=True) if isinstance(state, torch.nn.Module) else state
     values = {checkpoint_name(name): value for name, value in state.items()}
     missing = [name for name in names if name not in values]

@@ -132,10 +132,6 @@ class Engine:
 class LMDeploy(Engine):
     """Typed one-dtype buckets, offsets in elements; the last one finalizes; no session."""
 
-    def __init__(self, wish: dict[str, Any]) -> None:
-        super().__init__(wish)
-        self.dirty = False
-
     def bucket(self, kinds: list[torch.dtype], shapes: list[list[int]], group: Any) -> list[torch.Tensor]:
         if len(set(kinds)) > 1:
             raise Misuse("mixed dtypes in a flattened bucket")
@@ -147,11 +143,9 @@ class LMDeploy(Engine):
     def update(self, body: dict[str, Any]) -> str:
         self.fields(body, {"names", "dtypes", "shapes", "group_name"}, {"load_format", "finished"})
         if body["names"]:
-            self.dirty = True
             self.receive(body)
         if body.get("finished"):
             self.log += ["finalize", "reset graphs"]
-            self.dirty = False
         return "ok"
 
     def abort(self, body: dict[str, Any]) -> str:

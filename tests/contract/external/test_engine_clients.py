@@ -23,11 +23,11 @@ from weightsync.errors import (
     VerificationError,
     WeightSyncError,
 )
-from weightsync.external.client import WeightUpdateClient
 from weightsync.external.clients.base import Bucket, UpdateClient
 from weightsync.external.clients.lmdeploy import LMDeployClient
 from weightsync.external.clients.sglang import SGLangClient
 from weightsync.external.clients.vllm import VLLMClient
+from weightsync.external.clients.weightsync import WeightUpdateClient
 from weightsync.model import Manifest, TensorSpec
 from weightsync.tensors.digest import digest_box
 from weightsync.tensors.shards import manifest_of

@@ -213,6 +213,15 @@ class World:
         return found
 
 
+def world_of(trainers: int, **replicas: int) -> World:
+    """A world that so many trainer ranks have joined, and replicas of so many ranks, by their names."""
+    world = World()
+    world.add_trainers(trainers)
+    for name, ranks in replicas.items():
+        world.add_replica(name, ranks)
+    return world
+
+
 async def _stubborn() -> None:
     """Ignores being cancelled, for a virtual hour."""
     loop = asyncio.get_running_loop()

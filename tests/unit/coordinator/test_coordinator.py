@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.unit.coordinator.fakes import GRACE, MANIFEST, SPECS, FakeEngine, FakeTrainer, World
+from tests.unit.coordinator.fakes import GRACE, MANIFEST, SPECS, FakeEngine, FakeTrainer, World, world_of
 from tests.virtual_time import virtual
 
 from weightsync.config import RoundSettings
@@ -29,9 +29,7 @@ OTHER = Manifest([*SPECS[:2], TensorSpec("c", (2, 4), "uint8"), TensorSpec("d", 
 
 @virtual
 async def test_strangers_and_doubles() -> None:
-    world = World()
-    world.add_trainers(2)
-    world.add_replica("r", ranks=2)
+    world = world_of(2, r=2)
     with pytest.raises(MembershipError, match="not a trainer rank"):
         await world.coordinator.publish("r/0", 1, 10.0)
     with pytest.raises(MembershipError, match="still alive"):
@@ -75,9 +73,7 @@ async def test_a_replica_with_other_tensors_is_not_seeded() -> None:
 
 @virtual
 async def test_a_joiner_is_seeded_while_the_others_serve_on() -> None:
-    world = World()
-    world.add_trainers(2)
-    world.add_replica("old", ranks=2)
+    world = world_of(2, old=2)
     await world.publish(1)
     world.log.clear()
     world.add_engine("new", 0, 2)
@@ -93,9 +89,7 @@ async def test_a_joiner_is_seeded_while_the_others_serve_on() -> None:
 
 @virtual
 async def test_a_joiner_in_the_middle_of_a_round_is_seeded_after_it() -> None:
-    world = World()
-    world.add_trainers(2)
-    world.add_replica("old")
+    world = world_of(2, old=1)
     world.delays["old/0", "move"] = 20.0
     asking = asyncio.ensure_future(world.publish(1))
     await asyncio.sleep(10.0)
@@ -142,9 +136,7 @@ async def test_a_dirty_replica_is_reseeded_on_request_and_on_reconnect_but_not_i
 
 @virtual
 async def test_seeding_needs_the_very_processes_that_placed() -> None:
-    world = World()
-    world.add_trainers(2)
-    world.add_replica("r")
+    world = world_of(2, r=1)
     await world.publish(1)
     process = world.trainers["trainer/1"]
     process.disconnect()
@@ -166,9 +158,7 @@ async def test_seeding_needs_the_very_processes_that_placed() -> None:
 
 @virtual
 async def test_a_publication_cancels_a_reseeding_and_takes_its_replica_along() -> None:
-    world = World()
-    world.add_trainers(2)
-    world.add_replica("r")
+    world = world_of(2, r=1)
     await world.publish(1)
     world.delays["new/0", "move"] = 100.0
     world.add_replica("new")
@@ -194,9 +184,7 @@ async def test_a_reseeding_that_was_cancelled_for_a_publication_that_placed_noth
     async def late(*_: object) -> None:
         raise DeadlineExceeded("no time to look at the layouts")
 
-    world = World()
-    world.add_trainers(2)
-    world.add_replica("r")
+    world = world_of(2, r=1)
     await world.publish(1)
     world.delays["new/0", "move"] = 100.0
     world.add_replica("new")
@@ -212,9 +200,7 @@ async def test_a_reseeding_that_was_cancelled_for_a_publication_that_placed_noth
 
 @virtual
 async def test_a_reseeding_that_was_cancelled_for_a_publication_that_never_ran_is_begun_again() -> None:
-    world = World()
-    world.add_trainers(2)
-    world.add_replica("r")
+    world = world_of(2, r=1)
     await world.publish(1)
     world.delays |= {("new/0", "move"): 100.0, ("new/0", "quarantine"): 3.0}
     world.add_replica("new")
@@ -230,9 +216,7 @@ async def test_a_reseeding_that_was_cancelled_for_a_publication_that_never_ran_i
 
 @virtual
 async def test_a_restarted_rank_replaces_the_one_that_is_gone() -> None:
-    world = World()
-    world.add_trainers(1)
-    world.add_replica("r", ranks=2)
+    world = world_of(1, r=2)
     await world.publish(1)
     world.engines["r/1"].disconnect()
     assert world.states()["r"] == ("lost", None)
@@ -245,9 +229,7 @@ async def test_a_restarted_rank_replaces_the_one_that_is_gone() -> None:
 
 @virtual
 async def test_a_connection_that_blinks_costs_nothing() -> None:
-    world = World()
-    world.add_trainers(1)
-    world.add_replica("r", ranks=2)
+    world = world_of(1, r=2)
     await world.publish(1)
     world.log.clear()
     old = world.engines["r/1"].node
@@ -261,10 +243,7 @@ async def test_a_connection_that_blinks_costs_nothing() -> None:
 
 @virtual
 async def test_a_plan_is_made_once_until_somebody_comes_or_fails() -> None:
-    world = World()
-    world.add_trainers(2)
-    world.add_replica("r", ranks=2)
-    world.add_replica("s")
+    world = world_of(2, r=2, s=1)
 
     async def prepared(number: int) -> set[str]:
         world.log.clear()
@@ -302,10 +281,7 @@ def restart(world: World) -> None:
 
 @virtual
 async def test_a_restarted_coordinator_believes_what_is_consistent() -> None:
-    world = World()
-    world.add_trainers(2)
-    world.add_replica("r", ranks=2)
-    world.add_replica("s")
+    world = world_of(2, r=2, s=1)
     await world.publish(5)
     world.log.clear()
     restart(world)
@@ -321,9 +297,7 @@ async def test_a_restarted_coordinator_believes_what_is_consistent() -> None:
 
 @virtual
 async def test_a_restarted_coordinator_distrusts_ranks_that_differ() -> None:
-    world = World()
-    world.add_trainers(2)
-    world.add_replica("r", ranks=2)
+    world = world_of(2, r=2)
     await world.publish(5)
     world.engines["r/1"].label = None
     restart(world)
@@ -337,9 +311,7 @@ async def test_a_restarted_coordinator_distrusts_ranks_that_differ() -> None:
 @virtual
 async def test_a_publication_lets_a_quarantine_end_before_it_prepares() -> None:
     """Seen in a soak: a rank that came back was distrusted and, in the same moment, prepared; the one aborted the other."""
-    world = World()
-    world.add_trainers(2)
-    world.add_replica("r", ranks=2)
+    world = world_of(2, r=2)
     await world.publish(5)
     world.engines["r/1"].label = None
     restart(world)
@@ -357,8 +329,7 @@ def forge(world: World, name: str, number: int) -> None:
 @pytest.mark.parametrize("liar", ["a", "r"])
 async def test_a_claim_of_another_digest_takes_nobody_else_out_of_service(liar: str) -> None:
     """After a restart the coordinator learns from the trainer which digest was published, whoever comes first."""
-    world = World()
-    world.add_trainers(1)
+    world = world_of(1)
     for name in ("a", "b", "r"):
         world.add_replica(name)
     await world.publish(5)
@@ -376,8 +347,7 @@ async def test_a_claim_of_another_digest_takes_nobody_else_out_of_service(liar: 
 
 @virtual
 async def test_replicas_that_differ_are_neither_believed_nor_paused_until_the_trainer_says_who_is_right() -> None:
-    world = World()
-    world.add_trainers(1)
+    world = world_of(1)
     for name in ("r", "s", "t"):
         world.add_replica(name)
     await world.publish(5)
@@ -398,9 +368,7 @@ async def test_replicas_that_differ_are_neither_believed_nor_paused_until_the_tr
 
 @virtual
 async def test_a_digest_that_the_trainer_reports_for_another_run_or_model_counts_for_nothing() -> None:
-    world = World()
-    world.add_trainers(1)
-    world.add_replica("r")
+    world = world_of(1, r=1)
     await world.publish(5)
     for version in (Version("other", 5, MANIFEST.fingerprint, "0123456789abcdef"), Version("test", 5, "other", "0123456789abcdef")):
         world.trainers["trainer/0"].last = version
@@ -414,9 +382,7 @@ async def test_a_digest_that_the_trainer_reports_for_another_run_or_model_counts
 @virtual
 @pytest.mark.parametrize("kind", ["trainer", "engine"])
 async def test_a_connected_rank_gives_way_only_to_its_own_credential(kind: str) -> None:
-    world = World()
-    world.add_trainers(1)
-    world.add_replica("r")
+    world = world_of(1, r=1)
     await world.publish(1)
     real: Any = world.trainers["trainer/0"] if kind == "trainer" else world.engines["r/0"]
     old, rank = real.node, real.node.rank
@@ -470,9 +436,7 @@ async def test_a_rank_that_never_got_its_last_welcome_is_revoked_too(before: int
 
 @virtual
 async def test_a_revoked_rank_is_sent_away_and_its_place_is_free() -> None:
-    world = World()
-    world.add_trainers(1)
-    world.add_replica("r")
+    world = world_of(1, r=1)
     await world.publish(1)
     process = world.engines["r/0"]
     assert world.coordinator.revoke("r/0").member == "r/0"
@@ -501,9 +465,7 @@ async def test_a_version_of_another_run_counts_for_nothing() -> None:
 @virtual
 async def test_a_replica_of_one_rank_is_reported_in_the_same_phases() -> None:
     """Whoever sends requests holds them back from "pause" on, and does not ask how many messages a round has."""
-    world = World()
-    world.add_trainers(1)
-    world.add_replica("r", ranks=1)
+    world = world_of(1, r=1)
     seen: list[object] = []
     async with aclosing(world.coordinator.subscribe()) as events:  # type: ignore[type-var]
         watching = asyncio.ensure_future(_collect(events, seen))
@@ -522,9 +484,7 @@ async def test_a_replica_of_one_rank_is_reported_in_the_same_phases() -> None:
 
 @virtual
 async def test_status_and_events() -> None:
-    world = World()
-    world.add_trainers(2)
-    world.add_replica("r", ranks=2)
+    world = world_of(2, r=2)
     seen: list[object] = []
     async with aclosing(world.coordinator.subscribe()) as events:  # type: ignore[type-var]
         watching = asyncio.ensure_future(_collect(events, seen))
@@ -560,9 +520,7 @@ async def _collect(events: object, seen: list[object]) -> None:
 
 @virtual
 async def test_a_subscriber_that_sleeps_costs_nothing() -> None:
-    world = World()
-    world.add_trainers(1)
-    world.add_replica("r")
+    world = world_of(1, r=1)
     events = world.coordinator.subscribe()
     for number in range(200):
         await world.publish(number)
@@ -576,9 +534,7 @@ async def test_a_subscriber_that_sleeps_costs_nothing() -> None:
 
 @virtual
 async def test_aclose_leaves_no_task() -> None:
-    world = World()
-    world.add_trainers(2)
-    world.add_replica("r")
+    world = world_of(2, r=1)
     world.faults["r/0", "move"] = "hang"
     asking = asyncio.ensure_future(world.coordinator.publish("trainer/0", 1, 600.0))
     other = asyncio.ensure_future(world.coordinator.publish("trainer/1", 1, 600.0))

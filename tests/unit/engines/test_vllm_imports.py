@@ -7,5 +7,5 @@ import sys
 
 
 def test_what_is_imported_before_an_engine_is_there_brings_no_numba() -> None:
-    code = "import sys, weightsync.engines.vllm.autojoin, weightsync.engines.vllm.plugin; sys.exit('numba' in sys.modules)"
+    code = "import sys, weightsync.engines.vllm.patches, weightsync.engines.vllm.plugin; sys.exit('numba' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=50)

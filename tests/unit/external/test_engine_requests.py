@@ -8,10 +8,9 @@ import pytest
 from weightsync.deadline import Deadline
 from weightsync.engine.draft import join_manifests
 from weightsync.errors import ConfigurationError, DeadlineExceeded, VerificationError, VersionError
-from weightsync.external import client
 from weightsync.external.checks import check_digests, parse_version
-from weightsync.external.clients import lmdeploy, sglang, vllm
-from weightsync.external.clients.base import GroupSpec, HttpCall
+from weightsync.external.clients import lmdeploy, sglang, vllm, weightsync
+from weightsync.external.clients.http import GroupSpec, HttpCall
 from weightsync.external.session import WeightUpdates
 from weightsync.model import Manifest, TensorSpec, Version, fold
 
@@ -30,17 +29,15 @@ BUCKET = {
         (lmdeploy.update(SPECS, "g", False), HttpCall("POST", "/update_weights_from_distributed", BUCKET | {"finished": False})),
         (lmdeploy.update(SPECS, "g", True), HttpCall("POST", "/update_weights_from_distributed", BUCKET | {"finished": True})),
         (lmdeploy.destroy_group("g"), HttpCall("POST", "/destroy_weights_update_group", {"group_name": "g"})),
-        (lmdeploy.wakeup("weights", "kv_cache"), HttpCall("POST", "/wakeup?tags=weights&tags=kv_cache", {})),
-        (lmdeploy.sleep(2), HttpCall("POST", "/sleep?level=2", {})),
         (lmdeploy.abort_requests(), HttpCall("POST", "/abort_request", {"abort_all": True})),
         (sglang.init_group(WISH), HttpCall("POST", "/init_weights_update_group", GROUP)),
         (sglang.begin(), HttpCall("POST", "/begin_weight_update", {"selector": "all"})),
         (
-            sglang.update(SPECS, "g", None),
+            sglang.update(SPECS, "g"),
             HttpCall("POST", "/update_weights_from_distributed", BUCKET | {"flush_cache": False, "abort_all_requests": False}),
         ),
         (
-            sglang.update(SPECS, "g", "7"),
+            sglang.update(SPECS, "g", "7", last=True),
             HttpCall(
                 "POST",
                 "/update_weights_from_distributed",
@@ -48,13 +45,12 @@ BUCKET = {
             ),
         ),
         (sglang.end(), HttpCall("POST", "/end_weight_update", {})),
-        (sglang.flush_cache(), HttpCall("GET", "/flush_cache", None)),
         (sglang.pause_generation("retract"), HttpCall("POST", "/pause_generation", {"mode": "retract"})),
         (vllm.init_engine({"x": 1}), HttpCall("POST", "/init_weight_transfer_engine", {"init_info": {"x": 1}})),
         (vllm.update_weights({}), HttpCall("POST", "/update_weights", {"update_info": {}})),
         (vllm.finish_weight_update("7"), HttpCall("POST", "/finish_weight_update", {"weight_version": "7"})),
         (vllm.pause("keep"), HttpCall("POST", "/pause?mode=keep&clear_cache=true", None)),
-        (client.commit({"a": "0" * 16}), HttpCall("POST", "/commit_weight_update", {"digests": {"a": "0" * 16}})),
+        (weightsync.commit({"a": "0" * 16}), HttpCall("POST", "/commit_weight_update", {"digests": {"a": "0" * 16}})),
     ],
 )
 def test_builders_say_what_the_engines_document(call: HttpCall, expected: HttpCall) -> None:
@@ -83,15 +79,9 @@ def test_mixed_dtypes_never_leave_a_builder() -> None:
     with pytest.raises(ConfigurationError, match="one dtype"):
         lmdeploy.update(mixed, "g", True)
     with pytest.raises(ConfigurationError, match="one dtype"):
-        sglang.update(mixed, "g", None)
+        sglang.update(mixed, "g")
     with pytest.raises(ConfigurationError, match="one dtype"):
-        client.update(mixed, "g")
-
-
-def test_lmdeploys_finalize_has_no_tensors() -> None:
-    body = lmdeploy.finalize("g").json
-    assert body is not None
-    assert (body["names"], body["finished"], body["load_format"]) == ([], True, None)
+        weightsync.update(mixed, "g")
 
 
 def test_draft_rule_is_checked_both_ways() -> None:

@@ -228,7 +228,7 @@ def test_the_index_finds_what_comparing_all_pairs_finds(boxes: list[tuple[int, l
     """Any boxes at all: overlapping, nested, equal."""
     if not boxes:
         return
-    index = BoxIndex(*columns(boxes), 3)
+    index = BoxIndex(*columns(boxes))
     distinct = [
         (int(group), starts.tolist(), stops.tolist())
         for group, starts, stops in zip(index.group, index.starts, index.stops, strict=True)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
-import httpx
 import pytest
 
 from weightsync.errors import ConfigurationError
-from weightsync.external.clients.sglang_modes import sglang_mode
+from weightsync.external.clients.sglang import sglang_mode
 from weightsync.rollouts.broker import Order
 from weightsync.rollouts.orders import Server, UpdateServers
 
@@ -22,20 +23,30 @@ GROUP = {"group_name": "g", "master_address": "192.0.2.1", "master_port": 7, "ba
 class Told(list[tuple[str, dict[str, Any]]]):
     """Paths and bodies that reached the servers."""
 
-    def answer(self, request: httpx.Request) -> httpx.Response:
-        self.append((request.url.path, json.loads(request.content)))
-        return httpx.Response(200, json={"success": True, "message": "done"})
-
 
 @asynccontextmanager
 async def servers(told: Told, kind: str = "sglang", checkpoints: str | None = None) -> AsyncIterator[UpdateServers]:
-    made = UpdateServers({"a": Server("http://a")}, kind=kind, checkpoints=checkpoints)
-    await made._http.aclose()
-    made._http = httpx.AsyncClient(transport=httpx.MockTransport(told.answer))
-    try:
-        yield made
-    finally:
-        await made.aclose()
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            told.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            answer = b'{"success": true, "message": "done"}'
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server, ThreadPoolExecutor(1) as threads:
+        serving = threads.submit(server.serve_forever, 0.01)
+        made = UpdateServers({"a": Server(f"http://127.0.0.1:{server.server_port}")}, kind=kind, checkpoints=checkpoints)
+        try:
+            yield made
+        finally:
+            await made.aclose()
+            server.shutdown()
+            serving.result(5)
 
 
 async def asked(kind: str, body: dict[str, Any], *, engine: str = "sglang", checkpoints: str | None = None) -> Told:
@@ -114,7 +125,7 @@ async def test_no_field_goes_to_servers_that_an_order_does_not_have(kind: str, b
 
 async def test_what_servers_are_told() -> None:
     assert await asked("update_from_distributed", BUCKET | {"finished": True, "weight_version": "4"}) == [
-        ("/update_weights_from_distributed", BUCKET | {"weight_version": "4", "flush_cache": True})
+        ("/update_weights_from_distributed", BUCKET | {"weight_version": "4", "flush_cache": True, "abort_all_requests": False})
     ]
     assert await asked("update_from_distributed", BUCKET | {"finished": True, "load_format": None}, engine="weightsync") == [
         ("/update_weights_from_distributed", BUCKET | {"load_format": None})
@@ -122,6 +133,7 @@ async def test_what_servers_are_told() -> None:
     assert await asked("init_group", GROUP | {"world_size": 2}) == [
         ("/init_weights_update_group", GROUP | {"world_size": 2, "rank_offset": 1})
     ]
-    assert await asked("pause", {"mode": "wait"}, engine="weightsync") == [("/begin_weight_update", {"mode": "wait"})]
+    begin = {"weight_version": None, "manifest": None, "mode": "wait", "timeout": None}
+    assert await asked("pause", {"mode": "wait"}, engine="weightsync") == [("/begin_weight_update", begin)]
     assert [path for path, _ in await asked("continue", {})] == ["/end_weight_update", "/continue_generation"]
     assert await asked("destroy_group", {"group_name": "g"}) == [("/destroy_weights_update_group", {"group_name": "g"})]

@@ -6,9 +6,9 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
+from weightsync.closing import Closeable
 from weightsync.config import ClientSettings
 from weightsync.engines.vllm.adapter import UNLABELLED
 from weightsync.engines.vllm.controls import INSTALL, HttpControls
@@ -129,7 +129,7 @@ def _loading() -> Iterator[None]:
         raise LoadError(f"vLLM did not load what was staged: {type(error).__name__}: {error}") from error
 
 
-class Attached:
+class Attached(Closeable):
     """A ``vllm.LLM`` that takes part in rounds, between two uses of it. Close it before the LLM, or use it in a ``with``.
 
     ``vllm.LLM`` is not made for two threads: whoever generates does so ``with attached.in_use() as version:``. A round waits for
@@ -151,12 +151,6 @@ class Attached:
     def close(self) -> None:
         """Leave the coordinator; vLLM keeps the weights that it has. Safe twice."""
         self._owned.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
 
 def _init_info(
@@ -197,16 +191,9 @@ def attach(
     with ExitStack() as owned:
         server = owned.enter_context(ControlsServer(gate))
         info = _init_info(
-            server.address,
-            replica,
-            coordinator,
-            _own_token(coordinator, token),
-            run,
-            bucket_bytes,
-            transports,
-            delivery,
+            server.address, replica, coordinator, _own_token(coordinator, token), run, bucket_bytes, transports, delivery,
             draft_prefix,
-        )
+        )  # fmt: skip
 
         def leave() -> None:
             with gate.used(_PATIENCE, even_paused=True):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from weightsync.model import PauseMode
 
-__all__ = ["AsyncEngine", "GeneratingEngine", "ModelConfig", "OfflineLLM", "UpdatedWorker"]
+__all__ = ["AsyncEngine", "ModelConfig", "OfflineLLM", "UpdatedWorker"]
 
 
 class OfflineLLM(Protocol):
@@ -51,14 +50,6 @@ class AsyncEngine(Protocol):
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Drop cached keys and values."""
-        ...
-
-
-class GeneratingEngine(Protocol):
-    """The part of ``AsyncLLM`` that answers requests."""
-
-    def generate(self, prompt: Any, sampling_params: Any, request_id: str) -> AsyncIterator[Any]:  # noqa: ANN401
-        """Outputs as they come."""
         ...
 
 

@@ -10,11 +10,11 @@ import os
 import secrets
 import threading
 from contextlib import closing
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from weightsync.closing import Closeable
 from weightsync.deadline import Deadline
 from weightsync.engines.vllm.controls import Controls, HttpControls
 from weightsync.errors import ConfigurationError, DeadlineExceeded, PeerLost, ProtocolError, from_wire, to_wire
@@ -88,7 +88,7 @@ def controls_at(address: str) -> Controls:
     return controls if controls is not None and process == os.getpid() else LocalControls(address)
 
 
-class ControlsServer:
+class ControlsServer(Closeable):
     """Serves ``controls`` to processes of this user that know :attr:`address`. Close it, or use it in a ``with``.
 
     Calls run one at a time. A call whose caller has given up before its turn is not run, so an engine that was paused meanwhile is
@@ -144,12 +144,6 @@ class ControlsServer:
         """Stop serving. Safe twice."""
         _owned.pop(self.address, None)
         self._listener.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
 
 class LocalControls:

@@ -71,6 +71,6 @@ def register() -> None:
         except AttributeError:  # an older release has one of them, and says what it lacks when it is asked for
             _log.debug("this vLLM has no %s", registry)
     if supported and os.environ.get("WEIGHTSYNC_COORDINATOR"):
-        from weightsync.engines.vllm.autojoin import follow_engines
+        from weightsync.engines.vllm.patches import follow_engines
 
         follow_engines()

@@ -8,7 +8,7 @@
     engine.send_weights()
 
 ``client`` is vLLM's, and may stay the one that the script has: nothing is asked of it where replicas have joined the coordinator by
-themselves (see :mod:`weightsync.engines.vllm.autojoin`).
+themselves (see :mod:`weightsync.engines.vllm.patches`).
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ from weightsync.engine.agent import Engine
 from weightsync.engines.hf_checkpoint import HfCheckpoint, checkpoint_of
 from weightsync.engines.traced_shards import DirectShards, find_direct
 from weightsync.engines.vllm.adapter import VllmWorkerAdapter
-from weightsync.engines.vllm.controls import INSTALL
 from weightsync.engines.vllm.direct import why_streamed
 from weightsync.engines.vllm.loading import install, install_some, load_in_sessions
 from weightsync.engines.vllm.local_controls import controls_at, is_local
+from weightsync.engines.vllm.patches import add_install_method
 from weightsync.engines.vllm.push_receiver import PushedUpdates, is_group
 from weightsync.engines.vllm.releases import check_release, has_labels, installed_release
 from weightsync.errors import ConfigurationError, LoadError
@@ -315,12 +315,4 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         self._owned = ExitStack()
 
 
-def _install(worker: Worker) -> None:
-    engine = worker.weight_transfer_engine
-    if not isinstance(engine, WeightsyncEngine):
-        raise ConfigurationError("this vLLM worker has another backend than weightsync")
-    engine.install(worker)
-
-
-# vLLM calls its workers by a method's name, and has a place for one class with more of them, which is its user's to name.
-setattr(Worker, INSTALL, _install)
+add_install_method(Worker, WeightsyncEngine)

@@ -7,61 +7,31 @@ it: the request from a thread, the bytes through the group meanwhile, and no wai
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import accumulate
-from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import httpx
-import msgspec
-import torch
-
+from weightsync.closing import Closeable
 from weightsync.config import Secret
 from weightsync.deadline import Deadline
-from weightsync.errors import (
-    AuthenticationError,
-    ConfigurationError,
-    DeadlineExceeded,
-    LoadError,
-    PeerLost,
-    ProtocolError,
-    WeightSyncError,
-    from_wire,
-)
+from weightsync.errors import ConfigurationError, DeadlineExceeded, LoadError, ProtocolError, WeightSyncError
+from weightsync.external.clients.http import EngineHttp, GroupSpec, HttpCall
 from weightsync.forks import Origin
 from weightsync.model import Manifest, PauseMode, TensorSpec
-from weightsync.protocol.messages import UNREADABLE
-from weightsync.protocol.tokens import bearer
-from weightsync.transports.broadcast.process_groups import Backend, ProcessGroup, StoreRendezvous, init_custom_process_group
 from weightsync.transports.hostinfo import reachable_address
 
-__all__ = ["Bucket", "GroupSpec", "HttpCall", "UpdateClient", "bucket_body", "group_body", "tensors_body"]
+if TYPE_CHECKING:
+    import torch
+
+    from weightsync.transports.broadcast.process_groups import Backend, ProcessGroup
+
+# Process groups are imported when one is made: they bring torch and numba, and who only sends requests needs neither.
+
+__all__ = ["Bucket", "UpdateClient"]
 
 _CLEANUP_SECONDS = 10.0
-_MAX_REPLY = 1 << 20
-
-T = TypeVar("T")
-
-
-class HttpCall(NamedTuple):
-    """One HTTP request, as a value. ``json`` of ``None``: a request without a body."""
-
-    method: str
-    path: str
-    json: dict[str, Any] | None = None
-
-
-class GroupSpec(NamedTuple):
-    """A process group that the engine shall join: the trainer is rank 0, the engine's ranks follow from ``rank_offset``."""
-
-    address: str
-    port: int
-    rank_offset: int
-    world_size: int
-    name: str
-    backend: Backend
 
 
 class Bucket(NamedTuple):
@@ -77,41 +47,7 @@ class Bucket(NamedTuple):
         return [self.memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
-def group_body(request: GroupSpec) -> dict[str, Any]:
-    """The body of LMDeploy's and SGLang's ``init_weights_update_group``."""
-    return {
-        "master_address": request.address,
-        "master_port": request.port,
-        "rank_offset": request.rank_offset,
-        "world_size": request.world_size,
-        "group_name": request.name,
-        "backend": request.backend,
-    }
-
-
-def bucket_body(specs: Sequence[TensorSpec], group: str) -> dict[str, Any]:
-    """What LMDeploy's and SGLang's ``update_weights_from_distributed`` have in common. A flattened bucket has one dtype.
-
-    Only with one dtype do both engines mean the same bytes by a flattened bucket. Raises
-    :class:`~weightsync.errors.ConfigurationError` for several.
-    """
-    dtypes = {spec.dtype for spec in specs}
-    if len(dtypes) > 1:
-        raise ConfigurationError(f"a flattened bucket holds one dtype, not {', '.join(sorted(dtypes))}")
-    return tensors_body(specs) | {"group_name": group, "load_format": "flattened_bucket"}
-
-
-def tensors_body(specs: Iterable[TensorSpec]) -> dict[str, Any]:
-    """Names, dtypes and shapes, as all these routes have them."""
-    specs = list(specs)
-    return {
-        "names": [spec.name for spec in specs],
-        "dtypes": [spec.dtype for spec in specs],
-        "shapes": [list(spec.shape) for spec in specs],
-    }
-
-
-class UpdateClient(ABC):
+class UpdateClient(Closeable, ABC):
     """One engine to be updated. Derive from it for a kind of engine; methods that it does not have raise ``ConfigurationError``.
 
     An update is ``check``, ``join``, ``pause``, ``begin``, ``update`` for every bucket (``last`` with the last), ``commit``,
@@ -124,6 +60,8 @@ class UpdateClient(ABC):
     engine = "custom"
     verifies = False
     """Whether the engine compares digests before it serves."""
+    missing_route = ""
+    """What to do about a route that the engine does not have."""
 
     def __init__(
         self,
@@ -137,14 +75,9 @@ class UpdateClient(ABC):
         device: torch.device | None = None,
     ) -> None:
         self._origin = Origin()
-        self.url, self.group_name, self.backend, self.ranks = url.rstrip("/"), group, backend, ranks
+        self._http = EngineHttp(url, token, self.missing_route)
+        self.url, self.group_name, self.backend, self.ranks = self._http.url, group, backend, ranks
         self._address, self._device = address, device
-        self._http = httpx.Client(
-            base_url=self.url, headers=bearer(token), trust_env=False, follow_redirects=False,
-            limits=httpx.Limits(max_keepalive_connections=0),  # vLLM closes one after an error, which the next request would meet
-        )  # fmt: skip
-        if self._http.base_url.scheme not in ("http", "https") or not self._http.base_url.host:
-            raise ConfigurationError(f"{url!r} is not the URL of an engine; write it as http://host:port")
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="weightsync-push")
         self._group: ProcessGroup | None = None
         self.label = ""
@@ -203,8 +136,9 @@ class UpdateClient(ABC):
 
     def join(self, deadline: Deadline) -> None:
         """Make a group with the engine's ranks."""
-        host, port = self._http.base_url.host, self._http.base_url.port or (443 if self._http.base_url.scheme == "https" else 80)
-        address = self._address or reachable_address(host, port)
+        from weightsync.transports.broadcast.process_groups import StoreRendezvous, init_custom_process_group
+
+        address = self._address or reachable_address(self._http.host, self._http.port)
         world = self.ranks + 1
         rendezvous = StoreRendezvous(address, world, deadline)
         spec = GroupSpec(address, rendezvous.port, 1, world, self.group_name, self.backend)
@@ -236,7 +170,9 @@ class UpdateClient(ABC):
         memory = bucket.memory[: sum(spec.nbytes for spec in bucket.specs)]
         group.broadcast([memory if self._device is None else memory.to(self._device)], deadline)
 
-    def _together(self, call: HttpCall, collective: Callable[[], T], deadline: Deadline, cancel: Callable[[], None]) -> T:
+    def _together(
+        self, call: HttpCall, collective: Callable[[], ProcessGroup | None], deadline: Deadline, cancel: Callable[[], None]
+    ) -> ProcessGroup | None:
         """Run a request and the collective that pairs with it; the first that fails ends the other.
 
         Where the request is refused nobody will take part in the collective: ``cancel`` ends it, so that this side does not wait.
@@ -258,16 +194,11 @@ class UpdateClient(ABC):
             if not moving.done():
                 cancel()
                 wait((moving, request), timeout=_CLEANUP_SECONDS)
-            if moving.done() and moving.exception() is None:
-                self._undo(moving.result())
+            if moving.done() and moving.exception() is None and (made := moving.result()) is not None:
+                made.close()  # a group that came about here only, not at the engine
             if isinstance(error, TimeoutError) and not isinstance(error, WeightSyncError):
                 raise DeadlineExceeded(f"{what} did not finish within {deadline.seconds:g} s") from error
             raise
-
-    def _undo(self, result: object) -> None:
-        """A group that came about here only, not at the engine."""
-        if isinstance(result, ProcessGroup):
-            result.close()
 
     def _leave_remote(self, deadline: Deadline) -> None:
         call = self._destroy()
@@ -276,40 +207,22 @@ class UpdateClient(ABC):
                 self.call(call, deadline)
 
     def call(self, call: HttpCall, deadline: Deadline) -> Any:  # noqa: ANN401 - JSON
-        """Send one request; its answer, decoded. Raises for any answer that is not a success."""
-        what = f"{call.method} {call.path} at {self.url}"
-        seconds = deadline.remaining(what)
-        try:
-            with self._http.stream(call.method, call.path, json=call.json, timeout=httpx.Timeout(seconds)) as answer:
-                body = bytearray()
-                for chunk in answer.iter_bytes():
-                    body += chunk
-                    deadline.remaining(what)
-                    if len(body) > _MAX_REPLY:
-                        raise ProtocolError(f"{what}: an answer of more than {_MAX_REPLY} bytes")
-        except httpx.TimeoutException as error:
-            raise DeadlineExceeded(f"{what} had no answer within {deadline.seconds:g} s") from error
-        except httpx.HTTPError as error:
-            raise PeerLost(f"{what} failed: {str(error) or type(error).__name__}") from error
-        return self._read(what, answer.status_code, bytes(body))
+        """Send one request and return its decoded answer. See :meth:`EngineHttp.call`."""
+        return self._http.call(call, deadline)
 
-    def _read(self, what: str, status: int, body: bytes) -> Any:  # noqa: ANN401 - JSON
-        try:
-            decoded = msgspec.json.decode(body) if body else None
-        except UNREADABLE:
-            decoded = body.decode(errors="replace")[:500]
-        message = decoded
-        if isinstance(decoded, dict):
-            message = decoded.get("message", decoded.get("error", decoded.get("detail", decoded)))
-        if status in (401, 403):
-            raise AuthenticationError(f"{what}: {status} {message}")
-        if status >= 300 or (isinstance(decoded, dict) and decoded.get("success") is False):
-            kind, colon, text = str(message).partition(": ")
-            known = from_wire(kind, f"{what}: {text}") if colon else None
-            if known is not None and type(known) is not WeightSyncError:
-                raise known
-            raise LoadError(f"{what}: {status} {message}")
-        return decoded
+    def _label(self, call: HttpCall, deadline: Deadline) -> str | None:
+        """The ``weight_version`` in the answer to ``call``."""
+        answer = self.call(call, deadline)
+        if not isinstance(answer, dict):
+            raise ProtocolError(f"{self.url} answered {call.path} with a {type(answer).__name__}")
+        label = answer.get("weight_version")
+        return None if label is None else str(label)
+
+    def _check_label(self, deadline: Deadline) -> None:
+        """Raise :class:`~weightsync.errors.LoadError` unless the engine took the update's label."""
+        version = self.version(deadline)
+        if version != self.label:
+            raise LoadError(f"{self.url} says that it serves version {version!r}, not {self.label!r}")
 
     def leave(self, deadline: Deadline) -> None:
         """Destroy the group at both ends."""
@@ -325,9 +238,3 @@ class UpdateClient(ABC):
         self.leave(Deadline(_CLEANUP_SECONDS))
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._http.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()

@@ -8,14 +8,14 @@ abort handling), or the engine put to sleep.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError
-from weightsync.external.clients.base import GroupSpec, HttpCall, UpdateClient, bucket_body, group_body
+from weightsync.external.clients.base import UpdateClient
+from weightsync.external.clients.http import GroupSpec, HttpCall, bucket_body, group_body
 from weightsync.model import Manifest, PauseMode, TensorSpec
 
-__all__ = ["LMDeployClient", "abort_requests", "destroy_group", "finalize", "init_group", "sleep", "update", "wakeup"]
+__all__ = ["LMDeployClient", "abort_requests", "destroy_group", "init_group", "update"]
 
 
 def init_group(request: GroupSpec) -> HttpCall:
@@ -33,25 +33,9 @@ def update(specs: Sequence[TensorSpec], group: str, finished: bool) -> HttpCall:
     return HttpCall("POST", "/update_weights_from_distributed", bucket_body(specs, group) | {"finished": finished})
 
 
-def finalize(group: str) -> HttpCall:
-    """Finalize main and draft modules and reset captured graphs, with no tensors: there is no collective to this one."""
-    body: dict[str, Any] = {"names": [], "dtypes": [], "shapes": [], "group_name": group, "load_format": None, "finished": True}
-    return HttpCall("POST", "/update_weights_from_distributed", body)
-
-
 def abort_requests() -> HttpCall:
     """End all running requests."""
     return HttpCall("POST", "/abort_request", {"abort_all": True})
-
-
-def sleep(level: int = 1) -> HttpCall:
-    """Put the engine to sleep: level 1 keeps the weights in host memory, level 2 drops them."""
-    return HttpCall("POST", f"/sleep?level={level}", {})
-
-
-def wakeup(*tags: str) -> HttpCall:
-    """Wake the engine, or parts of it (``weights``, ``kv_cache``)."""
-    return HttpCall("POST", "/wakeup" + "".join(f"{'&' if i else '?'}tags={tag}" for i, tag in enumerate(tags)), {})
 
 
 class LMDeployClient(UpdateClient):

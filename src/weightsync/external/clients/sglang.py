@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from weightsync.deadline import Deadline
-from weightsync.errors import ConfigurationError, LoadError, ProtocolError
-from weightsync.external.clients.base import GroupSpec, HttpCall, UpdateClient, bucket_body, group_body
-from weightsync.external.clients.sglang_modes import SGLangMode, sglang_mode
+from weightsync.errors import ConfigurationError
+from weightsync.external.clients.base import UpdateClient
+from weightsync.external.clients.http import GroupSpec, HttpCall, bucket_body, group_body
 from weightsync.model import Manifest, PauseMode, TensorSpec
 
 __all__ = [
@@ -17,13 +17,26 @@ __all__ = [
     "continue_generation",
     "destroy_group",
     "end",
-    "flush_cache",
     "init_group",
     "model_info",
     "pause_generation",
+    "sglang_mode",
     "update",
-    "update_weight_version",
+    "update_from_disk",
 ]
+
+SGLangMode = Literal["abort", "retract", "in_place"]
+
+_MODES: dict[PauseMode, SGLangMode] = {"abort": "abort", "keep": "retract"}
+"""``keep``: requests go back to the queue and are computed anew. ``in_place`` would keep cache entries of the old weights, which
+SGLang refuses to flush while requests run, after the weights have changed."""
+
+
+def sglang_mode(mode: PauseMode) -> SGLangMode:
+    """What ``mode`` is called there. Raises :class:`~weightsync.errors.ConfigurationError`: SGLang has no way to ``wait``."""
+    if mode not in _MODES:
+        raise ConfigurationError(f"SGLang cannot pause with {mode!r}; it knows {', '.join(_MODES)}")
+    return _MODES[mode]
 
 
 def init_group(request: GroupSpec) -> HttpCall:
@@ -36,15 +49,23 @@ def destroy_group(name: str) -> HttpCall:
     return HttpCall("POST", "/destroy_weights_update_group", {"group_name": name})
 
 
-def begin(selector: Literal["all", "target", "draft"] = "all") -> HttpCall:
+def begin() -> HttpCall:
     """Open the session that updates need."""
-    return HttpCall("POST", "/begin_weight_update", {"selector": selector})
+    return HttpCall("POST", "/begin_weight_update", {"selector": "all"})
 
 
-def update(specs: Sequence[TensorSpec], group: str, version: str | None) -> HttpCall:
-    """Receive a flattened bucket of one dtype. ``version`` comes with the last bucket, which also flushes; else ``None``."""
-    body = bucket_body(specs, group) | {"flush_cache": version is not None, "abort_all_requests": False}
+def update(
+    specs: Sequence[TensorSpec], group: str, version: str | None = None, *, last: bool = False, flattened: bool = True
+) -> HttpCall:
+    """Receive a bucket, of one dtype if it is flattened. The ``last`` one also flushes. ``version`` labels what is there now."""
+    body = bucket_body(specs, group, flattened=flattened) | {"flush_cache": last, "abort_all_requests": False}
     return HttpCall("POST", "/update_weights_from_distributed", body if version is None else body | {"weight_version": version})
+
+
+def update_from_disk(path: str, version: str | None = None) -> HttpCall:
+    """Load a checkpoint's safetensors, which hold no code."""
+    body = {"model_path": path, "load_format": "safetensors"}
+    return HttpCall("POST", "/update_weights_from_disk", body if version is None else body | {"weight_version": version})
 
 
 def end() -> HttpCall:
@@ -60,16 +81,6 @@ def pause_generation(mode: SGLangMode) -> HttpCall:
 def continue_generation() -> HttpCall:
     """Generate again."""
     return HttpCall("POST", "/continue_generation", {})
-
-
-def flush_cache() -> HttpCall:
-    """Drop the prefix cache."""
-    return HttpCall("GET", "/flush_cache")
-
-
-def update_weight_version(version: str) -> HttpCall:
-    """Label the weights that are there."""
-    return HttpCall("POST", "/update_weight_version", {"new_version": version})
 
 
 def model_info() -> HttpCall:
@@ -89,7 +100,7 @@ class SGLangClient(UpdateClient):
         return destroy_group(self.group_name)
 
     def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> HttpCall:
-        return update(specs, self.group_name, self.label if last else None)
+        return update(specs, self.group_name, self.label if last else None, last=last)
 
     def check(self, manifest: Manifest, label: str | None, deadline: Deadline) -> None:
         """SGLang has no route that says which tensors it takes."""
@@ -107,11 +118,7 @@ class SGLangClient(UpdateClient):
 
     def version(self, deadline: Deadline) -> str | None:
         """Its ``weight_version``."""
-        answer = self.call(model_info(), deadline)
-        if not isinstance(answer, dict):
-            raise ProtocolError(f"{self.url} answered /model_info with a {type(answer).__name__}")
-        label = answer.get("weight_version")
-        return None if label is None else str(label)
+        return self._label(model_info(), deadline)
 
     def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline, whole: Deadline | None = None) -> None:
         """Open a session."""
@@ -123,10 +130,8 @@ class SGLangClient(UpdateClient):
     def commit(self, digests: Mapping[str, str], deadline: Deadline) -> str:
         """Close the session, and look whether SGLang took the label."""
         self.call(end(), deadline)
-        version = self.version(deadline)
-        if version != self.label:
-            raise LoadError(f"{self.url} says that it serves version {version!r}, not {self.label!r}")
-        return f"version {version}; SGLang verifies nothing of it"
+        self._check_label(deadline)
+        return f"version {self.label}; SGLang verifies nothing of it"
 
     def abort(self, deadline: Deadline) -> None:
         """Close the session; everything must be sent again."""

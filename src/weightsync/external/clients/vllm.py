@@ -14,24 +14,28 @@ from contextlib import suppress
 from typing import Any
 
 from weightsync.deadline import Deadline
-from weightsync.errors import LoadError, ProtocolError
-from weightsync.external.clients.base import GroupSpec, HttpCall, UpdateClient, bucket_body, group_body, tensors_body
+from weightsync.errors import LoadError
+from weightsync.external.clients.base import UpdateClient
+from weightsync.external.clients.http import GroupSpec, HttpCall, bucket_body, group_body, tensors_body
 from weightsync.model import Manifest, PauseMode, TensorSpec
 
 __all__ = [
+    "MISSING_ROUTE",
     "VLLMClient",
+    "collective_rpc",
     "finish_weight_update",
     "init_engine",
     "pause",
     "reset_prefix_cache",
     "resume",
     "shutdown_engine",
-    "start_draft_weight_update",
     "start_weight_update",
+    "update_weight_version",
     "update_weights",
     "weight_info",
-    "world_size",
 ]
+
+MISSING_ROUTE = "start vLLM with VLLM_SERVER_DEV_MODE=1"
 
 
 def init_engine(info: Mapping[str, Any]) -> HttpCall:
@@ -49,11 +53,6 @@ def start_weight_update() -> HttpCall:
     return HttpCall("POST", "/start_weight_update", {})
 
 
-def start_draft_weight_update() -> HttpCall:
-    """Open a session for the draft model."""
-    return HttpCall("POST", "/start_draft_weight_update", {})
-
-
 def update_weights(info: Mapping[str, Any]) -> HttpCall:
     """Receive what ``info`` speaks of, on every rank."""
     return HttpCall("POST", "/update_weights", {"update_info": dict(info)})
@@ -64,9 +63,9 @@ def finish_weight_update(version: str) -> HttpCall:
     return HttpCall("POST", "/finish_weight_update", {"weight_version": version})
 
 
-def pause(mode: PauseMode) -> HttpCall:
-    """Stop generating, and drop caches. With ``keep`` requests are held, and their cache entries are computed anew."""
-    return HttpCall("POST", f"/pause?mode={mode}&clear_cache=true")
+def pause(mode: PauseMode, *, clear_cache: bool = True) -> HttpCall:
+    """Stop generating. With ``keep`` requests are held; if caches are dropped, their entries are computed again."""
+    return HttpCall("POST", f"/pause?mode={mode}&clear_cache={'true' if clear_cache else 'false'}")
 
 
 def resume() -> HttpCall:
@@ -74,9 +73,23 @@ def resume() -> HttpCall:
     return HttpCall("POST", "/resume")
 
 
-def reset_prefix_cache() -> HttpCall:
-    """Drop the prefix cache. Answers 200 even where it did not: look at ``success``."""
-    return HttpCall("POST", "/reset_prefix_cache")
+def reset_prefix_cache(*, everything: bool = False) -> HttpCall:
+    """Drop the prefix cache; ``everything``: also entries of requests that are held, and in an external cache.
+
+    Answers 200 even where it did not: look at ``success``.
+    """
+    more = "?reset_running_requests=true&reset_external=true" if everything else ""
+    return HttpCall("POST", f"/reset_prefix_cache{more}")
+
+
+def update_weight_version(version: str) -> HttpCall:
+    """Label the weights that are there: in ``/weight_info``, and in the version spans of outputs."""
+    return HttpCall("POST", "/update_weight_version", {"new_version": version})
+
+
+def collective_rpc(method: str) -> HttpCall:
+    """Call a method of every worker."""
+    return HttpCall("POST", "/collective_rpc", {"method": method})
 
 
 def weight_info() -> HttpCall:
@@ -84,16 +97,12 @@ def weight_info() -> HttpCall:
     return HttpCall("GET", "/weight_info")
 
 
-def world_size() -> HttpCall:
-    """How many ranks there are."""
-    return HttpCall("GET", "/get_world_size")
-
-
 class VLLMClient(UpdateClient):
     """One vLLM server whose backend joins weightsync groups."""
 
     engine = "vllm"
     verifies = True
+    missing_route = MISSING_ROUTE
     _session = False
     _manifest: Manifest | None = None
 
@@ -128,11 +137,7 @@ class VLLMClient(UpdateClient):
 
     def version(self, deadline: Deadline) -> str | None:
         """Its ``weight_version``."""
-        answer = self.call(weight_info(), deadline)
-        if not isinstance(answer, dict):
-            raise ProtocolError(f"{self.url} answered /weight_info with a {type(answer).__name__}")
-        label = answer.get("weight_version")
-        return None if label is None else str(label)
+        return self._label(weight_info(), deadline)
 
     def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline, whole: Deadline | None = None) -> None:
         """Open a session."""
@@ -145,10 +150,8 @@ class VLLMClient(UpdateClient):
         self.call(update_weights({"digests": dict(digests)}), deadline)
         self.call(finish_weight_update(self.label), deadline)
         self._session = False
-        version = self.version(deadline)
-        if version != self.label:
-            raise LoadError(f"{self.url} says that it serves version {version!r}, not {self.label!r}")
-        return f"version {version}, verified as received"
+        self._check_label(deadline)
+        return f"version {self.label}, verified as received"
 
     def abort(self, deadline: Deadline) -> None:
         """End the session without a label. A worker whose session an error has ended already refuses both, which is as good."""

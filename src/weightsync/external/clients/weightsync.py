@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from weightsync.deadline import Deadline
-from weightsync.errors import ProtocolError
-from weightsync.external.clients.base import GroupSpec, HttpCall, UpdateClient, bucket_body, group_body, tensors_body
+from weightsync.external.clients.base import UpdateClient
+from weightsync.external.clients.http import GroupSpec, HttpCall, bucket_body, group_body, tensors_body
 from weightsync.model import Manifest, PauseMode, TensorSpec
 
-__all__ = ["WeightUpdateClient", "abort", "begin", "check", "commit", "destroy_group", "init_group", "state", "update"]
+__all__ = ["WeightUpdateClient", "abort", "begin", "check", "commit", "destroy_group", "end", "init_group", "state", "update"]
 
 
 def init_group(request: GroupSpec, timeout: float) -> HttpCall:
@@ -27,21 +27,27 @@ def check(label: str | None, manifest: Manifest) -> HttpCall:
     return HttpCall("POST", "/check_weight_update", {"weight_version": label, "tensors": tensors_body(manifest)})
 
 
-def begin(label: str | None, fingerprint: str | None, mode: PauseMode | None, timeout: float) -> HttpCall:
-    """Pause, and take an update within ``timeout`` seconds: of everything in the manifest of this ``fingerprint``, if given."""
+def begin(label: str | None, fingerprint: str | None, mode: PauseMode | None, timeout: float | None) -> HttpCall:
+    """Pause, and take an update within ``timeout`` seconds (``None``: the server's limit), of the manifest of this fingerprint."""
     return HttpCall(
         "POST", "/begin_weight_update", {"weight_version": label, "manifest": fingerprint, "mode": mode, "timeout": timeout}
     )
 
 
-def update(specs: Sequence[TensorSpec], group: str) -> HttpCall:
-    """Receive a flattened bucket of one dtype."""
-    return HttpCall("POST", "/update_weights_from_distributed", bucket_body(specs, group))
+def update(specs: Sequence[TensorSpec], group: str, label: str | None = None, *, flattened: bool = True) -> HttpCall:
+    """Receive a bucket, of one dtype if it is flattened. ``label``: as SGLang has it, instead of one in the begin."""
+    body = bucket_body(specs, group, flattened=flattened)
+    return HttpCall("POST", "/update_weights_from_distributed", body if label is None else body | {"weight_version": label})
 
 
 def commit(digests: Mapping[str, str]) -> HttpCall:
     """Verify, finalize, flush, label, resume."""
     return HttpCall("POST", "/commit_weight_update", {"digests": dict(digests)})
+
+
+def end() -> HttpCall:
+    """Commit with what is known, or give up an update that failed: SGLang's end."""
+    return HttpCall("POST", "/end_weight_update", {})
 
 
 def abort() -> HttpCall:
@@ -92,11 +98,7 @@ class WeightUpdateClient(UpdateClient):
 
     def version(self, deadline: Deadline) -> str | None:
         """What is served now; ``None`` while it is paused."""
-        answer = self.call(state(), deadline)
-        if not isinstance(answer, dict):
-            raise ProtocolError(f"{self.url} answered /weight_update with a {type(answer).__name__}")
-        label = answer.get("weight_version")
-        return None if label is None else str(label)
+        return self._label(state(), deadline)
 
     def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline, whole: Deadline | None = None) -> None:
         """Begin; the server gives the update up by itself when the deadline of the whole update has passed."""

@@ -1,8 +1,10 @@
-"""A vLLM that joins its coordinator by itself: the backend is ``weightsync`` and ``WEIGHTSYNC_COORDINATOR`` is set.
+"""Every change that weightsync makes to vLLM's own classes. Made only under a release that is supported.
 
-vLLM has no hook for the process that owns its engine, and only that process can pause it, so the two classes that every engine
-goes through are followed: ``AsyncLLM`` (which the HTTP server uses too) and ``LLMEngine`` (which ``vllm.LLM`` uses). Done only
-under a release that is supported, and only if the variable is set when vLLM loads its plugins.
+* ``Worker`` gets a method that rank 0 has all workers call: load what is staged. vLLM has a place for one class with more methods
+  of workers, which is its user's to name.
+* ``AsyncLLM`` (which the HTTP server uses too) and ``LLMEngine`` (which ``vllm.LLM`` uses) join the coordinator when they are made,
+  and an ``LLMEngine`` keeps rounds away while it has requests. Only if ``WEIGHTSYNC_COORDINATOR`` is set when vLLM loads its
+  plugins. vLLM has no hook for the process that owns its engine, and only that process can pause it.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from contextlib import ExitStack
 from typing import Any
 
 from weightsync.engines.vllm.attaching import attach, attach_async
+from weightsync.engines.vllm.controls import INSTALL
 from weightsync.engines.vllm.plugin import BACKEND
-from weightsync.errors import Aborted
+from weightsync.errors import Aborted, ConfigurationError
 
-__all__ = ["follow_engines", "replica_name"]
+__all__ = ["add_install_method", "follow_engines", "replica_name"]
 
 _OWN = "_weightsync"
 _PATIENCE = 300.0  # seconds that a request waits for an update to end
@@ -33,6 +36,18 @@ _log = logging.getLogger(__name__)
 def replica_name() -> str:
     """``WEIGHTSYNC_REPLICA``, or a name of this host's and process's own."""
     return os.environ.get("WEIGHTSYNC_REPLICA") or f"vllm-{socket.gethostname()}-{os.getpid()}"
+
+
+def add_install_method(worker_kind: type[Any], backend: type[Any]) -> None:
+    """Give vLLM's workers the method :data:`INSTALL`, which calls ``install`` of their engine of class ``backend``."""
+
+    def install(worker: Any) -> None:  # noqa: ANN401 - vLLM's
+        engine = worker.weight_transfer_engine
+        if not isinstance(engine, backend):
+            raise ConfigurationError("this vLLM worker has another backend than weightsync")
+        engine.install(worker)
+
+    setattr(worker_kind, INSTALL, install)
 
 
 def _wanted(vllm_config: Any) -> bool:  # noqa: ANN401 - vLLM's

@@ -1,0 +1,81 @@
+"""Every point of :mod:`weightsync.failpoints`, by the processes that reach it. The campaign fails if one is never reached."""
+
+from __future__ import annotations
+
+TRAINER_POINTS = (
+    "trainer.publish",
+    "trainer.received.place",
+    "trainer.place",
+    "trainer.placing",
+    "trainer.placed",
+    "trainer.published",
+)
+ENGINE_POINTS = (
+    "engine.received.prepare",
+    "engine.prepared",
+    "engine.pausing",
+    "engine.pause",
+    "engine.move",
+    "engine.group",
+    "engine.moved",
+    "engine.finish",
+    "engine.flush",
+    "engine.committed",
+    "engine.resume",
+    "engine.resumed",
+)
+"""Points of every engine rank. At ``engine.received.*`` a call has arrived and nothing has changed yet."""
+ENGINE_ALONE_POINTS = ("engine.received.update",)
+"""Points of a rank that is its whole replica."""
+ENGINE_TOGETHER_POINTS = ("engine.received.pause", "engine.received.move", "engine.received.commit", "engine.received.resume")
+"""Points of a rank whose replica has several ranks."""
+ENGINE_REPAIR_POINTS = ("engine.received.quarantine", "engine.received.checksources")
+"""Points of a rank whose round failed, and of its re-seeding."""
+COORDINATOR_POINTS = (
+    "round.start",
+    "round.agreed",
+    "round.placed",
+    "round.paused",
+    "round.moved",
+    "round.verified",
+    "round.committed",
+    "round.resumed",
+    "round.end",
+)
+
+STREAM_POINTS = (
+    "trainer.streaming",
+    "trainer.received.window",
+    "trainer.window",
+    "engine.received.openstream",
+    "engine.received.movewindow",
+    "engine.window",
+    "engine.received.endstream",
+    "round.window",
+)
+"""Points of a round whose source is a stream, beside those of every round: each of its windows. The campaign publishes no stream."""
+
+UPDATE_POINTS = (
+    "rank.join",
+    "updates.begin",
+    "rank.pause",
+    "rank.paused",
+    "updates.bucket",
+    "rank.receive",
+    "rank.arrived",
+    "rank.load",
+    "rank.answer",
+    "updates.commit",
+    "rank.verify",
+    "updates.verified",
+    "rank.finish",
+    "rank.flush",
+    "updates.finished",
+    "rank.resume",
+    "rank.resumed",
+    "updates.destroy",
+    "rank.leave",
+)
+"""Points of an update from outside (``weightsync.external``), at the server's front and its engine ranks. ``updates.abort`` and
+``rank.quarantine`` exist too, but only a failure reaches them.
+"""

@@ -19,6 +19,9 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, several processes: more threads only fight
 
+# Coordinators of tests, also in child processes, must not add their rounds to the user's history.
+os.environ["WEIGHTSYNC_STATE_DIR"] = "off"
+
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, database=None)
 hypothesis.settings.register_profile("dev", deadline=None, print_blob=True)
 _PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")

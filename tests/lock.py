@@ -90,9 +90,8 @@ def _local_torch(version: str) -> None:
 def main() -> int:
     """Write every lock."""
     FOLDER.mkdir(exist_ok=True)
-    extras = [
-        option for extra in ("demo", "testing", "test", "dev", "megatron", "nixl", "ray", "fuzz") for option in ("--extra", extra)
-    ]
+    every = ("demo", "otel", "testing", "test", "dev", "megatron", "nixl", "ray", "fuzz")
+    extras = [option for extra in every for option in ("--extra", extra)]
     pinned = [f"{name}=={version}" for name, version in pins().items()]
     entries = _compile(_BUILD_TOOLS, pinned, "pyproject.toml", *extras)
     del entries["pip"]  # comes with every environment

@@ -1,4 +1,4 @@
-"""Writes what the code knows into the docs: settings with their defaults, and transports with their traits.
+"""Writes what the code knows into the docs: settings with their defaults, transports with their traits, and metrics.
 
 ``python -m tests.reference`` rewrites every block between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
 ``tests/unit/test_reference.py`` fails if a block is not current.
@@ -9,16 +9,18 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from weightsync import config
+from weightsync.server.agent_metrics import AGENT_METRICS
+from weightsync.server.metrics import COORDINATOR_METRICS, Declared
 from weightsync.transports.registry import BUILT_IN, transport
 
-__all__ = ["BLOCKS", "PAGES", "current"]
+__all__ = ["BLOCKS", "PAGES", "current", "exposed_names"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -80,12 +82,31 @@ def _transports() -> str:
     return "\n".join(rows)
 
 
+def _metrics(declared: Sequence[Declared]) -> str:
+    rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    for metric in declared:
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        rows.append(f"| `weightsync_{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
+    return "\n".join(rows)
+
+
+def exposed_names() -> set[str]:
+    """Return the names of all samples of all metrics, as queries use them."""
+    names = set()
+    for metric in (*COORDINATOR_METRICS, *AGENT_METRICS):
+        suffixes = ("", "_bucket", "_count", "_sum") if metric.kind == "histogram" else ("",)
+        names |= {f"weightsync_{metric.name}{suffix}" for suffix in suffixes}
+    return names
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "agent settings": lambda: _settings(config.ClientSettings),
     "timeouts": lambda: _settings(config.Timeouts),
     "coordinator settings": lambda: _settings(config.ServerSettings),
     "coordinator limits": lambda: _settings(config.Limits),
     "transports": _transports,
+    "coordinator metrics": lambda: _metrics(COORDINATOR_METRICS),
+    "agent metrics": lambda: _metrics(AGENT_METRICS),
 }
 
 

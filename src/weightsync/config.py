@@ -172,6 +172,8 @@ class RoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether replicas that a publication left dirty get one more attempt at once, in the background, from the shelves."""
     history: int = 32
     """Ended rounds that status shows."""
+    traces: int = 16
+    """Rounds whose traces are kept; 0: no round is traced."""
     plan_bytes: int | None = None
     """Memory that plans may take, together; ``None``: half of this machine's."""
 
@@ -193,6 +195,8 @@ class RoundSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigurationError(f"plan_bytes is a positive number of bytes, not {self.plan_bytes}")
         if self.history < 1:
             raise ConfigurationError(f"history must be at least one round, not {self.history}")
+        if self.traces < 0:
+            raise ConfigurationError(f"traces is a number of rounds, not {self.traces}")
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,6 +226,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds between pings on an agent's socket. An agent whose pong takes as long again is lost."""
     shutdown_seconds: Seconds = 5.0
     """Seconds that open connections have to end when the coordinator stops."""
+    traces: Annotated[int, msgspec.Meta(ge=0, le=10000)] = 16
+    """Rounds whose traces are kept in memory; 0 turns tracing off."""
+    state_dir: str | None = None
+    """Folder of the history of rounds; ``off`` keeps it in memory. By default ``weightsync`` in the user's state folder
+    (``$XDG_STATE_HOME``, else ``~/.local/state``)."""
+    otel: Literal["on", "off"] = "off"
+    """Whether rounds are exported as OpenTelemetry traces, with the extra ``[otel]`` and the standard ``OTEL_`` variables."""
     mounts: tuple[str, ...] = ()
     """Names of routes to add to the coordinator's own (``rollouts``); see :mod:`weightsync.server.mounts`."""
     limits: Limits = Limits()
@@ -240,7 +251,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Settings from the environment, where ``given`` (entries that are not ``None``) wins."""
         source = os.environ if environment is None else environment
         limits = _load(Limits, source, {})
-        return _load(cls, source, {"limits": limits, **given})
+        loaded = _load(cls, source, {"limits": limits, **given})
+        return loaded if loaded.state_dir is not None else msgspec.structs.replace(loaded, state_dir=_state_directory(source))
+
+    @property
+    def history_directory(self) -> Path | None:
+        """Where the history of rounds is kept; ``None`` for memory."""
+        return None if self.state_dir is None or self.state_dir == "off" else Path(self.state_dir)
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
@@ -289,6 +306,9 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     a network that do not; else it does as the trainer does."""
     frame_bytes: Count = 512 << 20
     """Bytes of one message from the coordinator."""
+    metrics_port: Port | None = None
+    """Port on loopback where the process of rank 0 serves its metrics, with the token. The process of rank N takes the port N above
+    it; 0 takes a free one. By default no metrics are served."""
     timeouts: Timeouts = Timeouts()
 
     def __post_init__(self) -> None:
@@ -311,6 +331,7 @@ def control_settings(settings: ServerSettings) -> RoundSettings:
         require=settings.require,
         max_unavailable=settings.max_unavailable,
         timeout=settings.round_deadline,
+        traces=settings.traces,
         plan_bytes=settings.limits.plan_bytes,
     )
 
@@ -460,6 +481,13 @@ def runtime_directory(environment: Mapping[str, str] | None = None) -> Path:
     if base and os.path.isabs(base) and os.path.isdir(base):
         return Path(base) / "weightsync"
     return Path(source.get("TMPDIR") or tempfile.gettempdir()) / f"weightsync-{os.getuid()}"
+
+
+def _state_directory(environment: Mapping[str, str]) -> str | None:
+    base, home = environment.get("XDG_STATE_HOME"), environment.get("HOME")
+    if base and os.path.isabs(base):
+        return os.path.join(base, "weightsync")
+    return os.path.join(home, ".local", "state", "weightsync") if home and os.path.isabs(home) else None
 
 
 def agent_environment(settings: ClientSettings) -> dict[str, str]:

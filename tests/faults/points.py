@@ -53,7 +53,7 @@ STREAM_POINTS = (
     "engine.received.endstream",
     "round.window",
 )
-"""Points of a round whose source is a stream, beside those of every round: each of its windows. The campaign publishes no stream."""
+"""Further points of a round whose source is a stream. The campaign publishes no stream."""
 
 UPDATE_POINTS = (
     "rank.join",

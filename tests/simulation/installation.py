@@ -26,6 +26,7 @@ import weightsync.engine.session
 import weightsync.protocol.connection
 import weightsync.protocol.dial
 import weightsync.protocol.worker
+import weightsync.spans
 import weightsync.trainer.publisher
 from weightsync import failpoints
 from weightsync.coordinator.replicas import Replica, State
@@ -85,6 +86,7 @@ def installed(world: World) -> Iterator[None]:
         (weightsync.engine.fill.streamed, "time", clock),
         (weightsync.engine.fill.receive_ahead, "time", clock),
         (weightsync.engine.fill.receive_ahead, "ThreadPoolExecutor", simulated.Executor),
+        (weightsync.spans, "time", clock),
         (weightsync.trainer.publisher, "time", clock),
         (weightsync.trainer.publisher, "threading", locks),
         (weightsync.trainer.publisher, "FollowedShards", followed),

@@ -103,7 +103,7 @@ def run_transfer_case(name: str, size: int, rounds: int, note: Callable[[str], N
     transport, _, encrypted = way.partition("-")
     streamed, mapped = delivery == "streamed", transport == "shared_memory"
     with ExitStack() as owned:
-        server = owned.enter_context(BackgroundServer(ServerSettings.load(port=0)))
+        server = owned.enter_context(BackgroundServer(ServerSettings.load(port=0, state_dir="off")))
         config = {
             "coordinator": server.url, "token": server.token, "rendezvous": f"tcp://127.0.0.1:{_free_port()}",
             "transport": transport, "delivery": delivery, "size": size, "tensors": int(tensors),

@@ -60,7 +60,8 @@ def root(
     **In a run**
 
     `weightsync serve` runs the coordinator to which trainers and engines connect. `weightsync status --watch` shows which version
-    each replica serves. `weightsync round` updates replicas that fell behind.
+    each replica serves. `weightsync round` updates replicas that fell behind. `weightsync rounds` lists past rounds, and
+    `weightsync trace` shows where the time of one went.
     """
 
 
@@ -123,6 +124,14 @@ def serve(
             help="Replicas that may be out of service at the same time [env: WEIGHTSYNC_MAX_UNAVAILABLE; default all].",
         ),
     ] = None,
+    state_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="Folder of the history of rounds; `off` keeps it in memory [env: WEIGHTSYNC_STATE_DIR; default the user's state "
+            "folder].",
+        ),
+    ] = None,
     log_level: LogLevel = Level.info,
     log_json: LogJson = False,
 ) -> None:
@@ -149,7 +158,7 @@ def serve(
     serve_forever(
         host=host, port=port, run=run, token=token_in(token_file), tls_certificate=tls_certificate, tls_key=tls_key,
         pause_mode=None if pause_mode is None else pause_mode.value, round_deadline=round_deadline,
-        require=require, max_unavailable=max_unavailable, mounts=tuple(mount) if mount else None,
+        require=require, max_unavailable=max_unavailable, mounts=tuple(mount) if mount else None, state_dir=state_dir,
     )  # fmt: skip
 
 
@@ -200,6 +209,52 @@ def run_round(
 
     if not seed(client_settings(coordinator, token_file, ca_file), tuple(replica or ()), timeout, as_json=json):
         raise typer.Exit(1)
+
+
+@app.command(cls=Command)
+def rounds(
+    last: Annotated[int, typer.Option(min=1, max=10000, metavar="COUNT", help="How many rounds to list.")] = 20,
+    coordinator: Coordinator = None,
+    token_file: TokenFile = None,
+    ca_file: CaFile = None,
+    json: Json = False,
+) -> None:
+    """List the last rounds: what each moved, how fast, and which phase at which rank took longest.
+
+    The coordinator keeps the last 10,000 rounds of a user in its state folder, also across restarts.
+
+    ```
+    weightsync rounds
+    weightsync rounds --last 500 --json | jq '.[] | select(.ok | not) | .error'
+    ```
+    """
+    from weightsync.cli.rounds import list_rounds
+
+    list_rounds(client_settings(coordinator, token_file, ca_file), last, as_json=json)
+
+
+@app.command(cls=Command)
+def trace(
+    number: Annotated[int | None, typer.Argument(min=1, metavar="ROUND", help="Number of the round; by default the last.")] = None,
+    last: Annotated[bool, typer.Option("--last", help="The last round; the default.")] = False,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="PATH", help="File to write.")] = Path("round.json"),
+    coordinator: Coordinator = None,
+    token_file: TokenFile = None,
+    ca_file: CaFile = None,
+) -> None:
+    """Write what every process did in a round, on one clock, for Perfetto or Chrome.
+
+    ```
+    weightsync trace --last --out round.json
+    ```
+
+    Open the file at https://ui.perfetto.dev. The coordinator keeps the last 16 rounds.
+    """
+    from weightsync.cli.rounds import write_trace
+
+    if last and number is not None:
+        raise typer.BadParameter("give a round or --last, not both")
+    write_trace(client_settings(coordinator, token_file, ca_file), number, out)
 
 
 class TokenPart(StrEnum):

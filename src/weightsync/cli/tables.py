@@ -17,12 +17,13 @@ from weightsync.errors import readable
 from weightsync.model import FIRST_EPOCH
 from weightsync.protocol.messages import RoundResult
 from weightsync.server.findings import Finding
+from weightsync.server.history import RoundRecord
 
-__all__ = ["age", "doctor_table", "event_line", "gigabytes_per_second", "round_view", "show_table", "status_view"]
+__all__ = ["age", "doctor_table", "event_line", "gigabytes_per_second", "round_view", "rounds_view", "show_table", "status_view"]
 
 _COLOR = {
     "ok": "green", "limited": "yellow", "missing": "dim", "unknown": "magenta",
-    "failed": "red", "registered": "dim", "loaded": "green", "updating": "yellow", "dirty": "red", "lost": "red",
+    "failed": "red", "registered": "dim", "loaded": "green", "updating": "yellow", "dirty": "red", "lost": "red", "left": "dim",
     "refused": "red",
 }  # fmt: skip
 _SHOWN_ROUNDS = 5
@@ -160,11 +161,10 @@ def _rounds(status: Status) -> Iterator[RenderableType]:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("outcome", no_wrap=True)
     for result in rounds:
-        pause = max((replica.paused_seconds for replica in result.replicas), default=0.0)
         table.add_row(
             _clock(result.ended, status.now), str(result.round), _number(result.version.number, result.version.epoch),
             _size(result.nbytes), f"{result.seconds:.3f}", gigabytes_per_second(result.nbytes, result.seconds),
-            f"{1000 * pause:.0f} ms",
+            f"{1000 * result.longest_pause:.0f} ms",
             _colored("ok" if result.ok else "failed"),
         )  # fmt: skip
     yield table
@@ -174,6 +174,35 @@ def _rounds(status: Status) -> Iterator[RenderableType]:
         if not result.ok:
             failed.setdefault(_failure(result, shown), []).append(str(result.round))
     yield from _notes((f"round {', '.join(numbers)}", _said(error, "red")) for error, numbers in failed.items())
+
+
+def rounds_view(records: Sequence[RoundRecord]) -> RenderableType:
+    """Rounds of the history, one line each. Errors follow the table."""
+    if not records:
+        return Text("no round has ended yet", style="dim")
+    table = _table("rounds")
+    for heading in ("ended", "round", "version", "bytes", "seconds", "GB/s", "pause", "replicas"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("outcome", "slowest phase", "at rank"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("by transport", overflow="fold")
+    for record in records:
+        slowest = record.slowest
+        rate = f"{record.gigabytes_per_second:.2f}" if record.nbytes else ""
+        table.add_row(
+            _clock(record.ended, records[-1].ended), str(record.round), _number(record.number, record.epoch),
+            _size(record.nbytes), f"{record.seconds:.3f}", rate, f"{1000 * record.pause_seconds:.0f} ms",
+            f"{record.updated}/{record.replicas}",
+            _colored("ok" if record.ok else "failed") + _said(" (seed)" if record.kind == "seed" else "", "dim"),
+            _said("" if slowest is None else f"{slowest.phase} {1000 * slowest.seconds:.0f} ms"),
+            _said("" if slowest is None else slowest.rank),
+            _said(", ".join(f"{name} {_size(nbytes)}" for name, nbytes in sorted(record.transports.items()))),
+        )  # fmt: skip
+    failed: dict[str, list[str]] = {}
+    for record in records:
+        if record.error:
+            failed.setdefault(record.error, []).append(str(record.round))
+    return Group(table, *_notes((f"round {', '.join(numbers)}", _said(error, "red")) for error, numbers in failed.items()))
 
 
 def _failure(result: RoundResult, shown: Collection[tuple[str, str | None]]) -> str:

@@ -25,6 +25,8 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequenc
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
+from msgspec import structs
+
 from weightsync.config import RoundSettings
 from weightsync.coordinator.attendance import Attendance
 from weightsync.coordinator.attestations import attested, weigh
@@ -39,6 +41,7 @@ from weightsync.coordinator.ranks import EngineNode, TrainerNode, TrainerRank
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import left_out
 from weightsync.coordinator.round import RoundContext, prepare, quarantine, run_round
+from weightsync.coordinator.round_trace import RoundTracer
 from weightsync.coordinator.status import Gauges, RankStatus, Status
 from weightsync.coordinator.stream_round import open_stream, run_stream_round
 from weightsync.coordinator.views import rank_status, replica_gauges, replica_status
@@ -46,6 +49,7 @@ from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, Versio
 from weightsync.gc_pause import collecting_later
 from weightsync.model import FIRST_EPOCH
 from weightsync.protocol.messages import ReplicaResult, RoundResult
+from weightsync.spans import recording, tracing
 
 __all__ = ["Coordinator"]
 
@@ -54,6 +58,7 @@ _ANSWER_SECONDS = 1.0  # from the end of a round to the end of its publication, 
 _LARGE_ROUND = 64  # replicas: garbage collection is half of the work of starting the tasks of a thousand replicas
 _FAN_OUT_SECONDS = 1.0
 _REMEMBERED_RESULTS = 1 << 14
+_REMEMBERED_RANKS = 1 << 14
 
 
 class Coordinator:
@@ -68,6 +73,7 @@ class Coordinator:
         self._attendance = Attendance(self._members)
         self._lock = asyncio.Lock()
         self._pending_publications = 0  # running, or waiting for the running round
+        self._queued = 0  # rounds that wait for the running one
         self._seeding: asyncio.Task[RoundResult] | None = None
         self._seeder: asyncio.Task[None] | None = None
         self._wanted: set[str] = set()  # replicas to seed in the background
@@ -75,6 +81,8 @@ class Coordinator:
         self._rounds = 0
         self._without: dict[str, str] = {}  # states of the replicas that the last publication did not update
         self._history: deque[RoundResult] = deque(maxlen=settings.history)
+        self.traces: deque[RoundTracer] = deque(maxlen=settings.traces)
+        """Traces of the last rounds, newest last."""
         self._planner = Planner(settings.plan_bytes)
         self._closed = False
 
@@ -272,7 +280,7 @@ class Coordinator:
         try:
             if self._seeding is not None:
                 self._seeding.cancel()
-            async with self._serialize(deadline):
+            async with self._serialize(deadline) as queued:
                 if (epoch, number) <= (self._publications.epoch, self._publications.last):
                     raise VersionError(f"version {number} cannot be published: the last one is {self._publications.last}. {REMEDY}")
                 replicas, others = self._members.taking_part(), self._members.left_out()
@@ -280,7 +288,7 @@ class Coordinator:
                 self._wanted -= updated
                 absent = [left_out(replica) for replica in others]
                 try:
-                    result = await self._run(number, epoch, False, replicas, deadline, grace, absent, step)
+                    result = await self._run(number, epoch, False, replicas, deadline, grace, queued, absent, step)
                 except BaseException:
                     self._wanted |= updated  # nothing was placed: they are seeded if the earlier version can still be read
                     raise
@@ -317,10 +325,12 @@ class Coordinator:
         replicas: Sequence[Replica],
         deadline: RoundDeadline,
         grace: float,
+        queued: float,
         others: Sequence[ReplicaResult] = (),
         step: int | None = None,
     ) -> RoundResult:
         self._rounds += 1
+        started = asyncio.get_running_loop().time()
         this = self._rounds
         order = RoundContext(
             round=this,
@@ -339,15 +349,34 @@ class Coordinator:
             step=step,
         )
         self._planner.forget_all_but({replica.name for replica in self._members.replicas.values() if replica.links})
+        tracer = RoundTracer(self.settings.run, order) if self.settings.traces else None
         try:
-            with collecting_later(_FAN_OUT_SECONDS) if len(replicas) >= _LARGE_ROUND else nullcontext():
+            with (
+                collecting_later(_FAN_OUT_SECONDS) if len(replicas) >= _LARGE_ROUND else nullcontext(),
+                tracing(tracer),
+                recording(None if tracer is None else tracer.recorder),
+            ):
                 result = await (run_stream_round(order) if self._members.streams else run_round(order))
         except BaseException as error:
-            self._feed.emit(RoundEnded(this, None, f"{type(error).__name__}: {error}"))
+            why = f"{type(error).__name__}: {error}"
+            self._keep_trace(tracer, why)
+            self._feed.emit(RoundEnded(this, None, why, seeding, asyncio.get_running_loop().time() - started, queued))
             raise
+        self._keep_trace(tracer, result.error)
+        if tracer is not None:
+            transports = {name: nbytes for name, (nbytes, _) in tracer.reads.items()}
+            result = structs.replace(result, slowest=tracer.slowest_span, transports=transports)
         self._remember(result)
-        self._feed.emit(RoundEnded(this, result, result.error))
+        self._feed.emit(RoundEnded(this, result, result.error, seeding, result.seconds, queued))
         return result
+
+    def _keep_trace(self, tracer: RoundTracer | None, error: str | None) -> None:
+        """Keep what was traced of a round that has ended. Old traces go earlier if they are of very many ranks."""
+        if tracer is not None:
+            tracer.end(error)
+            self.traces.append(tracer)
+            while len(self.traces) > 1 and sum(past.size for past in self.traces) > _REMEMBERED_RANKS:
+                self.traces.popleft()
 
     def _remember(self, result: RoundResult) -> None:
         """Keep the result for :meth:`status`. Old results go earlier if they list very many replicas."""
@@ -356,16 +385,21 @@ class Coordinator:
             self._history.popleft()
 
     @asynccontextmanager
-    async def _serialize(self, deadline: RoundDeadline) -> AsyncIterator[None]:
+    async def _serialize(self, deadline: RoundDeadline) -> AsyncIterator[float]:
+        """Run the block when no round runs. Yields the seconds of waiting for that."""
         what = "waiting for the running round"
         deadline.remaining(what)
+        asked = asyncio.get_running_loop().time()
+        self._queued += 1
         try:
             async with asyncio.timeout_at(deadline.at):
                 await self._lock.acquire()
         except TimeoutError:
             raise DeadlineExceeded(f"{what} took more than {deadline.seconds:g} s") from None
+        finally:
+            self._queued -= 1
         try:
-            yield
+            yield asyncio.get_running_loop().time() - asked
         finally:
             self._lock.release()
 
@@ -399,13 +433,15 @@ class Coordinator:
         return await self._seed(names, limit)
 
     async def _seed(self, names: Sequence[str], deadline: RoundDeadline) -> RoundResult:
-        async with self._serialize(deadline):
+        async with self._serialize(deadline) as queued:
             if self._pending_publications:
                 raise Aborted("a publication took precedence over re-seeding")
             targets = [self._members.replicas[name] for name in names if name in self._members.replicas]
             replicas = [replica for replica in targets if replica.complete and replica.refusal is None]
             epoch, number = self._publications.require(self._members.trainers).version.order
-            task: asyncio.Task[RoundResult] = self._spawn(self._run(number, epoch, True, replicas, deadline, self.settings.grace))
+            task: asyncio.Task[RoundResult] = self._spawn(
+                self._run(number, epoch, True, replicas, deadline, self.settings.grace, queued)
+            )
             self._seeding = task
             try:
                 return await task
@@ -477,11 +513,18 @@ class Coordinator:
             run=self.settings.run,
             last=self._publications.last,
             busy=self._lock.locked(),
+            queued=self._queued,
             trainer=tuple(self._members.trainers),
             epoch=self._publications.epoch,
             missed=sum(replica.error is not None for replica in self._history[-1].replicas) if self._history else 0,
+            late=len(self._late()),
             replicas=tuple(replica_gauges(replica, self._publications) for _, replica in sorted(self._members.replicas.items())),
+            slowest=self.traces[-1].slowest_by_phase if self.traces else {},
         )
+
+    def traced(self, number: int) -> RoundTracer | None:
+        """Return what was traced of a round; ``None`` if nothing was or the round is too long ago."""
+        return next((past for past in reversed(self.traces) if past.round == number), None)
 
     def _prepare_ahead(self, replica: Replica) -> None:
         """Prepare a replica for its next round now, unless a round runs or the replica will be seeded, which prepares it too."""

@@ -82,6 +82,11 @@ class RoundEnded(_Event, frozen=True):
     round: int
     result: RoundResult | None
     error: str | None = None
+    seeding: bool = False
+    seconds: float = 0.0
+    """Duration of the round."""
+    queued: float = 0.0
+    """Seconds that it waited for earlier rounds."""
 
 
 Event = Joined | Left | RoundStarted | ReplicaPhase | ReplicaBytes | ReplicaEnded | RoundEnded

@@ -60,9 +60,9 @@ class Publications:
         """Highest known number in ``epoch`` if that is the latest epoch; else -1."""
         return self.last if epoch == self.epoch else -1
 
-    def behind(self, version: Version) -> int:
-        """Number of publications that are newer than ``version``."""
-        return sum(order > version.order for order in self.published)
+    def behind(self, version: Version | None) -> int:
+        """Number of known publications that are newer than ``version``; of all, for a replica that serves none."""
+        return len(self.published) if version is None else sum(order > version.order for order in self.published)
 
     def clear(self) -> None:
         """Forget the placement, because its regions are about to be overwritten."""

@@ -88,7 +88,9 @@ class Replica:
 
     @property
     def shown_state(self) -> str:
-        """State for display: ``refused`` for a connected replica that rounds leave out, else ``state``."""
+        """State for display: ``refused`` if it is connected and rounds leave it out, ``left`` if it was closed; else ``state``."""
+        if self.state == "lost" and self.departed:
+            return "left"
         return "refused" if self.refusal is not None and self.links else self.state
 
     @property

@@ -12,10 +12,12 @@ from msgspec import structs
 from weightsync.config import Require
 from weightsync.coordinator.events import ReplicaEnded, ReplicaPhase, Watcher
 from weightsync.coordinator.negotiation import TransferPlan
+from weightsync.coordinator.publications import Publications
 from weightsync.coordinator.replicas import Replica
 from weightsync.errors import readable, to_wire
 from weightsync.model import Version
 from weightsync.protocol.messages import Moved, ReplicaResult, RoundResult
+from weightsync.spans import span
 
 __all__ = ["Report", "left_out", "round_result", "shortfall"]
 
@@ -52,7 +54,8 @@ class Report:
         self.enter(name)
         started = asyncio.get_running_loop().time()
         try:
-            yield
+            with span(name, self.replica.name):
+                yield
         finally:
             self._phases[name] = asyncio.get_running_loop().time() - started
 
@@ -80,7 +83,7 @@ class Report:
         self._error = f"{phase}: {kind}: {message}"
         self.replica.error = self._error
 
-    def result(self) -> ReplicaResult:
+    def result(self, publications: Publications) -> ReplicaResult:
         """End the report and return its result. The pause of a replica that was not resumed counts up to now."""
         self.resumed()
         replica, agreement = self.replica, self.agreement
@@ -108,6 +111,7 @@ class Report:
                 if self.moved
             },
             epoch=None if version is None else version.epoch,
+            staleness=publications.behind(version),
         )
         self._emit(ReplicaEnded(self._round, result))
         return result

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from weightsync import failpoints
 from weightsync.config import RoundSettings
@@ -36,6 +37,7 @@ from weightsync.coordinator.report import Report, round_result
 from weightsync.errors import ConfigurationError, PeerLost, PlanMismatch, ProtocolError, VerificationError, WeightSyncError
 from weightsync.model import Version, fold
 from weightsync.protocol.messages import Moved, PlanSlice, ReplicaResult, RoundResult
+from weightsync.spans import span
 
 __all__ = ["RoundContext", "commit", "out_of_service", "pause", "prepare", "quarantine", "resume", "run_round", "settled"]
 
@@ -107,7 +109,8 @@ async def run_round(context: RoundContext) -> RoundResult:
     placement, place_seconds = placing.result()
     failpoints.reached("round.end")
     seconds = asyncio.get_running_loop().time() - started
-    results = [*(task.result() for task in ended), *context.left_out]
+    behind = context.publications.behind(None)
+    results = [*(task.result() for task in ended), *(structs.replace(result, staleness=behind) for result in context.left_out)]
     return round_result(context.round, placement.version, context.settings.require, results, place_seconds, seconds, context.step)
 
 
@@ -133,7 +136,7 @@ async def _update_replica(context: RoundContext, report: Report, placing: asynci
     except Exception as error:  # noqa: BLE001 - becomes this replica's result: a bug here must not fail other replicas
         _log.exception("round %d failed in replica %s: unexpected error", context.round, replica.name)
         report.failed(error)
-    return report.result()
+    return report.result(context.publications)
 
 
 @asynccontextmanager
@@ -187,7 +190,8 @@ async def place(context: RoundContext) -> tuple[Placement, float]:
             raise ProtocolError(
                 f"{member} sent digests of {rows.dtype}{list(rows.shape)}, not one uint64 for each of {wanted} rows"
             )
-    totals = await in_thread("adding up the trainer's digests", limit, lambda: cover.total(digests))
+    with span("sum"):
+        totals = await in_thread("adding up the trainer's digests", limit, lambda: cover.total(digests))
     version = Version(context.settings.run, context.number, manifest.fingerprint, fold(totals), context.epoch)
     live = any(rank.live for rank in ranks.values())
     placement = Placement(version, totals, {member: rank.session for member, rank in ranks.items()}, live)
@@ -223,7 +227,8 @@ async def prepare(
     """
     sources = {member: link.node.rank for member, link in trainers.items()}
     ranks = {member: link.node.rank for member, link in engines.items()}
-    agreed = await planner.agree(replica.name, sources, ranks, deadline)
+    with span("plan", replica.name):
+        agreed = await planner.agree(replica.name, sources, ranks, deadline)
     slices, key = agreed.slices, agreed.key
     unprepared = {member: link for member, link in engines.items() if link.prepared != key}
     for link in unprepared.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from weightsync.model import FIRST_EPOCH, Version
+from weightsync.model import FIRST_EPOCH, SlowestSpan, Version
 from weightsync.protocol.messages import RoundResult
 
 __all__ = ["Gauges", "RankStatus", "ReplicaGauges", "ReplicaStatus", "Status"]
@@ -25,7 +25,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     state: str
-    """``refused`` for a connected replica whose tensors differ from the trainer's; else see ``weightsync.coordinator.replicas``."""
+    """``refused`` for a connected replica whose tensors differ from the trainer's, ``left`` for one whose ranks were all closed on
+    purpose; else see ``weightsync.coordinator.replicas``."""
     routable: bool
     """Whether requests may be sent to the replica."""
     version: int | None
@@ -74,8 +75,8 @@ class ReplicaGauges(msgspec.Struct, frozen=True):
     name: str
     state: str
     version: int | None
-    staleness: int | None
-    phases: dict[str, float]
+    staleness: int
+    """Number of publications that are newer than the served version; of all that are known, if no version is served."""
     since: float
 
 
@@ -90,3 +91,9 @@ class Gauges(msgspec.Struct, frozen=True):
     missed: int
     """Number of replicas that did not get the version of the last round."""
     replicas: tuple[ReplicaGauges, ...]
+    queued: int = 0
+    """Number of rounds that wait for the running one."""
+    late: int = 0
+    """Number of connected replicas that could be seeded and do not serve the version that the trainer holds."""
+    slowest: dict[str, SlowestSpan] = {}
+    """Slowest rank of the last round by phase."""

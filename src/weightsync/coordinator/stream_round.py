@@ -177,7 +177,8 @@ async def run_stream_round(context: RoundContext) -> RoundResult:
     placement, place_seconds = placing.result()
     failpoints.reached("round.end")
     seconds = asyncio.get_running_loop().time() - started
-    results = [*(task.result() for task in ended), *context.left_out]
+    behind = context.publications.behind(None)
+    results = [*(task.result() for task in ended), *(structs.replace(result, staleness=behind) for result in context.left_out)]
     return round_result(context.round, placement.version, context.settings.require, results, place_seconds, seconds, context.step)
 
 

@@ -20,32 +20,29 @@ def rank_status(link: RankHandle[Any]) -> RankStatus:
 
 def replica_gauges(replica: Replica, publications: Publications) -> ReplicaGauges:
     """Metrics of a replica."""
-    return ReplicaGauges(replica.name, replica.shown_state, *_version(replica, publications), replica.phases, replica.since)
+    version = replica.version
+    return ReplicaGauges(
+        replica.name, replica.shown_state, None if version is None else version.number, publications.behind(version),
+        replica.since,
+    )  # fmt: skip
 
 
 def replica_status(replica: Replica, publications: Publications) -> ReplicaStatus:
     """Status of a replica."""
     version = replica.version
-    number, staleness = _version(replica, publications)
     return ReplicaStatus(
         name=replica.name,
         state=replica.shown_state,
         routable=replica.routable,
-        version=number,
+        version=None if version is None else version.number,
         digest=None if version is None else version.digest,
-        staleness=staleness,
+        staleness=None if version is None else publications.behind(version),
         since=replica.since,
         world_size=replica.world_size,
         missing=tuple(replica.missing),
         ranks=tuple(rank_status(link) for _, link in sorted(replica.links.items())),
         adapter=next((link.node.rank.adapter for link in replica.links.values()), ""),
-        error=replica.error,
+        error=None if replica.shown_state == "left" else replica.error,
         phases=dict(replica.phases),
         epoch=None if version is None else version.epoch,
     )
-
-
-def _version(replica: Replica, publications: Publications) -> tuple[int | None, int | None]:
-    """Number of the served version, and by how many publications it is behind."""
-    version = replica.version
-    return (None, None) if version is None else (version.number, publications.behind(version))

@@ -13,6 +13,7 @@ import torch
 
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.model import Manifest, PauseMode, Version
+from weightsync.spans import span
 from weightsync.tensors.shards import Shard
 
 __all__ = ["AdapterCalls"]
@@ -100,7 +101,8 @@ class AdapterCalls:
     def _call(self, adapter: EngineAdapter, driven: _Driven, method: str) -> Iterator[None]:
         driven.running = f"{self._member} is inside {type(adapter).__name__}.{method}()", time.monotonic()
         try:
-            yield
+            with span(method):
+                yield
         finally:
             driven.running = None
 

@@ -107,6 +107,10 @@ class Engine(Closeable):
             )
             owned.callback(self._link.close)
             owned.callback(self._role.close)  # first: it ends what a call is still doing
+            if settings.metrics_port is not None:
+                from weightsync.server.agent_metrics import agent_metrics
+
+                owned.callback(agent_metrics.join(settings, f"{replica}/{rank}", rank, self._link, lambda: self._role.attests))
             self._link.connect()
             self._owned = owned.pop_all()
 

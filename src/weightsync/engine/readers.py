@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,7 @@ from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, DeadlineExceeded, TransportError, TransportUnavailable
 from weightsync.protocol.messages import Host, Offer, PlanSlice, SourceAddress
+from weightsync.spans import span
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.base import Reader, Transport
 from weightsync.transports.select import choose
@@ -37,6 +40,22 @@ class Stopwatch:
         self._last = now
 
 
+@dataclass(frozen=True)
+class _Read:
+    """What one reader reads: from whom, how, and the bytes of each group."""
+
+    source: str
+    transport: str
+    group_bytes: Sequence[int]
+
+
+def _together(reads: Sequence[_Read]) -> _Read:
+    """What one reader reads in the place of several."""
+    first, more = reads[0], len(reads) - 1
+    source = f"{first.source} and {more} more" if more else first.source
+    return _Read(source, first.transport, [sum(sizes) for sizes in zip(*(read.group_bytes for read in reads), strict=True)])
+
+
 class Readers:
     """The connections to the trainer ranks of one plan. Iterating gives the readers to use: some stand for several connections.
 
@@ -51,6 +70,7 @@ class Readers:
         self._connections: list[Reader] = []
         self._transports: dict[str, Transport] = {}
         self._by_transport: dict[str, list[Reader]] = {}
+        self._read: dict[Reader, _Read] = {}
 
     def connect(
         self,
@@ -66,18 +86,22 @@ class Readers:
         """
         for source, groups in zip(sources, tables, strict=True):
             self._check_abort()
-            transport, reader = connect(source, self._allowed, device, self._host, deadline, self._encrypted)
+            with span("connect", source.member):
+                transport, reader = connect(source, self._allowed, device, self._host, deadline, self._encrypted)
             self._connections.append(reader)
             self._transports[transport.name] = transport
             self._by_transport.setdefault(transport.name, []).append(reader)
             self._check_abort()  # an abort that came before the reader was in the list did not reach it
             stopwatch.lap("connect")
-            reader.prepare(groups, source.layout_digest, deadline)
+            with span("map", source.member):
+                reader.prepare(groups, source.layout_digest, deadline)
             stopwatch.lap("map")
+            self._read[reader] = _Read(source.member, transport.name, [group.nbytes for group in groups])
         self._check_abort()
         for name, transport in self._transports.items():
             combined = transport.combine(self._by_transport[name])
             if combined is not None:
+                self._read[combined] = _together([self._read[reader] for reader in self._by_transport[name]])
                 self._by_transport[name] = [combined]
 
     def __iter__(self) -> Iterator[Reader]:
@@ -111,9 +135,15 @@ class Readers:
 
     def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
         """Read one group from every source, as :meth:`Reader.submit` says: all are asked before the first is waited for."""
-        for completion in [reader.submit(group, deadline, digests) for reader in self]:
-            completion.wait(deadline)
+        for reader, completion in [(reader, reader.submit(group, deadline, digests)) for reader in self]:
+            with self.reading(reader, group):
+                completion.wait(deadline)
             failpoints.reached("engine.group")
+
+    def reading(self, reader: Reader, group: int) -> AbstractContextManager[None]:
+        """Record the block, which waits until a group is in place, as a read from the reader's source."""
+        read = self._read[reader]
+        return span("read", read.source, read.transport, read.group_bytes[group])
 
     def end(self, deadline: Deadline) -> None:
         """End what :meth:`begin` began."""
@@ -127,7 +157,7 @@ class Readers:
 
     def close(self) -> None:
         """Close all connections, the newest first. Safe twice."""
-        connections, self._connections, self._by_transport = self._connections, [], {}
+        connections, self._connections, self._by_transport, self._read = self._connections, [], {}, {}
         for reader in reversed(connections):
             reader.close()
 

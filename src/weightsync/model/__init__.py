@@ -6,6 +6,7 @@ from weightsync.model.layout import Layout
 from weightsync.model.manifest import Manifest, TensorSpec
 from weightsync.model.pause import PauseMode
 from weightsync.model.result import GUARANTEES, ReplicaResult, RoundResult
+from weightsync.model.trace import RoundTrace, SlowestSpan, Track
 from weightsync.model.version import FIRST_EPOCH, Version, fold, label_of, parse_label
 
 __all__ = [
@@ -18,7 +19,10 @@ __all__ = [
     "PauseMode",
     "ReplicaResult",
     "RoundResult",
+    "RoundTrace",
+    "SlowestSpan",
     "TensorSpec",
+    "Track",
     "Version",
     "fold",
     "itemsize",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from weightsync.model.trace import SlowestSpan
 from weightsync.model.version import Version
 
 __all__ = ["GUARANTEES", "ReplicaResult", "RoundResult"]
@@ -43,6 +44,8 @@ class ReplicaResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why this delivery was chosen."""
     epoch: int | None = None
     """Epoch of ``version``."""
+    staleness: int = 0
+    """Publications that are newer than ``version``; all that are known, if no version is served."""
 
     @property
     def guarantee(self) -> str:
@@ -66,22 +69,61 @@ class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Time of the end by the coordinator's clock, in seconds since the Unix epoch; for display."""
     step: int | None = None
     """The training framework's own count, as it was given to ``publish_stream``."""
+    slowest: SlowestSpan | None = None
+    """The longest phase at any rank, and which rank that was; ``None`` if the round was not traced."""
+    transports: dict[str, int] = {}
+    """Bytes read by each transport; empty if the round was not traced."""
+
+    @property
+    def updated(self) -> tuple[ReplicaResult, ...]:
+        """Replicas that got the version."""
+        return tuple(replica for replica in self.replicas if replica.error is None)
+
+    @property
+    def missed(self) -> tuple[ReplicaResult, ...]:
+        """Replicas that did not get the version; their ``error`` says why."""
+        return tuple(replica for replica in self.replicas if replica.error is not None)
+
+    @property
+    def longest_pause(self) -> float:
+        """Seconds for which the replica that was paused longest did not generate."""
+        return max((replica.paused_seconds for replica in self.replicas), default=0.0)
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Bytes that all replicas received in 10^9, by the seconds of the round."""
+        return self.nbytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+
+    def summary(self) -> dict[str, float]:
+        """Return the figures of the round for an experiment's log (W&B, TensorBoard).
+
+        ``staleness_max`` is that of the replica that is furthest behind after the round.
+        """
+        return {
+            "weightsync/update_s": self.seconds,
+            "weightsync/pause_s": self.longest_pause,
+            "weightsync/place_s": self.phases.get("place", 0.0),
+            "weightsync/bytes": float(self.nbytes),
+            "weightsync/gb_per_s": self.gigabytes_per_second,
+            "weightsync/staleness_max": float(max((replica.staleness for replica in self.replicas), default=0)),
+            "weightsync/replicas_ok": float(len(self.updated)),
+            "weightsync/replicas_failed": float(len(self.missed)),
+        }
 
     def __str__(self) -> str:
-        good = [failed_replica for failed_replica in self.replicas if failed_replica.error is None]
-        bad = [failed_replica for failed_replica in self.replicas if failed_replica.error is not None]
+        updated, missed = self.updated, self.missed
         verified = [
             f"{', '.join(_shown(names))} ({kind}: {meaning})"
             for kind, meaning in GUARANTEES.items()
-            if (names := [failed_replica.name for failed_replica in good if failed_replica.verified == kind])
+            if (names := [replica.name for replica in updated if replica.verified == kind])
         ]
-        failed = _shown(
-            [f"{failed_replica.name} ({failed_replica.state}: {_one_line(failed_replica.error)})" for failed_replica in bad]
-        )
+        failed = _shown([f"{replica.name} ({replica.state}: {_one_line(replica.error)})" for replica in missed])
+        rate = f" ({self.gigabytes_per_second:.2f} GB/s)" if self.nbytes else ""
         return "\n".join(
             (
-                f"round {self.round}, version {self.version}: {'ok' if self.ok else 'failed'}, {len(good)} of {len(self.replicas)} "
-                f"replicas, {self.nbytes / 1e6:,.1f} MB in {self.seconds:.3f} s",
+                f"round {self.round}, version {self.version}: {'ok' if self.ok else 'failed'}, {len(updated)} of "
+                f"{len(self.replicas)} replicas, {self.nbytes / 1e6:,.1f} MB in {self.seconds:.3f} s{rate}, "
+                f"longest pause {self.longest_pause:.3f} s{f', slowest: {self.slowest}' if self.slowest else ''}",
                 f"  updated: {'; '.join(verified) or 'none'}",
                 f"  not updated: {'; '.join(failed) or 'none'}",
             )

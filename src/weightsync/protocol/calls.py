@@ -8,10 +8,16 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 
-from weightsync.errors import Aborted, DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, from_wire, to_wire
-from weightsync.protocol.messages import Answer, Body, Call, Cancel, Failure, Frame, Notice, Progress
+import msgspec
 
-__all__ = ["Calls"]
+from weightsync import spans
+from weightsync.errors import Aborted, DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, from_wire, to_wire
+from weightsync.protocol.messages import Answer, Body, Call, Cancel, Failure, Frame, Notice, Progress, Timing
+
+__all__ = ["AnswerWatcher", "Calls"]
+
+AnswerWatcher = Callable[[Body, Answer | Failure, float, tuple[spans.Span, ...]], None]
+"""Told of a request that was handled: its answer, the seconds that it took, and the spans."""
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +34,8 @@ class Calls:
     ``send`` puts a frame on the wire and raises if it cannot. ``handle(body, timeout)`` answers requests of the other side and may
     raise. The owner of the wire passes every received frame to :meth:`feed` and calls :meth:`close` when the connection ends. Only
     :meth:`call` waits.
+
+    ``peer`` names the other side in traces. ``on_answer`` is told of each request that was handled.
     """
 
     def __init__(
@@ -36,13 +44,17 @@ class Calls:
         handle: Callable[[Body, float], Awaitable[Body]],
         on_progress: Callable[[int], None] | None = None,
         on_notice: Callable[[str], None] | None = None,
+        peer: str = "",
+        on_answer: AnswerWatcher | None = None,
     ) -> None:
         self._send = send
+        self._peer, self._on_answer = peer, on_answer
         self._handle = handle
         self._on_progress = on_progress
         self._on_notice = on_notice
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Body]] = {}
+        self._followed: dict[int, tuple[spans.Tracer, float]] = {}
         self._handlers: dict[int, asyncio.Task[None]] = {}
         self._posts: set[asyncio.Task[None]] = set()
         self._closed: WeightSyncError | None = None
@@ -61,11 +73,14 @@ class Calls:
         number = next(self._ids)
         answer: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
+        tracer, sent = spans.tracer(), asyncio.get_running_loop().time()
+        if tracer is not None:
+            self._followed[number] = tracer, sent
         scope = asyncio.timeout(timeout + _ANSWER_SECONDS)
         answered = False
         try:
             async with scope:
-                await self._put(Call(number, timeout, body))
+                await self._put(Call(number, timeout, body, "" if tracer is None else tracer.parent))
                 result = await answer
             answered = True
             return result
@@ -75,6 +90,8 @@ class Calls:
             raise
         finally:
             del self._waiting[number]
+            if tracer is not None and self._followed.pop(number, None) is not None:
+                tracer.unanswered(self._peer, type(body).__name__, sent, asyncio.get_running_loop().time())
             answered = answered or (answer.done() and not answer.cancelled())
             if answer.done() and not answer.cancelled():
                 answer.exception()  # mark as retrieved: the call may have ended otherwise
@@ -91,10 +108,12 @@ class Calls:
             return
         match frame:
             case Answer(id=number, body=body):
+                self._follow(frame)
                 answer = self._waiting.get(number)  # unknown: withdrawn while its answer was in flight
                 if answer is not None and not answer.done():
                     answer.set_result(body)
             case Failure(id=number, kind=kind, message=message):
+                self._follow(frame)
                 answer = self._waiting.get(number)
                 if answer is not None and not answer.done():
                     answer.set_exception(from_wire(kind, message))
@@ -132,6 +151,14 @@ class Calls:
             self._keep(task)
         self._handlers.clear()
 
+    def _follow(self, frame: Answer | Failure) -> None:
+        """Tell the tracer of the call when it was handled, and what it took."""
+        tracer, sent = self._followed.pop(frame.id, (None, 0.0))
+        timing = frame.timing
+        if tracer is not None and timing is not None:
+            arrived = asyncio.get_running_loop().time()
+            tracer.answered(self._peer, sent, timing.received, timing.answered, arrived, timing.spans)
+
     def _begin(self, call: Call) -> None:
         if call.id in self._handlers:
             raise ProtocolError(f"call {call.id} is already running")
@@ -144,10 +171,13 @@ class Calls:
     async def _answer(self, call: Call) -> None:
         task = asyncio.current_task()
         scope = asyncio.timeout(call.timeout + _ANSWER_SECONDS / 2)  # the handler's own deadline comes first; its error says more
-        frame: Frame
+        frame: Answer | Failure
+        received = spans.now()
+        recorder = spans.SpanRecorder() if call.trace or self._on_answer is not None else None
         try:
-            async with scope:
-                frame = Answer(call.id, await self._handle(call.body, call.timeout))
+            with spans.recording(recorder), spans.joining(call.trace):
+                async with scope:
+                    frame = Answer(call.id, await self._handle(call.body, call.timeout))
         except asyncio.CancelledError:
             if task is None or task.cancelling():
                 raise  # withdrawn or closed: no caller waits
@@ -163,6 +193,12 @@ class Calls:
         finally:
             if self._handlers.get(call.id) is task:
                 del self._handlers[call.id]
+        if recorder is not None:
+            done = recorder.spans()
+            if self._on_answer is not None:
+                self._on_answer(call.body, frame, spans.now() - received, done)
+            if call.trace:
+                frame = msgspec.structs.replace(frame, timing=Timing(received, spans.now(), done))
         if task is not None and self._closed is None:
             self._keep(task)  # from here on only close() can cancel it
             await self._deliver(frame)

@@ -35,7 +35,7 @@ from weightsync.errors import (
     from_wire,
 )
 from weightsync.forks import Origin
-from weightsync.protocol.calls import Calls
+from weightsync.protocol.calls import AnswerWatcher, Calls
 from weightsync.protocol.dial import dial
 from weightsync.protocol.endpoint import CLOSE_INTERNAL, CLOSE_NORMAL, CLOSE_RESTART, unreachable
 from weightsync.protocol.event_loop import shared_loop
@@ -98,6 +98,8 @@ class CoordinatorConnection(Closeable):
                 raise ConfigurationError("a link needs handle or receive, to answer the coordinator's calls")
             receive = received_for(handle)
         self._receive = receive
+        self.on_answer: AnswerWatcher | None = None
+        """Told of every call of the coordinator that was answered, on the thread of all links."""
         self._on_notice = on_notice or (lambda text: tell(_log, f"{name}: {text}"))
         self._calls_worker = Worker(f"weightsync-calls-{name}")
         self._quarantine_worker = Worker(f"weightsync-quarantine-{name}")
@@ -309,7 +311,7 @@ class CoordinatorConnection(Closeable):
             except ConnectionClosed as error:
                 raise ConnectionLost(f"the coordinator at {self._settings.coordinator} is gone: {error}") from None
 
-        calls = Calls(send, self._dispatch, on_notice=self._on_notice)
+        calls = Calls(send, self._dispatch, on_notice=self._on_notice, on_answer=self.on_answer)
         reason = "the link was closed"
         try:
             self._calls, self._send, self._socket, self._trouble = calls, send, socket, ""

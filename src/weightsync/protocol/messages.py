@@ -18,6 +18,7 @@ from weightsync.model.pause import PauseMode
 from weightsync.model.result import ReplicaResult, RoundResult
 from weightsync.model.version import FIRST_EPOCH, Version
 from weightsync.model.window import WindowPart
+from weightsync.spans import MOST_SPANS, Span
 
 __all__ = [
     "PROTOCOL",
@@ -63,6 +64,7 @@ __all__ = [
     "Resume",
     "RoundResult",
     "SourceAddress",
+    "Timing",
     "Traits",
     "Update",
     "Updated",
@@ -488,12 +490,22 @@ Body = (
 )  # fmt: skip
 
 
+class Timing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """When a call ran, by the clock of the process that answered it. With the caller's own times this aligns the two clocks."""
+
+    received: float
+    answered: float
+    spans: Annotated[tuple[Span, ...], msgspec.Meta(max_length=MOST_SPANS)] = ()
+
+
 class Call(_Struct, frozen=True):
     """A request that must be answered within ``timeout`` seconds of its arrival."""
 
     id: int
     timeout: float
     body: Body
+    trace: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """The trace that the call belongs to, as a W3C ``traceparent``. If it is not empty, the answer carries a :class:`Timing`."""
 
 
 class Answer(_Struct, frozen=True):
@@ -501,6 +513,7 @@ class Answer(_Struct, frozen=True):
 
     id: int
     body: Body
+    timing: Timing | None = None
 
 
 class Failure(_Struct, frozen=True):
@@ -509,6 +522,7 @@ class Failure(_Struct, frozen=True):
     id: int
     kind: _Name
     message: _Text
+    timing: Timing | None = None
 
 
 class Cancel(_Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import math
 import queue
 import threading
@@ -57,7 +58,7 @@ def received_for(handle: Handler) -> Callable[[Body], Received]:
     return lambda body: _Plain(body, handle)
 
 
-_Job = tuple[Callable[[float], Body | None], str, Deadline, "Future[Body | None]"]
+_Job = tuple[Callable[[float], Body | None], str, Deadline, "Future[Body | None]", contextvars.Context]
 
 
 class Worker:
@@ -69,25 +70,28 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     def submit(self, run: Callable[[float], Body | None], what: str, timeout: float) -> Future[Body | None]:
-        """Queue one call. Its ``timeout`` starts now, so it includes the time in the queue. Not thread-safe."""
+        """Queue one call, to run in the caller's context. Its ``timeout`` starts now and includes the time in the queue.
+
+        Not thread-safe.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
         outcome: Future[Body | None] = Future()
-        self._jobs.put((run, what, Deadline(timeout), outcome))
+        self._jobs.put((run, what, Deadline(timeout), outcome, contextvars.copy_context()))
         return outcome
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            run, what, deadline, outcome = job
+            run, what, deadline, outcome, context = job
             if not outcome.set_running_or_notify_cancel():
-                del job, run, outcome
+                del job, run, outcome, context
                 continue
             try:
-                outcome.set_result(run(deadline.remaining(f"waiting for the {what} call's turn")))
+                outcome.set_result(context.run(run, deadline.remaining(f"waiting for the {what} call's turn")))
             except BaseException as error:  # noqa: BLE001 - the caller raises it
                 outcome.set_exception(error)
-            del job, run, outcome  # an idle thread must not keep the last call's data alive
+            del job, run, outcome, context  # an idle thread must not keep the last call's data alive
 
     def close(self, timeout: float) -> bool:
         """End the thread after its current call.

@@ -104,7 +104,7 @@ class AgentSockets:
             await self._refuse(socket, error)
             return
         connection = _Connection(self._coordinator, socket, rank.member, answer_agent(self._coordinator, rank))
-        calls = Calls(connection.send, connection.handle, connection.progress)
+        calls = Calls(connection.send, connection.handle, connection.progress, peer=rank.member)
         node = (
             RemoteTrainer(rank, calls, connection.dismiss)
             if isinstance(rank, TrainerRank)

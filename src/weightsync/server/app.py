@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from http import HTTPStatus
 from typing import Annotated, Any, cast
@@ -20,23 +19,27 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weightsync.config import Secret, ServerSettings
 from weightsync.coordinator.coordinator import Coordinator
-from weightsync.coordinator.events import Event, RoundEnded
+from weightsync.coordinator.events import Event, RoundEnded, RoundStarted
 from weightsync.coordinator.status import RankStatus, Status
 from weightsync.errors import WeightSyncError
+from weightsync.model import RoundTrace
 from weightsync.protocol.endpoint import AGENTS_PATH
 from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.proof import ANSWER_HEADER, CHALLENGE_PATH, SCHEME, Challenge, Challenger
 from weightsync.protocol.tokens import matches
-from weightsync.server import metrics, page
+from weightsync.server import page
 from weightsync.server.agents import AgentSockets
 from weightsync.server.connections import Connections
+from weightsync.server.history import MOST_ROUNDS, RoundHistory, RoundRecord, record_of
 from weightsync.server.http_connection import TRANSPORT
+from weightsync.server.metrics import CONTENT_TYPE, CoordinatorMetrics, release
 from weightsync.server.mounts import Mount
 from weightsync.server.openapi import Operation, Revocation, RoundRequest, decode_revocation, decode_round, document
+from weightsync.server.otel import OtelExport
 from weightsync.server.problems import problem, problem_of
 from weightsync.server.snapshots import Snapshot
 
-__all__ = ["OPERATIONS", "Service"]
+__all__ = ["OPERATIONS", "Service", "TokenAdmission"]
 
 _CONFLICTS = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.GATEWAY_TIMEOUT)
 
@@ -63,6 +66,22 @@ OPERATIONS = (
         errors=(*_CONFLICTS, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
     ),
     Operation(
+        "get",
+        "/v1/rounds",
+        "The last rounds, also those of earlier coordinators with the same state folder; newest last.",
+        answer=tuple[RoundRecord, ...],
+        query=(("last", Annotated[int, msgspec.Meta(ge=1, le=MOST_ROUNDS)]),),
+        errors=(HTTPStatus.BAD_REQUEST,),
+    ),
+    Operation(
+        "get",
+        "/v1/trace",
+        "What every process did in one of the last rounds; by default in the last one.",
+        answer=RoundTrace,
+        query=(("round", Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]),),
+        errors=(HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND),
+    ),
+    Operation(
         "post",
         "/v1/revocations",
         "Close the connection of a rank and refuse its credential, so that another process can take its place.",
@@ -82,6 +101,7 @@ OPERATIONS = (
     Operation("get", "/metrics", "The same for Prometheus.", answer=str, media="text/plain"),
 )
 _UNCOUNTED = ("/healthz", CHALLENGE_PATH, "/v1/events")  # the first two must always answer, the last has a limit of its own
+_SHOWN_ROUNDS = 20
 _PUBLIC = frozenset(operation.path for operation in OPERATIONS if operation.public)
 
 
@@ -95,10 +115,12 @@ class Service:
         self._mounts = mounts
         self._challenger = Challenger(token)
         self._streams = 0
-        self._totals = metrics.Totals()
-        self._counter = asyncio.ensure_future(self._count())
+        self._metrics = CoordinatorMetrics()
+        self._otel = OtelExport() if settings.otel == "on" else None
+        self._history = RoundHistory(settings.history_directory)
+        self._followers = [asyncio.ensure_future(self._count()), asyncio.ensure_future(self._remember())]
         self._state = Snapshot(lambda: msgspec.json.encode(coordinator.status()))
-        self._exposition = Snapshot(self._measured)
+        self._exposition = Snapshot(lambda: self._metrics.text(coordinator.gauges()))
         uncounted = frozenset([*_UNCOUNTED, *(path for mount in mounts for path in mount.lasting)])
         routes = [
             Route("/healthz", self._health),
@@ -106,17 +128,19 @@ class Service:
             Route(CHALLENGE_PATH, self._challenge),
             Route("/v1/status", self._status),
             Route("/v1/rounds", self._round, methods=["POST"]),
+            Route("/v1/rounds", self._rounds),
+            Route("/v1/trace", self._trace),
             Route("/v1/revocations", self._revoke, methods=["POST"]),
             Route("/v1/events", self._events),
             Route("/v1/openapi.json", self._openapi),
-            Route("/metrics", self._metrics),
+            Route("/metrics", self._exposed),
             WebSocketRoute(AGENTS_PATH, self._agents.endpoint),
             *(route for mount in mounts for route in mount.routes),
         ]
         self.asgi: ASGIApp = Starlette(
             routes=routes,
             middleware=[
-                Middleware(_Admission, token=token, challenger=self._challenger, connections=self.connections),
+                Middleware(TokenAdmission, token=token, challenger=self._challenger, connections=self.connections),
                 Middleware(_Busy, most=settings.limits.requests, uncounted=uncounted),
             ],
             exception_handlers={WeightSyncError: _raised, HTTPException: _http, Exception: _raised},
@@ -128,13 +152,28 @@ class Service:
             mount.close()
         await self._coordinator.aclose()  # before agents go: a replica in the middle of an update can still be told to stay paused
         await self._agents.aclose(reason)
-        await asyncio.wait([self._counter], timeout=self._settings.shutdown_seconds)
-        self._counter.cancel()
+        await asyncio.wait(self._followers, timeout=self._settings.shutdown_seconds)
+        for follower in self._followers:
+            follower.cancel()
+        await self._history.aclose()
+        if self._otel is not None:
+            await self._otel.aclose()
 
     async def _count(self) -> None:
         async for event in self._coordinator.subscribe():
             if isinstance(event, RoundEnded):
-                self._totals.count(event)
+                traced = self._coordinator.traced(event.round)
+                self._metrics.count(event, traced)
+                if self._otel is not None and traced is not None:
+                    self._otel.export(traced.trace)
+
+    async def _remember(self) -> None:
+        started: RoundStarted | None = None
+        async for event in self._coordinator.subscribe():
+            if isinstance(event, RoundStarted):
+                started = event
+            elif isinstance(event, RoundEnded) and started is not None:
+                await self._history.add(record_of(self._coordinator.settings.run, started, event))
 
     async def _health(self, request: Request) -> Response:
         return _json({"status": "ok"})
@@ -152,17 +191,27 @@ class Service:
         return _answer(self._state.get())
 
     async def _openapi(self, request: Request) -> Response:
-        return _json(document((*OPERATIONS, *(operation for mount in self._mounts for operation in mount.operations)), _version()))
+        return _json(document((*OPERATIONS, *(operation for mount in self._mounts for operation in mount.operations)), release()))
 
-    async def _metrics(self, request: Request) -> Response:
-        return Response(self._exposition.get(), headers={"Content-Type": metrics.CONTENT_TYPE})
-
-    def _measured(self) -> bytes:
-        return metrics.exposition(self._coordinator.gauges(), self._totals).encode()
+    async def _exposed(self, request: Request) -> Response:
+        return Response(self._exposition.get(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _round(self, request: Request) -> Response:
         wanted = decode_round(await self._body(request))
         return _json(await self._coordinator.seed(wanted.replicas, wanted.timeout))
+
+    async def _rounds(self, request: Request) -> Response:
+        count = _number(request, "last", _SHOWN_ROUNDS, MOST_ROUNDS)
+        return _json(await self._history.last(count))
+
+    async def _trace(self, request: Request) -> Response:
+        traces = self._coordinator.traces
+        wanted = _number(request, "round", traces[-1].round if traces else 0, 1 << 62)
+        traced = self._coordinator.traced(wanted)
+        if traced is None:
+            kept = f"rounds {traces[0].round} to {traces[-1].round} are kept" if traces else "none is kept (WEIGHTSYNC_TRACES)"
+            raise HTTPException(HTTPStatus.NOT_FOUND, f"there is no trace of round {wanted}; {kept}")
+        return _json(traced.trace)
 
     async def _revoke(self, request: Request) -> Response:
         return _json(self._coordinator.revoke(decode_revocation(await self._body(request)).member))
@@ -203,18 +252,22 @@ class Service:
             await events.aclose()
 
 
-class _Admission:
+class TokenAdmission:
     """Refuses requests without the token or a proof of it, except for public paths; also for routes that do not exist."""
 
-    def __init__(self, app: ASGIApp, token: Secret, challenger: Challenger, connections: Connections) -> None:
+    def __init__(
+        self, app: ASGIApp, token: Secret, challenger: Challenger, connections: Connections, public: frozenset[str] = _PUBLIC
+    ) -> None:
+        self._public = public
         self._app, self._token, self._challenger, self._connections = app, token, challenger, connections
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what is admitted."""
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        public = scope["type"] == "http" and scope["path"] in _PUBLIC
+        public = scope["type"] == "http" and scope["path"] in self._public
         answer = self._admits(given[0].decode("latin-1"), scope) if len(given) == 1 else None
         if answer is not None:
             self._connections.proved(scope.get(TRANSPORT))
@@ -278,6 +331,15 @@ class _Busy:
             self._running -= 1
 
 
+def _number(request: Request, name: str, default: int, most: int) -> int:
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and 0 < int(text[:20]) <= most):
+        raise HTTPException(HTTPStatus.BAD_REQUEST, f"{name} is a number from 1 to {most}")
+    return int(text)
+
+
 def _json(value: object) -> Response:
     return _answer(msgspec.json.encode(value))
 
@@ -296,10 +358,3 @@ async def _http(request: Request, error: Exception) -> Response:
     status = HTTPStatus(error.status_code)
     kind = "".join(word.capitalize() for word in status.phrase.split())
     return problem(status, kind, f"{request.method} {request.url.path}: {error.detail}", dict(error.headers or {}))
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("weightsync")
-    except importlib.metadata.PackageNotFoundError:
-        return "0"

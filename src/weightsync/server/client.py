@@ -15,8 +15,10 @@ from weightsync.config import ClientSettings
 from weightsync.coordinator.events import Event
 from weightsync.coordinator.status import RankStatus, Status
 from weightsync.errors import AuthenticationError, CoordinatorUnreachable, DeadlineExceeded, ProtocolError, from_wire
+from weightsync.model import RoundTrace
 from weightsync.protocol.endpoint import reason, tls_context, unreachable
 from weightsync.protocol.messages import UNREADABLE, RoundResult
+from weightsync.server.history import RoundRecord
 from weightsync.server.openapi import Revocation, RoundRequest
 from weightsync.server.presenting import presenting
 from weightsync.server.problems import Problem
@@ -63,6 +65,14 @@ class Client(Closeable):
         body = msgspec.json.encode(RoundRequest(None if replicas is None else tuple(replicas), timeout))
         patience = _ROUND_SECONDS if timeout is None else timeout + _GRACE
         return self._decode(self._request("POST", "/v1/rounds", body, patience), RoundResult)
+
+    def rounds(self, count: int) -> tuple[RoundRecord, ...]:
+        """The last ``count`` rounds, also those of earlier coordinators; newest last."""
+        return self._decode(self._request("GET", f"/v1/rounds?last={count}"), tuple[RoundRecord, ...])
+
+    def trace(self, number: int | None = None) -> RoundTrace:
+        """What every process did in round ``number`` of this coordinator; ``None``: in the last one."""
+        return self._decode(self._request("GET", "/v1/trace" if number is None else f"/v1/trace?round={number}"), RoundTrace)
 
     def revoke(self, member: str) -> RankStatus:
         """Close the connection of the rank ``member`` (``trainer/0``), and refuse its credential; returns who that was."""
@@ -120,6 +130,7 @@ class Client(Closeable):
         try:
             return msgspec.json.decode(answer.content, type=kind)
         except UNREADABLE as error:
+            wanted = getattr(kind, "__name__", kind)
             raise ProtocolError(
-                f"{self._settings.coordinator} answered something else than a {kind.__name__} ({error}): is it the same weightsync?"
+                f"{self._settings.coordinator} answered something else than a {wanted} ({error}): is it the same weightsync?"
             ) from None

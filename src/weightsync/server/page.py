@@ -1,4 +1,4 @@
-"""The status page: one HTML file without anything from elsewhere, allowed to run only its own script."""
+"""The status page: one HTML document without anything from elsewhere, allowed to run only its own scripts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,18 @@ from weightsync.protocol.tokens import is_loopback
 
 __all__ = ["HEADERS", "HTML", "is_own_name"]
 
-HTML = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+_FOLDER = resources.files(__package__)
+
+
+def _assembled() -> str:
+    """Return the page with the vendored chart library (uPlot, MIT licence) in it."""
+    html = _FOLDER.joinpath("page.html").read_text(encoding="utf-8")
+    for name in ("uPlot.min.css", "uPlot.iife.min.js"):
+        html = html.replace(f"/* {name} */", _FOLDER.joinpath("vendor", name).read_text(encoding="utf-8"))
+    return html
+
+
+HTML = _assembled()
 
 
 def _hashes(tag: str) -> str:

@@ -155,6 +155,11 @@ class Trainer(Closeable):
                 settings, hello=self._hello, handle=self._role.handle, on_welcome=self._welcomed, name=f"trainer/{self.rank}"
             )
             owned.callback(self._link.close)
+            if settings.metrics_port is not None:
+                from weightsync.server.agent_metrics import agent_metrics
+
+                member = f"trainer/{self.rank}"
+                owned.callback(agent_metrics.join(settings, member, self.rank, self._link, lambda: self._version))
             self._link.connect()
             self._owned = owned.pop_all()
 

@@ -20,6 +20,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, TransportUnavailable
 from weightsync.model import Layout, Manifest
 from weightsync.protocol.messages import Body, Done, Host, Memory, Offer, Place, Placed
+from weightsync.spans import span
 from weightsync.tensors.device_memory import wait_for_devices
 from weightsync.tensors.memory import packed_layout
 from weightsync.tensors.shards import FollowedShards, Shard, ShardedState
@@ -208,9 +209,11 @@ class TrainerRole:
                 raise Aborted(f"this trainer rank is not publishing version {number} (any more)")
             failpoints.reached("trainer.place")
             started = time.perf_counter()
-            wait_for_devices(self._shards, deadline)  # for what the trainer queued before it called publish, in whatever stream
+            with span("wait"):
+                wait_for_devices(self._shards, deadline)  # for what the trainer queued before it called publish, in whatever stream
             with self.region.placing(number):
-                digests = self._placer.place(self._stop, deadline)
+                with span("digest" if self.live else "copy"):
+                    digests = self._placer.place(self._stop, deadline)
                 failpoints.reached("trainer.placing")
                 if self._stop[0]:
                     raise Aborted(f"placing version {number} was aborted by the trainer")

@@ -100,5 +100,5 @@ async def test_metrics_are_those_of_status() -> None:
     status, gauges = world.coordinator.status(), world.coordinator.gauges()
     assert (gauges.run, gauges.last, gauges.busy, len(gauges.trainer)) == (status.run, 3, False, 2)
     (one,), (other,) = gauges.replicas, status.replicas
-    fields = ("name", "state", "version", "staleness", "phases")
+    fields = ("name", "state", "version", "staleness", "since")
     assert [getattr(one, field) for field in fields] == [getattr(other, field) for field in fields]

@@ -441,7 +441,7 @@ async def test_a_revoked_rank_is_sent_away_and_its_place_is_free() -> None:
     process = world.engines["r/0"]
     assert world.coordinator.revoke("r/0").member == "r/0"
     assert process.node.dismissed == ["its credential was revoked"]
-    assert world.states()["r"] == ("lost", None)
+    assert world.states()["r"] == ("left", None)
     with pytest.raises(AuthenticationError, match="revoked: restart its process"):
         process.connect()
     with pytest.raises(MembershipError, match=r"'r/0' is not connected; these ranks are: trainer/0"):

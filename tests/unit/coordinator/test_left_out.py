@@ -13,7 +13,7 @@ from weightsync.config import Require, RoundSettings
 from weightsync.errors import DeadlineExceeded, ManifestMismatch
 from weightsync.model import Manifest, TensorSpec, Version
 from weightsync.protocol.messages import ReplicaResult, RoundResult
-from weightsync.server.metrics import Totals, exposition
+from weightsync.server.metrics import CoordinatorMetrics
 
 OTHER = Manifest([TensorSpec(spec.name, spec.shape, "int8") for spec in SPECS])
 
@@ -50,9 +50,11 @@ async def test_a_replica_that_does_not_fit_is_refused_and_counted(first: str, ca
     await world.publish(2)
     assert len(caplog.records) == count, "said once, not in every round"
     assert world.states() == {"odd": ("refused", None), "even": ("loaded", 2)}
-    text = exposition(world.coordinator.gauges(), Totals())
-    assert 'weightsync_replica_state{replica="odd",state="refused"} 1' in text
-    assert 'weightsync_replicas_not_updated{run="test"} 1' in text
+    text = CoordinatorMetrics().text(world.coordinator.gauges()).decode()
+    assert 'weightsync_replica_state{replica="odd",state="refused"} 1.0' in text
+    assert 'weightsync_replicas{state="refused"} 1.0' in text
+    assert "weightsync_replicas_not_updated 1.0" in text
+    assert 'weightsync_replica_staleness{replica="odd"} 2.0' in text
     world.check()
 
 
@@ -67,7 +69,9 @@ async def test_a_lost_replica_counts_until_it_is_back_and_a_closed_one_does_not(
     world.coordinator.leave(world.engines["c/0"].node, "the agent left", clean=True)
     result = await world.publish(2)
     assert (states(result), result.ok) == ({"a": "loaded", "b": "lost"}, False)
+    assert (world.state("b").state, world.state("c").state) == ("lost", "left"), "c was closed on purpose"
     assert result.replicas[-1].error == "PeerLost: not connected (b/0: its connection closed)"
+    assert [one.staleness for one in result.replicas] == [0, 2], "who serves nothing is behind every publication"
     world.engines["b/0"].connect()
     assert (await world.publish(3)).ok
     world.coordinator.leave(world.engines["b/0"].node, "the agent left", clean=True)
@@ -82,6 +86,7 @@ async def test_a_revoked_replica_is_not_missed() -> None:
     world.add_replica("thief")
     assert (await world.publish(1)).ok
     world.coordinator.revoke("thief/0")
+    assert (world.state("thief").state, world.state("thief").error) == ("left", None)
     result = await world.publish(2)
     assert (states(result), result.ok) == ({"a": "loaded"}, True)
 
@@ -182,7 +187,7 @@ def test_a_result_reads_as_three_lines() -> None:
     version = Version("run", 7, MANIFEST.fingerprint, "d")
     result = RoundResult(3, version, True, 30_000_000, 0.25, {}, replicas)
     first, second, third = str(result).splitlines()
-    assert first == "round 3, version run@7: ok, 2 of 3 replicas, 30.0 MB in 0.250 s"
+    assert first == "round 3, version run@7: ok, 2 of 3 replicas, 30.0 MB in 0.250 s (0.12 GB/s), longest pause 0.000 s"
     assert "mine-0 (installed: " in second
     assert "mine-1 (received: weaker" in second
     assert third == "  not updated: odd (refused: first; second)"
@@ -190,3 +195,23 @@ def test_a_result_reads_as_three_lines() -> None:
     assert not result.replicas[2].guarantee
     many = RoundResult(3, version, False, 0, 0.25, {}, tuple(one(f"r{index}", "lost", "", "x" * 500) for index in range(99)))
     assert len(str(many)) < 3000
+
+
+def test_a_result_gives_its_figures_for_an_experiments_log() -> None:
+    def one(name: str, staleness: int, paused: float, error: str | None = None) -> ReplicaResult:
+        return ReplicaResult(name, "loaded", 7, "d", 10, "direct", (), "installed", {}, paused, error, staleness=staleness)
+
+    version = Version("run", 7, MANIFEST.fingerprint, "d")
+    replicas = one("a", 0, 0.125), one("b", 3, 0.5, "PeerLost: gone")
+    assert RoundResult(3, version, True, 500_000_000, 0.25, {"place": 0.0625}, replicas).summary() == {
+        "weightsync/update_s": 0.25,
+        "weightsync/pause_s": 0.5,
+        "weightsync/place_s": 0.0625,
+        "weightsync/bytes": 500_000_000.0,
+        "weightsync/gb_per_s": 2.0,
+        "weightsync/staleness_max": 3.0,
+        "weightsync/replicas_ok": 1.0,
+        "weightsync/replicas_failed": 1.0,
+    }
+    alone = RoundResult(1, version, True, 0, 0.0, {}, ()).summary()
+    assert set(alone.values()) == {0.0}

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import msgspec
@@ -302,7 +302,14 @@ class Ring:
         self.digested: list[float] = []
         self.fails_at = -1
         self.pipeline = LaunchAhead(
-            [self.reader], self.staging, [(row, row + 1) for row in range(6)], CUDA, self.digest, self.load, lambda: None
+            [self.reader],
+            self.staging,
+            [(row, row + 1) for row in range(6)],
+            CUDA,
+            self.digest,
+            self.load,
+            lambda: None,
+            lambda reader, bucket: nullcontext(),
         )
 
     def value(self, bucket: int) -> float:

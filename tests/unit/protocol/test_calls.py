@@ -56,6 +56,7 @@ from weightsync.protocol.messages import (
     decode,
     encode,
 )
+from weightsync.spans import Span, span, tracing
 
 Handle = Callable[[Body, float], Awaitable[Body]]
 
@@ -92,6 +93,61 @@ async def test_both_sides_ask_at_once_and_answers_find_their_askers() -> None:
     for index, answer in enumerate(await asyncio.gather(*asked)):
         assert isinstance(answer, Placed)
         assert answer == Placed(bytes([index // 2]), 60.0)
+
+
+class Followed:
+    """Takes note of what it follows."""
+
+    parent = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, ...]] = []
+
+    def answered(self, peer: str, sent: float, received: float, answered: float, arrived: float, spans: tuple[Span, ...]) -> None:
+        assert sent <= arrived
+        assert received <= answered
+        self.seen.append((peer, *(recorded.name for recorded in spans)))
+
+    def unanswered(self, peer: str, what: str, sent: float, until: float) -> None:
+        assert until - sent == pytest.approx(1.25)
+        self.seen.append((peer, what, "unanswered"))
+
+
+@virtual
+async def test_a_call_is_followed_only_where_somebody_asks_and_its_answer_says_what_it_took() -> None:
+    async def work(body: Body, timeout: float) -> Body:
+        with span("pause"):
+            if isinstance(body, Place):
+                await asyncio.sleep(100)
+            if isinstance(body, Move):
+                raise LoadError("on purpose")
+        return Done()
+
+    left, _, crossed = pair(right=work)
+    await left.call(Resume(), 1.0)
+    assert crossed == [Call(1, 1.0, Resume()), Answer(1, Done())], "nothing is recorded, and nothing crosses"
+    follower = Followed()
+    with tracing(follower):
+        await left.call(Resume(), 1.0)
+        with pytest.raises(LoadError):
+            await left.call(Move(1), 1.0)
+        with pytest.raises(DeadlineExceeded):
+            await left.call(Place(1), 1.0)
+    await left.call(Resume(), 1.0)
+    calls = [frame for frame in crossed if isinstance(frame, Call)]
+    assert [frame.trace for frame in calls] == ["", *3 * [follower.parent], ""]
+    assert follower.seen[:2] == [("", "pause"), ("", "pause")], "also of a call that failed"
+
+
+@virtual
+async def test_a_call_that_is_never_answered_is_followed_to_its_end() -> None:
+    async def send(frame: Frame) -> None:
+        pass
+
+    follower = Followed()
+    with tracing(follower), pytest.raises(DeadlineExceeded):
+        await Calls(send, refuse, peer="mine-0/1").call(Resume(), 1.0)
+    assert follower.seen == [("mine-0/1", "Resume", "unanswered")]
 
 
 @virtual

@@ -11,6 +11,7 @@ from weightsync.deadline import Deadline
 from weightsync.engine.fill.filler import FillContext, Filled, Filler
 from weightsync.model import Layout
 from weightsync.protocol.messages import PlanSlice
+from weightsync.spans import span
 from weightsync.tensors.device_memory import DeviceDigest
 
 __all__ = ["DeviceDirect"]
@@ -56,21 +57,25 @@ class DeviceDirect(Filler):
                 check_abort()
                 reader.begin(version, deadline)
                 check_abort()  # a begin forgets that it was aborted before
-                reader.read(0, deadline)
+                with self._readers.reading(reader, 0):
+                    reader.read(0, deadline)
                 failpoints.reached("engine.group")
                 reader.end(deadline)
             for reader, completion in reads:
                 if not reader.stream_ordered:
-                    completion.wait(deadline)
+                    with self._readers.reading(reader, 0):
+                        completion.wait(deadline)
                     failpoints.reached("engine.group")
             self._digest.build(self._addresses)
             self._digest.launch(0, len(self.layout))
             self._context.check_memory()  # while the device copies
             for reader, completion in reads:
                 if reader.stream_ordered:
-                    completion.wait(deadline)
+                    with self._readers.reading(reader, 0):
+                        completion.wait(deadline)
             received = time.perf_counter()
-            digests = self._digest.taken()
+            with span("digest"):
+                digests = self._digest.taken()
         finished = time.perf_counter()
         for reader in self._together:
             reader.end(deadline)

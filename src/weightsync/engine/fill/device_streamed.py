@@ -45,8 +45,9 @@ class DeviceStreamed(StreamedFiller):
         if all(reader.stream_ordered for reader in readers):
             check_abort = self._context.engine.check_abort
             self._pipeline = LaunchAhead(
-                readers, self._staging, self._groups, self.device, self._digest.launch, self._load, check_abort
-            )
+                readers, self._staging, self._groups, self.device, self._digest.launch, self._load, check_abort,
+                self._readers.reading,
+            )  # fmt: skip
         self._stopwatch.lap("tables")
 
     def _receive(self, bucket: int, deadline: Deadline) -> None:

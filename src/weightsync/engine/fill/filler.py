@@ -20,6 +20,7 @@ from weightsync.model import Layout, Manifest
 from weightsync.planning.coverage import Coverage, coverage_of
 from weightsync.planning.pieces import Pieces
 from weightsync.protocol.messages import Host, PlanSlice
+from weightsync.spans import span
 from weightsync.tensors.copy_table import tiles_of
 from weightsync.tensors.digest import digest_rows
 from weightsync.transports.base import Transport
@@ -166,7 +167,8 @@ class Filler(ABC):
             self._readers.read(group, deadline, digests)
         else:
             self._readers.read(group, deadline)
-            digest_rows(self._context.manifest, self.layout, self._addresses, *self._groups[group], digests)
+            with span("digest"):
+                digest_rows(self._context.manifest, self.layout, self._addresses, *self._groups[group], digests)
 
     def _report(self, nbytes: int) -> None:
         """Report progress, except of the last bytes, which the result reports."""

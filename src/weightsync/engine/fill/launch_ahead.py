@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -23,7 +24,8 @@ class LaunchAhead:
 
     Bucket ``k + 1`` is filled while the loader works on ``k``, each on a stream; the order is kept by events, so the host waits
     only one bucket behind, and the device is never without work. With one buffer they alternate. ``digest(first, end)`` queues the
-    digests of a bucket's rows after it was filled. Used by one thread.
+    digests of a bucket's rows after it was filled. Waits for a reader are inside ``reading(reader, bucket)``.
+    Used by one thread.
     """
 
     def __init__(
@@ -35,7 +37,9 @@ class LaunchAhead:
         digest: Callable[[int, int], None],
         load: Callable[[int, Deadline], None],
         check_abort: Callable[[], None],
+        reading: Callable[[Reader, int], AbstractContextManager[None]],
     ) -> None:
+        self._reading = reading
         self._readers, self._groups, self._device = readers, groups, device
         self._ahead = staging.buffers - 1
         self._digest, self._load, self._check_abort = digest, load, check_abort
@@ -79,8 +83,9 @@ class LaunchAhead:
                     loaded.append(_mark(own))
                     worked += time.perf_counter() - started
                     started = time.perf_counter()
-                    for read in reads:
-                        read.wait(deadline)  # the next bucket is under way: the device has work meanwhile
+                    for reader, read in zip(self._readers, reads, strict=True):
+                        with self._reading(reader, bucket):
+                            read.wait(deadline)  # the next bucket is under way: the device has work meanwhile
                     waited += time.perf_counter() - started
                     done(bucket)
                 if loaded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,19 +42,20 @@ class ReceiveAhead:
         not do so in five seconds: see :meth:`when_idle`.
         """
         count, load_seconds, self._receive_seconds = self._buckets, 0.0, 0.0
+        context = contextvars.copy_context()  # in which spans are recorded
         receiver = ThreadPoolExecutor(1, thread_name_prefix="weightsync-receive")
-        self._receiving = receiver.submit(self._fetch, 0, deadline) if count else None
+        self._receiving = receiver.submit(context.run, self._fetch, 0, deadline) if count else None
         try:
             for bucket in range(count):
                 if self._receiving is not None:
                     self._receiving.result(deadline.remaining("receiving a bucket"))
                 more = bucket + 1 < count
-                self._receiving = receiver.submit(self._fetch, bucket + 1, deadline) if self._ahead and more else None
+                self._receiving = receiver.submit(context.run, self._fetch, bucket + 1, deadline) if self._ahead and more else None
                 started = time.perf_counter()
                 self._load(bucket, deadline)
                 load_seconds += time.perf_counter() - started
                 if more and not self._ahead:
-                    self._receiving = receiver.submit(self._fetch, bucket + 1, deadline)
+                    self._receiving = receiver.submit(context.run, self._fetch, bucket + 1, deadline)
                 done(bucket)
         except BaseException:
             self._abort()

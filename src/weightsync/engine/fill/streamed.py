@@ -16,6 +16,7 @@ from weightsync.engine.fill.filler import FillContext, Filled, Filler
 from weightsync.errors import PlanMismatch
 from weightsync.model import Layout
 from weightsync.protocol.messages import PlanSlice
+from weightsync.spans import span
 from weightsync.tensors.staging import Staging, check_size
 
 __all__ = ["BucketPipeline", "StreamedFiller", "bucket_bytes_for"]
@@ -76,7 +77,8 @@ class StreamedFiller(Filler):
 
         receive_seconds, load_seconds = self._pipeline.run(loaded, deadline)
         started = time.perf_counter()
-        installed = self._context.engine.read_back(deadline)
+        with span("digest"):
+            installed = self._context.engine.read_back(deadline)
         if installed is not None and np.array_equal(installed[0], self.layout.tensor):
             filled = Filled(installed[1], "installed", receive_seconds, load_seconds, time.perf_counter() - started)
         else:

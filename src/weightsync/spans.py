@@ -1,0 +1,177 @@
+"""Where a round's time goes: each process records spans of its own clock, and only while a recorder is set.
+
+The coordinator asks for spans with a round's calls, and every rank sends those of a call with its answer. Repeated spans of one
+name and source are added up, so their number does not depend on the number of buckets. Without a recorder a span costs one look-up.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Annotated, Protocol
+
+import msgspec
+
+__all__ = ["MOST_SPANS", "PHASES", "Span", "SpanRecorder", "Tracer", "joining", "now", "recording", "span", "tracer", "tracing"]
+
+MOST_SPANS = 4096
+"""Spans of one call at most. A recorder leaves out further ones."""
+PHASES = (
+    "wait",
+    "copy",
+    "digest",
+    "connect",
+    "map",
+    "shards",
+    "pause",
+    "begin",
+    "wake_weights",
+    "read",
+    "load",
+    "finish",
+    "wake_cache",
+    "flush",
+    "resume",
+)
+"""Names of the spans of trainer and engine ranks."""
+_Name = Annotated[str, msgspec.Meta(max_length=200)]
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Part of a round at one process: from its first start to its last end.
+
+    Attributes:
+        name: What was done: ``pause``, ``read``, ``load``.
+        start: When it started, on the clock of the process that recorded it.
+        seconds: From the first start to the last end.
+        busy: Sum of all parts, which is less than ``seconds`` if other work came in between.
+        source: The trainer rank that was waited for; at the coordinator, the replica.
+        transport: How bytes were read.
+        nbytes: Bytes that were read.
+    """
+
+    name: _Name
+    start: float
+    seconds: float
+    busy: float
+    source: _Name = ""
+    transport: _Name = ""
+    nbytes: int = 0
+
+
+class SpanRecorder:
+    """Adds up spans by name and source, of ``most`` different ones. Any thread may add."""
+
+    def __init__(self, most: int = MOST_SPANS) -> None:
+        self._most = most
+        self._spans: dict[tuple[str, str], Span] = {}
+
+    def add(self, name: str, start: float, end: float, source: str = "", transport: str = "", nbytes: int = 0) -> None:
+        """Add what was done from ``start`` to ``end``."""
+        key = name, source
+        before = self._spans.get(key)
+        if before is not None:
+            start, seconds, busy = min(before.start, start), end - min(before.start, start), before.busy + end - start
+            self._spans[key] = Span(name, start, seconds, busy, source, transport, before.nbytes + nbytes)
+        elif len(self._spans) < self._most:
+            self._spans[key] = Span(name, start, end - start, end - start, source, transport, nbytes)
+
+    def spans(self) -> tuple[Span, ...]:
+        """Return all spans, in the order in which they started."""
+        return tuple(sorted(list(self._spans.values()), key=lambda recorded: recorded.start))
+
+
+class Tracer(Protocol):
+    """Follows the calls that a caller makes on other processes."""
+
+    @property
+    def parent(self) -> str:
+        """W3C ``traceparent`` that the calls carry."""
+        ...
+
+    def answered(self, peer: str, sent: float, received: float, answered: float, arrived: float, spans: tuple[Span, ...]) -> None:
+        """Note one answered call of ``peer``.
+
+        Args:
+            peer: Who answered.
+            sent: When the call was sent, on the caller's clock.
+            received: When it was received, on the peer's clock.
+            answered: When it was answered, on the peer's clock.
+            arrived: When the answer arrived, on the caller's clock.
+            spans: What the peer did meanwhile, on its own clock.
+        """
+        ...
+
+    def unanswered(self, peer: str, what: str, sent: float, until: float) -> None:
+        """Note the call ``what`` that ``peer`` had not answered ``until`` it was withdrawn, both on the caller's clock."""
+        ...
+
+
+_tracer: ContextVar[Tracer | None] = ContextVar("weightsync_tracer", default=None)
+_recorder: ContextVar[SpanRecorder | None] = ContextVar("weightsync_recorder", default=None)
+
+
+def now() -> float:
+    """Return the time by the clock of all spans of this process."""
+    return time.monotonic()
+
+
+@contextmanager
+def recording(recorder: SpanRecorder | None) -> Iterator[None]:
+    """Record the spans of the block, and of the tasks and calls that it starts, in ``recorder``; with ``None``, nowhere."""
+    before = _recorder.set(recorder)
+    try:
+        yield
+    finally:
+        _recorder.reset(before)
+
+
+def tracer() -> Tracer | None:
+    """Return what follows the calls of the current task."""
+    return _tracer.get()
+
+
+@contextmanager
+def tracing(follower: Tracer | None) -> Iterator[None]:
+    """Let ``follower`` follow the calls of the block and of the tasks that it starts."""
+    before = _tracer.set(follower)
+    try:
+        yield
+    finally:
+        _tracer.reset(before)
+
+
+@contextmanager
+def joining(parent: str) -> Iterator[None]:
+    """Make spans that the engine's or trainer's own code records with OpenTelemetry in the block children of ``parent``.
+
+    ``parent`` is a W3C ``traceparent``. Does nothing in a process that does not use OpenTelemetry.
+    """
+    if not parent or "opentelemetry.context" not in sys.modules:
+        yield
+        return
+    from opentelemetry import context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    before = context.attach(TraceContextTextMapPropagator().extract({"traceparent": parent}))
+    try:
+        yield
+    finally:
+        context.detach(before)
+
+
+@contextmanager
+def span(name: str, source: str = "", transport: str = "", nbytes: int = 0) -> Iterator[None]:
+    """Record the duration of the block, also if it raises."""
+    recorder = _recorder.get()
+    if recorder is None:
+        yield
+        return
+    started = now()
+    try:
+        yield
+    finally:
+        recorder.add(name, started, now(), source, transport, nbytes)

@@ -50,7 +50,7 @@ _MEETING = EMPTY  # instead of a version: nothing is sent
 
 
 class _Member:
-    """One authenticated reader, and what it wants of a shelf with ``header``."""
+    """One authenticated reader, and what it requests of a region with ``header``."""
 
     def __init__(self, channel: Channel, header: Header) -> None:
         self.channel = channel
@@ -60,7 +60,7 @@ class _Member:
         self.transfer: _Transfer | None = None
 
     def tell(self, answer: Fail | JoinEpoch) -> None:
-        """Say it, unless the reader is gone: its own thread will notice."""
+        """Send ``answer``. If the reader is gone, its own thread notices."""
         with suppress(WeightSyncError, OSError):
             send_request(self.channel, answer, Deadline(ANSWER_SECONDS))
 
@@ -77,7 +77,7 @@ class _Transfer:
         self.failed = ""
 
     def fail(self, why: str) -> None:
-        """End it soon."""
+        """Make the broadcast end soon."""
         self.failed = self.failed or why
         if self.epoch is not None:
             self.epoch.close()
@@ -254,7 +254,7 @@ class BroadcastPublisher(ListeningPublisher):
     # Gathering.
 
     def _warm_up(self, member: _Member, request: Warmup) -> None:
-        """Make the group of a reader who alone wants what it wants. Who shares gets one when all begin."""
+        """Make the group of a reader that shares its request with no other. Readers that share get a group when all begin."""
         deadline = _within(member, request.seconds)
         with self._lock:
             alone = all(one is member or one.request != member.request for one in self._members)
@@ -280,7 +280,7 @@ class BroadcastPublisher(ListeningPublisher):
             self._look(member.request)
 
     def _look(self, request: bytes) -> None:
-        """Begin what waits for nobody any more; make the rest wait no longer than was allowed. With the lock held."""
+        """Begin transfers that wait for no reader any more, and limit how long the others wait. Call with the lock held."""
         waiting = any(member.request == request and member.transfer is None for member in self._members)
         for key, transfer in list(self._gathering.items()):
             if key[0] != request:
@@ -313,7 +313,7 @@ class BroadcastPublisher(ListeningPublisher):
         thread.start()
 
     def _leave(self, member: _Member) -> None:
-        """A reader's connection ended: nobody waits for it, and what it was a part of ends."""
+        """Forget a reader whose connection ended. Transfers that it is part of end."""
         with self._lock:
             self._members.discard(member)
             transfer, member.transfer = member.transfer, None
@@ -325,11 +325,11 @@ class BroadcastPublisher(ListeningPublisher):
             self._look(member.request)
 
     def _forget(self, member: _Member) -> None:
-        """Close the groups that it is in: they will not be complete again. With the lock held."""
-        for wish, (epoch, members) in list(self._epochs.items()):
+        """Close the groups of a reader that is gone: they will not be complete again. Call with the lock held."""
+        for request, (epoch, members) in list(self._epochs.items()):
             if member in members:
                 epoch.close()
-                del self._epochs[wish]
+                del self._epochs[request]
 
     # Sending.
 
@@ -369,7 +369,7 @@ class BroadcastPublisher(ListeningPublisher):
             for member in members:
                 member.transfer = None
         if failure is not None:
-            # Told before the group goes: so readers learn why.
+            # Sent before the group is closed, so that readers learn why.
             for member in members:
                 member.tell(failure)
             if transfer.epoch is not None:
@@ -426,7 +426,7 @@ class BroadcastPublisher(ListeningPublisher):
 
 
 def _within(member: _Member, seconds: float) -> Deadline:
-    """Of what a reader asks for: within bounds, and after it said what it wants."""
+    """Return the deadline of a reader's request, within bounds. The reader must have sent its table of tiles before."""
     if not member.request:
         raise ProtocolError("a transfer was begun before anything was wanted")
     return transfer_deadline(seconds)

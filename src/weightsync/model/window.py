@@ -36,17 +36,17 @@ class WindowPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     starts: _Extents = ()
     stops: _Extents = ()
 
-    def __post_init__(self) -> None:
-        """Check what arithmetic relies on; a shape that is impossible is left to the manifest.
+    def check(self) -> None:
+        """Check what was received; a name, shape or dtype that is impossible is left to the manifest.
 
         Raises:
-            ValueError: The box or the offset is impossible.
+            LayoutError: The box or the offset is impossible.
         """
         boxes = len(self.starts) == len(self.stops) and len(self.stops) in (0, len(self.shape))
-        if not boxes or self.offset < 0 or self.offset % ALIGNMENT:
-            raise ValueError("a part of a window has an impossible offset or box")
+        if not boxes or self.offset < 0 or self.offset % ALIGNMENT or min(self.shape, default=0) < 0:
+            raise LayoutError("a part of a window has an impossible offset, shape or box")
         if any(not 0 <= a < b <= extent for a, b, extent in zip(self.starts, self.stops, self.shape, strict=False)):
-            raise ValueError("a part of a window lies outside its tensor")
+            raise LayoutError("a part of a window lies outside its tensor")
 
     @property
     def whole(self) -> bool:
@@ -76,9 +76,11 @@ def window_layout(parts: Sequence[WindowPart], nbytes: int, *, assembled: bool =
     everything else lies in region 0, the window.
 
     Raises:
-        LayoutError: A part reaches past the window, or the window holds parts of two tensors.
+        LayoutError: A part is impossible or reaches past the window, or the window holds parts of two tensors.
         ConfigurationError: A name, shape or dtype is impossible, or a name occurs twice.
     """
+    for part in parts:
+        part.check()
     manifest = Manifest(part.spec for part in parts)
     order = sorted((index for index, part in enumerate(parts) if part.size), key=lambda index: manifest.index[parts[index].name])
     rows, dims = len(order), manifest.dims
@@ -127,7 +129,9 @@ class StreamedTensors:
 
         Raises:
             ManifestMismatch: The tensor came already, or as another one.
+            LayoutError: The part is impossible.
         """
+        part.check()
         known = self._specs.get(part.name)
         if known is None:
             self._specs[part.name], self._left[part.name], self._digests[part.name] = part.spec, part.spec.size, 0

@@ -71,12 +71,16 @@ def test_parts_of_two_tensors_in_a_window_are_refused() -> None:
         {"starts": (0, 0), "stops": (4, 5)},
         {"starts": (-1, 0), "stops": (3, 5)},
         {"starts": (0,), "stops": (3,)},
+        {"shape": (-3, 5)},
     ],
 )
-def test_a_forged_part_is_not_decoded(forged: dict[str, object]) -> None:
+def test_a_forged_part_is_refused(forged: dict[str, object]) -> None:
     fields = {"name": "w", "shape": (3, 5), "dtype": "float32", "offset": 0} | forged
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=WindowPart)
+    part = msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=WindowPart)
+    with pytest.raises(LayoutError):
+        window_layout([part], 1024)
+    with pytest.raises(LayoutError):
+        StreamedTensors().add(part)
 
 
 def test_digests_add_up_over_the_parts_of_a_tensor() -> None:

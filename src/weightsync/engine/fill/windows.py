@@ -154,7 +154,8 @@ class WindowReceiver:
         return Filled(digests, "installed", self._receive_seconds, self._load_seconds, time.perf_counter() - started)
 
     def _check(self, part: WindowPart) -> None:
-        """Raise unless the engine takes this tensor."""
+        """Raise unless the part is possible, and the engine takes this tensor."""
+        part.check()
         if self._takes_any:
             return
         own = self._context.manifest

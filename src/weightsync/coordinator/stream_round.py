@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from weightsync import failpoints
 from weightsync.coordinator.events import RoundStarted

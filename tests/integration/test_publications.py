@@ -34,7 +34,7 @@ from weightsync.protocol.connection import ConnectionLost
 from weightsync.protocol.messages import Place, Publish, RoundResult
 from weightsync.server.server import BackgroundServer
 from weightsync.trainer.agent import Trainer
-from weightsync.trainer.publisher import Placing
+from weightsync.trainer.publisher import Placing, TrainerRole
 
 SECONDS = 20.0
 
@@ -256,9 +256,11 @@ def test_a_publication_that_is_asked_for_again_keeps_its_number_though_another_o
 ) -> None:
     """The connection breaks while ``publish_async`` waits for a round, and the next publication has begun already."""
     trainer, asked = run.trainer(linear()), []
-    first = trainer._role.arm(None)
-    trainer._role.handle(Place(4, 1), SECONDS)
-    trainer._role.arm(None)
+    role = trainer._role
+    assert isinstance(role, TrainerRole)
+    first = role.arm(None)
+    role.handle(Place(4, 1), SECONDS)
+    role.arm(None)
 
     def call(body: Publish, timeout: float) -> None:
         asked.append(body.number)

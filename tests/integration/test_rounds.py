@@ -33,6 +33,7 @@ from weightsync.model import Manifest, TensorSpec, Version
 from weightsync.server.server import BackgroundServer
 from weightsync.tensors.shards import FollowedShards, shard
 from weightsync.trainer.agent import Trainer
+from weightsync.trainer.publisher import TrainerRole
 
 TRANSPORTS = ("inproc", "shared_memory", "tcp", "collective")
 
@@ -222,7 +223,9 @@ def test_a_number_that_is_published_again_means_the_weights_of_now_on_every_rank
             return [one.exception(30) for one in [pool.submit(trainer.publish, number, timeout=10) for trainer in trainers]]
 
     with monkeypatch.context() as patched:
-        patched.setattr(trainers[1]._role._placer, "place", Mock(side_effect=LayoutError("injected")))
+        role = trainers[1]._role
+        assert isinstance(role, TrainerRole)
+        patched.setattr(role._placer, "place", Mock(side_effect=LayoutError("injected")))
         assert all(publish(5, 5.0))
     assert publish(5, 6.0) == [None, None]
     assert torch.equal(target.weight, torch.full((8, 3), 6.0))

@@ -34,7 +34,7 @@ class Actor(ActorRolloutRefWorker):  # type: ignore[misc]
         super().__init__(config, role)
         self.fault = ""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def init_model(self) -> None:
         super().init_model()
         if self.config.rollout.checkpoint_engine.engine_kwargs.get("weightsync", {}).get("shards"):

@@ -84,7 +84,7 @@ class Slow(EngineAdapter):
     def manifest(self) -> Manifest:
         return MANIFEST
 
-    def shards(self) -> None:
+    def shards(self) -> None:  # type: ignore[override]
         if self.hang:
             self.entered.set()
             self.leave.wait(20)
@@ -146,7 +146,7 @@ class OnlyWritten(ModuleAdapter):
 class Nowhere(OnlyWritten):
     """Says neither where its parameters are, nor loads any."""
 
-    def shards(self) -> None:
+    def shards(self) -> None:  # type: ignore[override]
         return None
 
 

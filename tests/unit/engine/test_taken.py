@@ -149,7 +149,8 @@ def test_a_quarantine_of_a_round_that_an_update_from_outside_overtook_does_not_s
     outside.commit()
     assert outside.rank.session.attests is not None
     stage.engine.handle(Quarantine("another digest was published"), SECONDS)
-    assert outside.rank.session.attests is None, "one that arrives now pauses whatever serves"
+    attested = outside.rank.session.attests
+    assert attested is None, "one that arrives now pauses whatever serves"
     assert stage.engine.session.paused
 
 

@@ -84,7 +84,7 @@ class Slow(EngineAdapter):
     def manifest(self) -> Manifest:
         return MANIFEST
 
-    def shards(self) -> None:  # type: ignore[override]
+    def shards(self) -> None:
         if self.hang:
             self.entered.set()
             self.leave.wait(20)

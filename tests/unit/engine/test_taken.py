@@ -147,7 +147,8 @@ def test_a_quarantine_of_a_round_that_an_update_from_outside_overtook_does_not_s
     outside.load()
     late.run(SECONDS)
     outside.commit()
-    assert outside.rank.session.attests is not None
+    served = outside.rank.session.attests
+    assert served is not None
     stage.engine.handle(Quarantine("another digest was published"), SECONDS)
     attested = outside.rank.session.attests
     assert attested is None, "one that arrives now pauses whatever serves"

@@ -80,6 +80,10 @@ class RoundContext:
         places = self.settings.max_unavailable or max(len(self.replicas), 1)
         object.__setattr__(self, "serving", asyncio.Semaphore(places))
 
+    def absent(self) -> list[ReplicaResult]:
+        """Return the results of replicas that cannot take part, as they are at the end of the round."""
+        return [structs.replace(result, staleness=self.publications.behind(None)) for result in self.left_out]
+
 
 async def run_round(context: RoundContext) -> RoundResult:
     """Bring every replica of ``context`` to the version, each independently.
@@ -109,8 +113,7 @@ async def run_round(context: RoundContext) -> RoundResult:
     placement, place_seconds = placing.result()
     failpoints.reached("round.end")
     seconds = asyncio.get_running_loop().time() - started
-    behind = context.publications.behind(None)
-    results = [*(task.result() for task in ended), *(structs.replace(result, staleness=behind) for result in context.left_out)]
+    results = [*(task.result() for task in ended), *context.absent()]
     return round_result(context.round, placement.version, context.settings.require, results, place_seconds, seconds, context.step)
 
 

@@ -24,6 +24,7 @@ from weightsync.spans import PHASES, Span, SpanRecorder
 __all__ = ["RoundTracer"]
 
 _MOST_RANKS = 1 << 14  # a round of more is not traced beyond them
+_MOST_CALLS = 1 << 12  # of one rank
 _MOST_OWN = 1 << 16
 _OWN = ("plan", "sum", "verify", "wait")
 """What the coordinator does or waits for itself; its other spans are phases of replicas, which contain those of ranks."""
@@ -88,7 +89,8 @@ class RoundTracer:
         if elapsed - handled < rank.delay:
             rank.delay = elapsed - handled
             rank.offset = ((received - sent) + (answered - arrived)) / 2
-        rank.calls.append((received, answered, spans))
+        if len(rank.calls) < _MOST_CALLS:
+            rank.calls.append((received, answered, spans))
 
     def unanswered(self, peer: str, what: str, sent: float, until: float) -> None:
         """Note a call that a rank did not answer."""
@@ -111,13 +113,17 @@ class RoundTracer:
             self._weigh(self._party(member), member, rank.unanswered)
 
     def _weigh(self, party: str, member: str, spans: Iterable[Span]) -> None:
-        for span in spans:
-            slowest = self.slowest.get((party, span.name))
-            if slowest is None or span.busy > slowest.seconds:
-                self.slowest[party, span.name] = SlowestSpan(member, span.name, span.busy, span.source)
+        busy, reading = dict[tuple[str, str], float](), dict[str, float]()
+        for span in spans:  # a phase may take several calls, as windows of a stream do
+            busy[span.name, span.source] = busy.get((span.name, span.source), 0.0) + span.busy
             if span.transport in self._schemes:
-                nbytes, seconds = self.reads.get(span.transport, (0, 0.0))
-                self.reads[span.transport] = nbytes + span.nbytes, max(seconds, span.seconds)
+                reading[span.transport] = reading.get(span.transport, 0.0) + span.busy
+                nbytes, longest = self.reads.get(span.transport, (0, 0.0))
+                self.reads[span.transport] = nbytes + span.nbytes, max(longest, reading[span.transport])
+        for (name, source), seconds in busy.items():
+            slowest = self.slowest.get((party, name))
+            if slowest is None or seconds > slowest.seconds:
+                self.slowest[party, name] = SlowestSpan(member, name, seconds, source)
 
     def _party(self, member: str) -> Literal["trainer", "engine"]:
         return "trainer" if member in self._trainers else "engine"

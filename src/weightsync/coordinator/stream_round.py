@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import structs
 
 from weightsync import failpoints
 from weightsync.coordinator.events import RoundStarted
@@ -178,8 +177,7 @@ async def run_stream_round(context: RoundContext) -> RoundResult:
     placement, place_seconds = placing.result()
     failpoints.reached("round.end")
     seconds = asyncio.get_running_loop().time() - started
-    behind = context.publications.behind(None)
-    results = [*(task.result() for task in ended), *(structs.replace(result, staleness=behind) for result in context.left_out)]
+    results = [*(task.result() for task in ended), *context.absent()]
     return round_result(context.round, placement.version, context.settings.require, results, place_seconds, seconds, context.step)
 
 

@@ -76,7 +76,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Protocol version. An agent and a coordinator whose versions differ refuse each other, in a message that names both versions."""
 
 UNREADABLE: tuple[type[Exception], ...] = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

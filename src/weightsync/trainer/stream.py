@@ -21,6 +21,7 @@ from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, Tra
 from weightsync.model import Layout, Manifest, TensorSpec
 from weightsync.model.window import ALIGNMENT, StreamedTensors, WindowPart, window_layout
 from weightsync.protocol.messages import Body, Done, Host, Memory, Offer, PlaceWindow, WindowPlaced
+from weightsync.spans import span
 from weightsync.tensors.cuda.digest import LayoutDigest
 from weightsync.tensors.cuda.waiting import wait_for_event
 from weightsync.tensors.digest import digest_rows
@@ -254,7 +255,8 @@ class StreamedPublication:
             window = self._full.pop(body.window, None)
             if window is None:
                 return self._end or WindowPlaced()
-        digests = self._digests(window, deadline)
+        with span("digest"):
+            digests = self._digests(window, deadline)
         return WindowPlaced(
             parts=tuple(window.parts),
             nbytes=window.nbytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from weightsync.model import Layout, Manifest, TensorSpec
 from weightsync.model.window import StreamedTensors, WindowPart, window_layout
 from weightsync.planning.pieces import Pieces
 from weightsync.protocol.messages import MoveWindow, OpenStream, WindowPlaced
+from weightsync.spans import span
 from weightsync.tensors.copy_table import CopyTable, tiles_of
 from weightsync.tensors.cuda.digest import LayoutDigest
 from weightsync.tensors.cuda.waiting import wait_for_device
@@ -73,7 +75,8 @@ class WindowReceiver:
         context = self._context
         for source in self._body.sources:
             context.engine.check_abort()
-            transport, reader = connect(source, context.transports, self._device, context.host, deadline, context.encrypted)
+            with span("connect", source.member):
+                transport, reader = connect(source, context.transports, self._device, context.host, deadline, context.encrypted)
             self._sources.append((transport, reader, source.layout_digest))
         context.engine.check_abort()
         self._buffers = [staging_buffer(self._body.window_bytes, self._device) for _ in range(context.buffers)]
@@ -110,7 +113,13 @@ class WindowReceiver:
             self._check(part)
         if len(self._buffers) == 1:
             self._load(deadline)
-        self._receiving = self._thread.submit(self._receive, placed, self._sources[body.source], bucket, deadline)
+        source, member = self._sources[body.source], self._body.sources[body.source].member
+
+        def receive() -> npt.NDArray[np.uint64]:
+            with span("read", member, source[0].name, placed.nbytes):
+                return self._receive(placed, source, bucket, deadline)
+
+        self._receiving = self._thread.submit(copy_context().run, receive)
         try:
             self._load(deadline)
             digests = self._receiving.result(deadline.remaining("receiving a window"))
@@ -146,7 +155,8 @@ class WindowReceiver:
         if missing:
             raise ManifestMismatch(f"the stream did not bring {missing[0]} ({len(missing)} of {len(own)} tensors of the engine)")
         started = time.perf_counter()
-        installed = self._context.engine.read_back(deadline)
+        with span("digest"):
+            installed = self._context.engine.read_back(deadline)
         if installed is None or not came <= {*installed[0].tolist(), *(i for i, spec in enumerate(own) if not spec.size)}:
             return Filled(received, "received", self._receive_seconds, self._load_seconds)
         by_index = dict(zip(installed[0].tolist(), installed[1].tolist(), strict=True))

@@ -124,7 +124,7 @@ def test_every_tensor_arrives_in_every_round(world: World, transport: str) -> No
     trainer.wait_for_replicas(2, SECONDS)
     for seed in range(2):
         coming = [world.receive(receiver) for receiver in receivers]
-        result = trainer.publish_stream(lent(weights(seed)), step=40 + seed, timeout=SECONDS)
+        result = trainer.publish_stream(lent(weights(seed)), step=np.int64(40 + seed), timeout=SECONDS)
         assert all(same(future.result(SECONDS), weights(seed)) for future in coming)
         assert (result.version.number, result.step, [replica.error for replica in result.replicas]) == (
             seed,
@@ -498,6 +498,14 @@ def test_a_used_number_is_refused_after_the_iterator_was_drained(world: World) -
     with pytest.raises(VersionError):
         trainer.publish_stream(left, 5, timeout=SECONDS)
     assert next(left, None) is None
+
+
+def test_a_receiver_waits_as_long_as_the_environment_says(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_VERSION_TIMEOUT", "0.2")
+    world.trainer()
+    receiver = world.receiver()
+    with pytest.raises(DeadlineExceeded, match=r"0\.2 s"):
+        next(receiver.receive())
 
 
 def test_one_loop_receives(world: World) -> None:

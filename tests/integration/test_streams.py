@@ -124,7 +124,7 @@ def test_every_tensor_arrives_in_every_round(world: World, transport: str) -> No
     trainer.wait_for_replicas(2, SECONDS)
     for seed in range(2):
         coming = [world.receive(receiver) for receiver in receivers]
-        result = trainer.publish_stream(lent(weights(seed)), step=np.int64(40 + seed), timeout=SECONDS)
+        result = trainer.publish_stream(lent(weights(seed)), step=40 + seed, timeout=SECONDS)
         assert all(same(future.result(SECONDS), weights(seed)) for future in coming)
         assert (result.version.number, result.step, [replica.error for replica in result.replicas]) == (
             seed,

@@ -297,7 +297,7 @@ async def _update_replica(
         report.failed(error)
     finally:
         flow.leave(at)
-    return report.result()
+    return report.result(context.publications)
 
 
 def _patience(context: RoundContext, flow: WindowFlow) -> RoundDeadline:

@@ -500,6 +500,14 @@ def test_a_used_number_is_refused_after_the_iterator_was_drained(world: World) -
     assert next(left, None) is None
 
 
+def test_a_receiver_waits_as_long_as_the_environment_says(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_VERSION_TIMEOUT", "0.2")
+    world.trainer()
+    receiver = world.receiver()
+    with pytest.raises(DeadlineExceeded, match=r"0\.2 s"):
+        next(receiver.receive())
+
+
 def test_one_loop_receives(world: World) -> None:
     world.trainer()
     receiver = world.receiver()

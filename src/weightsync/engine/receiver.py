@@ -11,7 +11,7 @@ from typing import Self
 
 import torch
 
-from weightsync.config import Timeouts
+from weightsync.config import ClientSettings, Timeouts
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.agent import Engine
@@ -175,9 +175,8 @@ class Receiver:
         timeouts: Timeouts | None = None,
         manifest: Manifest | None = None,
     ) -> None:
-        limits = timeouts or Timeouts()
-        self._timeout = limits.version
-        self._handover = _Handover(None if device is None else torch.device(device), limits.version, manifest)
+        self._timeout = ClientSettings.load(coordinator=coordinator, timeouts=timeouts).timeouts.version
+        self._handover = _Handover(None if device is None else torch.device(device), self._timeout, manifest)
         self._engine = Engine(
             self._handover, replica, coordinator, token=token, rank=rank, world_size=world_size, run=run, delivery="streamed",
             bucket_bytes=bucket_bytes, timeouts=timeouts, transports=transports,

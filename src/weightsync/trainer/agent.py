@@ -305,10 +305,11 @@ class Trainer(Closeable):
                 raise ConfigurationError(
                     "this trainer publishes a module with publish(): streams need weightsync.Trainer(weightsync.Stream())"
                 )
+            count = None if step is None else operator.index(step)  # NumPy's and torch's integers, too
             self._calls += 1
             publication = role.begin(plain)
             try:
-                asked = self._background.submit(self._ask_once, plain, self._calls, deadline, step)
+                asked = self._background.submit(self._ask_once, plain, self._calls, deadline, count)
                 asked.add_done_callback(lambda asked: _stop(publication, asked))
                 try:
                     publication.drain(tensors, deadline)

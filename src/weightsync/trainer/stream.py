@@ -399,6 +399,7 @@ class StreamRole:
         """Stop serving and free the windows. Safe twice."""
         self.end()
         self._owned.close()
+        self._memory = self._memory.new_empty(0)  # the region is unmapped with its last view
 
 
 def _checked(item: object) -> tuple[str, torch.Tensor]:

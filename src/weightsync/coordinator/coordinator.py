@@ -337,7 +337,7 @@ class Coordinator:
             number=number,
             epoch=epoch,
             seeding=seeding,
-            trainers=dict(sorted(self._members.trainers.items(), key=lambda item: item[1].node.rank.rank)),
+            trainers=self._members.trainers_in_order(),
             replicas=replicas,
             publications=self._publications,
             settings=self.settings,
@@ -528,7 +528,7 @@ class Coordinator:
 
     def _prepare_ahead(self, replica: Replica) -> None:
         """Prepare a replica for its next round now, unless a round runs or the replica will be seeded, which prepares it too."""
-        trainers = dict(self._members.trainers)
+        trainers = self._members.trainers_in_order()
         whole = bool(trainers) and not self._members.missing_trainers(set(trainers))
         possible = replica.complete and replica.refusal is None and replica.preparing is None and not self._lock.locked()
         if whole and possible and self._publications.current(trainers) is None:

@@ -54,6 +54,10 @@ class Membership:
         taken = set(self.taking_part())
         return [replica for replica in self.replicas.values() if replica not in taken and not replica.departed]
 
+    def trainers_in_order(self) -> dict[str, RankHandle[TrainerNode]]:
+        """The trainer's ranks by rank: windows of a stream name their source by its place."""
+        return dict(sorted(self.trainers.items(), key=lambda item: item[1].node.rank.rank))
+
     def missing_trainers(self, present: set[str]) -> list[int]:
         """First sixteen trainer ranks that are not among the ``present`` members."""
         ranks = {self.trainers[member].node.rank.rank for member in present if member in self.trainers}

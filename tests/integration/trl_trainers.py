@@ -56,7 +56,7 @@ class Judge:
         wrong = model.load_state_dict({name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}, strict=False)
         assert not wrong.unexpected_keys and set(wrong.missing_keys) <= {"lm_head.weight"}, wrong
         model.tie_weights()
-        model.eval()
+        model.train(False)
         found = []
         for prompt in PROMPTS:
             with torch.inference_mode():

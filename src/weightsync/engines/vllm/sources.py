@@ -75,10 +75,12 @@ class StagedSource(ShardedState):
         return box_of(meta.name, tuple(meta.shape), tuple(meta.mesh_shape), plain, [int(index) for index in coordinate])
 
     def _walk(self) -> Iterable[tuple[str, torch.Tensor]]:
+        walk: Iterable[tuple[str, torch.Tensor]]
         if self._local:
-            return self._source.iter_local()  # type: ignore[no-any-return]
-        whole = getattr(self._source, "iter_full", None)
-        return whole() if whole is not None else iter(self._source)
+            walk = self._source.iter_local()
+        else:
+            walk = self._source.iter_full() if hasattr(self._source, "iter_full") else self._source
+        return walk
 
     def stage(self) -> None:
         """Walk the source, to its end on every rank, since that may be a collective, and keep what this rank publishes.

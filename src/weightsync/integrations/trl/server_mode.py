@@ -60,6 +60,7 @@ def enable(
     warn_if_untried()
     options.check()
     kind = vllm_generation.VLLMGeneration
+    client: Any
     client, own = getattr(kind, _OWN, (vllm_generation.VLLMClient, kind.sync_weights))
     setattr(kind, _OWN, (client, own))
 
@@ -112,6 +113,8 @@ class ServerModePublisher:
         """Bring the model as it is now to every replica. Raises what :class:`weightsync.Trainer` and its ``publish`` raise."""
         if self._gathered is not None:
             if self._main:
+                if self.result is None:
+                    self._gathered.init_weight_transfer()
                 self._gathered.send_weights(generation._iter_named_params())
                 self.result = self._gathered.result
             else:
@@ -122,7 +125,8 @@ class ServerModePublisher:
             if self._trainer is None:
                 self._trainer = self._options.join(state)
                 self._closer = weakref.finalize(self, self._trainer.close)  # at the end of the process, too
-            self.result = self._options.publish(self._trainer)
+            number = self._options.number(self._trainer)
+            self.result = self._trainer.publish(number, timeout=self._options.timeout)
 
     def close(self) -> None:
         """Leave the coordinator. Replicas keep their weights. Safe twice."""

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from weightsync.config import ClientSettings, Secret
+from weightsync.errors import Aborted
 from weightsync.integrations.trl.releases import warn_if_untried
 from weightsync.protocol.messages import RoundResult
 from weightsync.server.client import Client
 from weightsync.tensors.shards import DTypes
 from weightsync.trainer.agent import Trainer
+from weightsync.trainer.stream import Stream
 from weightsync.transports.base import Transport
 
 __all__ = ["JoinOptions", "WeightTransfer"]
@@ -42,8 +44,9 @@ class JoinOptions:
     def _settings(self) -> ClientSettings:
         return ClientSettings.load(coordinator=self.coordinator, token=Secret(self.token) if self.token else None)
 
-    def join(self, state: Mapping[str, torch.Tensor] | torch.nn.Module, *, alone: bool = False) -> Trainer:
-        """Join with this rank's ``state``, ``alone`` or as one of the ranks of ``torch.distributed``, and wait for replicas."""
+    def join(self, state: Mapping[str, torch.Tensor] | torch.nn.Module | Stream) -> Trainer:
+        """Join with this rank's ``state``, or alone with a stream, and wait for replicas."""
+        alone = isinstance(state, Stream)
         trainer = Trainer(
             state,
             self._settings().coordinator.url,  # without one, Trainer would start a coordinator that no server knows
@@ -60,9 +63,9 @@ class JoinOptions:
             raise
         return trainer
 
-    def publish(self, trainer: Trainer) -> RoundResult:
-        """Publish under the next number: 1 in a new run, as TRL counts, and after the run's last one in a run that goes on."""
-        return trainer.publish(1 if trainer.last_version is None else None, timeout=self.timeout)
+    def number(self, trainer: Trainer) -> int | None:
+        """Number of the next version: 1 in a new run, as TRL counts, and the one after the last in a run that goes on."""
+        return 1 if trainer.last_version is None else None
 
 
 class WeightTransfer:
@@ -93,15 +96,15 @@ class WeightTransfer:
         transports: Sequence[Transport | str] | None = None,
     ) -> None:
         self._options = JoinOptions(coordinator, token, dtype, replicas, timeout, transports)
-        self._staged: dict[str, torch.Tensor] = {}
         self._trainer: Trainer | None = None
         self.result: RoundResult | None = None
         """Result of the last update."""
 
     def init_weight_transfer(self) -> None:
-        """Check that the coordinator can be reached. Raises what :meth:`weightsync.server.client.Client.status` raises."""
+        """Join the coordinator, and wait for replicas. Raises what :class:`weightsync.Trainer` and its wait for replicas raise."""
         warn_if_untried()
-        self._options.check()
+        self.destroy()
+        self._trainer = self._options.join(Stream())
 
     def pause(self) -> None:
         """Do nothing: the round pauses each replica for as short as it can."""
@@ -109,20 +112,12 @@ class WeightTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish what ``iterator`` yields, and return when the replicas serve it. Drains it also after an error.
 
-        Raises what :class:`weightsync.Trainer` and its ``publish`` raise.
+        Raises what :meth:`weightsync.Trainer.publish_stream` raises.
         """
-        try:
-            with torch.no_grad():
-                for name, tensor in iterator:
-                    if name not in self._staged:
-                        self._staged[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    self._staged[name].copy_(tensor)
-        finally:
-            for _ in iterator:  # the other ranks gather with this one, tensor by tensor
-                pass
-        if self._trainer is None:
-            self._trainer = self._options.join(self._staged, alone=True)
-        self.result = self._options.publish(self._trainer)
+        trainer = self._trainer
+        if trainer is None:
+            raise Aborted("init_weight_transfer() comes before send_weights(), and destroy() after it")
+        self.result = trainer.publish_stream(iterator, self._options.number(trainer), timeout=self._options.timeout)
 
     def resume(self) -> None:
         """Do nothing: the round resumed each replica when its weights were verified."""

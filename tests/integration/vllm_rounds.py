@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -159,7 +159,8 @@ class Async:
 
 
 class Server:
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, process: int = 0) -> None:
+        self.process = process
         self.http = httpx.Client(base_url=url, timeout=60, trust_env=False)
 
     def generate(self) -> tuple[list[list[int]], int]:
@@ -232,13 +233,15 @@ KINDS = {
 
 
 @contextmanager
-def serving(directory: str, ranks: int, more: dict[str, str]) -> Iterator[Server]:
-    """vLLM's HTTP server, with ``more`` in its environment."""
+def serving(
+    directory: str, ranks: int, more: dict[str, str], flags: Sequence[str] = ("--skip-tokenizer-init",)
+) -> Iterator[Server]:
+    """vLLM's HTTP server, with ``more`` in its environment, and ``flags`` besides those that every test has."""
     port = 20_000 + os.getpid() % 20_000
     url = f"http://127.0.0.1:{port}"
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", directory, "--served-model-name", "tiny",
-        "--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager", "--tensor-parallel-size", str(ranks),
+        *flags, "--dtype", "float32", "--enforce-eager", "--tensor-parallel-size", str(ranks),
         "--max-model-len", "256", "--block-size", str(BLOCK), "--max-num-seqs", "8", "--host", "127.0.0.1", "--port", str(port),
         "--weight-transfer-config", '{"backend": "weightsync"}', "--worker-extension-cls", "vllm_faults.Faults",
         "--enable-prompt-tokens-details",
@@ -253,7 +256,7 @@ def serving(directory: str, ranks: int, more: dict[str, str]) -> Iterator[Server
                         break
                 except httpx.HTTPError:
                     tick.wait(0.5)
-            yield Server(url)
+            yield Server(url, process.pid)
         finally:
             process.terminate()
             process.wait(30)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,13 @@ HERE = Path(__file__).resolve().parent
 SECONDS = 400
 
 
-def run_program(name: str, *arguments: object, ranks: int) -> dict[str, Any]:
-    """What ``name`` saw, and what was logged as ``log``. Fails with the errors printed; what vLLM left behind is killed."""
+def run_program(
+    name: str, *arguments: object, ranks: int, more: Mapping[str, str] | None = None, launcher: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What ``name`` saw, and what was logged as ``log``. Fails with the errors printed; what vLLM left behind is killed.
+
+    ``more`` is added to its environment, and ``launcher`` are Python's arguments before it.
+    """
     environment = {
         **os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1" if ranks > 1 else "0",
         "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
@@ -24,7 +30,8 @@ def run_program(name: str, *arguments: object, ranks: int) -> dict[str, Any]:
     }  # fmt: skip
     for key in [key for key in environment if key.startswith(("WEIGHTSYNC_", "COVERAGE_"))]:
         del environment[key]
-    command = [sys.executable, str(HERE / name), *map(str, arguments)]
+    environment |= more or {}
+    command = [sys.executable, *launcher, str(HERE / name), *map(str, arguments)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     )

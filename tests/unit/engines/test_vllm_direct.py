@@ -14,7 +14,6 @@ from weightsync.engines.hf_checkpoint import HfCheckpoint
 from weightsync.engines.traced_shards import DirectShards, find_direct
 from weightsync.engines.vllm.adapter import VllmWorkerAdapter
 from weightsync.engines.vllm.direct import why_streamed
-from weightsync.engines.vllm.releases import has_labels, is_supported
 from weightsync.errors import LayoutError, LoadError
 from weightsync.model import Manifest, TensorSpec, Version
 from weightsync.tracing.tracer import trace_loader
@@ -234,9 +233,3 @@ def test_a_rank_that_was_written_resumes_without_any_loading_and_one_that_was_st
     adapter.load([("embed.weight", torch.zeros(5, WIDE, dtype=torch.bfloat16))])
     with pytest.raises(LoadError, match="were not received"):
         adapter.finish(VERSION)
-
-
-def test_releases_that_were_tried_are_taken_and_no_others() -> None:
-    assert all(is_supported(release) for release in ("0.25.0", "0.25.1+cu130", "0.32.0+cpu"))
-    assert not any(is_supported(release) for release in ("0.24.0", "0.26.0", "0.31.2", "0.33.0", "1.25.0", "dev"))
-    assert [has_labels(release) for release in ("0.25.0", "0.32.1")] == [False, True]

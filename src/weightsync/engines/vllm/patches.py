@@ -1,4 +1,4 @@
-"""Every change that weightsync makes to vLLM's own classes. Made only under a release that is supported.
+"""Every change that weightsync makes to vLLM's own classes. Made only if they have the methods that it needs.
 
 * ``Worker`` gets a method that rank 0 has all workers call: load what is staged. vLLM has a place for one class with more methods
   of workers, which is its user's to name.
@@ -23,12 +23,16 @@ from typing import Any
 from weightsync.engines.vllm.attaching import attach, attach_async
 from weightsync.engines.vllm.controls import INSTALL
 from weightsync.engines.vllm.plugin import BACKEND
+from weightsync.engines.vllm.releases import installed_release, require
 from weightsync.errors import Aborted, ConfigurationError
 
 __all__ = ["add_install_method", "follow_engines", "replica_name"]
 
 _OWN = "_weightsync"
 _PATIENCE = 300.0  # seconds that a request waits for an update to end
+
+_OF_ASYNC = ("collective_rpc", "pause_generation", "resume_generation", "reset_prefix_cache")
+_OF_OFFLINE = ("collective_rpc", "add_request", "step", "abort_request", "has_unfinished_requests", "reset_prefix_cache")
 
 _log = logging.getLogger(__name__)
 
@@ -173,7 +177,12 @@ def follow_engines() -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    for kind, follow in ((AsyncLLM, _follow_async), (LLMEngine, _follow_offline)):
+    for kind, follow, needed in ((AsyncLLM, _follow_async, _OF_ASYNC), (LLMEngine, _follow_offline, _OF_OFFLINE)):
+        try:
+            require(installed_release(), "joining by the environment", kind, needed)
+        except ConfigurationError as error:
+            _log.error("weightsync: %s", error)
+            continue
         if not kind.__dict__.get("_weightsync_followed", False):
             follow(kind)
             kind._weightsync_followed = True

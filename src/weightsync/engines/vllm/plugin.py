@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import NoReturn
 
-from weightsync.engines.vllm.releases import check_release, installed_release, is_supported
+from weightsync.engines.vllm.releases import installed_release
 
-__all__ = ["BACKEND", "UnsupportedRelease", "log_as_vllm_does", "register"]
+__all__ = ["BACKEND", "log_as_vllm_does", "register"]
 
 BACKEND = "weightsync"
 
 _log = logging.getLogger(__name__)
-
-
-class UnsupportedRelease:
-    """Stands in for the engine under a vLLM that is not supported, and says so when it is asked for."""
-
-    def __init__(self, *args: object, **kwargs: object) -> NoReturn:
-        check_release(installed_release())
-        raise RuntimeError("this vLLM is supported: registering went wrong")
 
 
 class _ToVLLM(logging.Handler):
@@ -50,8 +41,8 @@ def register() -> None:
 
     With ``WEIGHTSYNC_COORDINATOR`` set, engines of this process that ask for the backend join that coordinator by themselves.
 
-    Under a release that is not supported nothing is raised here, because every vLLM of that environment would fail to start,
-    also those that do not use weightsync: the error comes when the backend is used.
+    Under a release that lacks what weightsync needs nothing is raised here, because every vLLM of that environment would fail to
+    start, also those that do not use weightsync: the error comes when the backend is used, and names what is missing.
     """
     log_as_vllm_does()
     try:
@@ -59,10 +50,8 @@ def register() -> None:
     except ImportError as error:
         _log.warning("weightsync is not available in this vLLM (%s): %s", installed_release(), error)
         return
-    supported = is_supported(installed_release())
     folder = __name__.rpartition(".")[0]
-    worker = (f"{folder}.worker", "WeightsyncEngine") if supported else (__name__, "UnsupportedRelease")
-    trainer = (f"{folder}.trainer", "WeightsyncTrainerEngine") if supported else (__name__, "UnsupportedRelease")
+    worker, trainer = (f"{folder}.worker", "WeightsyncEngine"), (f"{folder}.trainer", "WeightsyncTrainerEngine")
     for registry, (module, name) in (("WeightTransferEngineFactory", worker), ("WeightTransferTrainerFactory", trainer)):
         try:
             getattr(factory, registry).register_engine(BACKEND, module, name)
@@ -70,7 +59,7 @@ def register() -> None:
             _log.debug("weightsync is registered with this vLLM already")
         except AttributeError:  # an older release has one of them, and says what it lacks when it is asked for
             _log.debug("this vLLM has no %s", registry)
-    if supported and os.environ.get("WEIGHTSYNC_COORDINATOR"):
+    if os.environ.get("WEIGHTSYNC_COORDINATOR"):
         from weightsync.engines.vllm.patches import follow_engines
 
         follow_engines()

@@ -1,16 +1,28 @@
-"""Which releases of vLLM this adapter was written for and tried with."""
+"""Which releases of vLLM were tried, and what weightsync needs of any: features are looked for, not numbers."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
+from functools import cache
+
 from weightsync.errors import ConfigurationError
 
-__all__ = ["SUPPORTED", "WITH_LABELS", "check_release", "has_labels", "installed_release", "is_supported"]
+__all__ = [
+    "TRIED",
+    "check_worker_interface",
+    "has_labels",
+    "installed_release",
+    "require",
+    "tried_releases",
+    "warn_if_untried",
+    "was_tried",
+]
 
-SUPPORTED = ((0, 25), (0, 32))
-"""Major and minor numbers. vLLM's interface for weight transfer has changed between minor releases."""
+TRIED = ((0, 25), (0, 27), (0, 28), (0, 29), (0, 30), (0, 31), (0, 32))
+"""Major and minor numbers of releases that updated for real. Others are used if they have the interface."""
 
-WITH_LABELS = ((0, 32),)
-"""Those that name their weights (``/update_weight_version``), and whose server says whether it could drop its prefix cache."""
+_log = logging.getLogger(__name__)
 
 
 def installed_release() -> str:
@@ -20,25 +32,65 @@ def installed_release() -> str:
     return str(__version__)
 
 
-def is_supported(release: str) -> bool:
-    """Whether ``release`` is one of :data:`SUPPORTED`."""
-    return _minor(release) in SUPPORTED
-
-
-def has_labels(release: str) -> bool:
-    """Whether ``release`` is one of :data:`WITH_LABELS`."""
-    return _minor(release) in WITH_LABELS
-
-
-def _minor(release: str) -> tuple[int, ...] | None:
+def was_tried(release: str) -> bool:
+    """Whether ``release`` is one of :data:`TRIED`."""
     numbers = release.split(".")[:2]
-    return tuple(map(int, numbers)) if all(part.isdigit() for part in numbers) else None
+    return all(part.isdigit() for part in numbers) and tuple(map(int, numbers)) in TRIED
 
 
-def check_release(release: str) -> None:
-    """Raise :class:`~weightsync.errors.ConfigurationError` that names the supported releases unless this is one of them."""
-    if not is_supported(release):
-        known = ", ".join(f"{major}.{minor}.*" for major, minor in SUPPORTED)
-        raise ConfigurationError(
-            f"this weightsync supports vLLM {known}, and this is vLLM {release}: install a supported one, or another weightsync"
+def tried_releases() -> str:
+    """:data:`TRIED`, for messages."""
+    return ", ".join(f"{major}.{minor}" for major, minor in TRIED)
+
+
+@cache
+def warn_if_untried(release: str) -> None:
+    """Log once if ``release`` was not tried."""
+    if not was_tried(release):
+        _log.warning(
+            "weightsync was tried with vLLM %s, and this is %s: its interface fits, its behaviour is untried",
+            tried_releases(),
+            release,
         )
+
+
+def require(release: str, purpose: str, owner: object, methods: Iterable[str]) -> None:
+    """Check that ``owner``, a class or a module of vLLM's, has ``methods``.
+
+    Raises:
+        ConfigurationError: Some are missing. The message names them.
+    """
+    lacking = [name for name in methods if not hasattr(owner, name)]
+    if lacking:
+        raise ConfigurationError(
+            f"vLLM {release} cannot be used for {purpose}: {getattr(owner, '__name__', owner)} has no {', '.join(lacking)}. "
+            f"weightsync was tried with vLLM {tried_releases()}"
+        )
+
+
+def check_worker_interface() -> None:
+    """Check that this vLLM has what a replica's workers need, and log once if it was not tried.
+
+    Raises:
+        ConfigurationError: Something is missing. The message names it.
+    """
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+    from vllm.v1.worker.gpu_worker import Worker
+
+    release = installed_release()
+    session = ("start_weight_update", "update_weights", "finish_weight_update")
+    require(release, "a replica", WeightTransferEngine, (*session, "init_transfer_engine", "receive_weights", "shutdown"))
+    require(release, "a replica", Worker, session)
+    try:
+        from vllm.model_executor.model_loader.reload import layerwise
+    except ImportError as error:
+        raise ConfigurationError(f"vLLM {release} cannot be used for a replica: {error}") from None
+    require(release, "a replica", layerwise, ("initialize_layerwise_reload", "finalize_layerwise_reload", "get_layerwise_info"))
+    warn_if_untried(release)
+
+
+def has_labels() -> bool:
+    """Whether this vLLM names its weights (``/update_weight_version``). One that does also says whether it dropped its caches."""
+    from vllm.engine.protocol import EngineClient
+
+    return hasattr(EngineClient, "update_weight_version")

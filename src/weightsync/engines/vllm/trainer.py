@@ -13,15 +13,14 @@ themselves (see :mod:`weightsync.engines.vllm.patches`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-import torch
 from vllm.distributed.weight_transfer.base import ModuleSource, TrainerInitInfo, TrainerWeightTransferEngine, WeightSource
 
 from weightsync.engines.vllm.plugin import BACKEND
-from weightsync.engines.vllm.releases import check_release, installed_release
+from weightsync.engines.vllm.releases import installed_release, warn_if_untried
+from weightsync.engines.vllm.sources import StagedSource
 from weightsync.errors import ConfigurationError
 from weightsync.protocol.messages import RoundResult
 from weightsync.trainer.agent import Trainer
@@ -53,40 +52,46 @@ class WeightsyncTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 class WeightsyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     """Publishes what a ``WeightSource`` holds, as versions 1, 2, ... of a run.
 
-    A ``ModuleSource`` publishes its module's own shards: each rank its part, and nothing is gathered. Any other source is walked on
-    every rank (its walk may be a collective), and rank 0 publishes what it yields; one copy of the model is kept in host memory.
-    ``result`` is that of the last :meth:`send_weights`.
+    A ``ModuleSource`` publishes its module's own shards: each rank its part, and nothing is gathered. Any other source is walked
+    on every rank (its walk may be a collective): see :class:`StagedSource` for who publishes what of it. ``result`` is that of the
+    last :meth:`send_weights`.
     """
 
     init_info_cls = WeightsyncTrainerInitInfo
 
     def __init__(self, *, client: Any, source: WeightSource, init_info: WeightsyncTrainerInitInfo) -> None:  # noqa: ANN401 - vLLM's
-        check_release(installed_release())
+        warn_if_untried(installed_release())
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        self.rank = init_info.rank
         self._timeout = init_info.timeout
         self.result: RoundResult | None = None
-        module = source._module if isinstance(source, ModuleSource) else None
-        self._gathered: Mapping[str, torch.Tensor] | None = None
-        if module is None:
-            self._gathered = {spec.name: torch.empty(spec.shape, dtype=spec.dtype) for spec in source.metadata()}
-            if source.held_names() is not None:
-                raise ConfigurationError("a WeightSource whose ranks hold parts of the model is not supported: use a ModuleSource")
+        self._staged = None if isinstance(source, ModuleSource) else StagedSource(source, self.rank)
+        alone = self._staged is not None and self._staged.alone  # one rank publishes for all
         self._trainer: Trainer | None = None
-        if module is not None or self.is_sender:
-            state = module if module is not None else self._gathered
-            alone = module is None  # one rank publishes for all
+        if self.is_sender or not alone:
             self._trainer = Trainer(
-                state if state is not None else {},
+                source._module if self._staged is None else self._staged,
                 init_info.coordinator,
                 token=init_info.token,
-                rank=0 if alone else init_info.rank,
+                rank=0 if alone else self.rank,
                 world_size=1 if alone else init_info.world_size,
                 run=init_info.run,
             )
 
     @classmethod
-    def trainer_init(cls, init_info: WeightsyncTrainerInitInfo, *, client: Any, source: WeightSource | None = None) -> Self:  # noqa: ANN401 - vLLM's
+    def trainer_init(
+        cls,
+        init_info: WeightsyncTrainerInitInfo,
+        *,
+        client: Any,  # noqa: ANN401 - vLLM's
+        source: WeightSource | None = None,
+        config: object = None,
+    ) -> Self:
         """Join the coordinator; on every trainer rank. Raises what :class:`weightsync.Trainer` raises."""
+        if config is not None:
+            raise ConfigurationError(
+                f"vLLM {installed_release()} gives trainers a config besides init_info: weightsync needs the interface of 0.27"
+            )
         if source is None:
             raise ConfigurationError("weightsync sends whole checkpoints: give source=ModuleSource(model), or another WeightSource")
         made = cls(client=client, source=source, init_info=init_info)
@@ -106,17 +111,8 @@ class WeightsyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
 
         Raises what :meth:`weightsync.Trainer.publish` raises; then the same call may be made again.
         """
-        gathered = self._gathered
-        if gathered is not None and self.source is not None:
-            names = set(gathered)
-            for name, tensor in self.source:
-                if self.is_sender:
-                    gathered[name].copy_(tensor)
-                names.discard(name)
-            if names:
-                raise ConfigurationError(
-                    f"the WeightSource did not yield {len(names)} tensors that it declared: {sorted(names)[:5]}"
-                )
+        if self._staged is not None:
+            self._staged.stage()
         if self._trainer is not None:
             first = 1 if self._trainer.last_version is None else None  # vLLM counts from 1; later ones go on from the run's last
             self.result = self._trainer.publish(first, timeout=self._timeout)

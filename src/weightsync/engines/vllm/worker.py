@@ -25,7 +25,7 @@ from weightsync.engines.vllm.loading import install, install_some, load_in_sessi
 from weightsync.engines.vllm.local_controls import controls_at, is_local
 from weightsync.engines.vllm.patches import add_install_method
 from weightsync.engines.vllm.push_receiver import PushedUpdates, is_group
-from weightsync.engines.vllm.releases import check_release, has_labels, installed_release
+from weightsync.engines.vllm.releases import check_worker_interface, has_labels, installed_release
 from weightsync.errors import ConfigurationError, LoadError
 from weightsync.protocol.messages import Delivery
 
@@ -79,7 +79,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
     supports_draft_weight_update = True
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        check_release(installed_release())
+        check_worker_interface()
         super().__init__(*args, **kwargs)
         if self.parallel_config.enable_eplb:
             raise ConfigurationError(
@@ -120,7 +120,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         delivery = init_info.delivery or os.environ.get("WEIGHTSYNC_DELIVERY") or "auto"
         if delivery not in get_args(Delivery):
             raise ConfigurationError(f"delivery {delivery!r} is none of {', '.join(get_args(Delivery))}")
-        if not is_local(init_info.control) and not has_labels(installed_release()):
+        if not is_local(init_info.control) and not has_labels():
             raise ConfigurationError(
                 f"the server of vLLM {installed_release()} does not say whether it dropped its prefix cache: set "
                 "WEIGHTSYNC_COORDINATOR for it, so that it joins by itself, or use attach or attach_async"

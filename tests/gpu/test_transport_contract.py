@@ -1,14 +1,12 @@
 """The transports between GPUs under the contract, faults included. Publishers are on the first GPU, readers on the last.
 
-NCCL's classes failed the census on H200s (torch 2.11, 2026-11-22): a communicator of two ranks that was aborted left one to three
-descriptors in either process, and after a passed deadline the region was still mapped when the publisher was closed. Since then
-the rendezvous and errors hold no connection (``tests/integration/test_groups.py``), and a thread that hangs in NCCL holds no region
-(``tests/contract/transports/test_nccl_on_cpu.py``). These classes have not run on H200s since.
+NCCL_CENSUS
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import pytest
@@ -42,15 +40,25 @@ def start_nixl() -> None:
 
 
 def start_nccl() -> None:
-    """NCCL, too, keeps threads and descriptors of its first communicator for the life of the process."""
+    """NCCL keeps what the first communicator of two ranks opens, for the life of the process."""
     start_cuda()
-    device = torch.device("cuda", torch.cuda.current_device())
     deadline = Deadline(60.0)
-    rendezvous = StoreRendezvous("127.0.0.1", 1, deadline)
-    group = init_custom_process_group("nccl", 0, 1, "warm-up", deadline, rendezvous=rendezvous, device=device, priority=True)
-    group.broadcast([torch.zeros(1, device=device)], deadline)
-    group.close()
-    rendezvous.close()
+    listening = StoreRendezvous("127.0.0.1", 2, deadline)
+
+    def take_part(rank: int) -> None:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        group = init_custom_process_group(
+            "nccl", rank, 2, "warm-up", deadline, address="127.0.0.1", port=listening.port, rendezvous=None if rank else listening,
+            device=device, priority=True,
+        )  # fmt: skip
+        group.broadcast([torch.zeros(1, device=device)], deadline)
+        torch.cuda.synchronize(device)
+        group.close()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(take_part, range(2)))
+    listening.close()
 
 
 @pytest.fixture(autouse=True)

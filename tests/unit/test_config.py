@@ -199,3 +199,22 @@ def test_a_wrong_timeout_is_a_configuration_error(value: Any) -> None:
 def test_names_of_mounts_are_separated_by_commas() -> None:
     assert ServerSettings.load({"WEIGHTSYNC_MOUNTS": "rollouts, mine"}).mounts == ("rollouts", "mine")
     assert ServerSettings.load({}).mounts == ()
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"XDG_STATE_HOME": "/state", "HOME": "/h"}, "/state/weightsync"),
+        ({"XDG_STATE_HOME": "relative", "HOME": "/h"}, "/h/.local/state/weightsync"),
+        ({"HOME": "/h"}, "/h/.local/state/weightsync"),
+        ({"HOME": "/h", "WEIGHTSYNC_STATE_DIR": "/mine"}, "/mine"),
+        ({"HOME": "/h", "WEIGHTSYNC_STATE_DIR": "off"}, None),
+        ({}, None),
+    ],
+)
+def test_the_history_is_kept_in_the_users_state_folder_unless_told_otherwise(
+    environment: dict[str, str], expected: str | None
+) -> None:
+    directory = ServerSettings.load(environment).history_directory
+    assert (None if directory is None else str(directory)) == expected
+    assert ServerSettings().history_directory is None, "made in code, it touches no folder"

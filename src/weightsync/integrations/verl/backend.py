@@ -248,8 +248,8 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         seconds, timeouts = self._meeting.seconds, ClientSettings.load().timeouts
         limits = msgspec.structs.replace(timeouts, connect=min(timeouts.connect, seconds), version=seconds + _GRACE)
         return weightsync.Receiver(
-            self._name, self._meeting.coordinator, device=device, transports=self._options.transports, timeouts=limits,
-        )  # fmt: skip
+            self._name, self._meeting.coordinator, device=device, transports=self._options.transports, timeouts=limits
+        )
 
 
 def _publish(

@@ -20,7 +20,7 @@ import ray
 import verl
 from hydra import compose, initialize_config_module
 from ray.exceptions import RayActorError
-from tests.integration.verl_cluster import OPTION, ROOT, Run, cluster
+from tests.integration.verl_cluster import ROOT, Run, cluster
 from verl.checkpoint_engine import CheckpointEngineRegistry
 
 from weightsync.config import Address
@@ -81,22 +81,6 @@ def test_replicas_are_added_removed_and_killed_between_updates_and_the_others_ho
     assert token.reveal() not in str(metadata)
     session = folder / "session_latest"
     assert not [path for path in session.rglob("*") if path.is_file() and token.reveal().encode() in path.read_bytes()]
-
-
-def test_shards_are_published_without_a_gather_from_the_second_update_on(folder: Path) -> None:
-    run = Run(folder, actors=2, rollouts=1, options=[f"{OPTION}.shards=true", f"{OPTION}.dtype=bfloat16"])
-    versions = []
-    for step in range(3):
-        run.change(step)
-        metrics = run.update(step)
-        assert metrics["checkpoint_engine/shards"] == float(step > 0)
-        versions.append(metrics["checkpoint_engine/version"])
-        if step == 1:
-            run.manager.add_replicas(run.new_replicas(1))
-        expected = run.change(step, "bfloat16")
-        assert [taken for taken, _ in run.taken()][:1] == [expected]
-    assert versions == [versions[0], versions[0] + 1, versions[0] + 2]
-    assert [taken for taken, _ in run.taken()] == [expected, expected]
 
 
 def test_the_example_of_the_guide_is_a_configuration_of_verl() -> None:

@@ -37,8 +37,6 @@ class Actor(ActorRolloutRefWorker):  # type: ignore[misc]
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def init_model(self) -> None:
         super().init_model()
-        if self.config.rollout.checkpoint_engine.engine_kwargs.get("weightsync", {}).get("shards"):
-            return  # what verl's engine returns is looked at, and must be verl's
         inner = self.actor.engine
         whole = inner.get_per_tensor_param
         inner.get_per_tensor_param = lambda **kwargs: (self.walk(whole(**kwargs)[0]), None)

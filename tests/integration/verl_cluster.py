@@ -25,6 +25,7 @@ OPTION = "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.weightsync"
 LINE = "actor_rollout_ref.rollout.checkpoint_engine.backend=weightsync"
 ON_A_CPU = [
     "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
     "actor_rollout_ref.actor.strategy=fsdp2",
     "actor_rollout_ref.actor.use_torch_compile=False",
     "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",

@@ -30,9 +30,8 @@ class _Handover(EngineAdapter):
     name = "receiver"
     takes_any = True
 
-    def __init__(self, device: torch.device | None, timeout: float, manifest: Manifest | None) -> None:
+    def __init__(self, device: torch.device | None, timeout: float) -> None:
         self._device, self._timeout = device, timeout
-        self._manifest, self.takes_any = manifest or Manifest(()), manifest is None
         self._changed = threading.Condition()
         self._takers = 0  # so far; each has a number
         self._taker = 0  # who takes now; 0: nobody
@@ -47,7 +46,7 @@ class _Handover(EngineAdapter):
     # The adapter: weightsync's thread.
 
     def manifest(self) -> Manifest:
-        return self._manifest
+        return Manifest(())
 
     def device(self) -> torch.device | None:
         return self._device
@@ -150,8 +149,8 @@ class Receiver:
     CUDA device where batches should lie, if trainers on this host can be read from there; else they lie in host memory. The other
     arguments are those of :class:`weightsync.Engine`. Close it, or use it in a ``with``.
 
-    With ``manifest``, it takes exactly those tensors, from streams and from trainers that publish a module. Without, such a trainer
-    refuses it (:class:`~weightsync.errors.ManifestMismatch`). Raises what :class:`weightsync.Engine` raises.
+    Raises what :class:`weightsync.Engine` raises. A trainer that publishes a module refuses receivers
+    (:class:`~weightsync.errors.ManifestMismatch`).
 
     ::
 
@@ -173,10 +172,9 @@ class Receiver:
         device: torch.device | str | None = None,
         transports: Sequence[Transport | str] | None = None,
         timeouts: Timeouts | None = None,
-        manifest: Manifest | None = None,
     ) -> None:
         self._timeout = ClientSettings.load(coordinator=coordinator, timeouts=timeouts).timeouts.version
-        self._handover = _Handover(None if device is None else torch.device(device), self._timeout, manifest)
+        self._handover = _Handover(None if device is None else torch.device(device), self._timeout)
         self._engine = Engine(
             self._handover, replica, coordinator, token=token, rank=rank, world_size=world_size, run=run, delivery="streamed",
             bucket_bytes=bucket_bytes, timeouts=timeouts, transports=transports,

@@ -33,13 +33,10 @@ from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, DeadlineExceeded, MembershipError, RoundFailed, WeightSyncError
 from weightsync.integrations.verl.options import Options, cast, server_settings
 from weightsync.integrations.verl.releases import TRIED, is_tried
-from weightsync.integrations.verl.shards import EngineState, EngineWeights, carry_engine, obstacle
-from weightsync.model import Manifest, TensorSpec
 from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.notices import tell
 from weightsync.protocol.tokens import is_loopback
 from weightsync.server.server import BackgroundServer
-from weightsync.tensors.shards import shards_of
 from weightsync.transports.hostinfo import this_host
 
 __all__ = ["BACKEND", "StreamCheckpointEngine"]
@@ -60,8 +57,6 @@ class Rendezvous(msgspec.Struct, frozen=True):
     seconds: float
     receivers: tuple[str, ...] = ()
     """Replicas of this update: one for each rollout rank."""
-    tensors: tuple[TensorSpec, ...] = ()
-    """The model, if actor ranks publish their shards; empty if they stream whole tensors."""
 
 
 @CheckpointEngineRegistry.register(BACKEND)
@@ -82,9 +77,6 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._options = Options.of(options)
         self._window_bytes = min(bucket_size, _MOST_WINDOW_BYTES)
         self._is_master = is_master
-        self._state: EngineState | None = None
-        if self._options.shards:
-            carry_engine()
         self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._owned = ExitStack()
         self._closing = weakref.finalize(self, self._owned.close)  # verl has no call for it: at the latest when the process exits
@@ -92,7 +84,6 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._meeting = Rendezvous("", 0.0)
         self._trainer: weightsync.Trainer | None = None
         self._receiver: weightsync.Receiver | None = None
-        self._obstacle_logged = False
         self._role: tuple[object, ...] = ()
         self._stuck: Future[dict[str, float]] | None = None
 
@@ -102,18 +93,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if self._is_master:
             settings = ClientSettings.load()
             about |= {"coordinator": self._find_coordinator(), "seconds": self._options.timeout or settings.timeouts.publish}
-        if self._state is not None:
-            manifest, _ = shards_of(self._state, dtype=self._dtypes())
-            about["shards"] = manifest.fingerprint
-            if self._is_master:
-                about["tensors"] = msgspec.to_builtins(manifest.tensors)
         return about
-
-    def _dtypes(self) -> torch.dtype | dict[str, torch.dtype] | None:
-        """What a trainer of the engine's shards converts to."""
-        if self._state is None or not isinstance(self._options.dtype, dict):
-            return self._options.whole_dtype()
-        return {name: self._options.dtype_of(name, tensor.dtype) for name, tensor in self._state.items()}
 
     def _find_coordinator(self) -> str:
         if not self._coordinator:
@@ -157,9 +137,6 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if twice:
             raise MembershipError(f"two rollout ranks have one name: {', '.join(twice[:_SHOWN])}; each needs a process of its own")
         meeting = msgspec.to_builtins(Rendezvous(url.url, float(actors[0]["seconds"]), names))
-        models = {about.get("shards") for about in actors}
-        if len(models) == 1 and None not in models:  # else a rank does not know its engine yet, because it was restarted
-            meeting["tensors"] = actors[0]["tensors"]
 
         def ranks(size: int) -> dict[str, list[Any]]:
             return {"rank": list(range(size)), "world_size": [size] * size, "meeting": [meeting] * size}
@@ -177,22 +154,20 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if not sends:
             return
         self._check_walked()
-        source = self._state if self._meeting.tensors else None
-        role = (self._meeting.coordinator, rank, world_size, source is not None)
+        role = (self._meeting.coordinator, rank, world_size)
         if self._trainer is not None and self._role == role:
             return
         if self._trainer is not None:
             self._trainer.close()
             self._trainer = None
-        stream = weightsync.Stream(window_bytes=self._window_bytes, device=self._options.staging())
         self._trainer = self._owned.enter_context(
             weightsync.Trainer(
-                stream if source is None else source,
+                weightsync.Stream(window_bytes=self._window_bytes, device=self._options.staging()),
                 self._meeting.coordinator,
                 rank=rank,
                 world_size=world_size,
-                dtype=self._options.whole_dtype() if source is None else self._dtypes(),
-                transports=self._options.transports or (None if source is None else self._options.copying()),
+                dtype=self._options.whole_dtype(),
+                transports=self._options.transports,
             )
         )
         self._role = role
@@ -221,14 +196,9 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if trainer is None:
             raise ConfigurationError("this rank was not told where to meet: verl did not call init_process_group()")
         seconds = self._meeting.seconds
-        if self._meeting.tensors:
-            walk = _in_thread(_publish_shards, trainer, self._meeting)
-        else:
-            walk = _in_thread(_publish, trainer, self._meeting, cast(weights, self._options), global_steps)
+        walk = _in_thread(_publish, trainer, self._meeting, cast(weights, self._options), global_steps)
         try:
-            metrics = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(walk)), seconds + _GRACE)
-            self._look_for_shards(weights)
-            return metrics
+            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(walk)), seconds + _GRACE)
         except TimeoutError:
             if walk.done():
                 raise
@@ -237,18 +207,6 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 f"actor rank {trainer.rank} did not walk its weights within {seconds:g} s. Their walk is a collective: another "
                 "actor rank does not take part in it, or the model's own gather hangs"
             ) from None
-
-    def _look_for_shards(self, weights: object) -> None:
-        """Publish shards from the next update on, if this rank's engine allows it."""
-        if not self._options.shards or self._state is not None or self._obstacle_logged:
-            return
-        engine = weights.engine if isinstance(weights, EngineWeights) else None
-        reason = "verl's engine is not its FSDP engine" if engine is None else obstacle(engine)
-        if not reason:
-            self._state = EngineState(engine)
-        elif self._is_master:
-            tell(_log, f"the option shards has no effect, and whole tensors are streamed: {reason}")
-        self._obstacle_logged = bool(reason)
 
     def _check_walked(self) -> None:
         if self._stuck is not None and not self._stuck.done():
@@ -268,7 +226,6 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             WeightSyncError: The coordinator cannot be reached, or refuses this rank.
         """
         deadline = Deadline(self._meeting.seconds)
-        tied = {spec.name: spec.names for spec in self._meeting.tensors}
         receiver = await asyncio.to_thread(self._join, self._options.staging())
         consumer = asyncio.current_task()
         if consumer is not None:  # verl's adapter may fail without closing this generator
@@ -277,8 +234,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         try:
             async for batch in receiver.receive_async(timeout=deadline.remaining("joining the coordinator") + _GRACE):
                 for name, tensor in batch:
-                    for each in tied.get(name, (name,)):
-                        yield each, tensor
+                    yield name, tensor
                 _finish_copies()  # of this batch, whose memory is used again
             received = True
         finally:
@@ -292,9 +248,8 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         seconds, timeouts = self._meeting.seconds, ClientSettings.load().timeouts
         limits = msgspec.structs.replace(timeouts, connect=min(timeouts.connect, seconds), version=seconds + _GRACE)
         return weightsync.Receiver(
-            self._name, self._meeting.coordinator, device=device, transports=self._options.transports, timeouts=limits,
-            manifest=Manifest(self._meeting.tensors) if self._meeting.tensors else None,
-        )  # fmt: skip
+            self._name, self._meeting.coordinator, device=device, transports=self._options.transports, timeouts=limits
+        )
 
 
 def _publish(
@@ -309,23 +264,11 @@ def _publish(
         for _ in weights:
             pass
         raise
-    return _metrics(trainer, meeting, trainer.publish_stream(weights, step=step, timeout=seconds))
-
-
-def _publish_shards(trainer: weightsync.Trainer, meeting: Rendezvous) -> dict[str, float]:
-    """Publish the engine's own shards: nothing is gathered, so verl's generator is not walked, on any rank."""
-    deadline = Deadline(meeting.seconds)
-    _wait_for(trainer, meeting.receivers, deadline)
-    return _metrics(trainer, meeting, trainer.publish(timeout=deadline.remaining("waiting for the rollout ranks")))
-
-
-def _metrics(trainer: weightsync.Trainer, meeting: Rendezvous, result: RoundResult) -> dict[str, float]:
-    """What verl logs, from rank 0. Raises unless every rollout rank of this update has the version."""
+    result = trainer.publish_stream(weights, step=step, timeout=seconds)
     _check(result, meeting.receivers)
     if trainer.rank:
         return {}
     return {
-        "checkpoint_engine/shards": float(bool(meeting.tensors)),
         "checkpoint_engine/version": float(result.version.number),
         "checkpoint_engine/seconds": result.seconds,
         "checkpoint_engine/payload_mbytes": result.nbytes / (1 << 20),

@@ -28,8 +28,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     actor's own. The first pattern that fits a name decides, and a name that none fits is not converted."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where windows of actor ranks and buckets of rollout ranks lie. GPU memory is read on one host, or by a named ``nccl``."""
-    shards: bool = False
-    """Whether actor ranks publish the shards that they hold, where that is possible, instead of gathering whole tensors."""
     transports: tuple[str, ...] | None = None
     """Transports allowed, best first; by default all that both ends have."""
 
@@ -54,10 +52,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def staging(self) -> torch.device | None:
         """The CUDA device of the calling thread, if windows and buckets lie there."""
         return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else None
-
-    def copying(self) -> tuple[str, ...] | None:
-        """Transports that read a copy in host memory, where receivers' buckets lie there too."""
-        return ("shared_memory", "tcp") if self.device == "cpu" else None
 
     def dtype_of(self, name: str, own: torch.dtype) -> torch.dtype:
         """The dtype in which a tensor of dtype ``own`` travels."""

@@ -50,6 +50,7 @@ def test_vllms_factory_makes_a_trainer_that_updates_replicas(plain: bool) -> Non
         def _placed(self) -> list[Any]:
             return [replace(meta, owners=(0,), mesh_shape=(1,), placements=(weights.Shard(0),)) for meta in self._metas()]
 
+        metadata: Any
         if hasattr(WeightSource, "iter_local"):  # vLLM 0.33
             metadata = cached_property(_placed)
             iter_local = _walk

@@ -104,6 +104,7 @@ class WeightTransfer:
         """Join the coordinator, and wait for replicas. Raises what :class:`weightsync.Trainer` and its wait for replicas raise."""
         warn_if_untried()
         self.destroy()
+        self._options.check()
         self._trainer = self._options.join(Stream())
 
     def pause(self) -> None:

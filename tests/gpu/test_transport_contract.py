@@ -1,6 +1,8 @@
 """The transports between GPUs under the contract, faults included. Publishers are on the first GPU, readers on the last.
 
-NCCL_CENSUS
+NCCL's classes fail the census on H200s (torch 2.11, 2026-11-22), and nothing else: each communicator that was aborted leaves one
+socket in either process. Torch alone leaves none when both ranks of a communicator abort it, but for pipes and sockets of the first
+one, which :func:`start_nccl` opens beforehand. Where ours differs is not known.
 """
 
 from __future__ import annotations

@@ -16,9 +16,10 @@ TIED = {"tie_word_embeddings": True}
 class Case:
     """A model at a mesh. ``changes`` are to the family's configuration.
 
-    With ``cp``, ranks are in context-parallel groups; attention that computes so is TransformerEngine's, and has no weights.
-    ``first_stage`` layers are in the first pipeline stage, if not as many as in the others. With ``contradictions``, changes to the
-    configuration that hf_state alone is given, nothing is published: what it raises for each of them is told.
+    With ``cp``, ranks are in context-parallel groups; attention that computes so is TransformerEngine's, and has no weights. ``mtp``
+    is the number of prediction layers. ``first_stage`` layers are in the first pipeline stage, if not as many as in the others. With
+    ``contradictions``, changes to the configuration that hf_state alone is given, nothing is published: what it raises for each of
+    them is told.
     """
 
     family: str
@@ -30,6 +31,7 @@ class Case:
     dp: int = 1
     cp: int = 1
     first_stage: int | None = None
+    mtp: int = 0
     dtype: str = "bfloat16"
     changes: dict[str, Any] = field(default_factory=dict)
     versions: int = 3
@@ -53,7 +55,8 @@ class Case:
         return 0 if stage == 0 else self.first_stage + (stage - 1) * ((count - self.first_stage) // (self.pp - 1))
 
     def __str__(self) -> str:
-        sizes = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "ep": self.ep, "etp": self.etp, "dp": self.dp, "cp": self.cp}
+        names = ("tp", "pp", "vpp", "ep", "etp", "dp", "cp")
+        sizes = {name: getattr(self, name) for name in names} | {"mtp": 2 * self.mtp}
         mesh = "-".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
         uneven = [] if self.first_stage is None else [f"first{self.first_stage}"]
         return "-".join([self.family, mesh or "one", *uneven, *map(str, self.changes)]) + ("" if self.stacked else "-checkpoint")

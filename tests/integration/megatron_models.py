@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
@@ -19,7 +19,7 @@ from torch import nn
 
 __all__ = ["build", "fill", "initialize", "wrapped"]
 
-_LAYER = re.compile(r"decoder\.layers\.([0-9]+)\.(.+)")
+_LAYER = re.compile(r"(decoder|mtp)\.layers\.([0-9]+)\.(.+)")
 _EXPERT = re.compile(r"\.local_experts\.([0-9]+)\.")
 
 
@@ -42,10 +42,12 @@ def build(case: Case) -> list[nn.Module]:
     chunks: list[nn.Module] = []
     for stage in range(case.vpp):
         virtual = stage if case.vpp > 1 else None
+        spec = _spec(hf, config, virtual)
         chunks.append(
             GPTModel(
                 config,
-                _spec(hf, config, virtual),
+                spec,
+                mtp_block_spec=get_gpt_mtp_block_spec(config, spec, False, vp_stage=virtual) if case.mtp else None,
                 vocab_size=PADDED,
                 max_sequence_length=64,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
@@ -124,6 +126,7 @@ def _config(hf: Any, case: Case) -> TransformerConfig:
         qk_pos_emb_head_dim=hf.qk_rope_head_dim,
         v_head_dim=hf.v_head_dim,
         rope_type="rope",
+        mtp_num_layers=case.mtp or None,
     )
     return MLATransformerConfig(**given)
 
@@ -153,11 +156,12 @@ def fill(chunks: list[nn.Module], version: int) -> None:
             cut = rank if getattr(value, "tensor_model_parallel", False) else 0
             match = _LAYER.fullmatch(name)
             if match:
-                layer: Any = chunk.get_submodule(f"decoder.layers.{match[1]}")
-                name = f"{layer.layer_number}.{match[2]}"
+                layer: Any = chunk.get_submodule(f"{match[1]}.layers.{match[2]}")
+                name = f"{match[1]}.{layer.layer_number}.{match[3]}"
                 expert = _EXPERT.search(name)
                 if expert:
-                    name = name.replace(expert[0], f".{layer.mlp.local_expert_indices[int(expert[1])]}.")
+                    numbers = getattr(layer, "transformer_layer", layer).mlp.local_expert_indices
+                    name = name.replace(expert[0], f".{numbers[int(expert[1])]}.")
             if chunk.share_embeddings_and_output_weights and name == "output_layer.weight":
                 name = "embedding.word_embeddings.weight"
             generator = torch.Generator().manual_seed(zlib.crc32(f"{name}/{cut}/{version}".encode()))

@@ -35,6 +35,15 @@ def reference(case: Case, folder: Path, version: int) -> Tensors:
         prefix = f"decoder.layers.{number}."
         layer = {name.removeprefix(prefix): whole.pop(name) for name in list(whole) if name.startswith(prefix)}
         out |= {f"model.layers.{number}.{name}": value for name, value in _layer(layer, hf).items()}
+    if case.mtp:
+        last = f"model.layers.{hf.num_hidden_layers}."
+        layer = {name.removeprefix("mtp.layers.0."): whole.pop(name) for name in list(whole) if name.startswith("mtp.layers.0.")}
+        out |= {last + name: layer.pop(name)[0] for name in ("enorm.weight", "hnorm.weight", "eh_proj.weight")}
+        out[last + "shared_head.norm.weight"] = layer.pop("final_layernorm.weight")[0]
+        inner = {name.removeprefix("transformer_layer."): value for name, value in layer.items()}
+        out |= {last + name: value for name, value in _layer(inner, hf).items()}
+        out[last + "embed_tokens.weight"] = out["model.embed_tokens.weight"]
+        out[last + "shared_head.head.weight"] = out["lm_head.weight"]
     assert not whole, f"the reference converts no {sorted(whole)}"
     return out
 

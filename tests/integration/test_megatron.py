@@ -39,6 +39,8 @@ RARE = [
     Case("qwen3_moe", tp=2, ep=2, etp=1, pp=2, stacked=False),
     Case("mixtral", ep=2, pp=2, vpp=2, stacked=False),
     Case("deepseek_v3", ep=2, pp=2, first_stage=3, stacked=False),
+    Case("deepseek_v3", tp=2, ep=2, mtp=1, stacked=False),
+    Case("deepseek_v3", ep=2, pp=2, mtp=1, stacked=False),
 ]
 RARE += [case for case in MESHES if str(case) not in map(str, QUICK + RARE)]
 
@@ -54,23 +56,31 @@ def _module(case: Case) -> torch.nn.Module:
     """The engine's module: Transformers' own, or one that has its parameters under the names of the checkpoint."""
     from transformers import AutoModelForCausalLM
 
-    module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        hf_config(case.family, case.changes), dtype=getattr(torch, case.dtype)
-    )
+    hf = hf_config(case.family, case.changes)
+    layers = hf.num_hidden_layers
+    hf.num_hidden_layers += case.mtp  # Transformers has no prediction layers: they are layers and what is around
+    module = AutoModelForCausalLM.from_config(hf, dtype=getattr(torch, case.dtype))  # type: ignore[no-untyped-call]
     for name, value in module.named_buffers():
         if name.endswith("e_score_correction_bias"):
             value.data = value.data.float()  # as checkpoints have it
-    return module if case.stacked else Checkpoint(module)
+    if case.stacked:
+        return module  # type: ignore[no-any-return]
+    around = {
+        "enorm": (64,), "hnorm": (64,), "eh_proj": (64, 128), "shared_head.norm": (64,), "shared_head.head": (hf.vocab_size, 64),
+        "embed_tokens": (hf.vocab_size, 64),
+    }  # fmt: skip
+    more = {f"model.layers.{layers}.{name}.weight": torch.zeros(shape, dtype=module.dtype) for name, shape in around.items()}
+    return Checkpoint(module, more if case.mtp else {})
 
 
 class Checkpoint(torch.nn.Module):
     """Parameters under the names that Transformers saves, as vLLM's loaders take them."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, more: dict[str, torch.Tensor]) -> None:
         from transformers.core_model_loading import revert_weight_conversion
 
         super().__init__()
-        for name, value in revert_weight_conversion(model, model.state_dict()).items():
+        for name, value in (revert_weight_conversion(model, model.state_dict()) | more).items():
             path, _, last = name.rpartition(".")
             module: torch.nn.Module = self
             for part in path.split("."):

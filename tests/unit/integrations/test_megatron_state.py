@@ -123,7 +123,6 @@ class Quantized(torch.Tensor):
     ("given", "said"),
     [
         ({"decoder.layers.1.self_attention.sinks": torch.ones(4)}, r"no rule for parameter decoder\.layers\.1.*sinks"),
-        ({"mtp.layers.0.enorm.weight": torch.ones(8)}, r"mtp\.layers\.0\.enorm\.weight on trainer rank 0: prediction layers"),
         ({"decoder.layers.0.self_attention.linear_qkv.weight": torch.ones(16, 7)}, r"linear_qkv\.weight on trainer.*\[16, 8\]"),
         ({"output_layer.weight": torch.ones(8, 8)}, r"output_layer\.weight on .*lm_head\.weight: shape \[8, 8\]"),
         ({"decoder.final_layernorm.weight": torch.ones(8, dtype=torch.float16)}, "is float16 instead of float32"),
@@ -146,6 +145,23 @@ def test_a_rank_that_holds_half_of_a_wider_tensor_is_not_taken_for_one_that_hold
         LayoutError, match=r"layers\.0\.mlp\.linear_fc1\.weight on trainer rank 0 \(TP 1 of 2\).* \[24, 8\].* \[48, 8\]"
     ):
         hf_state(Model(CONFIG, given, tp=(1, 2)), config=CONFIG)
+
+
+def test_prediction_layers_of_a_family_without_rules_for_them_are_named() -> None:
+    model: Any = Model(CONFIG, parameters())
+    layer: Any = nn.Module()
+    layer.layer_number, layer.transformer_layer = 1, nn.Module()
+    layer.transformer_layer.mlp = nn.Module()
+    place(layer, "enorm.weight", torch.ones(8))
+    model.mtp = nn.Module()
+    model.mtp.layers = nn.ModuleList([layer])
+    with pytest.raises(
+        LayoutError, match=r"mtp\.layers\.0\.enorm\.weight on trainer rank 0: this family has no rules for prediction"
+    ):
+        hf_state(model, config=CONFIG)
+    model.config.mtp_num_layers = 1
+    with pytest.raises(ConfigurationError, match="mtp_num_layers is 1 on trainer rank 0"):
+        hf_state(model, config=CONFIG)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ __all__ = [
     "head_dim",
     "latent_attention",
     "norms",
+    "prediction",
     "router",
     "vocabulary",
     "whole",
@@ -144,6 +145,17 @@ def router(config: HFConfig, count: int, *, name: str = "mlp.gate", expert_bias:
     if expert_bias:
         rules["mlp.router.expert_bias"] = whole(f"{name}.e_score_correction_bias", count, dtype="float32")
     return rules
+
+
+def prediction(config: HFConfig) -> Rules:
+    """Return the rules of what a prediction layer (MTP) has around its Transformer layer."""
+    hidden = config.hidden_size
+    return {
+        "enorm.weight": whole("enorm.weight", hidden),
+        "hnorm.weight": whole("hnorm.weight", hidden),
+        "eh_proj.weight": whole("eh_proj.weight", hidden, 2 * hidden, cut=True),
+        "final_layernorm.weight": whole("shared_head.norm.weight", hidden),
+    }
 
 
 def experts(

@@ -15,7 +15,7 @@ from weightsync.errors import ConfigurationError, LayoutError
 
 __all__ = ["ModelChunk", "ParallelPlace", "expert_number"]
 
-_LAYER = re.compile(r"decoder\.layers\.([0-9]+)\.(.+)")
+_LAYER = re.compile(r"(decoder|mtp)\.layers\.([0-9]+)\.(?:transformer_layer\.)?(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.([0-9]+)\.(.+)|(.+\.(?:weight|bias))([0-9]+))")
 _EXPERTS = "mlp.experts."
 
@@ -64,10 +64,22 @@ class ModelChunk:
         self.config: Any = model.config
         self._modules: list[nn.Module] = list(model.modules())
         self.place = ParallelPlace.of(model)
-        layers = list(model.decoder.layers)
-        self.layers: list[int] = [int(layer.layer_number) - 1 for layer in layers]
-        """Their numbers in the whole model, from zero."""
-        self._experts: list[list[int]] = [list(getattr(layer.mlp, "local_expert_indices", ())) for layer in layers]
+        self._numbers: dict[tuple[str, int], int] = {}
+        """By the path of its layers and its place there, the number of a layer in the whole model."""
+        self._experts: dict[int, list[int]] = {}
+        for index, layer in enumerate(model.decoder.layers):
+            self._add(("decoder", index), int(layer.layer_number) - 1, layer)
+        for index, layer in enumerate(getattr(getattr(model, "mtp", None), "layers", ())):
+            self._add(("mtp", index), self.config.num_layers + int(layer.layer_number) - 1, layer.transformer_layer)
+
+    def _add(self, place: tuple[str, int], number: int, layer: nn.Module) -> None:
+        self._numbers[place] = number
+        self._experts[number] = list(getattr(layer.mlp, "local_expert_indices", ()))
+
+    @property
+    def layers(self) -> list[int]:
+        """Numbers of its layers in the whole model, from zero; prediction layers follow the others."""
+        return list(self._numbers.values())
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield parameters, and those buffers that a checkpoint holds."""
@@ -94,14 +106,14 @@ class ModelChunk:
         match = _LAYER.fullmatch(name)
         if match is None:
             return None, name
-        index, key = int(match[1]), match[2]
+        number, key = self._numbers[match[1], int(match[2])], match[3]
         expert = _EXPERT.fullmatch(key)
         if expert is not None:
             local, rest = (expert[1], expert[2]) if expert[1] else (expert[4], expert[3])
-            if int(local) >= len(self._experts[index]):
-                raise LayoutError(f"{name} on {self.place}: its layer has {len(self._experts[index])} experts")
-            key = f"{_EXPERTS}{self._experts[index][int(local)]}.{rest}"
-        return self.layers[index], key
+            if int(local) >= len(self._experts[number]):
+                raise LayoutError(f"{name} on {self.place}: its layer has {len(self._experts[number])} experts")
+            key = f"{_EXPERTS}{self._experts[number][int(local)]}.{rest}"
+        return number, key
 
     def holds(self, layer: int | None, key: str) -> bool:
         """Return whether a parameter of this place in the whole model belongs in this chunk."""
@@ -109,10 +121,10 @@ class ModelChunk:
             first = bool(self.model.pre_process)
             last = bool(self.model.post_process)
             return first if key.startswith("embedding.") else last
-        if layer not in self.layers:
+        if layer not in self._experts:
             return False
         expert = expert_number(key)
-        return expert is None or expert in self._experts[self.layers.index(layer)]
+        return expert is None or expert in self._experts[layer]
 
 
 def expert_number(key: str) -> int | None:

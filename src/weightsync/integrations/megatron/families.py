@@ -13,6 +13,7 @@ from weightsync.integrations.megatron.blocks import (
     gated_mlp,
     latent_attention,
     norms,
+    prediction,
     router,
     vocabulary,
 )
@@ -27,11 +28,13 @@ class Family:
     ``layer(config, number, stacked)`` has the rules of layer ``number``, counted from zero; Hugging Face names in them are
     relative to ``model.layers.<number>``. ``stacked`` asks for the names of Transformers' modules, which stack the experts of a
     layer, instead of a checkpoint's. ``outside(config)`` has the rules of everything that is not in a layer, with full names.
+    ``prediction(config)`` has the rules of what a prediction layer adds to a layer, if its family has such.
     ``zero_centered_norms``: the checkpoint holds norm weights minus one, as Megatron does with ``layernorm_zero_centered_gamma``.
     """
 
     layer: Callable[[HFConfig, int, bool], Rules]
     outside: Callable[[HFConfig], Rules] = vocabulary
+    prediction: Callable[[HFConfig], Rules] | None = None
     zero_centered_norms: bool = False
 
 
@@ -94,7 +97,7 @@ def _experts(config: HFConfig) -> int:
 
 
 FAMILIES = {
-    "deepseek_v3": Family(_deepseek_v3),
+    "deepseek_v3": Family(_deepseek_v3, prediction=prediction),
     "llama": Family(_llama),
     "mixtral": Family(_mixtral),
     "qwen2": Family(_qwen2),

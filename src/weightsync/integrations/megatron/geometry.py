@@ -15,7 +15,7 @@ __all__ = ["ShardedTensor", "check_geometry", "sharded_tensors"]
 
 ShardedTensor: TypeAlias = Any
 """A ``megatron.core.dist_checkpointing.ShardedTensor``: a box of a tensor of the whole model."""
-_NUMBERED = re.compile(r"^decoder\.layers\.([0-9]+)\.")
+_NUMBERED = re.compile(r"^(?:decoder|mtp)\.layers\.([0-9]+)\.")
 
 
 def sharded_tensors(model: nn.Module) -> Mapping[str, Sequence[ShardedTensor]]:

@@ -54,7 +54,10 @@ def hf_state(
             "Add a family: docs/guides/megatron.md, hf_state(..., family=Family(...))"
         )
     _check_configuration(chunks, config, family)
-    rules = ModelRules(config, family, dtype_name(chunks[0].config.params_dtype), stacked=stacked_experts)
+    predicted = getattr(chunks[0].config, "mtp_num_layers", None) or 0
+    rules = ModelRules(
+        config, family, dtype_name(chunks[0].config.params_dtype), stacked=stacked_experts, predicted=predicted
+    )  # fmt: skip
     experts = chunks[0].config.num_moe_experts
     if rules.expert_counts - {experts}:
         raise ConfigurationError(
@@ -95,7 +98,7 @@ class MegatronState(ShardedState):
             rule = self._rules.packings.get((layer, key))
             if rule is None:
                 remedy = (
-                    "prediction layers are not published: build the model without them (mtp_num_layers)"
+                    "this family has no rules for prediction layers: build the model without them (mtp_num_layers)"
                     if name.startswith("mtp.")
                     else f"the family's {'layer' if layer is not None else 'outside'} rules need one for {key!r}; "
                     "docs/guides/megatron.md shows how to add it"
@@ -132,12 +135,15 @@ class MegatronState(ShardedState):
         rank, size = self._place.tensor if expert is None else self._place.expert_tensor
         try:
             runs = rule.runs(tuple(data.shape), rank, size)
+            if layer is not None and name.startswith("mtp."):
+                layer -= self._chunks[0].config.num_layers
             check_geometry(rule, runs, [number for number in (layer, expert) if number is not None], declared)
         except LayoutError as error:
             raise LayoutError(f"{name} on {self._place}, which holds {rule.parts[0].name}: {error}") from None
         for piece in rule.pieces(runs):
-            view = data.narrow(rule.dim, piece.start, piece.stop - piece.start)
-            yield Shard(piece.part.name, piece.part.shape, piece.box, view.view(piece.box.shape))
+            view = data.narrow(rule.dim, piece.start, piece.stop - piece.start).view(piece.box.shape)
+            for label in (piece.part.name, *self._rules.copies.get(piece.part.name, ())):
+                yield Shard(label, piece.part.shape, piece.box, view)
 
 
 def _check_configuration(chunks: Sequence[ModelChunk], config: HFConfig, family: Family) -> None:
@@ -192,9 +198,15 @@ def _check_configuration(chunks: Sequence[ModelChunk], config: HFConfig, family:
             raise ConfigurationError(
                 f"share_embeddings_and_output_weights is {shared} on {place}, and tie_word_embeddings {config.tie_word_embeddings}"
             )
+    predicted = getattr(model, "mtp_num_layers", None) or 0
+    if predicted and predicted != (getattr(config, "num_nextn_predict_layers", None) or 0):
+        raise ConfigurationError(
+            f"Megatron's mtp_num_layers is {predicted} on {place}, and the Hugging Face configuration has "
+            f"num_nextn_predict_layers {getattr(config, 'num_nextn_predict_layers', None)}"
+        )
     virtual = model.virtual_pipeline_model_parallel_size or 1
     if len(chunks) != virtual:
         raise ConfigurationError(f"{place} has {virtual} virtual pipeline stages, and hf_state got {len(chunks)} model chunks")
     numbers = [number for chunk in chunks for number in chunk.layers]
-    if len(set(numbers)) != len(numbers) or not all(0 <= number < config.num_hidden_layers for number in numbers):
+    if len(set(numbers)) != len(numbers) or not all(0 <= number < config.num_hidden_layers + predicted for number in numbers):
         raise ConfigurationError(f"{place} holds layers {numbers}, counted from zero, of a model of {config.num_hidden_layers}")

@@ -70,11 +70,13 @@ class ModelChunk:
         for index, layer in enumerate(model.decoder.layers):
             self._add(("decoder", index), int(layer.layer_number) - 1, layer)
         for index, layer in enumerate(getattr(getattr(model, "mtp", None), "layers", ())):
-            self._add(("mtp", index), self.config.num_layers + int(layer.layer_number) - 1, layer.transformer_layer)
+            self._add(
+                ("mtp", index), self.config.num_layers + int(layer.layer_number) - 1, getattr(layer, "transformer_layer", layer)
+            )
 
     def _add(self, place: tuple[str, int], number: int, layer: nn.Module) -> None:
         self._numbers[place] = number
-        self._experts[number] = list(getattr(layer.mlp, "local_expert_indices", ()))
+        self._experts[number] = list(getattr(getattr(layer, "mlp", None), "local_expert_indices", ()))
 
     @property
     def layers(self) -> list[int]:

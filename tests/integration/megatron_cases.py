@@ -16,10 +16,10 @@ TIED = {"tie_word_embeddings": True}
 class Case:
     """A model at a mesh. ``changes`` are to the family's configuration.
 
-    With ``cp``, ranks are in context-parallel groups; attention that computes so is TransformerEngine's, and has no weights. ``mtp``
-    is the number of prediction layers. ``first_stage`` layers are in the first pipeline stage, if not as many as in the others. With
-    ``contradictions``, changes to the configuration that hf_state alone is given, nothing is published: what it raises for each of
-    them is told.
+    With ``cp``, ranks are in context-parallel groups; attention that computes so is TransformerEngine's, and has no weights.
+    ``mtp`` is the number of prediction layers. ``first_stage`` layers are in the first pipeline stage, if not as many as in the
+    others. With ``contradictions``, changes to the configuration that hf_state alone is given, nothing is published: what it raises
+    for each of them is told.
     """
 
     family: str

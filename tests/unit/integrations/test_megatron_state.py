@@ -155,11 +155,9 @@ def test_prediction_layers_of_a_family_without_rules_for_them_are_named() -> Non
     place(layer, "enorm.weight", torch.ones(8))
     model.mtp = nn.Module()
     model.mtp.layers = nn.ModuleList([layer])
-    with pytest.raises(
-        LayoutError, match=r"mtp\.layers\.0\.enorm\.weight on trainer rank 0: this family has no rules for prediction"
-    ):
-        hf_state(model, config=CONFIG)
     model.config.mtp_num_layers = 1
+    with pytest.raises(LayoutError, match=r"mtp\.layers\.0\.enorm\.weight on trainer rank 0: this family has no rules"):
+        hf_state(model, config=llama_config(num_nextn_predict_layers=1))
     with pytest.raises(ConfigurationError, match="mtp_num_layers is 1 on trainer rank 0"):
         hf_state(model, config=CONFIG)
 

@@ -1,6 +1,6 @@
 """A program: Megatron-core ranks publish to a real vLLM on this CPU; prints what was seen as one line of JSON.
 
-``python vllm_megatron.py CASE TP PP DIRECTORY`` with a :class:`~tests.integration.megatron_cases.Case` as JSON, and the ranks of
+``python vllm_megatron.py CASE TP DIRECTORY`` with a :class:`~tests.integration.megatron_cases.Case` as JSON, and the ranks of
 vLLM. Its workers import this file again, and must not find numba loaded (see ``vllm_rounds.py``).
 """
 
@@ -31,7 +31,7 @@ def expected(model: Any) -> list[list[int]]:
     return answers
 
 
-def play(case: Case, tp: int, pp: int, directory: Path) -> dict[str, Any]:
+def play(case: Case, tp: int, directory: Path) -> dict[str, Any]:
     from tests.integration.megatron_process import Ranks
     from tests.integration.megatron_reference import reference, stacked
     from transformers import AutoModelForCausalLM
@@ -46,7 +46,7 @@ def play(case: Case, tp: int, pp: int, directory: Path) -> dict[str, Any]:
     torch.nn.Module.to(model, dtype=torch.float32)  # in place: the judge
     llm = LLM(
         model=str(directory / "model"), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=128,
-        tensor_parallel_size=tp, pipeline_parallel_size=pp, block_size=32, max_num_seqs=8,
+        tensor_parallel_size=tp, block_size=32, max_num_seqs=8,
         weight_transfer_config=WeightTransferConfig(backend="weightsync"),
     )  # fmt: skip
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
@@ -81,8 +81,8 @@ def play(case: Case, tp: int, pp: int, directory: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    case, tp, pp, directory = Case(**json.loads(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    print("RESULT " + json.dumps(play(case, tp, pp, directory)), flush=True)
+    case, tp, directory = Case(**json.loads(sys.argv[1])), int(sys.argv[2]), Path(sys.argv[3])
+    print("RESULT " + json.dumps(play(case, tp, directory)), flush=True)
     return 0
 
 

@@ -41,6 +41,6 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, case: Case, tp: int) -
     for entry in seen["versions"]:
         assert entry["replicas"] == [["loaded", "received", "streamed"]]
         assert entry["answers"] == entry["expected"]
-        assert all(len(set(answer)) > 3 for answer in entry["answers"])
+        assert any(len(set(answer)) > 3 for answer in entry["answers"])
     answers = [entry["answers"] for entry in seen["versions"]]
     assert all(one != other for number, one in enumerate(answers) for other in answers[:number])

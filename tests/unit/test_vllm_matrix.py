@@ -29,9 +29,5 @@ def test_the_guide_has_a_row_for_each_release_and_names_as_tried_what_passed() -
     guide = (ROOT / "docs" / "guides" / "vllm.md").read_text()
     rows = re.findall(r"^\| (\d+\.\d+)\.\d+ \|(.*)\| (?:\d{4}-\d\d-\d\d|-) \|$", guide, re.MULTILINE)
     assert [release for release, _ in rows] == [release.rpartition(".")[0] for release in vllm_matrix.RELEASES]
-    passed = {
-        tuple(map(int, release.split(".")))
-        for release, outcomes in rows
-        if {outcome.strip() for outcome in outcomes.split("|")} == {"passed"}
-    }
+    passed = {tuple(map(int, release.split("."))) for release, outcomes in rows if "passed" in outcomes}
     assert passed == set(TRIED) - {(0, 25)}  # tried on GPUs

@@ -20,7 +20,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, ConfigurationError, CoordinatorUnreachable, DeadlineExceeded, LoadError
 from weightsync.rollouts.broker import Order
 from weightsync.rollouts.callbacks import RolloutCallback
-from weightsync.rollouts.mail import asked
+from weightsync.rollouts.mail import request_until
 from weightsync.rollouts.orders import CommandFollower, UpdateServers
 from weightsync.rollouts.orders import Server as Where
 from weightsync.server.server import BackgroundServer
@@ -186,7 +186,7 @@ async def test_an_order_that_comes_again_is_answered_again_and_done_once() -> No
             try:
                 for _ in range(2):
                     body = msgspec.json.encode(order)
-                    answer = await asked(http, where, "POST", "/v1/rollouts/orders", body, Deadline(SECONDS))
+                    answer = await request_until(http, where, "POST", "/v1/rollouts/orders", body, Deadline(SECONDS))
                     assert answer.json() == {"message": "paused"}
             finally:
                 await asyncio.to_thread(server.stop)

@@ -214,7 +214,7 @@ async def test_bad_answers(code: int, said: bytes, expected: type[Exception]) ->
         await writer.drain()
 
     async with serving(answer) as url, VllmTokens() as vllm:
-        with pytest.raises(expected, match=url if expected is not ProtocolError else "sent something else"):
+        with pytest.raises(expected, match=url if expected is not ProtocolError else "sent an unreadable message"):
             await collect(vllm, url)
 
 

@@ -67,7 +67,7 @@ def test_without_files_the_configuration_says_it(tmp_path: Path) -> None:
     made = model(True)
     made.config.dtype = torch.bfloat16
     assert checkpoint_of(str(tmp_path), None, made.config).manifest == manifest_of(made)
-    with pytest.raises(ConfigurationError, match="which tensors"):
+    with pytest.raises(ConfigurationError, match="tensors of this engine are unknown"):
         checkpoint_of(str(tmp_path), None, object())
 
 
@@ -223,7 +223,7 @@ def test_a_call_that_was_given_up_neither_overtakes_a_later_one_nor_runs_after_i
         fake.hold.clear()
         with pytest.raises(DeadlineExceeded, match="resume"):
             controls.resume(0.2)  # it hangs in the engine
-        with pytest.raises(DeadlineExceeded, match=r"resume still runs|did not answer flush"):
+        with pytest.raises(DeadlineExceeded, match=r"resume is still running|did not answer flush"):
             controls.flush(0.2)  # it never gets its turn
         pausing = workers.submit(controls.pause, "abort", 5.0)
         fake.hold.set()
@@ -315,7 +315,7 @@ def test_a_rank_stages_lends_nothing_and_resumes_only_what_it_loaded(fake: Fake,
         adapter.finish(VERSION)
     adapter.load(iter([("b", torch.ones(2, 2, dtype=torch.bfloat16))]))
     adapter.finish(VERSION)
-    with pytest.raises(LoadError, match="never loaded"):
+    with pytest.raises(LoadError, match="did not load"):
         adapter.resume()
     staged = dict(adapter.staged())
     assert list(staged) == ["b", "a", "tied"]
@@ -346,7 +346,7 @@ def test_a_draft_models_tensors_are_told_apart_by_their_prefix(fake: Fake, contr
     assert [(name, float(value[0])) for name, value in adapter.staged()] == [("a", 0), ("tied", 0)]
     assert [(name, float(value[0])) for name, value in adapter.staged(draft=True)] == [("a", 1), ("tied", 1)]
     adapter.loaded()
-    with pytest.raises(LoadError, match="never loaded"):
+    with pytest.raises(LoadError, match="did not load"):
         adapter.resume()
     adapter.loaded(draft=True)
     adapter.resume()
@@ -410,5 +410,5 @@ def test_a_push_of_other_tensors_or_from_elsewhere_does_not_join(monkeypatch: py
 @pytest.mark.parametrize("wish", [{"master_address": "127.0.0.1"}, {"master_address": "127.0.0.1", "master_port": 0}])
 def test_a_group_that_is_none_is_refused(wish: dict[str, object]) -> None:
     pushed = PushedUpdates(VllmWorkerAdapter(HfCheckpoint(Manifest([TensorSpec("a", (4,), "float32")]), ("a",)), None), 0, CPU)
-    with pytest.raises(ConfigurationError, match="not a body"):
+    with pytest.raises(ConfigurationError, match="invalid request"):
         pushed.join(wish)

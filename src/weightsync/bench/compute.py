@@ -1,4 +1,4 @@
-"""Cases inside one process: the digest against one read of memory, and planning against the time that was asked for."""
+"""Cases in one process: the digest compared to one read of memory, and planning compared to its time limit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["COMPUTE_CASES", "Case", "run_compute_case"]
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One line of the benchmark's result. ``ratio`` is seconds over floor_seconds; ``goal`` the ratio that was asked for."""
+    """Result of one case. ``ratio`` is ``seconds / floor_seconds``, and ``goal`` is the required ratio."""
 
     name: str
     bytes: int
@@ -33,18 +33,18 @@ class Case(msgspec.Struct, frozen=True):
     ratio: float
     goal: float | None = None
     publish_seconds: float | None = None
-    """All of ``publish``: what happens before the pause, too (agree, place)."""
+    """Duration of the whole ``publish`` call, including the phases before the pause (agree, place)."""
     publish_ratio: float | None = None
-    """``publish_seconds`` over its own floor (for shared memory, the copy to the shelf is part of that)."""
+    """``publish_seconds`` over its own floor, which for shared memory includes the copy to the published region."""
     phases: dict[str, float] = {}
     rounds: int = 1
     ratio_lowest: float | None = None
     ratio_highest: float | None = None
-    """Of the rounds, each beside the floor that was measured just before it."""
+    """Extremes over the rounds, each relative to the floor measured just before it."""
     processor_ratio: float | None = None
-    """Processor time of the engine ranks in a round over that of their part of the floor: other programs change it little."""
+    """CPU time of the engine ranks in a round over that of their part of the floor. Other programs affect it little."""
     waited_share: float | None = None
-    """The part of a round that the engine rank which waited longest for a processor waited: near zero on a quiet machine."""
+    """Largest share of a round that an engine rank waited for a CPU. Near zero on an idle machine."""
 
 
 def _timed(work: Callable[[], object], repeats: int) -> float:
@@ -62,10 +62,10 @@ def _digest(name: str, size: int) -> Case:
     layout, addresses = layout_in_place(manifest, shards)
     out = np.zeros(len(layout), np.uint64)
     words = weight.view(torch.int16).numpy().view(np.uint64)
-    digest_rows(manifest, layout, addresses, 0, len(layout), out)  # compiled, or loaded from the cache, before it is timed
+    digest_rows(manifest, layout, addresses, 0, len(layout), out)  # compile it, or load it from the cache, before the measurement
     seconds = _timed(lambda: digest_rows(manifest, layout, addresses, 0, len(layout), out), 5)
     floor_seconds = _timed(lambda: np.add.reduce(words, axis=None), 5)
-    # The goal of 2 GB/s a core, as a ratio to the read that was measured.
+    # The goal is 2 GB/s for each core, expressed as a ratio to the measured read.
     goal = (manifest.nbytes / 2e9) / floor_seconds
     return Case(name, manifest.nbytes, seconds, "one read of the same bytes (a sum)", floor_seconds, seconds / floor_seconds, goal)
 
@@ -84,7 +84,7 @@ def _plan(
             made.pieces(target.member)
 
     seconds = _timed(plan, 3)
-    return Case(name, manifest.nbytes, seconds, "the time that was asked for", goal_seconds, seconds / goal_seconds, 1.0)
+    return Case(name, manifest.nbytes, seconds, "the time limit", goal_seconds, seconds / goal_seconds, 1.0)
 
 
 _CASES: dict[str, Callable[[str, int], Case]] = {
@@ -104,5 +104,5 @@ COMPUTE_CASES = tuple(_CASES)
 
 
 def run_compute_case(name: str, size: int) -> Case:
-    """Run one case of :data:`COMPUTE_CASES`; ``size`` is the digest's number of bytes."""
+    """Run one case of :data:`COMPUTE_CASES`. ``size`` is the number of bytes to digest."""
     return _CASES[name](name, size)

@@ -1,4 +1,4 @@
-"""What a case of the GPU suite is: a model's shapes, who holds which parts of it, and on which GPUs."""
+"""Cases of the GPU suite: the shapes of a model, its sharding, and the GPU of each rank."""
 
 from __future__ import annotations
 
@@ -17,31 +17,39 @@ from weightsync.model import Layout, Manifest, TensorSpec
 __all__ = ["MODELS", "Delivery", "Job", "count_of", "manifest_for", "place"]
 
 MODELS = {"qwen3-30b-a3b": qwen3_30b_a3b, "qwen3-8b": qwen3_8b}
-"""Models whose shapes are known by name."""
+"""Models with built-in shapes."""
 
 Delivery = Literal["direct", "streamed"]
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One case, as every process of it gets it."""
+    """One case, passed to each of its processes."""
 
     name: str
     model: str
     """A name of :data:`MODELS`, or the path of a Hugging Face ``config.json``."""
     delivery: Delivery
     on: tuple[int, ...]
-    """The GPU of each trainer rank, which holds that part of every tensor that FSDP would."""
+    """GPU of each trainer rank. The rank holds its FSDP shard of every tensor."""
     to: tuple[int, ...]
-    """The GPU of each engine rank, which holds that part that tensor parallelism would."""
+    """GPU of each engine rank. The rank holds its tensor-parallel shard of every tensor."""
     transport: str = "cuda_ipc"
     bucket_bytes: int = 0
     buffers: int = 2
 
     def floor(self, manifest: Manifest, local: float, peer: float) -> tuple[float, int, int]:
-        """Seconds of moving the bytes alone at these rates (bytes a second), for the slowest rank; its bytes, those from peers.
+        """Compute the time that moving the bytes takes at least, for the slowest rank.
 
-        What other GPUs hold comes over this GPU's link, at the same time as its own is copied. Streamed, every rank takes the whole
-        model that way, and then its loader copies this rank's part once more.
+        Bytes of other GPUs cross the GPU's link while its own bytes are copied. With streamed delivery every rank receives the
+        whole model, and then its loader copies the rank's part once more.
+
+        Args:
+            manifest: The tensors.
+            local: Copy rate within a GPU in bytes per second.
+            peer: Copy rate from another GPU in bytes per second.
+
+        Returns:
+            Seconds, and the rank's bytes in total and from other GPUs.
         """
         sources = fsdp(manifest, len(self.on))
         worst, most = 0.0, (0, 0)
@@ -62,22 +70,26 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _common(manifest: Manifest, first: Layout, second: Layout) -> int:
-    """Bytes in both layouts, each of one row a tensor."""
+    """Count the bytes in both layouts, which have at most one row for each tensor."""
     _, a, b = np.intersect1d(first.tensor, second.tensor, return_indices=True)
     extents = np.minimum(first.stops[a], second.stops[b]) - np.maximum(first.starts[a], second.starts[b])
     return int((np.prod(np.maximum(extents, 0), axis=1) * manifest.itemsizes[first.tensor[a]]).sum())
 
 
 def manifest_for(model: str) -> Manifest:
-    """The tensors of a model, in bfloat16; of a ``config.json``, those that Transformers would make of it.
+    """Return the tensors of a model, in bfloat16.
 
-    Raises :class:`~weightsync.errors.ConfigurationError` for what is neither.
+    Args:
+        model: A name of :data:`MODELS`, or the path of a ``config.json``, for which Transformers makes the model.
+
+    Raises:
+        ConfigurationError: ``model`` is neither.
     """
     if model in MODELS:
         return Manifest(MODELS[model]())
     path = Path(model)
     if not path.is_file():
-        raise ConfigurationError(f"there is no model {model!r}: give {', '.join(MODELS)}, or the path of a config.json")
+        raise ConfigurationError(f"unknown model {model!r}: give {', '.join(MODELS)}, or the path of a config.json")
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -93,23 +105,34 @@ def manifest_for(model: str) -> Manifest:
 
 
 def place(source: str, target: str, placement: str, gpus: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The GPU of each trainer rank and of each engine rank, of ``fsdp=N`` and ``tp=M``.
+    """Return the GPU of each trainer rank and of each engine rank.
 
-    ``colocated``: trainer and engine ranks share GPUs from the first one on; ``separate``: engine ranks come after the trainers'.
-    Raises :class:`~weightsync.errors.ConfigurationError` where there are not GPUs enough.
+    Args:
+        source: ``fsdp=N``.
+        target: ``tp=M``.
+        placement: With ``colocated`` trainer and engine ranks share GPUs, starting at GPU 0. With ``separate`` the engine ranks'
+            GPUs follow the trainer ranks'.
+        gpus: Number of GPUs of this machine.
+
+    Raises:
+        ConfigurationError: An argument is invalid, or there are too few GPUs.
     """
     trainers, engines = count_of(source, "fsdp"), count_of(target, "tp")
     if placement not in ("separate", "colocated"):
-        raise ConfigurationError(f"placement is separate or colocated, not {placement!r}")
+        raise ConfigurationError(f"placement must be separate or colocated, not {placement!r}")
     needed = trainers + engines if placement == "separate" else max(trainers, engines)
     if needed > gpus:
-        raise ConfigurationError(f"{source} to {target}, {placement}, needs {needed} GPUs, and this machine has {gpus}")
+        raise ConfigurationError(f"{source} to {target}, {placement}, needs {needed} GPUs, but this machine has {gpus}")
     first = trainers if placement == "separate" else 0
     return tuple(range(trainers)), tuple(range(first, first + engines))
 
 
 def count_of(text: str, kind: str) -> int:
-    """The number in ``kind=N``. Raises :class:`~weightsync.errors.ConfigurationError` for anything else."""
+    """Return the number in ``kind=N``.
+
+    Raises:
+        ConfigurationError: ``text`` has another form.
+    """
     name, _, number = text.partition("=")
     if name != kind or not number.isdecimal() or not int(number):
         raise ConfigurationError(f"give {kind}=N, not {text!r}")

@@ -1,7 +1,7 @@
-"""A rank of the GPU suite: ``python -m weightsync.bench.gpu_rank CONFIG`` answers commands line by line.
+"""A rank of the GPU suite: ``python -m weightsync.bench.gpu_rank CONFIG`` executes commands, one on each line.
 
-Trainer ranks hold DTensors, cut along the first dimension as FSDP2 does; engine ranks the parts of a tensor-parallel model. Every
-tensor is an allocation of its own, as training frameworks make them.
+Trainer ranks hold DTensors, cut along the first dimension as in FSDP2. Engine ranks hold the shards of a tensor-parallel model.
+Every tensor is a separate allocation, as in training frameworks.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ __all__ = ["main"]
 
 
 def _boxes(manifest: Manifest, layout: Layout) -> Iterator[tuple[TensorSpec, Box]]:
-    """Each row of a layout, as a tensor's name and shape, and the box of it."""
+    """Yield the tensor and the box of each row of a layout."""
     for row in range(len(layout)):
         yield manifest[int(layout.tensor[row])], layout.box(row, manifest)
 
 
 def _memory(device: int) -> dict[str, int]:
-    """Bytes in use: of the whole device, as the driver sees it, and by this process's tensors."""
+    """Return the bytes in use: on the whole device, as the driver reports it, and by this process's tensors."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
@@ -49,13 +49,13 @@ def _memory(device: int) -> dict[str, int]:
 
 
 class _GpuTrainerRank:
-    """Answers commands as one trainer rank."""
+    """Executes the commands of one trainer rank."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self._rank, self._world, self._device = rank, len(job.on), job.on[rank]
         self._transport = job.transport
         torch.cuda.set_device(self._device)
-        # The mesh is never used to communicate, so its process group need not exist.
+        # The mesh is never used for communication, so a fake process group is sufficient.
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=self._world)
@@ -84,14 +84,14 @@ class _GpuTrainerRank:
         return {"seconds": time.perf_counter() - started, "live": self._trainer._role.live}
 
     def change(self, version: int) -> None:
-        """All bits of all weights, at random."""
+        """Fill all weights with random bits."""
         torch.manual_seed(version * 1000 + self._rank)
         for part in self._local:
             part.view(torch.int16).random_(-32768, 32767)
         torch.cuda.synchronize()
 
     def train(self, seconds: float) -> None:
-        """Keep the device busy with these weights for some time, as the first training steps do."""
+        """Keep the device busy with these weights for ``seconds``, as the first training steps do."""
         ended = time.monotonic() + seconds
         while time.monotonic() < ended:
             for part in self._local:
@@ -105,7 +105,7 @@ class _GpuTrainerRank:
 
 
 class _Adapter(EngineAdapter):
-    """Parameters, and a loader that copies whole tensors, or this rank's slices of them, into them."""
+    """Adapter with parameters, and a loader that copies this rank's parts of whole tensors into them."""
 
     name = "bench"
 
@@ -135,7 +135,7 @@ class _Adapter(EngineAdapter):
 
 
 class _GpuEngineRank:
-    """Answers commands as one engine rank."""
+    """Executes the commands of one engine rank."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self._job, self._rank, self._device = job, rank, job.to[rank]
@@ -156,10 +156,10 @@ class _GpuEngineRank:
         return {"seconds": time.perf_counter() - started}
 
     def last(self) -> dict[str, Any]:
-        """Times, version and memory of the round before."""
+        """Return times, version and memory of the last round."""
         filler, serving = self._engine._role._filler, self._engine.serving
         if filler is None or serving is None:
-            raise WeightSyncError("the round left nothing behind")
+            raise WeightSyncError("no round has installed a version yet")
         return {
             **self._adapter.times, "serving": serving.number, "bytes": filler.nbytes, "staging_bytes": filler.staging_bytes,
             "table_bytes": filler.table_bytes, "times": filler.prepare_seconds,
@@ -167,13 +167,13 @@ class _GpuEngineRank:
 
 
 def main() -> None:
-    """Answer until standard input ends."""
+    """Execute commands until standard input ends."""
     config = json.loads(sys.argv[1])
     job = msgspec.convert(config["job"], Job)
     kind: Callable[[Job, int], Any] = _GpuTrainerRank if config["role"] == "trainer" else _GpuEngineRank
     rank = kind(job, config["rank"])
     serve(lambda name: getattr(rank, name))
-    os._exit(0)  # without waiting for the device, of which peers may be gone
+    os._exit(0)  # without waiting for the device, because peers may have exited
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Whole rounds between GPUs, each beside the floor of the same run: the suite ``gpu`` of ``weightsync bench``.
+"""Suite ``gpu`` of ``weightsync bench``: whole rounds between GPUs, with the floor of the same run.
 
-Everything is the public way: a coordinator, a process for each rank with a ``Trainer`` or ``Engine``. Weights are random and new in
-every round; a round whose installed digests are not the published ones on every rank fails the case.
+Cases use the public interface: a coordinator, and a process with a ``Trainer`` or ``Engine`` for each rank. Every round publishes
+new random weights. A case fails if the installed digests of any rank differ from the published ones.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ __all__ = ["GpuCase", "Rates", "measured_rates", "run_gpu_case"]
 
 _COPY_BYTES = 2 << 30
 _SECONDS = 180.0
-_TRAINING_SECONDS = 12.0  # between joining and the first publication, in which ranks prepare
+_TRAINING_SECONDS = 12.0  # between joining and the first publication, for preparation
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """Bytes a second of the driver's copy, bytes counted once: within a GPU, and from another (the same, if it is alone)."""
+    """Rates of the driver's copy in bytes per second, counting bytes once: within a GPU, and from another GPU (if there is one)."""
 
     local: float
     peer: float
 
 
 class GpuCase(msgspec.Struct, frozen=True, kw_only=True):
-    """One case: milliseconds, of the slowest rank."""
+    """Result of one case. Times are those of the slowest rank, in milliseconds unless their names say seconds."""
 
     name: str
     job: Job
@@ -42,18 +42,18 @@ class GpuCase(msgspec.Struct, frozen=True, kw_only=True):
     floor_ms: float
     rates: Rates
     setup_seconds: dict[str, float]
-    """Making the ranks, and joining them to the coordinator."""
+    """Seconds in which ranks joined the coordinator."""
     first: dict[str, float]
-    """The first round after some seconds of training. ``agree`` is what of planning, mapping and building tables was not done
-    meanwhile; ``agree_...`` is what each of these took, whenever it was done."""
+    """First round after some seconds of training. ``agree`` is the part of planning, mapping and building tables that was not done
+    during training. ``agree_...`` is the whole time of each of these."""
     steady: dict[str, float]
-    """Medians of the rounds after it."""
+    """Medians of the later rounds."""
     extra_bytes: dict[str, int]
     rounds: list[dict[str, float]]
 
 
 def measured_rates(devices: Sequence[int]) -> Rates:
-    """Copies 2 GiB a few times, and takes the best."""
+    """Measure the copy rates between the first and the last of ``devices``: the best of several copies of 2 GiB."""
     import torch
 
     def rate(source: int, target: int) -> float:
@@ -78,15 +78,15 @@ def measured_rates(devices: Sequence[int]) -> Rates:
 
 
 def _round(job: Job, trainers: Sequence[Peer], engines: Sequence[Peer], version: int) -> dict[str, float]:
-    """One publication, in milliseconds."""
+    """Run and check one publication. Returns its times in milliseconds, and table and staging sizes in bytes."""
     together(trainers, _SECONDS, do="change", version=version)
     published = together(trainers, _SECONDS, do="publish", version=version)
     ended = together(engines, _SECONDS, do="last")
     result = published[0]["result"]
     (replica,) = result["replicas"]
-    other = any(engine["serving"] != version for engine in ended) or replica["transports"] != [job.transport]
-    if other or replica["delivery"] != job.delivery:
-        raise RoundFailed(f"the round was not what is measured: {replica}")
+    unexpected = any(engine["serving"] != version for engine in ended) or replica["transports"] != [job.transport]
+    if unexpected or replica["delivery"] != job.delivery:
+        raise RoundFailed(f"the round used another version, transport or delivery than the case requires: {replica}")
     whole = job.delivery == "direct" or len(job.to) == 1
     if replica["verified"] != ("installed" if whole else "received"):
         raise RoundFailed(f"the round was not verified: {replica}")
@@ -111,7 +111,14 @@ def _round(job: Job, trainers: Sequence[Peer], engines: Sequence[Peer], version:
 def run_gpu_case(job: Job, rates: Rates, rounds: int, note: Callable[[str], None]) -> GpuCase:
     """Measure ``rounds`` rounds after the first.
 
-    Raises :class:`~weightsync.errors.RoundFailed` if a round does not end, verified, on every rank.
+    Args:
+        job: The case.
+        rates: Rates of :func:`measured_rates`.
+        rounds: Number of measured rounds.
+        note: Called with progress messages.
+
+    Raises:
+        RoundFailed: A round was not completed and verified on every rank.
     """
     manifest = manifest_for(job.model)
     floor, nbytes, from_peers = job.floor(manifest, rates.local, rates.peer)
@@ -130,9 +137,9 @@ def run_gpu_case(job: Job, rates: Rates, rounds: int, note: Callable[[str], None
             peer.hear(_SECONDS)
         before = together(trainers, _SECONDS, do="memory"), together(engines, _SECONDS, do="memory")
         joined = together(trainers, _SECONDS, do="join", url=server.url, token=server.token)
-        if not all(engine["live"] for engine in joined):
+        if not all(trainer["live"] for trainer in joined):
             raise RoundFailed("a trainer rank does not publish its GPU memory in place")
-        setup = {"join_trainer": max(engine["seconds"] for engine in joined)}
+        setup = {"join_trainer": max(trainer["seconds"] for trainer in joined)}
         setup["join_engine"] = max(
             engine["seconds"] for engine in together(engines, _SECONDS, do="join", url=server.url, token=server.token)
         )

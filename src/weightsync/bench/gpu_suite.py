@@ -1,4 +1,4 @@
-"""The suite ``gpu``: one model, one pair of shardings, direct and streamed, with what it ran on."""
+"""Suite ``gpu``: one model and one pair of shardings, with direct and streamed delivery."""
 
 from __future__ import annotations
 
@@ -20,18 +20,22 @@ _SHOWN = ("agree", "place", "pause", "receive", "load", "digest", "move_without_
 
 
 def jobs_of(options: BenchOptions, gpus: int) -> list[Job]:
-    """The cases that were asked for. Raises :class:`~weightsync.errors.ConfigurationError` for what ``gpus`` GPUs cannot hold."""
+    """Return the cases that ``options`` select.
+
+    Raises:
+        ConfigurationError: An option is invalid, or ``gpus`` GPUs are too few.
+    """
     on, to = place(options.source, options.target, options.placement, gpus)
     name = Path(options.model).stem if options.model.endswith(".json") else options.model
     wanted: list[Delivery] = [delivery for delivery in get_args(Delivery) if options.delivery in ("", delivery)]
     return [
         Job(
-            name=f"{name}/{options.source}/{options.target}/{options.placement}/{options.transport}/{transport}",
+            name=f"{name}/{options.source}/{options.target}/{options.placement}/{options.transport}/{delivery}",
             model=options.model,
-            delivery=transport, on=on, to=to, transport=options.transport, bucket_bytes=options.bucket_bytes,
+            delivery=delivery, on=on, to=to, transport=options.transport, bucket_bytes=options.bucket_bytes,
             buffers=options.buffers,
         )
-        for transport in wanted
+        for delivery in wanted
     ]  # fmt: skip
 
 
@@ -48,14 +52,19 @@ def _table(case: GpuCase) -> Table:
 
 
 def run_gpu_suite(options: BenchOptions) -> int:
-    """Run the cases; tables and progress go to standard error, the JSON (if asked for) is standard output's last line.
+    """Run the cases. Tables and progress go to standard error. With ``options.json``, JSON is the last line of output.
 
-    Raises :class:`~weightsync.errors.ConfigurationError` without a GPU, and :class:`~weightsync.errors.RoundFailed`.
+    Returns:
+        Exit status 0.
+
+    Raises:
+        ConfigurationError: There is no GPU, or the options are invalid.
+        RoundFailed: A round failed or was not verified.
     """
     import torch
 
     if not torch.cuda.is_available():
-        raise ConfigurationError("the suite gpu needs a CUDA device, and torch sees none")
+        raise ConfigurationError("suite gpu needs a CUDA device, but torch finds none")
     jobs = jobs_of(options, torch.cuda.device_count())
     console = Console(stderr=True, width=160)
     rates = measured_rates(sorted({*jobs[0].on, *jobs[0].to}))

@@ -1,4 +1,4 @@
-"""``weightsync bench``: every case beside its floor, measured in the same run."""
+"""``weightsync bench``: measures each case and its floor in the same run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ __all__ = ["run", "select"]
 
 
 def select(options: BenchOptions) -> list[str]:
-    """Names of the cases to run, in order. Raises :class:`~weightsync.errors.ConfigurationError` if none is left."""
+    """Return the names of the cases to run, in order.
+
+    Raises:
+        ConfigurationError: The suite is unknown, or no case matches the options.
+    """
     names = {"cpu": (*COMPUTE_CASES, *TRANSFER_CASES), "plan": COMPUTE_CASES, "transfer": TRANSFER_CASES}
     if options.suite not in names:
-        raise ConfigurationError(f"there is no suite {options.suite!r}; choose from {', '.join(names)}, gpu")
+        raise ConfigurationError(f"unknown suite {options.suite!r}; choose from {', '.join(names)}, gpu")
     chosen = [name for name in names[options.suite] if not options.only or any(part in name for part in options.only)]
     if options.tensors:
         chosen = [name for name in chosen if name in COMPUTE_CASES or int(name.rsplit("/", 1)[1]) == options.tensors]
@@ -31,9 +35,9 @@ def select(options: BenchOptions) -> list[str]:
 
 def _table(cases: Sequence[Case]) -> Table:
     table = Table(
-        title="pause to resume, beside the floor of the same run",
-        caption="ratio: ms / floor, and of the rounds the lowest and the highest. cpu: the same ratio of the engine ranks' "
-        "processor time. waited: for a processor, as a share of ms.",
+        title="pause to resume, and the floor of the same run",
+        caption="ratio: ms / floor. rounds: lowest and highest ratio of a round. cpu: ratio of the engine ranks' CPU times. "
+        "waited: share of ms spent waiting for a CPU.",
     )
     table.add_column("case", no_wrap=True)
     for heading in ("ms", "floor", "ratio", "rounds", "goal", "cpu", "waited", "publish ms"):
@@ -57,7 +61,15 @@ def _table(cases: Sequence[Case]) -> Table:
 
 
 def run(options: BenchOptions) -> int:
-    """Run the chosen cases; tables and progress go to standard error, the JSON (if asked for) is standard output's last line."""
+    """Run the selected cases. Tables and progress go to standard error. With ``options.json``, JSON is the last line of output.
+
+    Returns:
+        Exit status 0.
+
+    Raises:
+        ConfigurationError: The options select no case.
+        RoundFailed: A round failed or was not verified.
+    """
     if options.suite == "gpu":
         from weightsync.bench.gpu_suite import run_gpu_suite
 

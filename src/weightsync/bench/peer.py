@@ -1,6 +1,6 @@
-"""Processes that do what they are told: started by a parent, given commands as lines of JSON, measured from inside.
+"""Child processes that execute commands, sent by the parent as lines of JSON.
 
-:class:`Peer` is the parent's side of such a process, :func:`serve` the process's own.
+:class:`Peer` is the parent's side, :func:`serve` the child's.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["Peer", "serve", "tensor_shapes", "together"]
 
 
 class Peer(Closeable):
-    """A child process that runs ``python -m module CONFIG`` and answers commands: :func:`serve`.
+    """Child process that runs ``python -m module CONFIG`` and executes commands with :func:`serve`.
 
-    ``tell`` sends a command, ``hear`` waits for the answer; several peers work at the same time between the two. Leaving the
-    context ends the process, by force if need be. ``hear`` before the first command waits until the process serves.
+    ``tell`` sends a command, and ``hear`` waits for its result. Between the two, several peers work concurrently. A first
+    ``hear`` before any command waits until the process serves. Leaving the context ends the process, by SIGKILL if necessary.
     """
 
     def __init__(self, module: str, config: dict[str, Any], env: dict[str, str] | None = None) -> None:
@@ -41,13 +41,14 @@ class Peer(Closeable):
 
     @property
     def pid(self) -> int:
-        """Of the process, which leads a process group of its own."""
+        """Id of the process, which leads its own process group."""
         return self._process.pid
 
     def tell(self, **command: object) -> None:
-        """Send one command: the name of what to ``do``, and its arguments.
+        """Send one command: its name as ``do``, and its arguments.
 
-        Raises :class:`~weightsync.errors.PeerLost` if the process has ended.
+        Raises:
+            PeerLost: The process has ended.
         """
         if self._process.stdin is None:
             raise PeerLost(f"{self.name} has no standard input")
@@ -57,11 +58,13 @@ class Peer(Closeable):
         except OSError as error:
             raise PeerLost(f"process {self.name} ended: {error}") from None
 
-    def hear(self, timeout: float = 120.0) -> Any:  # noqa: ANN401 - what the command returns
-        """Return the next answer.
+    def hear(self, timeout: float = 120.0) -> Any:  # noqa: ANN401 - the command's result
+        """Wait for the next result and return it.
 
-        Raises :class:`~weightsync.errors.RoundFailed` if the command failed there, :class:`~weightsync.errors.PeerLost` if the
-        process ended and :class:`~weightsync.errors.DeadlineExceeded` if it is silent.
+        Raises:
+            RoundFailed: The command raised an error in the process.
+            PeerLost: The process ended.
+            DeadlineExceeded: No result arrived within ``timeout`` seconds.
         """
         deadline = Deadline(timeout)
         if self._process.stdout is None:
@@ -83,12 +86,12 @@ class Peer(Closeable):
         return answer["answer"]
 
     def ask(self, timeout: float = 120.0, **command: object) -> Any:  # noqa: ANN401
-        """:meth:`tell`, then :meth:`hear`."""
+        """Send one command and return its result (:meth:`tell`, then :meth:`hear`)."""
         self.tell(**command)
         return self.hear(timeout)
 
     def close(self) -> None:
-        """End the process: by closing its input, then by SIGKILL to its process group."""
+        """End the process: close its input, and after three seconds send SIGKILL to its process group."""
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 stream.close()
@@ -100,14 +103,14 @@ class Peer(Closeable):
 
 
 def together(peers: Sequence[Peer], timeout: float = 120.0, **command: object) -> list[Any]:
-    """Give one command to all ``peers`` at once and return their answers."""
+    """Send one command to all ``peers`` and return their results."""
     for peer in peers:
         peer.tell(**command)
     return [peer.hear(timeout) for peer in peers]
 
 
 def serve(command_named: Callable[[str], Callable[..., object]], hello: object = None) -> None:
-    """Answer ``hello``, then the parent's commands, until it closes its end. Standard output is the answers' alone."""
+    """Send ``hello``, then execute the parent's commands until standard input ends. Standard output carries only results."""
     print(json.dumps({"answer": hello}), flush=True)
     for line in sys.stdin:
         command = json.loads(line)
@@ -119,7 +122,7 @@ def serve(command_named: Callable[[str], Callable[..., object]], hello: object =
 
 
 def tensor_shapes(size: int, tensors: int) -> list[tuple[str, tuple[int, int]]]:
-    """Names and shapes of ``tensors`` equal bfloat16 matrices that hold about ``size`` bytes together."""
+    """Return names and shapes of ``tensors`` equal bfloat16 matrices with about ``size`` bytes in total."""
     columns = 1024 if size // tensors >= 1 << 20 else 256
     rows = max(1, size // (tensors * 2 * columns) // 4) * 4  # equal halves on both sides, so that the floors move the same bytes
     return [(f"layers.{index}.weight", (rows, columns)) for index in range(tensors)]

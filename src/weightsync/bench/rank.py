@@ -1,4 +1,4 @@
-"""A rank of the transfer benchmark: ``python -m weightsync.bench.rank CONFIG`` answers commands line by line."""
+"""A rank of the transfer benchmark: ``python -m weightsync.bench.rank CONFIG`` executes commands, one on each line."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ __all__ = ["main"]
 
 
 def _processor() -> tuple[float, float]:
-    """Seconds that this process's threads have run, and have waited for a processor (zero where the system does not say)."""
+    """Return the seconds that this process's threads ran, and waited for a CPU (zero if the system does not report it)."""
     waited = 0
     for task in Path("/proc/self/task").glob("*/schedstat"):
-        with suppress(OSError):  # a thread that has just ended
+        with suppress(OSError):  # the thread has just ended
             waited += int(task.read_text().split()[1])
     return time.process_time(), waited / 1e9
 
@@ -44,7 +44,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 class _Floor:
-    """What cannot be avoided, done plainly on buffers of this rank's sizes: a copy of each tensor; bytes through a socket."""
+    """Floor measurements on buffers of this rank's sizes: a plain copy of each tensor, and plain socket transfers."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -59,7 +59,7 @@ class _Floor:
         return time.perf_counter() - started
 
     def seal(self) -> float:
-        """Encrypt every tensor in pieces that a cache holds."""
+        """Encrypt every tensor in pieces that fit the cache."""
         cipher = AESGCM(bytes(KEY_BYTES))
         started = time.perf_counter()
         for number, piece in enumerate(self._pieces(self._tensors)):
@@ -67,14 +67,14 @@ class _Floor:
         return time.perf_counter() - started
 
     def open(self) -> float:
-        """Decrypt as much to other memory of the same size: always the same piece, as if it had just come from a socket."""
+        """Decrypt the same number of bytes into other memory. The input is always the same cached piece, as after a receive."""
         cipher, nonce = AESGCM(bytes(KEY_BYTES)), bytes(12)
         sealed: dict[int, bytes] = {}
         pieces = list(self._pieces(self._others))
         for piece in pieces:
             if len(piece) not in sealed:
                 sealed[len(piece)] = cipher.encrypt(nonce, bytes(len(piece)), None)
-        into: Callable[..., object] | None = getattr(cipher, "decrypt_into", None)  # of newer releases
+        into: Callable[..., object] | None = getattr(cipher, "decrypt_into", None)  # in newer releases only
         started = time.perf_counter()
         for piece in pieces:
             if into is not None:
@@ -146,7 +146,7 @@ class _TrainerRank:
         self.floor = _Floor(self._locals)
 
     def change(self, seed: int) -> None:
-        """New random bits everywhere, so that a stale delivery cannot look right."""
+        """Fill all weights with new random bits, so that stale bytes cannot pass the check."""
         generator = torch.Generator().manual_seed(seed)
         block = torch.randint(-(2**15), 2**15, (1 << 20,), dtype=torch.int16, generator=generator)
         for index, local in enumerate(self._locals):
@@ -167,7 +167,7 @@ class _TrainerRank:
 
 
 class _TensorParallel(EngineAdapter):
-    """Every other tensor split along rows, the others along columns, as tensor-parallel engines hold them."""
+    """Tensor-parallel shards: every second tensor is split along columns, the others along rows."""
 
     name = "bench"
 
@@ -222,7 +222,7 @@ class _EngineRank:
 
 
 def main() -> None:
-    """Answer commands until standard input ends."""
+    """Execute commands until standard input ends."""
     config = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     rank: _TrainerRank | _EngineRank = (_TrainerRank if config["role"] == "trainer" else _EngineRank)(config)

@@ -1,4 +1,4 @@
-"""What a benchmark prints for programs: its cases and the machine that they ran on, as one line of JSON."""
+"""JSON output of a benchmark: its cases and a description of the machine, on one line."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["gpu_machine", "machine", "print_json"]
 
 
 def machine() -> dict[str, object]:
-    """This machine, for cases on its processors."""
+    """Describe this machine, for CPU cases."""
     return {"python": platform.python_version(), "machine": platform.machine(), "date": datetime.now(UTC).date().isoformat()}
 
 
 def gpu_machine() -> dict[str, object]:
-    """This machine, for cases on its GPUs."""
+    """Describe this machine, for GPU cases."""
     import torch
 
     return {
@@ -29,6 +29,6 @@ def gpu_machine() -> dict[str, object]:
 
 
 def print_json(cases: Sequence[msgspec.Struct], where: Mapping[str, object]) -> None:
-    """Print the cases and where they ran as one line."""
+    """Print the cases and the description of the machine as one line of JSON."""
     print(json.dumps({"cases": [msgspec.to_builtins(case) for case in cases], **where}))
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Tensors of real models, by name, shape and dtype: what benchmarks and tests plan for. No weights."""
+"""Names, shapes and dtypes of real models' tensors, for planning in benchmarks and tests. No weights."""
 
 from __future__ import annotations
 

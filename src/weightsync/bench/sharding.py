@@ -1,4 +1,4 @@
-"""Layouts as FSDP, tensor and expert parallelism would make them, computed from shapes alone: inputs of planning benchmarks."""
+"""Layouts of FSDP, tensor and expert parallelism, computed from shapes alone: inputs of planning benchmarks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Cut", "expert_parallel", "fsdp", "outermost", "packed", "sharded", "
 
 Int64 = npt.NDArray[np.int64]
 Cut = tuple[Int64, int, int]
-"""One mesh dimension: which (padded) dimension of each tensor it cuts (-1: none, so a copy), this rank's place, and how many."""
+"""One mesh dimension: the padded dimension of each tensor that it cuts (-1 for none), this rank's index in it, and its size."""
 
 _COLUMN = re.compile(
     r"\.(q_proj|k_proj|v_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|embed_tokens|lm_head)\.weight$|^lm_head\.weight$"
@@ -24,12 +24,12 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def outermost(manifest: Manifest) -> Int64:
-    """The padded index of each tensor's first dimension, ``int64[tensors]``; a scalar's is its last padding."""
+    """Return the padded index of each tensor's first dimension, ``int64[tensors]``. For a scalar it is the last dimension."""
     return manifest.dims - np.array([max(len(spec.shape), 1) for spec in manifest], np.int64)
 
 
 def packed(manifest: Manifest, tensor: Int64, starts: Int64, stops: Int64, alignment: int = 512) -> Layout:
-    """Contiguous shards one after the other in one region, each aligned; empty ones left out."""
+    """Pack contiguous shards one after the other into one region, each aligned to ``alignment`` bytes. Empty shards are omitted."""
     extents = stops - starts
     if extents.size and extents.min() < 1:
         full = np.all(extents > 0, axis=1)
@@ -47,9 +47,9 @@ def packed(manifest: Manifest, tensor: Int64, starts: Int64, stops: Int64, align
 
 
 def sharded(manifest: Manifest, cuts: Sequence[Cut], keep: npt.NDArray[np.bool_] | None = None) -> Layout:
-    """One rank's layout after cutting every tensor by each of ``cuts`` in turn, in chunks as ``torch.chunk`` makes them.
+    """Return one rank's layout after applying ``cuts`` to every tensor in turn, with the chunk sizes of ``torch.chunk``.
 
-    ``keep`` (``bool[tensors]``) leaves out the tensors that this rank does not hold.
+    ``keep`` (``bool[tensors]``) selects the tensors that this rank holds.
     """
     starts = np.zeros_like(manifest.shapes)
     stops = manifest.shapes.copy()
@@ -67,7 +67,7 @@ def sharded(manifest: Manifest, cuts: Sequence[Cut], keep: npt.NDArray[np.bool_]
 
 
 def fsdp(manifest: Manifest, ranks: int) -> list[Layout]:
-    """Every tensor cut along its first dimension over ``ranks``."""
+    """Return the layouts of FSDP: every tensor is cut along its first dimension over ``ranks``."""
     first = outermost(manifest)
     return [sharded(manifest, [(first, rank, ranks)]) for rank in range(ranks)]
 
@@ -84,13 +84,13 @@ def _parallel_dims(manifest: Manifest) -> Int64:
 
 
 def tensor_parallel(manifest: Manifest, ranks: int) -> list[Layout]:
-    """Megatron's cuts: columns of q, k, v, gate, up and the vocabulary, rows of o and down; the rest is copied."""
+    """Return Megatron's layouts: columns of q, k, v, gate, up and the vocabulary, rows of o and down, and the rest whole."""
     dims = _parallel_dims(manifest)
     return [sharded(manifest, [(dims, rank, ranks)]) for rank in range(ranks)]
 
 
 def expert_parallel(manifest: Manifest, ranks: int) -> list[Layout]:
-    """Whole experts, the first of them on the first rank and so on; all else as :func:`tensor_parallel`."""
+    """Return layouts with whole experts in blocks by rank. All other tensors are as in :func:`tensor_parallel`."""
     matches = [_EXPERT.search(spec.name) for spec in manifest]
     expert = np.array([int(match.group(1)) if match else -1 for match in matches], np.int64)
     dims = np.where(expert >= 0, -1, _parallel_dims(manifest))

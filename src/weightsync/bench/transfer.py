@@ -1,19 +1,19 @@
-"""Whole rounds between real processes, each beside the floor that was measured in the same run.
+"""Whole rounds between real processes, with the floor measured in the same run.
 
-A case is ``transport/delivery/tensors``. Trainer ranks hold FSDP shards (DTensors), engine ranks tensor-parallel halves; all
-bits change before every round. What is timed is the round from pause to resume (pause, move, verify, commit), while the engine
-does not serve; and apart from it all of ``Trainer.publish`` on the slowest rank. The floor is what plain code would have to do
-with the same tensors and as many processes at the same time:
+A case is named ``transport/delivery/tensors``. Trainer ranks hold FSDP shards (DTensors), engine ranks hold tensor-parallel
+halves. All bits change before every round. Two times are measured: from pause to resume (pause, move, verify, commit), while the
+engine does not serve, and the whole ``Trainer.publish`` call on the slowest rank. The floor is the time of plain code with the
+same tensors and the same number of concurrent processes:
 
-* shared memory, direct: copy every shard once (shelf to parameter); for ``publish``, once more (trainer to shelf);
-* shared memory, streamed: the same with every engine rank taking the whole model, and a last copy by its loader;
-* TCP: the same tensors through one bare loopback socket for each pair, from where they are to memory of the same size;
-* TCP, encrypted: the same, and apart from it one AES-256-GCM encryption of these bytes at every trainer rank, and one decryption at
-  every engine rank, in pieces of 256 KiB.
+* Shared memory, direct: one copy of every shard from the published region to the parameter. For ``publish``, also one copy from
+  the trainer to the published region.
+* Shared memory, streamed: the same, but every engine rank copies the whole model, and its loader copies its part once more.
+* TCP: the same tensors through one plain loopback socket for each pair of ranks, to memory of the same size.
+* TCP, encrypted: the same, then one AES-256-GCM encryption of these bytes at every trainer rank, and one decryption at every
+  engine rank, in pieces of 256 KiB.
 
-Beside the ratio stands how far the rounds were from it, what share of a round an engine rank waited for a processor that another
-process had, and the ratio of processor times, which other programs change little: together they tell a slower program from a
-busier machine.
+Each result also has the range of the rounds' ratios, the share of a round that an engine rank waited for a CPU, and the ratio of
+CPU times, which other programs affect little. Together they distinguish a slower program from a busier machine.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ def _free_port() -> int:
 
 
 def _copy_floor(trainers: Sequence[Peer], engines: Sequence[Peer], streamed: bool) -> tuple[float, float]:
-    """Seconds of the whole floor, and of the part that must happen while the engine does not serve."""
+    """Measure the seconds of the whole floor, and of its part while the engine does not serve."""
     place = max(together(trainers, do="copy"))
     take = max(together(engines, do="copy"))
-    # Streamed: each engine rank takes the whole model (as many times its own part as there are ranks), then loads its part.
+    # Streamed: each engine rank copies the whole model, which is its part times the number of ranks, and then loads its part.
     paused = take * (len(engines) + 1 if streamed else 1)
     return place + paused, paused
 
 
 def _socket_floor(trainers: Sequence[Peer], engines: Sequence[Peer], streamed: bool) -> tuple[float, float]:
     total = 0.0
-    for shift in range(len(engines) if streamed else 1):  # streamed: every engine rank gets every trainer rank's bytes
+    for shift in range(len(engines) if streamed else 1):  # streamed: every engine rank receives every trainer rank's bytes
         turned = [engines[(index + shift) % len(engines)] for index in range(len(engines))]
         ports = [engine.ask(do="listen") for engine in turned]
         for engine in turned:
@@ -95,9 +95,16 @@ def _peers(config: dict[str, Any], encrypted: bool, owned: ExitStack) -> tuple[l
 
 
 def run_transfer_case(name: str, size: int, rounds: int, note: Callable[[str], None]) -> Case:
-    """Run one case of :data:`TRANSFER_CASES` with about ``size`` bytes. The first round (set-up) is not counted.
+    """Run one case of :data:`TRANSFER_CASES`.
 
-    Raises :class:`~weightsync.errors.RoundFailed` if any round does not verify.
+    Args:
+        name: Name of the case.
+        size: Approximate bytes of the model.
+        rounds: Measured rounds, after a first one for setup.
+        note: Called with progress messages.
+
+    Raises:
+        RoundFailed: A round failed or was not verified.
     """
     way, delivery, tensors = name.split("/")
     transport, _, encrypted = way.partition("-")
@@ -148,7 +155,7 @@ def _phases(result: dict[str, Any]) -> dict[str, float]:
 
 
 class _Round(NamedTuple):
-    """What one round took, and the floor before it, in seconds. ``ran`` and ``waited`` are of the engine ranks."""
+    """Times of one round and of the floor before it, in seconds. ``ran`` and ``waited`` are the engine ranks'."""
 
     seconds: float
     paused: float
@@ -180,12 +187,12 @@ def _rounds(
         after = together(engines, do="processor")
         seconds = max(answer["seconds"] for answer in answers)
         paused = result["replicas"][0]["paused_seconds"]
-        label = "set-up" if number == 0 else f"round {number}"
+        label = "setup" if number == 0 else f"round {number}"
         floors = f"floors {floor_paused * 1000:.0f} and {floor_whole * 1000:.0f} ms"
         waited = max(then[1] - earlier[1] for earlier, then in zip(between, after, strict=True))
         note(
             f"{label}: paused {paused * 1000:.0f} ms, publish {seconds * 1000:.0f} ms, {floors}; "
-            f"waited for a processor {waited * 1000:.0f} ms"
+            f"waited for a CPU {waited * 1000:.0f} ms"
         )
         if number:
             floor_ran = sum(then[0] - earlier[0] for earlier, then in zip(before, between, strict=True))

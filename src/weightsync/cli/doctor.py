@@ -28,14 +28,12 @@ _LITTLE_SHARED_MEMORY = 1 * _GIB
 def examine(settings: ClientSettings) -> list[Finding]:
     """Run all checks. A check that raises becomes a finding with status ``unknown``."""
     findings: list[Finding] = []
-    asked: dict[str, Callable[[str], Finding]] = {name: partial(check, settings=settings) for name, check in _NETWORK.items()}
-    for name, check in {**_CHECKS, **asked}.items():
+    network: dict[str, Callable[[str], Finding]] = {name: partial(check, settings=settings) for name, check in _NETWORK.items()}
+    for name, check in {**_CHECKS, **network}.items():
         try:
             findings.append(check(name))
         except Exception as error:  # noqa: BLE001 - reported as a finding
-            findings.append(
-                Finding(name, "unknown", f"{type(error).__name__}: {error}", "the check itself failed; please report this")
-            )
+            findings.append(Finding(name, "unknown", f"{type(error).__name__}: {error}", "the check failed; please report this"))
     return findings
 
 

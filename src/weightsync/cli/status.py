@@ -53,8 +53,8 @@ def seed(settings: ClientSettings, replicas: tuple[str, ...], timeout: float | N
 def send_away(settings: ClientSettings, member: str, *, as_json: bool) -> None:
     """Revoke a rank's credential and print which process held it."""
     with Client(settings) as client:
-        gone = client.revoke(member)
+        revoked = client.revoke(member)
     if as_json:
-        typer.echo(msgspec.json.encode(gone).decode())
+        typer.echo(msgspec.json.encode(revoked).decode())
     else:
-        typer.echo(f"revoked {gone.member}: disconnected process {gone.pid} on {gone.host}")
+        typer.echo(f"revoked {revoked.member}: disconnected process {revoked.pid} on {revoked.host}")

@@ -49,22 +49,22 @@ def gigabytes_per_second(nbytes: int, seconds: float) -> str:
     return f"{nbytes / seconds / 1e9:.2f}" if seconds > 0 and nbytes else ""
 
 
-def _said(text: str, style: str = "") -> Text:
+def _plain_text(text: str, style: str = "") -> Text:
     """Text from another process, without markup and control characters."""
     return Text(readable(text), style=style)
 
 
 def _colored(word: str) -> Text:
-    return _said(word, _COLOR.get(word, ""))
+    return _plain_text(word, _COLOR.get(word, ""))
 
 
 def doctor_table(findings: Sequence[Finding]) -> Table:
     """One row for each finding, with its impact below it."""
     table = _table("this machine")
-    for heading, fixed in (("", True), ("status", True), ("found, and impact if missing", False)):
+    for heading, fixed in (("", True), ("status", True), ("value, and impact if missing", False)):
         table.add_column(heading, no_wrap=fixed, overflow="fold")
     for finding in findings:
-        text = _said(finding.value)
+        text = _plain_text(finding.value)
         if finding.cost:
             text.append(f"\n{finding.cost}", style="dim")
         table.add_row(finding.name, _colored(finding.status), text)
@@ -85,17 +85,17 @@ def status_view(status: Status) -> RenderableType:
     replicas.add_column("adapter", no_wrap=True)
     for replica in status.replicas:
         replicas.add_row(
-            _said(replica.name), _colored(replica.state), _said(_number(replica.version, replica.epoch)),
-            _said(_cell(replica.staleness)), _said(age(status.now - replica.since)),
-            _said(f"{len(replica.ranks)}/{replica.world_size}"), _said(replica.adapter),
+            _plain_text(replica.name), _colored(replica.state), _plain_text(_number(replica.version, replica.epoch)),
+            _plain_text(_cell(replica.staleness)), _plain_text(age(status.now - replica.since)),
+            _plain_text(f"{len(replica.ranks)}/{replica.world_size}"), _plain_text(replica.adapter),
         )  # fmt: skip
     views.append(replicas)
     views += _notes(
-        (replica.name, _said(f"rank {_absent(replica)} is not connected", "yellow"))
+        (replica.name, _plain_text(f"rank {_absent(replica)} is not connected", "yellow"))
         for replica in status.replicas
         if replica.missing
     )
-    views += _notes((replica.name, _said(replica.error, "red")) for replica in status.replicas if replica.error)
+    views += _notes((replica.name, _plain_text(replica.error, "red")) for replica in status.replicas if replica.error)
     return Group(*views, *_rounds(status))
 
 
@@ -106,7 +106,7 @@ def _absent(replica: ReplicaStatus) -> str:
 
 
 def _heading(status: Status) -> Text:
-    shelves = (
+    seedable = (
         "no version to seed"
         if status.version is None
         else f"version {_number(status.version.number, status.version.epoch)} can be seeded ({status.version.digest})"
@@ -114,7 +114,7 @@ def _heading(status: Status) -> Text:
     last = "nothing published yet" if status.last < 0 else f"last published: version {_number(status.last, status.epoch)}"
     trainers = f"{len(status.trainer)} of {status.trainer_world_size} trainer ranks"
     running = "; a round is running" if status.busy else ""
-    return _said(f"{_clock(status.now, status.now)}  run {status.run}: {last}; {shelves}; {trainers}{running}")
+    return _plain_text(f"{_clock(status.now, status.now)}  run {status.run}: {last}; {seedable}; {trainers}{running}")
 
 
 def _table(title: str) -> Table:
@@ -127,7 +127,7 @@ def _table(title: str) -> Table:
 def _notes(notes: Iterable[tuple[str, Text]]) -> Iterator[RenderableType]:
     """Lines ``name: text`` below a table, wrapped and indented."""
     for name, text in notes:
-        yield Padding(_said(f"{name}: ").append_text(text), (0, 0, 0, 2))
+        yield Padding(_plain_text(f"{name}: ").append_text(text), (0, 0, 0, 2))
 
 
 def age(seconds: float) -> str:
@@ -173,7 +173,7 @@ def _rounds(status: Status) -> Iterator[RenderableType]:
     for result in rounds:
         if not result.ok:
             failed.setdefault(_failure(result, shown), []).append(str(result.round))
-    yield from _notes((f"round {', '.join(numbers)}", _said(error, "red")) for error, numbers in failed.items())
+    yield from _notes((f"round {', '.join(numbers)}", _plain_text(error, "red")) for error, numbers in failed.items())
 
 
 def rounds_view(records: Sequence[RoundRecord]) -> RenderableType:
@@ -193,20 +193,20 @@ def rounds_view(records: Sequence[RoundRecord]) -> RenderableType:
             _clock(record.ended, records[-1].ended), str(record.round), _number(record.number, record.epoch),
             _size(record.nbytes), f"{record.seconds:.3f}", rate, f"{1000 * record.pause_seconds:.0f} ms",
             f"{record.updated}/{record.replicas}",
-            _colored("ok" if record.ok else "failed") + _said(" (seed)" if record.kind == "seed" else "", "dim"),
-            _said("" if slowest is None else f"{slowest.phase} {1000 * slowest.seconds:.0f} ms"),
-            _said("" if slowest is None else slowest.rank),
-            _said(", ".join(f"{name} {_size(nbytes)}" for name, nbytes in sorted(record.transports.items()))),
+            _colored("ok" if record.ok else "failed") + _plain_text(" (seed)" if record.kind == "seed" else "", "dim"),
+            _plain_text("" if slowest is None else f"{slowest.phase} {1000 * slowest.seconds:.0f} ms"),
+            _plain_text("" if slowest is None else slowest.rank),
+            _plain_text(", ".join(f"{name} {_size(nbytes)}" for name, nbytes in sorted(record.transports.items()))),
         )  # fmt: skip
     failed: dict[str, list[str]] = {}
     for record in records:
         if record.error:
             failed.setdefault(record.error, []).append(str(record.round))
-    return Group(table, *_notes((f"round {', '.join(numbers)}", _said(error, "red")) for error, numbers in failed.items()))
+    return Group(table, *_notes((f"round {', '.join(numbers)}", _plain_text(error, "red")) for error, numbers in failed.items()))
 
 
 def _failure(result: RoundResult, shown: Collection[tuple[str, str | None]]) -> str:
-    """Why a round failed. Replicas whose error is in ``shown`` already are only named."""
+    """Return the reason why a round failed. Replicas whose error is already in ``shown`` are only named."""
     text = result.error or "failed"
     for replica in result.replicas:
         if replica.error and (replica.name, replica.error) in shown:
@@ -229,15 +229,15 @@ def round_view(result: RoundResult) -> RenderableType:
     ways: dict[str, list[str]] = {}
     for replica in result.replicas:
         milliseconds = [f"{1000 * replica.phases[name]:.1f}" if name in replica.phases else "" for name in phases]
-        table.add_row(_said(replica.name), _colored(replica.state), _size(replica.nbytes), *milliseconds)
+        table.add_row(_plain_text(replica.name), _colored(replica.state), _size(replica.nbytes), *milliseconds)
         if replica.verified:
             way = f"{replica.delivery} by {', '.join(replica.transports)}, verified as {replica.verified}"
             ways.setdefault(way, []).append(replica.name)
     return Group(
         table,
-        *_notes((", ".join(names), _said(way)) for way, names in ways.items()),
+        *_notes((", ".join(names), _plain_text(way)) for way, names in ways.items()),
         *_notes(
-            (replica.name, _said(replica.error, "red"))
+            (replica.name, _plain_text(replica.error, "red"))
             for replica in result.replicas
             if replica.error and replica.error not in (result.error or "")
         ),
@@ -246,7 +246,7 @@ def round_view(result: RoundResult) -> RenderableType:
 
 
 def _outcome(result: RoundResult) -> Text:
-    return Text("ok", style="green") if result.ok else _said(result.error or "failed", "red")
+    return Text("ok", style="green") if result.ok else _plain_text(result.error or "failed", "red")
 
 
 def event_line(event: Event) -> str:

@@ -1,1 +1,1 @@
-"""Engines as adapters: a PyTorch module, vLLM. Nothing in the library imports them but their users."""
+"""Engine adapters: PyTorch modules and vLLM. The rest of the library does not import them."""

@@ -1,4 +1,4 @@
-"""What a vLLM model's checkpoint holds, learned from its files' headers and its configuration. No weight is read."""
+"""Manifest of a vLLM model's checkpoint, from the headers of its files and its configuration. Reads no weights."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HfCheckpoint:
-    """The tensors that a loader expects."""
+    """Tensors that a loader expects."""
 
     manifest: Manifest
     names: tuple[str, ...]
-    """Names under which tensors are handed to the loader: those that the files hold."""
+    """Names in the checkpoint's files, under which tensors are passed to the loader."""
 
     def with_draft(self, draft: HfCheckpoint, prefix: str) -> HfCheckpoint:
-        """This one, and a draft model's under names that begin with ``prefix``.
+        """Return this checkpoint joined with a draft model's, whose names get the ``prefix``.
 
-        Raises :class:`~weightsync.errors.ConfigurationError` if some of its own do, or the prefix is empty.
+        Raises:
+            ConfigurationError: The prefix is empty, or a name of this checkpoint starts with it.
         """
-        # Imported here: it brings numba, which a CPU worker of vLLM must not find loaded when it begins.
+        # Imported late, because it imports numba, which must not be loaded when a CPU worker of vLLM starts.
         from weightsync.engine.draft import join_manifests
 
         specs = [
@@ -45,19 +46,26 @@ class HfCheckpoint:
 
 
 def checkpoint_of(model: str, revision: str | None, config: object) -> HfCheckpoint:
-    """The checkpoint behind a vLLM model: ``model`` is a folder or a hub name, ``config`` its Hugging Face configuration.
+    """Return the checkpoint of a vLLM model.
 
-    Names, shapes and dtypes are those of the safetensors files; ties come from the Transformers class of ``config``, built
-    without memory. Without files (vLLM started with dummy weights) all comes from that class. Raises
-    :class:`~weightsync.errors.ConfigurationError` if neither is to be had.
+    Names, shapes and dtypes are those of the safetensors files. Ties come from the Transformers class of ``config``, built on the
+    meta device. Without files (vLLM started with dummy weights), everything comes from that class.
+
+    Args:
+        model: Directory, or name on the hub.
+        revision: Revision on the hub.
+        config: Hugging Face configuration of the model.
+
+    Raises:
+        ConfigurationError: There are neither files nor a Transformers class.
     """
     headers = _headers(_folder(model, revision))
     built = _built(config)
     if not headers:
         if built is None:
             raise ConfigurationError(
-                f"{model} has no safetensors files here, and Transformers has no class for its configuration: weightsync cannot "
-                "tell which tensors this engine takes"
+                f"{model} has no local safetensors files, and Transformers has no class for its configuration, so the tensors of "
+                "this engine are unknown"
             )
         return HfCheckpoint(built, tuple(spec.name for spec in built))
     aliases = {} if built is None else _ties(built, headers)
@@ -79,34 +87,34 @@ def _folder(model: str, revision: str | None) -> Path | None:
 
 
 def _headers(folder: Path | None) -> dict[str, TensorSpec]:
-    """Every tensor of the safetensors files in ``folder``, by name; empty if there are none. Of files without an index, all."""
+    """Return all tensors of the safetensors files in ``folder`` by name. Without an index, all files are read."""
     if folder is None:
         return {}
     whole = any((folder / name).exists() for name in (checkpoint_files.INDEX, checkpoint_files.SINGLE))
     files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
     specs: dict[str, TensorSpec] = {}
     for path in [folder] if whole else files:
-        with checkpoint_files.CheckpointFiles(path, follow_links=True) as opened:  # vLLM follows them, and no weight is read here
+        with checkpoint_files.CheckpointFiles(path, follow_links=True) as opened:  # as vLLM does; no weights are read
             specs |= {spec.name: spec for spec in opened.manifest}
     return specs
 
 
 def _built(config: object) -> Manifest | None:
-    """The manifest of the Transformers model of ``config``, in the configuration's dtype; ``None`` if there is no such class."""
+    """Return the manifest of the Transformers model of ``config``, in its dtype; ``None`` if Transformers cannot build it."""
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except (ValueError, KeyError, ImportError, AttributeError, TypeError, RuntimeError) as error:
-        _log.info("weightsync: Transformers builds no model of this configuration (%s); ties are not known", error)
+        _log.info("weightsync: Transformers cannot build this model (%s), so its tied tensors are unknown", error)
         return None
     dtype = getattr(config, "dtype", None)
     return manifest_of(model, dtype=dtype if isinstance(dtype, torch.dtype) else None)
 
 
 def _ties(built: Manifest, headers: Mapping[str, TensorSpec]) -> dict[str, tuple[str, ...]]:
-    """Aliases by the name that the files hold; a trainer's model lists the same ones."""
+    """Return the aliases of each name in the files. A trainer's model has the same ones."""
     ties: dict[str, tuple[str, ...]] = {}
     for spec in built:
         if spec.aliases and spec.name in headers:

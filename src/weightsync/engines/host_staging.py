@@ -1,4 +1,4 @@
-"""One copy of a checkpoint in host memory, for an engine that loads all of it at once when it has arrived and is verified."""
+"""Staging copy of a checkpoint in host memory, for an engine that loads the whole checkpoint after it was verified."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ _SHOWN = 5
 
 
 class HostStaging:
-    """Keeps copies of the tensors of ``checkpoint`` from :meth:`load` on, until they are taken by :meth:`tensors`.
+    """Stages copies of a checkpoint's tensors, from :meth:`load` to :meth:`tensors`. Not thread-safe.
 
-    With a ``draft_prefix``, tensors whose names begin with it are those of a speculative decoder's own model; with an empty one
-    that model takes what it needs from all tensors, as the model does. ``engine`` is its name in messages. The memory is kept from
-    one version to the next. Not thread-safe: calls come one at a time.
+    The memory is reused for later versions.
+
+    Args:
+        checkpoint: The checkpoint.
+        engine: Name of the engine in messages.
+        draft_prefix: Tensors whose names start with it belong to the draft model. If empty, the draft model loads from all
+            tensors, like the main model. ``None`` without a draft model.
     """
 
     def __init__(self, checkpoint: HfCheckpoint, engine: str, draft_prefix: str | None = None) -> None:
@@ -29,7 +33,7 @@ class HostStaging:
 
     @property
     def has_draft(self) -> bool:
-        """Whether some of what is staged is a draft model's."""
+        """Whether the checkpoint includes a draft model."""
         return self._draft_prefix is not None
 
     @property
@@ -38,11 +42,11 @@ class HostStaging:
         return not self._arrived
 
     def begin(self) -> None:
-        """Nothing has arrived yet."""
+        """Start a new version: mark all tensors as missing."""
         self._arrived.clear()
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy ``tensors``, which are lent until this returns."""
+        """Copy ``tensors`` into the staging memory. They may be reused when this returns."""
         index, manifest = self._checkpoint.manifest.index, self._checkpoint.manifest
         for sent, tensor in tensors:
             name = manifest[index[sent]].name
@@ -53,7 +57,11 @@ class HostStaging:
             self._arrived.add(name)
 
     def check_complete(self) -> None:
-        """Raise :class:`~weightsync.errors.LoadError` unless every tensor has arrived."""
+        """Check that every tensor has arrived.
+
+        Raises:
+            LoadError: Tensors are missing. The message names at most five.
+        """
         missing = [spec.name for spec in self._checkpoint.manifest if spec.name not in self._arrived]
         if missing:
             raise LoadError(
@@ -62,9 +70,10 @@ class HostStaging:
             )
 
     def tensors(self, *, draft: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """What to load into the model, or into the ``draft`` model, under the names of its checkpoint's files.
+        """Yield the tensors to load into the model, or into the ``draft`` model, by their names in the checkpoint's files.
 
-        Raises :class:`~weightsync.errors.LoadError` unless everything has come.
+        Raises:
+            LoadError: Tensors are missing.
         """
         self.check_complete()
         prefix = self._draft_prefix

@@ -1,4 +1,4 @@
-"""A bare :class:`torch.nn.Module` as a rollout engine: the smallest complete adapter."""
+"""Adapter for a plain :class:`torch.nn.Module` as a rollout engine: the smallest complete adapter."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ __all__ = ["ModuleAdapter"]
 
 
 class ModuleAdapter(EngineAdapter):
-    """Parameters of ``module`` (plain or DTensor) are written in place, between two uses of it.
+    """Adapter that writes the parameters of ``module`` (plain or DTensor) in place, between two uses of the module.
 
-    Whoever runs the module does so ``with adapter.in_use() as version:``; a round waits for that and holds it off meanwhile.
+    Run the module ``with adapter.in_use() as version:``. A round waits until that context ends, and the context cannot be entered
+    during a round.
+
+    Args:
+        module: The module.
+        include_buffers: Whether persistent buffers are updated too.
     """
 
     name = "module"
@@ -35,14 +40,14 @@ class ModuleAdapter(EngineAdapter):
         self._users = 0
         self._loader: ShardLoader | None = None
         self._loader_of: Sequence[Shard] = ()
-        self._moved = True  # perhaps: looked at by the first load after a pause, once for all buckets
+        self._moved = True  # parameters may have moved; the first load after a pause checks it, once for all buckets
 
     @contextmanager
     def in_use(self, timeout: float = 60.0) -> Iterator[Version | None]:
-        """Keep rounds away from the module, and say which version it holds (``None`` before the first).
+        """Block rounds inside the context, which yields the module's version (``None`` before the first). One user at a time.
 
-        One user at a time. Raises :class:`~weightsync.errors.DeadlineExceeded` if the module stays paused or used for ``timeout``
-        seconds.
+        Raises:
+            DeadlineExceeded: The module was paused or in use for ``timeout`` seconds.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: not self._paused and not self._users, timeout):
@@ -56,27 +61,27 @@ class ModuleAdapter(EngineAdapter):
                 self._changed.notify_all()
 
     def manifest(self) -> Manifest:
-        """The module's own parameters (and persistent buffers, if asked for)."""
+        """Return the manifest of the module's parameters, and of its persistent buffers if included."""
         return self._followed.now()[0]
 
     def shards(self) -> Sequence[Shard]:
-        """The parameters themselves: direct delivery."""
+        """Return shards over the parameters, for direct delivery."""
         return self._followed.now()[1]
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
-        """Let nobody in until ``resume``, and wait until nobody is inside; all modes mean the same here."""
+        """Block new uses until :meth:`resume`, and wait for the current one to end. All modes have the same effect."""
         with self._changed:
             self._paused = True
             if not self._changed.wait_for(lambda: not self._users, timeout):
-                raise DeadlineExceeded(f"the module was in use for more than {timeout:g} s (in_use() never ended)")
+                raise DeadlineExceeded(f"the module was in use for more than {timeout:g} s: in_use() did not end")
             self.version = None
 
     def begin(self) -> None:
-        """The next load looks where the parameters are, once for all buckets."""
+        """Let the next load look up the addresses of the parameters, once for all buckets."""
         self._moved = True
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy whole tensors into the parameters of the same names."""
+        """Copy this rank's part of each whole tensor into the parameter of the same name."""
         if self._moved or self._loader is None:
             shards = self.shards()
             if self._loader is None or shards is not self._loader_of:
@@ -85,11 +90,11 @@ class ModuleAdapter(EngineAdapter):
         self._loader.load(tensors)
 
     def finish(self, version: Version) -> None:
-        """Take the version's label."""
+        """Store the version."""
         self.version = version
 
     def resume(self) -> None:
-        """Let the module be used again."""
+        """Allow the module to be used again."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Direct delivery into an engine's parameters: where its loader puts what, learned once and tried against it; or why not."""
+"""Direct delivery into an engine's parameters: traces its loader once, and verifies the trace against the loader."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class DirectShards:
-    """The parameters of an engine's model as shards of the checkpoint, followed where they move. Made by :func:`find_direct`."""
+    """Shards over the parameters of an engine's model. Follows parameters that move. Made by :func:`find_direct`."""
 
     def __init__(self, traced: Traced, model: nn.Module) -> None:
         self._traced, self._model = traced, model
@@ -34,9 +34,10 @@ class DirectShards:
         return [(tensor.data_ptr(), tensor.stride()) for tensor in tensors]
 
     def now(self) -> Sequence[Shard]:
-        """The shards where they are now; cheap while nothing has moved, as it is asked for while the engine stands still.
+        """Return the shards at their current addresses. Fast if nothing has moved, because the engine is paused meanwhile.
 
-        Raises :class:`~weightsync.errors.LayoutError` if the engine has made something else of a parameter.
+        Raises:
+            LayoutError: The engine changed the shape or dtype of a parameter.
         """
         where = self._look()
         if where != self._where:
@@ -55,11 +56,21 @@ def find_direct(
     engine: str = "the engine",
     package: str | None = None,
 ) -> DirectShards | str:
-    """Shards over ``model``'s parameters, or in one line why weights have to be streamed through its loader.
+    """Return shards over ``model``'s parameters, or the reason on one line why weights must be streamed through its loader.
 
-    Its loader is traced, then tried with random weights (:func:`~weightsync.tracing.verify.try_against`, which says what ``engine``
-    and ``package`` are): all layers, some at a time. On return the model holds the bits that it held before. Nothing may run it
-    meanwhile. With several ``ranks`` each sees its own parts only; the coordinator compares all layouts.
+    Traces the loader, and then compares the trace with the loader's results for random weights, some layers at a time
+    (:func:`~weightsync.tracing.verify.try_against`). Afterwards the model holds its original bits. The model must not run
+    meanwhile.
+
+    Args:
+        model: The serving model.
+        manifest: The checkpoint.
+        reload: The engine's loading.
+        device: Device on which all parameters must be.
+        ranks: Number of ranks of the replica. With several, a rank sees only its own parts, and the coordinator compares all
+            layouts.
+        engine: Name of the engine in messages.
+        package: Python package of the engine.
     """
     load = getattr(model, "load_weights", None)
     if not callable(load):
@@ -79,14 +90,14 @@ def find_direct(
     except (LoadError, LayoutError) as error:
         return str(error)
     if reason is None:
-        _log.info("weightsync: %d tensors go straight into the parameters of %s", len(manifest), engine)
+        _log.info("weightsync: %d tensors are delivered directly into the parameters of %s", len(manifest), engine)
         return direct
     return reason
 
 
 @contextmanager
 def _parameters_kept(model: nn.Module) -> Iterator[None]:
-    """Put back parameters that the loader replaced, by some of the trace, which have no bytes, or of the trial."""
+    """Restore parameters that the loader replaces: by meta tensors during tracing, or by others during the trial."""
     before = [(layer, name, parameter) for layer in model.modules() for name, parameter in layer._parameters.items()]
     try:
         yield

@@ -35,7 +35,7 @@ class Box(msgspec.Struct, frozen=True):
         return prod(self.shape)
 
     def within(self, shape: tuple[int, ...]) -> bool:
-        """Whether this is a region of a tensor of ``shape``."""
+        """Return whether this is a region of a tensor of ``shape``."""
         return len(self.starts) == len(self.stops) == len(shape) and all(
             0 <= start <= stop <= extent for start, stop, extent in zip(self.starts, self.stops, shape, strict=True)
         )

@@ -1,4 +1,4 @@
-"""Layout of all shards of one rank, stored as columns: seven arrays instead of a hundred thousand objects."""
+"""Layout of all shards of a rank, stored as columns: seven arrays instead of a hundred thousand objects."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Layout:
         if not len(self.tensor):
             return
         if self.tensor.min() < 0 or self.tensor.max() >= len(manifest) or np.any(np.diff(self.tensor) < 0):
-            raise LayoutError("layout names tensors that are not in the manifest, or not in ascending order")
+            raise LayoutError("the layout names tensors that are not in the manifest, or not in ascending order")
         bad = (self.starts < 0) | (self.starts >= self.stops) | (self.stops > manifest.shapes[self.tensor])
         if bad.any():
             row = int(np.argmax(bad.any(axis=1)))
@@ -91,7 +91,7 @@ class Layout:
             raise LayoutError(f"a shard of {spec.name} is empty or outside its shape {list(spec.shape)}: {box}")
         sizes = np.array([*self.regions, 0], np.int64)
         if self.region.min() < 0 or self.region.max() >= len(self.regions) or self.strides.min() < 0 or self.offset.min() < 0:
-            raise LayoutError("layout names a region that does not exist, or a negative offset or stride")
+            raise LayoutError("the layout has a region that does not exist, or a negative offset or stride")
         # Floating point first, because a forged stride could wrap the exact arithmetic around to a legal value.
         steps = self.stops - self.starts - 1
         rough = self.offset + (steps.astype(np.float64) * self.strides).sum(axis=1)

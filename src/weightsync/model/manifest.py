@@ -195,7 +195,7 @@ def _remedy(
     dtypes: Mapping[tuple[str, str], Sequence[str]], ours: Mapping[str, TensorSpec], theirs: Mapping[str, TensorSpec]
 ) -> str:
     """Suggest the trainer's ``dtype`` argument that publishes what the engine holds, if a conversion is all that is needed."""
-    if not dtypes or not all(our_dtype in _CONVERTIBLE and there in _CONVERTIBLE for our_dtype, there in dtypes):
+    if not dtypes or not all(ours_dtype in _CONVERTIBLE and their_dtype in _CONVERTIBLE for ours_dtype, their_dtype in dtypes):
         return ""
     # A single dtype converts every floating-point tensor, so it fits only an engine that holds all of them in that dtype.
     wanted = {theirs[name].dtype for name, spec in ours.items() if spec.dtype in _CONVERTIBLE and name in theirs}

@@ -21,8 +21,9 @@ GUARANTEES = {
 class ReplicaResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Result of one replica in one round.
 
-    ``state`` is the replica's state after the round. A replica that the round could not take in is ``refused`` (its tensors differ
-    from the trainer's), ``lost`` (a rank's connection is gone) or ``registered`` (ranks have not joined); ``error`` says why.
+    ``state`` is the replica's state after the round. A replica that the round could not take in is ``refused`` (its tensors
+    differ from the trainer's), ``lost`` (a rank's connection is gone) or ``registered`` (ranks have not joined). ``error`` holds
+    the reason.
     """
 
     name: str
@@ -68,36 +69,36 @@ class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ended: float = 0.0
     """Time of the end by the coordinator's clock, in seconds since the Unix epoch; for display."""
     step: int | None = None
-    """The training framework's own count, as it was given to ``publish_stream``."""
+    """Step count of the training framework, as passed to ``publish_stream``."""
     slowest: SlowestSpan | None = None
-    """The longest phase at any rank, and which rank that was; ``None`` if the round was not traced."""
+    """Longest phase of any rank, and that rank; ``None`` if the round was not traced."""
     transports: dict[str, int] = {}
     """Bytes read by each transport; empty if the round was not traced."""
 
     @property
     def updated(self) -> tuple[ReplicaResult, ...]:
-        """Replicas that got the version."""
+        """Replicas that installed the version."""
         return tuple(replica for replica in self.replicas if replica.error is None)
 
     @property
     def missed(self) -> tuple[ReplicaResult, ...]:
-        """Replicas that did not get the version; their ``error`` says why."""
+        """Replicas that did not install the version. Their ``error`` holds the reason."""
         return tuple(replica for replica in self.replicas if replica.error is not None)
 
     @property
     def longest_pause(self) -> float:
-        """Seconds for which the replica that was paused longest did not generate."""
+        """Longest pause of a replica in seconds."""
         return max((replica.paused_seconds for replica in self.replicas), default=0.0)
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Bytes that all replicas received in 10^9, by the seconds of the round."""
+        """Rate of the round in GB/s (10^9): bytes received by all replicas per second of the round."""
         return self.nbytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
     def summary(self) -> dict[str, float]:
         """Return the figures of the round for an experiment's log (W&B, TensorBoard).
 
-        ``staleness_max`` is that of the replica that is furthest behind after the round.
+        ``staleness_max`` is the staleness of the replica that is furthest behind after the round.
         """
         return {
             "weightsync/update_s": self.seconds,

@@ -124,10 +124,10 @@ class BoxIndex:
         colliding: dict[int, tuple[int, int]] = {}
         begin = 0
         while begin < len(self):
-            asked = np.arange(begin, min(begin + _QUERIES, len(self)))
+            queries = np.arange(begin, min(begin + _QUERIES, len(self)))
             if colliding:
-                asked = asked[~np.isin(self.group[asked], list(colliding))]
-            for query, box in self._descend(0, asked, self.group[asked], self.starts, self.stops):
+                queries = queries[~np.isin(self.group[queries], list(colliding))]
+            for query, box in self._descend(0, queries, self.group[queries], self.starts, self.stops):
                 other = np.flatnonzero(query != box)
                 if len(other):  # one pair a group is enough: a forged layout may have a huge number of pairs
                     groups, head = np.unique(self.group[query[other]], return_index=True)
@@ -153,10 +153,10 @@ def first_hole(starts: Int64, stops: Int64, within: tuple[Int64, Int64]) -> tupl
         np.add.at(change, np.searchsorted(cuts, starts[:, dim]), area)
         np.add.at(change, np.searchsorted(cuts, stops[:, dim]), -area)
         whole = int(np.prod(within[1][dim + 1 :] - within[0][dim + 1 :]))
-        lacking = np.flatnonzero(np.cumsum(change)[:-1] < whole)
-        if not len(lacking):
+        incomplete = np.flatnonzero(np.cumsum(change)[:-1] < whole)
+        if not len(incomplete):
             return None
-        slab = int(lacking[0])
+        slab = int(incomplete[0])
         begin.append(int(cuts[slab]))
         end.append(int(cuts[slab + 1]))
         across = (starts[:, dim] <= begin[-1]) & (stops[:, dim] >= end[-1])

@@ -32,9 +32,9 @@ Int64 = npt.NDArray[np.int64]
 MOST_PIECES = 1 << 25
 """Most pieces of one plan, over all targets."""
 
-_ANYWAY = 1 << 18
-_FOR_A_ROW = 16
-_FOR_A_ROW_OF_ALL = 128
+_BASE_PIECES = 1 << 18
+_PIECES_PER_ROW = 16
+_PIECES_PER_ROW_OF_ALL = 128
 
 
 class Stop:
@@ -61,10 +61,10 @@ class Allowance:
     ) -> None:
         self._sources, self._targets, self._kinds = sources, targets, kinds
         self._claim = claim
-        given = self._rows(sources)
+        source_rows = self._rows(sources)
         rows = np.array([len(layout) for layout in targets.layouts], np.int64)
-        self._each = _ANYWAY + _FOR_A_ROW * (rows + given)
-        self._all = min(_ANYWAY + _FOR_A_ROW_OF_ALL * (int(rows.sum()) + given), MOST_PIECES)
+        self._each = _BASE_PIECES + _PIECES_PER_ROW * (rows + source_rows)
+        self._all = min(_BASE_PIECES + _PIECES_PER_ROW_OF_ALL * (int(rows.sum()) + source_rows), MOST_PIECES)
         self.taken: Int64 = np.zeros(len(rows), np.int64)
         """Pieces of each target."""
 
@@ -87,14 +87,14 @@ class Allowance:
         whom, allowed = (
             (f"{self._targets.members[worst]} alone", int(self._each[worst]))
             if len(over)
-            else (f"{len(self._targets.members)} engine ranks ({self._targets.members[worst]} most of them)", self._all)
+            else (f"{len(self._targets.members)} engine ranks (most of them for {self._targets.members[worst]})", self._all)
         )
         sources = self._sources.members
         names = ", ".join(sources[:3]) + (f" and {len(sources) - 3} more" if len(sources) > 3 else "")
         raise LayoutError(
-            f"the plan for {whom} has more than {allowed:,} pieces, too many for layouts of {self._rows(self._targets):,} boxes "
-            f"there and {self._rows(self._sources):,} at {names}: both ends cut the same tensors finely, along different "
-            "dimensions; shard them alike, or use streamed delivery"
+            f"the plan for {whom} has more than {allowed:,} pieces, too many for target layouts of {self._rows(self._targets):,} "
+            f"boxes and source layouts of {self._rows(self._sources):,} boxes ({names}): both ends cut the same tensors finely, "
+            "along different dimensions. Shard them alike, or use streamed delivery"
         )
 
     @staticmethod

@@ -64,9 +64,9 @@ def _nearest(holders: Sequence[Host], target_host: Host) -> list[int]:
 def choices(index: BoxIndex, rows: Rows, sources: Sequence[Host], targets: Sequence[Host]) -> Choices:
     """Find the holders of each box and the preferred ones for each target. A member that holds a box twice counts once."""
     box, member, order = index.box[index.order], rows.member[index.order], rows.order[index.order]
-    once = np.ones(len(box), bool)
-    once[1:] = (np.diff(box) != 0) | (np.diff(member) != 0)  # rows of a box are in the order of members
-    box, member, order = box[once], member[once], order[once]
+    distinct = np.ones(len(box), bool)
+    distinct[1:] = (np.diff(box) != 0) | (np.diff(member) != 0)  # rows of a box are in the order of members
+    box, member, order = box[distinct], member[distinct], order[distinct]
     first = np.searchsorted(box, np.arange(len(index) + 1))
 
     # Boxes with one holder, the usual case, are kind 0. The others are numbered by their set of holders.

@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledE
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, PeerLost, WeightSyncError
 from weightsync.ray.places import RankPlace
 
-__all__ = ["ActorCalls", "call", "handles", "in_our_words"]
+__all__ = ["ActorCalls", "as_own_error", "call", "handles"]
 
 
 def handles(workers: object) -> tuple[Any, ...]:
@@ -63,9 +63,9 @@ and then drop the calls after it (Ray 2.60: "timed out waiting for seq_no")."""
 class ActorCalls:
     """Running calls, one for each place. Call either :meth:`wait` or ``await`` :meth:`join`, once."""
 
-    def __init__(self, what: str, asked: Sequence[tuple[RankPlace, Any]]) -> None:
+    def __init__(self, what: str, calls: Sequence[tuple[RankPlace, Any]]) -> None:
         self._what, self._since = what, time.monotonic()
-        self._asked = [(place, ref, ref.future()) for place, ref in asked]
+        self._calls = [(place, ref, ref.future()) for place, ref in calls]
 
     def wait(self, timeout: float) -> list[Any]:
         """Wait for all results and return them in order.
@@ -78,7 +78,7 @@ class ActorCalls:
             Exception: The error of the first rank that failed.
         """
         try:
-            futures = [future for _, _, future in self._asked]
+            futures = [future for _, _, future in self._calls]
             if concurrent.futures.wait(futures, timeout, concurrent.futures.FIRST_EXCEPTION).not_done:
                 concurrent.futures.wait(futures, _OTHERS)
             return self._results(timeout)
@@ -89,7 +89,7 @@ class ActorCalls:
     async def join(self, timeout: float) -> list[Any]:
         """Do the same on an event loop. Cancellation withdraws calls that have not started; started calls run on."""
         try:
-            futures = [asyncio.wrap_future(future) for _, _, future in self._asked]
+            futures = [asyncio.wrap_future(future) for _, _, future in self._calls]
             for future in futures:  # retrieve every result, so that asyncio does not warn
                 future.add_done_callback(lambda done: done.cancelled() or done.exception())
             _, others = await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
@@ -102,24 +102,24 @@ class ActorCalls:
 
     def _results(self, timeout: float) -> list[Any]:
         errors = [
-            in_our_words(place, error)
-            for place, _, future in self._asked
+            as_own_error(place, error)
+            for place, _, future in self._calls
             if future.done() and (error := future.exception(0)) is not None
         ]
         if errors:
             raise next((error for error in errors if isinstance(error, _ActorLost)), errors[0])
-        late = [str(place) for place, _, future in self._asked if not future.done()]
+        late = [str(place) for place, _, future in self._calls if not future.done()]
         if late:
             raise DeadlineExceeded(
                 f"{self._what} did not finish within {timeout:g} s; no answer from {'; '.join(late)}. The actor may be busy with "
                 "another call, because its calls run one after the other"
             )
-        return [future.result(0) for _, _, future in self._asked]
+        return [future.result(0) for _, _, future in self._calls]
 
     def _withdraw(self) -> None:
         if time.monotonic() - self._since < _UNDER_WAY:
             return
-        for _, ref, future in self._asked:
+        for _, ref, future in self._calls:
             if not future.done() and ray.is_initialized():
                 ray.cancel(ref)
 
@@ -128,7 +128,7 @@ class _ActorLost(PeerLost):
     """The death of an actor itself, not another rank's report of it."""
 
 
-def in_our_words(place: RankPlace, error: BaseException) -> BaseException:
+def as_own_error(place: RankPlace, error: BaseException) -> BaseException:
     """Convert Ray's errors to errors of this package. Errors of the user's code are returned unchanged."""
     if isinstance(error, RayTaskError):
         cause = error.cause

@@ -78,7 +78,7 @@ class Manager(Closeable):
         if not ray.is_initialized():
             raise ConfigurationError("a weightsync manager needs Ray: call ray.init() first")
         if coordinator is not None and settings is not None:
-            raise ConfigurationError("settings are those of a coordinator in this process; this one is elsewhere and has its own")
+            raise ConfigurationError("settings are those of a coordinator in this process, but this coordinator runs elsewhere")
         with ExitStack() as owned:
             url = coordinator
             if coordinator is None:
@@ -88,9 +88,9 @@ class Manager(Closeable):
                 access: Access = ray.get(coordinator.access.remote(), timeout=ClientSettings.load().timeouts.connect)
                 url, token = access.url, access.token
             self._settings = ClientSettings.load(coordinator=url, token=Secret(token) if token else None)
-            found_token = token_for(self._settings)
-            self._access = Access(self._settings.coordinator.url, found_token.reveal() if found_token is not None else None)
-            self.status()  # is it there, and does it take the token?
+            token_of_run = token_for(self._settings)
+            self._access = Access(self._settings.coordinator.url, token_of_run.reveal() if token_of_run is not None else None)
+            self.status()  # fails if the coordinator is unreachable or rejects the token
             self._members = Rejoining(self._settings, self._access)
             self._members.start()
             owned.callback(self._members.close)
@@ -200,7 +200,7 @@ class Manager(Closeable):
         return _report(self._publish(version, timeout).wait(timeout + _GRACE))
 
     async def update_weights_async(self, version: int, timeout: float = 300.0) -> RoundResult:
-        """Do the same on an event loop."""
+        """Do the same as :meth:`update_weights`, on an event loop."""
         return _report(await self._publish(version, timeout).join(timeout + _GRACE))
 
     def _publish(self, version: int, timeout: float) -> ActorCalls:
@@ -210,8 +210,8 @@ class Manager(Closeable):
             raise ConfigurationError("this manager has no trainer: call add_trainer() first")
         if self._members.trainer_lost():  # otherwise the other ranks would wait for the lost one until the timeout
             self._refuse_lost(group)
-        asked = [(place, call(group.actors[place.rank], publish, place, version, timeout)) for place in group.places]
-        return ActorCalls(f"publishing version {version}", asked)
+        calls = [(place, call(group.actors[place.rank], publish, place, version, timeout)) for place in group.places]
+        return ActorCalls(f"publishing version {version}", calls)
 
     def _refuse_lost(self, group: ActorGroup) -> None:
         """Raise PeerLost if a trainer's actor is gone. A rank whose connection broke reconnects, so it is waited for."""
@@ -219,9 +219,9 @@ class Manager(Closeable):
             missing = group.missing(self.status())
         except CoordinatorUnreachable:
             missing = group.places
-        asked = {call(group.actors[place.rank], is_joined, place): place for place in missing}
+        probes = {call(group.actors[place.rank], is_joined, place): place for place in missing}
         # An actor that does not answer in this time is busy with another call, and publishes after it.
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ALIVE_SECONDS) if asked else ([], [])
+        answered, _ = ray.wait(list(probes), num_returns=len(probes), timeout=_ALIVE_SECONDS) if probes else ([], [])
         for ref in answered:
             try:
                 alive = ray.get(ref, timeout=_ALIVE_SECONDS)
@@ -229,7 +229,7 @@ class Manager(Closeable):
                 alive = False
             if not alive:
                 raise PeerLost(
-                    f"{asked[ref]}: its actor died or is being restarted. Continue when it has its model again, or call "
+                    f"{probes[ref]}: its actor died or is being restarted. Continue when it has its model again, or call "
                     "add_trainer() with other actors"
                 )
 

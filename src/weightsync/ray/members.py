@@ -58,7 +58,7 @@ def _join(access: Access, place: RankPlace, make: Callable[[], Trainer | Engine]
 
 
 def is_joined(_worker: Any, place: RankPlace) -> bool:  # noqa: ANN401
-    """Whether this actor's process has joined as that rank, connected or reconnecting. False in a process that Ray restarted."""
+    """Return whether this actor's process has joined as that rank. False in a process that Ray restarted."""
     return (place.replica, place.rank) in _joined
 
 

@@ -18,7 +18,7 @@ from weightsync import forks
 from weightsync.config import ClientSettings
 from weightsync.coordinator.status import Status
 from weightsync.errors import AuthenticationError
-from weightsync.ray.calls import call, in_our_words
+from weightsync.ray.calls import as_own_error, call
 from weightsync.ray.places import Access, RankPlace
 from weightsync.server.watch import Watch
 
@@ -93,7 +93,7 @@ class Rejoining:
         return self._groups.get(replica)
 
     def trainer_lost(self) -> bool:
-        """Whether a trainer rank was missing in the coordinator's last status."""
+        """Return whether a trainer rank was missing in the coordinator's last status."""
         group, status = self._groups.get(None), self._status
         return group is not None and status is not None and bool(group.missing(status))
 
@@ -118,7 +118,7 @@ class Rejoining:
 
     async def _stay(self) -> None:
         self._main, self._loop = asyncio.current_task(), asyncio.get_running_loop()
-        watch = Watch(self._settings, self._look, lambda _: None)
+        watch = Watch(self._settings, self._apply, lambda _: None)
         try:
             await asyncio.wait([watch.ended])
             watch.ended.result()
@@ -127,17 +127,17 @@ class Rejoining:
         finally:
             await watch.aclose()
 
-    def _look(self, status: Status) -> None:
+    def _apply(self, status: Status) -> None:
         with self._lock:
             self._status = status
-            asked = [
+            restarted = [
                 (group, place)
                 for group in self._groups.values()
                 for place in group.missing(status)
                 if place.rank not in group.busy | group.given_up
             ]
             # Under the lock: a later remove() asks the actor to leave after this call, and actors keep the order of calls.
-            for group, place in asked if ray.is_initialized() else ():
+            for group, place in restarted if ray.is_initialized() else ():
                 group.busy.add(place.rank)
                 future: Future[None] = group.join(place, self._access, _RETRIES).future()
                 future.add_done_callback(partial(self._answered, group, place))
@@ -151,4 +151,4 @@ class Rejoining:
         if error is None:
             _log.info("%s has rejoined", place)
         else:
-            _log.warning("%s did not rejoin: %s", place, in_our_words(place, error))
+            _log.warning("%s did not rejoin: %s", place, as_own_error(place, error))

@@ -1,4 +1,4 @@
-"""Rollouts for a trainer: admitted by staleness, spread over replicas, interrupted and gone on with, every token with its version.
+"""Rollouts for a trainer: admission by staleness, routing to replicas, resumption after updates, and a version for every token.
 
 See ``docs/guides/rollouts.md``.
 """

@@ -1,4 +1,4 @@
-"""The rollout controller for code without an event loop: the same, on a thread of its own."""
+"""Rollout controller for code without an event loop, on its own thread."""
 
 from __future__ import annotations
 
@@ -25,10 +25,13 @@ V = TypeVar("V")
 
 
 class Rollouts(Closeable, Generic[T]):
-    """Runs a controller on an event loop in a thread. ``make`` is called there and returns the controller. Use it in a ``with``.
+    """Runs a controller on an event loop in a thread. Use it in a ``with``.
 
-    Tasks are coroutine functions all the same; they run on that thread, so what computes for long belongs into
-    ``asyncio.to_thread``. Tasks of :meth:`feed` are taken on that thread, too.
+    Tasks are still coroutine functions. They run on that thread, so long computations belong in ``asyncio.to_thread``. The
+    iterables of :meth:`feed` are also advanced on that thread.
+
+    Args:
+        make: Called on that thread. Returns the controller.
 
     ::
 
@@ -97,7 +100,7 @@ class Rollouts(Closeable, Generic[T]):
         return self._call(self._mine.counts)
 
     def close(self) -> None:
-        """Cancel everything and end the thread. Safe twice. In a forked child: nothing."""
+        """Cancel all tasks and end the thread. Idempotent. Does nothing in a forked child."""
         if self._origin.elsewhere:
             return
         controller, self._controller = self._controller, None
@@ -108,17 +111,17 @@ class Rollouts(Closeable, Generic[T]):
             self._end()
 
     def _call(self, what: Callable[..., V], *arguments: object) -> V:
-        async def there() -> V:
+        async def call() -> V:
             return what(*arguments)
 
-        return self._wait(there(), _CALL_SECONDS)
+        return self._wait(call(), _CALL_SECONDS)
 
     def _wait(self, what: Coroutine[Any, Any, V], seconds: float) -> V:
         answer = asyncio.run_coroutine_threadsafe(what, self._loop)
         try:
             return answer.result(seconds)
         except FutureTimeout:
-            if answer.done():  # the coroutine's own TimeoutError
+            if answer.done():  # the coroutine raised TimeoutError
                 raise
             answer.cancel()
             raise DeadlineExceeded(f"the rollout controller did not answer within {seconds:g} s") from None

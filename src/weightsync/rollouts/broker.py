@@ -1,4 +1,4 @@
-"""Routes for rollouts on the coordinator's service: completions go to the trainer, orders come from it."""
+"""Rollout routes of the coordinator's service. Completions go to the trainer. Orders come from it."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ class _Post(msgspec.Struct, frozen=True):
 
 
 class Completed(msgspec.Struct, frozen=True):
-    """``POST /v1/rollouts/completions``: rollouts that are done. Answered with their numbers."""
+    """``POST /v1/rollouts/completions``: finished rollouts. The response holds their numbers."""
 
     completions: Annotated[tuple[_Post, ...], msgspec.Meta(min_length=1, max_length=1 << 14)]
 
 
 class Acknowledge(msgspec.Struct, frozen=True):
-    """``POST /v1/rollouts/completions/acknowledge``: everything up to this number was taken."""
+    """``POST /v1/rollouts/completions/acknowledge``: all messages up to this number were processed."""
 
     epoch: Name
     upto: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Order(msgspec.Struct, frozen=True):
-    """``POST /v1/rollouts/orders``: answered when a rollout controller carried it out. The same id again is the same order."""
+    """``POST /v1/rollouts/orders``: the response follows when a rollout controller has executed the order. Idempotent by ``id``."""
 
     id: Name
     kind: Name
@@ -62,7 +62,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """``POST /v1/rollouts/orders/{number}``: how an order ended. ``kind`` is an error's class name, ``None`` for a success."""
+    """``POST /v1/rollouts/orders/{number}``: outcome of an order. ``kind`` is the class name of an error; ``None`` for success."""
 
     epoch: Name
     message: str = ""
@@ -70,20 +70,20 @@ class Answered(msgspec.Struct, frozen=True):
 
 
 class Numbered(msgspec.Struct, frozen=True):
-    """What was put into a mailbox, in order, by its numbers of this epoch."""
+    """Numbers of the added messages, in order, and the mailbox's epoch."""
 
     epoch: str
     numbers: tuple[int, ...]
 
 
 class Carried(msgspec.Struct, frozen=True):
-    """An order was carried out."""
+    """Outcome of an order that was executed."""
 
     message: str
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """It was noted."""
+    """Empty response of success."""
 
 
 _BAD, _ABSENT = HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND
@@ -95,29 +95,27 @@ _FOLLOW: dict[str, Any] = {
 
 _OPERATIONS = (
     Operation("post", "/v1/rollouts/completions", "Push finished rollouts.", Numbered, body=Completed, errors=_POSTED),
+    Operation("get", "/v1/rollouts/completions/events", "Server-sent events: signals of waiting, then new completions.", **_FOLLOW),
+    Operation("get", "/v1/rollouts/completions/{number}", "Get one finished rollout.", **_MESSAGE),
     Operation(
-        "get", "/v1/rollouts/completions/events", "Server-sent events: a signal for each that waits, then as they come.", **_FOLLOW
-    ),
-    Operation("get", "/v1/rollouts/completions/{number}", "One finished rollout, as it was pushed.", **_MESSAGE),
-    Operation(
-        "post", "/v1/rollouts/completions/acknowledge", "Forget all up to a number.", Taken, body=Acknowledge, errors=_POSTED
+        "post", "/v1/rollouts/completions/acknowledge", "Delete all up to a number.", Taken, body=Acknowledge, errors=_POSTED
     ),
     Operation(
         "post",
         "/v1/rollouts/orders",
-        "Have rollout controllers carry something out; answers when one has.",
+        "Order rollout controllers to execute a command. Responds when one has.",
         Carried,
         body=Order,
         errors=(*_POSTED, _ABSENT, HTTPStatus.CONFLICT, HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT),
     ),
     Operation("get", "/v1/rollouts/orders/events", "Server-sent events: a signal for each order.", **_FOLLOW),
-    Operation("get", "/v1/rollouts/orders/{number}", "One order.", **_MESSAGE),
-    Operation("post", "/v1/rollouts/orders/{number}", "How an order ended.", Taken, body=Answered, errors=(*_POSTED, _ABSENT)),
+    Operation("get", "/v1/rollouts/orders/{number}", "Get one order.", **_MESSAGE),
+    Operation("post", "/v1/rollouts/orders/{number}", "Report an outcome.", Taken, body=Answered, errors=(*_POSTED, _ABSENT)),
 )
 
 
 class RolloutBroker:
-    """Both mailboxes: a :class:`~weightsync.server.mounts.Mount` of the coordinator's service, or of any other application."""
+    """Both mailboxes as a :class:`~weightsync.server.mounts.Mount` of the coordinator's service or of another application."""
 
     operations = _OPERATIONS
     lasting = _LASTING
@@ -140,7 +138,7 @@ class RolloutBroker:
         ]
 
     def close(self) -> None:
-        """End all streams and waits."""
+        """End all streams and pending orders."""
         self._completions.close()
         self._orders.close()
         for answer in self._answers.values():
@@ -162,7 +160,7 @@ class RolloutBroker:
     async def _order(self, request: Request) -> Response:
         order = await self._body(request, Order)
         if sum(not answer.done() for answer in self._answers.values()) >= _WAITING:
-            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{_WAITING} orders are under way already")
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{_WAITING} orders are already pending")
         try:
             (number,) = self._orders.put([Post(order.id, msgspec.Raw(msgspec.json.encode(order)))])
         except Full as error:
@@ -171,10 +169,8 @@ class RolloutBroker:
         await asyncio.wait([answer], timeout=order.timeout)
         if answer.cancelled():
             raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, "the coordinator is shutting down")
-        if not answer.done():  # nobody shall carry it out later, when nobody waits for it
-            why = (
-                f"no rollout controller carried out {order.kind} within {order.timeout:g} s: is one connected to this coordinator?"
-            )
+        if not answer.done():  # withdraw it, so that no controller executes it after its sender gave up
+            why = f"no rollout controller executed {order.kind} within {order.timeout:g} s: is one connected to this coordinator?"
             self._settle(number, answer, Answered(self._orders.epoch, why, DeadlineExceeded.__name__))
         outcome = answer.result()
         if outcome.kind is not None:
@@ -186,8 +182,8 @@ class RolloutBroker:
         number = _number(request)
         answer = self._answers.get(number) if outcome.epoch == self._orders.epoch else None
         if answer is None:
-            raise MembershipError(f"there is no order {number} to be answered")
-        if not answer.done():  # else the same answer twice, since its sender lost ours, or one that is too late
+            raise MembershipError(f"order {number} does not exist")
+        if not answer.done():  # otherwise a repeated outcome, whose sender lost our response, or a late one
             self._settle(number, answer, outcome)
         return _json(Taken())
 
@@ -212,7 +208,7 @@ class RolloutBroker:
         answer.set_result(outcome)
         self._orders.withdraw(number)
         settled = [known for known, answer in self._answers.items() if answer.done()]
-        for known in settled[: max(0, len(settled) - _REMEMBERED)]:  # the rest answer orders that are repeated
+        for known in settled[: max(0, len(settled) - _REMEMBERED)]:  # the others answer repeated orders
             del self._answers[known]
 
     def _fetch(self, box: Mailbox) -> Callable[[Request], Awaitable[Response]]:
@@ -228,7 +224,7 @@ class RolloutBroker:
             if not (after.isascii() and after.isdigit() and len(after) < _DIGITS):
                 raise ConfigurationError(f"after={after!r} is not a number")
             if self._streams >= _FOLLOWERS:
-                raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{_FOLLOWERS} follow already")
+                raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{_FOLLOWERS} clients already follow events")
             stream = self._stream(box, request.query_params.get("epoch", ""), int(after))
             return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
@@ -263,9 +259,9 @@ def mount(settings: ServerSettings) -> RolloutBroker:
 
 def _number(request: Request) -> int:
     given = str(request.path_params["number"])
-    # Python's int() takes digits of other scripts, and not 5,000 of any.
+    # Python's int() accepts digits of other scripts, and raises ValueError for very long numbers.
     if not (given.isascii() and given.isdigit() and len(given) < _DIGITS):
-        raise MembershipError(f"there is no message {given[:_DIGITS]}")
+        raise MembershipError(f"message {given[:_DIGITS]} does not exist")
     return int(given)
 
 

@@ -1,9 +1,10 @@
-"""The trainer's side of an update that it drives itself: the engine's interface, carried out by the rollout controller.
+"""Trainer side of a trainer-driven update: the engine interface, executed by the rollout controller.
 
-A trainer that broadcasts through a process group (the disaggregated update, SGLang, LMDeploy) calls a :class:`RolloutCallback`
-as if it were the engine. Each call becomes an order in the coordinator's mailbox; an :class:`OrderFollower` beside the rollout
-controller hears of it at once, carries it out at every replica's server, and answers. Calls that pair with a collective return a
-future, since the trainer has its own part of the collective to do before the answer can come.
+A trainer that broadcasts through a process group (the disaggregated update, SGLang, LMDeploy) calls a :class:`RolloutCallback` as
+if it were the engine. Each call becomes an order in the coordinator's mailbox. A
+:class:`~weightsync.rollouts.orders.CommandFollower` beside the rollout controller receives it, executes it at every replica's
+server, and reports the outcome. Calls that pair with a collective return a future, because the trainer must run its own part of
+the collective before the outcome is known.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded
 from weightsync.model import PauseMode, TensorSpec
 from weightsync.rollouts.broker import Order
-from weightsync.rollouts.mail import asked
+from weightsync.rollouts.mail import request_until
 from weightsync.server.watch import coordinator_http
 
 __all__ = ["RolloutCallback"]
@@ -35,17 +36,24 @@ T = TypeVar("T")
 
 
 class RolloutCallback(Closeable):
-    """Same calls as an engine's, through the coordinator. Several groups, by name, may be under way at once. Close it.
+    """The calls of an engine, sent through the coordinator. Several groups, by name, may be in use at the same time. Close it.
 
-    Every call carries an id of its own: it is repeated while the coordinator cannot be reached, and carried out once. Raises (or
-    its future does) what the replicas answered, all of them named; :class:`~weightsync.errors.CoordinatorUnreachable` with the
-    address if the coordinator is gone until ``timeout``; :class:`~weightsync.errors.DeadlineExceeded` if no rollout controller
-    carried it out.
+    Every call has a unique id. It is repeated while the coordinator is unreachable, and executed once.
+
+    Args:
+        settings: Address of the coordinator, and timeouts.
+        timeout: Default time limit of a call in seconds.
+
+    Raises:
+        LoadError: Replicas failed. The message names all of them. Like the following errors, it is raised by every call or its
+            future.
+        CoordinatorUnreachable: The coordinator did not answer before the time limit. The message names its address.
+        DeadlineExceeded: No rollout controller executed the call.
 
     ::
 
         callback = RolloutCallback(ClientSettings.load(), timeout=300)
-        joined = callback.init_group("main", address, port, backend="nccl")    # the engines wait for us there
+        joined = callback.init_group("main", address, port, backend="nccl")    # the engines wait for rank 0
         group = init_custom_process_group(...)                                 # rank 0
         joined.result()
         callback.pause()
@@ -65,7 +73,7 @@ class RolloutCallback(Closeable):
         self._closed = False
         self._http = self._wait(self._open(), 30.0)
 
-    async def _open(self) -> Any:  # noqa: ANN401 - httpx's client, made on its loop
+    async def _open(self) -> Any:  # noqa: ANN401 - httpx's client, made on its event loop
         return coordinator_http(self._settings)
 
     def init_group(
@@ -78,9 +86,18 @@ class RolloutCallback(Closeable):
         world_size: int | None = None,
         timeout: float | None = None,
     ) -> Future[str]:
-        """Have every engine rank join the trainer's group of this name. The follower knows the ranks and their offsets.
+        """Order every engine rank to join the trainer's process group. The follower knows the ranks and their offsets.
 
-        ``world_size`` is checked against theirs plus one (the trainer) where it is given.
+        Args:
+            group: Name of the group.
+            address: Address of the trainer's rank 0.
+            port: Its port.
+            backend: ``nccl`` or ``gloo``.
+            world_size: If given, must equal the number of engine ranks plus one, the trainer.
+            timeout: Time limit in seconds.
+
+        Returns:
+            A future of the replicas' answers.
         """
         body: dict[str, Any] = {"group_name": group, "master_address": address, "master_port": port, "backend": backend}
         return self._order("init_group", body | ({} if world_size is None else {"world_size": world_size}), timeout)
@@ -95,7 +112,19 @@ class RolloutCallback(Closeable):
         flattened: bool = True,
         timeout: float | None = None,
     ) -> Future[str]:
-        """Have every engine rank receive one bucket that the trainer broadcasts through ``group`` now; done when it is loaded."""
+        """Order every engine rank to receive one bucket, which the trainer then broadcasts through ``group``.
+
+        Args:
+            group: Name of the group.
+            specs: Tensors of the bucket, in order.
+            last: Whether this is the last bucket of the update.
+            version: Label of the version.
+            flattened: Whether the bucket is one flat buffer.
+            timeout: Time limit in seconds.
+
+        Returns:
+            A future that is done when the bucket is loaded.
+        """
         body: dict[str, Any] = {
             "group_name": group,
             "names": [spec.name for spec in specs],
@@ -107,24 +136,24 @@ class RolloutCallback(Closeable):
         return self._order("update_from_distributed", body | ({} if version is None else {"weight_version": version}), timeout)
 
     def update_from_disk(self, path: str, *, version: str | None = None, timeout: float | None = None) -> Future[str]:
-        """Have every engine load a checkpoint from a path that it can read (SGLang)."""
+        """Order every engine to load a checkpoint from a path that it can read (SGLang)."""
         body: dict[str, Any] = {"model_path": path}
         return self._order("update_from_disk", body | ({} if version is None else {"weight_version": version}), timeout)
 
     def destroy_group(self, group: str, timeout: float | None = None) -> None:
-        """Have every engine rank leave the group."""
+        """Order every engine rank to leave the group, and wait."""
         self._finish("destroy_group", {"group_name": group}, timeout)
 
     def pause(self, mode: PauseMode = "abort", timeout: float | None = None) -> None:
-        """Admit no rollouts, and have the engines stop. What was under way is gone on with afterwards."""
+        """Stop admitting rollouts, and pause the engines. Interrupted rollouts continue afterwards."""
         self._finish("pause", {"mode": mode}, timeout)
 
     def continue_generation(self, timeout: float | None = None) -> None:
-        """Generate, and admit again."""
+        """Resume the engines, and admit rollouts again."""
         self._finish("continue", {}, timeout)
 
     def close(self) -> None:
-        """Close connections; calls under way fail. Safe twice. In a forked child: nothing."""
+        """Close connections. Pending calls fail. Idempotent. Does nothing in a forked child."""
         if self._origin.elsewhere:
             return
         if self._closed:
@@ -141,11 +170,11 @@ class RolloutCallback(Closeable):
             raise Aborted("this callback is closed")
         deadline = Deadline(self._timeout if timeout is None else timeout)
         order = Order(uuid.uuid4().hex, kind, body, deadline.seconds)
-        return asyncio.run_coroutine_threadsafe(self._ask(order, deadline), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._send(order, deadline), self._loop)
 
-    async def _ask(self, command: Order, deadline: Deadline) -> str:
-        # A little longer than the order's own, so that the coordinator's word on it is heard, if it has one.
-        answer = await asked(
+    async def _send(self, command: Order, deadline: Deadline) -> str:
+        # Waits a little longer than the order's own time limit, so that the coordinator's error can arrive.
+        answer = await request_until(
             self._http, self._settings, "POST", "/v1/rollouts/orders", msgspec.json.encode(command), deadline, patience=_GRACE
         )
         return str(msgspec.json.decode(answer.content)["message"])

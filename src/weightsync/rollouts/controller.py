@@ -1,4 +1,4 @@
-"""The rollout controller: admits tasks by staleness, spreads them over replicas, and hands out full batches."""
+"""Rollout controller: admits tasks by staleness, distributes them over replicas, and returns full batches."""
 
 from __future__ import annotations
 
@@ -31,31 +31,35 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Generate = Callable[[Sequence[int], Sampling], Awaitable[Sample]]
-"""Gives a task the answer to a prompt (token numbers)."""
+"""Function that a task calls with a prompt (token ids) and sampling parameters. Returns the sample."""
 Task = Callable[[Generate], Awaitable[T | None]]
-"""One rollout: asks for as many samples as it likes and returns what the trainer shall have, or ``None`` to reject it."""
+"""One rollout: generates any number of samples and returns the value for the trainer, or ``None`` to reject the rollout."""
 
 _CLOSE_SECONDS = 10.0
 
 
 class RolloutSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How the controller admits. Raises :class:`~weightsync.errors.ConfigurationError` for values that admit nothing."""
+    """Settings of a controller.
+
+    Raises:
+        ConfigurationError: The values admit no rollout.
+    """
 
     batch: int
-    """Rollouts in a batch: what the trainer takes to make one version."""
+    """Rollouts in a batch, from which the trainer makes one version."""
     max_staleness: int = 1
-    """Versions by which a rollout's first token may be older than the trainer that consumes it (eta). 0: on-policy."""
+    """Staleness bound (eta): most versions by which a rollout's first token may be older than its consumer; 0 is on-policy."""
     max_concurrent: int = 64
-    """Rollouts under way at one time."""
+    """Most rollouts that run at the same time."""
     task_seconds: float = 600.0
-    """For one rollout, its waits included; then it is cancelled on its replica, and its slot is free."""
+    """Time limit of one rollout in seconds, including its waits. A rollout that exceeds it is cancelled, also on its replica."""
     max_age: int | None = None
-    """Drop a finished rollout if its oldest token is older than the trainer by more versions than this. ``None``: keep all."""
+    """Drop a finished rollout if its oldest token is more than this many versions older than the trainer; ``None`` keeps all."""
 
     def __post_init__(self) -> None:
-        """Check what :class:`~weightsync.rollouts.staleness.Admission` does not."""
+        """Check the values that :class:`~weightsync.rollouts.staleness.Admission` does not check."""
         if self.task_seconds <= 0 or (self.max_age is not None and self.max_age < 0):
-            raise ConfigurationError(f"task_seconds is positive and max_age at least 0, not {self.task_seconds}, {self.max_age}")
+            raise ConfigurationError(f"task_seconds must be positive and max_age not negative: {self.task_seconds}, {self.max_age}")
 
 
 @dataclass(frozen=True)
@@ -63,31 +67,32 @@ class Rollout(Generic[T]):
     """One accepted rollout."""
 
     number: int
-    """In the order of admission."""
+    """Position in the order of admission."""
     value: T
-    """What the task returned."""
+    """Value that the task returned."""
     samples: tuple[Sample, ...]
-    """Every sample that it asked for."""
+    """All samples that the task generated."""
     seconds: float
+    """Duration of the task."""
 
     @property
     def oldest_first(self) -> tuple[int, int] | None:
-        """Epoch and number of the oldest version of any of its tokens."""
+        """Epoch and number of the oldest version among its tokens; ``None`` without tokens."""
         return min((sample.oldest_first for sample in self.samples if sample.oldest_first is not None), default=None)
 
     @property
     def oldest(self) -> int | None:
-        """The number of the oldest version of any of its tokens."""
+        """Number of the oldest version among its tokens; ``None`` without tokens."""
         return None if self.oldest_first is None else self.oldest_first[1]
 
     def age(self, version: int) -> int:
-        """By how many versions its oldest token is behind ``version``."""
+        """Return the number of versions by which its oldest token is older than ``version``."""
         return 0 if self.oldest is None else version - self.oldest
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Where a controller stands."""
+    """Counters of a controller."""
 
     version: int | None
     waiting: int
@@ -95,25 +100,31 @@ class Counts:
     accepted: int
     ready: int
     rejected: int
-    """By their own task."""
+    """Rollouts whose task returned ``None``."""
     timed_out: int
     too_old: int
     interruptions: int
     paused: bool
     replicas: dict[str, int]
-    """Requests under way, by replica."""
+    """Running requests by replica."""
 
 
 class RolloutController(Generic[T]):
-    """Runs tasks on one event loop. Made and used on that loop; from a thread use :class:`~weightsync.rollouts.blocking.Rollouts`.
+    """Runs tasks on one event loop. Use it on that loop, in an ``async with``.
 
-    ``urls`` says where each replica generates (a mapping, or a function of its name). The replicas' states, their versions and the
-    trainer's version come from the coordinator, pushed, if ``coordinator`` is given; without it, hand them to :attr:`replicas` and
-    :meth:`publish`. Use it in an ``async with``.
+    :class:`~weightsync.rollouts.blocking.Rollouts` offers the same to code without an event loop.
+
+    Args:
+        settings: The settings.
+        generation: Client for the replicas' servers.
+        urls: URL at which each replica generates: a mapping, or a function of its name.
+        coordinator: The coordinator, which pushes the states and versions of replicas and the trainer's version. Without it, pass
+            these to :attr:`replicas` and :meth:`publish`.
 
     ::
 
-        async with RolloutController(RolloutSettings(batch=32), VllmTokens(), urls, coordinator=ClientSettings.load()) as rollouts:
+        async with RolloutController(RolloutSettings(batch=32), VllmTokens(), urls, coordinator=ClientSettings.load()) as
+        rollouts:
             rollouts.feed(make_tasks(prompts))
             batch = await rollouts.batch(timeout=600)
     """
@@ -125,14 +136,14 @@ class RolloutController(Generic[T]):
         self.admission = Admission(settings.batch, settings.max_staleness, settings.max_concurrent)
         self.replicas = Replicas(urls, self._pump)
         self.on_ready: Callable[[Rollout[T]], None] = lambda rollout: None
-        """Called for each accepted rollout, for who pushes completions on."""
+        """Called with each accepted rollout, for example to forward completions."""
         self._generation, self._coordinator = generation, coordinator
         self._watch: Watch | None = None
         self._waiting: deque[Task[T]] = deque()
         self._sources: deque[Iterator[Task[T]]] = deque()
         self._running: set[asyncio.Task[None]] = set()
         self._ready: list[Rollout[T]] = []
-        self._asking: deque[asyncio.Future[list[Rollout[T]]]] = deque()
+        self._pending: deque[asyncio.Future[list[Rollout[T]]]] = deque()
         self._error: BaseException | None = None
         self._consumer: int | None = None
         self._epoch = FIRST_EPOCH
@@ -141,7 +152,7 @@ class RolloutController(Generic[T]):
 
     async def __aenter__(self) -> Self:
         if self._coordinator is not None:
-            self._watch = Watch(self._coordinator, self._told, self.replicas.pausing)
+            self._watch = Watch(self._coordinator, self._status_changed, self.replicas.pausing)
             try:
                 await self._watch.started(self._coordinator.timeouts.connect)
             except BaseException:
@@ -154,7 +165,7 @@ class RolloutController(Generic[T]):
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Cancel everything, also on the replicas, and close connections. Safe twice."""
+        """Cancel all tasks and their requests, and close connections. Idempotent."""
         self._closed = True
         if self._watch is not None:
             await self._watch.aclose()
@@ -168,19 +179,19 @@ class RolloutController(Generic[T]):
         await self._generation.aclose()
 
     def submit(self, task: Task[T]) -> None:
-        """Run ``task`` as soon as it may start."""
+        """Queue ``task``, which starts when admission allows it."""
         self._check_open()
         self._waiting.append(task)
         self._pump()
 
     def feed(self, tasks: Iterable[Task[T]]) -> None:
-        """Take tasks from here, one at a time and only when one may start: an endless stream of prompts is fine."""
+        """Draw tasks from ``tasks`` one at a time, each when admission allows it to start. The iterable may be infinite."""
         self._check_open()
         self._sources.append(iter(tasks))
         self._pump()
 
     def publish(self, version: int) -> None:
-        """The trainer published ``version``. Not needed where the coordinator says so."""
+        """Report that the trainer published ``version``. A coordinator, if given, reports it already."""
         self.admission.publish(version)
         self._drop_old()
         self._deliver()
@@ -188,7 +199,10 @@ class RolloutController(Generic[T]):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Admit nothing inside; what runs goes on. May be nested. Rounds need it not: replicas say by themselves when they move."""
+        """Admit no rollouts inside the context. Running rollouts continue. Contexts may be nested.
+
+        Rounds do not need this: replicas report their own state changes.
+        """
         self.pause()
         try:
             yield
@@ -196,24 +210,32 @@ class RolloutController(Generic[T]):
             self.resume()
 
     def pause(self) -> None:
-        """Admit nothing until as many :meth:`resume`."""
+        """Admit no rollouts until :meth:`resume` has been called as often."""
         self._paused += 1
 
     def resume(self) -> None:
-        """Take one :meth:`pause` back. Raises :class:`~weightsync.errors.ConfigurationError` if there was none."""
+        """Undo one :meth:`pause`.
+
+        Raises:
+            ConfigurationError: The controller is not paused.
+        """
         if not self._paused:
             raise ConfigurationError("this rollout controller is not paused")
         self._paused -= 1
         self._pump()
 
     async def batch(self, timeout: float, version: int | None = None) -> list[Rollout[T]]:
-        """The next ``settings.batch`` rollouts, in the order of their completion, as soon as they are there.
+        """Wait for the next ``settings.batch`` rollouts and return them in the order of their completion.
 
-        ``version`` is the trainer's own, by which ``max_age`` counts. Give it where the trainer goes on before its publication is
-        served (``publish_async``); without it the last version that is served counts.
+        Args:
+            timeout: Seconds to wait.
+            version: The trainer's version, to which ``max_age`` applies. Needed if the trainer continues before its publication
+                is served (``publish_async``). By default the last served version.
 
-        Raises :class:`~weightsync.errors.DeadlineExceeded` (nothing is lost: ask again), the error of a task that raised,
-        :class:`~weightsync.errors.Aborted` if no task is left to fill a batch, or when the controller is closed.
+        Raises:
+            DeadlineExceeded: ``timeout`` passed. No rollout is lost, so the call may be repeated.
+            Aborted: No task is left to fill a batch, or the controller was closed.
+            Exception: A task raised it.
         """
         if self._error is not None:
             error, self._error = self._error, None
@@ -222,27 +244,27 @@ class RolloutController(Generic[T]):
         self._consumer = version
         self._drop_old()
         self._pump()
-        asking: asyncio.Future[list[Rollout[T]]] = asyncio.get_running_loop().create_future()
-        self._asking.append(asking)
+        pending: asyncio.Future[list[Rollout[T]]] = asyncio.get_running_loop().create_future()
+        self._pending.append(pending)
         self._deliver()
-        self._look_for_an_end()
+        self._fail_if_exhausted()
         try:
-            await asyncio.wait([asking], timeout=timeout)
+            await asyncio.wait([pending], timeout=timeout)
         except asyncio.CancelledError:
-            if asking.done() and not asking.cancelled() and asking.exception() is None:
-                self._ready[:0] = asking.result()
+            if pending.done() and not pending.cancelled() and pending.exception() is None:
+                self._ready[:0] = pending.result()
             raise
         finally:
-            if asking in self._asking:
-                self._asking.remove(asking)
-        if not asking.done():
+            if pending in self._pending:
+                self._pending.remove(pending)
+        if not pending.done():
             raise DeadlineExceeded(
                 f"{len(self._ready)} of {self.settings.batch} rollouts were ready within {timeout:g} s: {self.counts()}"
             )
-        return asking.result()
+        return pending.result()
 
     def counts(self) -> Counts:
-        """Where it stands."""
+        """Return the current counters."""
         return Counts(
             version=self.admission.version,
             waiting=len(self._waiting),
@@ -257,16 +279,14 @@ class RolloutController(Generic[T]):
             replicas=self.replicas.running(),
         )
 
-    # What happens.
-
     def _check_open(self) -> None:
         if self._closed:
             raise Aborted("the rollout controller is closed")
 
-    def _told(self, status: Status) -> None:
-        """What starts now is made by the oldest weights that requests may go to, so these are what admission counts from.
+    def _status_changed(self, status: Status) -> None:
+        """Apply a coordinator status. Admission uses the oldest version that a new request may meet.
 
-        The trainer's last version may be newer: replicas take it one after another, and serve the one before until then.
+        The trainer's last version may be newer, because replicas install it one after another.
         """
         if status.last >= 0 and status.epoch > self._epoch:
             self._begin_epoch(status.epoch)
@@ -280,7 +300,7 @@ class RolloutController(Generic[T]):
         try:
             if status.epoch < self._epoch:
                 raise VersionError(
-                    f"the trainer went back from epoch {self._epoch} to {status.epoch}: start a new rollout controller"
+                    f"the trainer's epoch decreased from {self._epoch} to {status.epoch}: start a new rollout controller"
                 )
             if known is not None and status.last < known:
                 self.publish(status.last)
@@ -290,7 +310,7 @@ class RolloutController(Generic[T]):
             self._fail(error)
 
     def _begin_epoch(self, epoch: int) -> None:
-        """The trainer started again from an earlier checkpoint: what older epochs made is not used, and counting begins anew."""
+        """Start a new epoch, because the trainer restarted from a checkpoint. Drop older samples and restart the counts."""
         self._epoch = self.replicas.epoch = epoch
         self._consumer = None
         self._drop_old()
@@ -301,13 +321,13 @@ class RolloutController(Generic[T]):
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Whoever asks for a batch is told; if nobody does, whoever asks next."""
-        if not self._asking:
+        """Raise ``error`` in all pending calls of :meth:`batch`; without one, in the next call."""
+        if not self._pending:
             self._error = error
-        while self._asking:
-            asking = self._asking.popleft()
-            if not asking.done():
-                asking.set_exception(error)
+        while self._pending:
+            pending = self._pending.popleft()
+            if not pending.done():
+                pending.set_exception(error)
 
     def _next(self) -> Task[T] | None:
         if self._waiting:
@@ -320,8 +340,8 @@ class RolloutController(Generic[T]):
         return None
 
     def _pump(self) -> None:
-        """Start what may start. Called whenever something changed that admission depends on, and only then."""
-        if self._pumping or self._closed:  # a source that submits, or replicas that change while tasks start
+        """Start all tasks that admission allows. Called whenever something changes on which admission depends."""
+        if self._pumping or self._closed:  # a source may call submit(), and replicas may change while tasks start
             return
         self._pumping = True
         try:
@@ -340,11 +360,11 @@ class RolloutController(Generic[T]):
     def _ended(self, running: asyncio.Task[None]) -> None:
         self._running.discard(running)
         self._pump()
-        self._look_for_an_end()
+        self._fail_if_exhausted()
 
-    def _look_for_an_end(self) -> None:
-        if self._asking and not (self._running or self._waiting or self._sources or len(self._ready) >= self.settings.batch):
-            self._fail(Aborted(f"no task is left, and only {len(self._ready)} of {self.settings.batch} rollouts are ready"))
+    def _fail_if_exhausted(self) -> None:
+        if self._pending and not (self._running or self._waiting or self._sources or len(self._ready) >= self.settings.batch):
+            self._fail(Aborted(f"no tasks are left, but only {len(self._ready)} of {self.settings.batch} rollouts are ready"))
 
     async def _run(self, task: Task[T], number: int) -> None:
         began, samples, value = time.monotonic(), list[Sample](), None
@@ -359,10 +379,10 @@ class RolloutController(Generic[T]):
         except TimeoutError as error:
             if bound.expired():
                 self._timed_out += 1
-                _log.warning("rollout %d was cancelled after %g s", number, self.settings.task_seconds)
-            else:  # the task's own
+                _log.warning("rollout %d exceeded its time limit of %g s and was cancelled", number, self.settings.task_seconds)
+            else:  # raised by the task itself
                 self._fail(error)
-        except Exception as error:  # noqa: BLE001 - the trainer's to see, from batch()
+        except Exception as error:  # noqa: BLE001 - raised from batch()
             self._fail(error)
         finally:
             self.admission.end(accepted)
@@ -386,25 +406,25 @@ class RolloutController(Generic[T]):
             self.admission.drop(dropped)
 
     def _deliver(self) -> None:
-        while self._asking and len(self._ready) >= self.settings.batch:
-            asking = self._asking.popleft()
-            if not asking.done():
+        while self._pending and len(self._ready) >= self.settings.batch:
+            pending = self._pending.popleft()
+            if not pending.done():
                 batch, self._ready = self._ready[: self.settings.batch], self._ready[self.settings.batch :]
-                asking.set_result(batch)
+                pending.set_result(batch)
 
     def _generate_for(self, samples: list[Sample]) -> Generate:
         async def generate(prompt: Sequence[int], sampling: Sampling) -> Sample:
             sample = Sample(tuple(prompt))
             samples.append(sample)
-            while not await self._ask(sample, sampling):
+            while not await self._request(sample, sampling):
                 sample.interruptions += 1
                 self._interruptions += 1
             return sample
 
         return generate
 
-    async def _ask(self, sample: Sample, sampling: Sampling) -> bool:
-        """One request for the rest of ``sample``; returns whether it is whole."""
+    async def _request(self, sample: Sample, sampling: Sampling) -> bool:
+        """Request the rest of ``sample``. Returns whether the sample is complete."""
         chunks: list[Chunk] = []
         finish: FinishReason = "abort"
         request_sampling = (
@@ -420,12 +440,12 @@ class RolloutController(Generic[T]):
                         finish = chunk.finish_reason or finish
             except PeerLost as error:
                 finish = "abort"
-                _log.info("a request at %s was cut off: %s", lease.name, error)
+                _log.info("a request to %s was interrupted: %s", lease.name, error)
             lost = sample.lost_tokens
             sample.keep(lease.name, chunks, lease.epoch)
             if finish != "abort" and sample.lost_tokens > lost:
                 finish = "abort"
-                _log.warning("%s made tokens and does not say with which version", lease.name)
+                _log.warning("%s returned tokens without their version; they are dropped", lease.name)
             if len(sample.tokens) >= sampling.max_tokens:
                 finish = "length" if finish == "abort" else finish
             if sample.tokens and sample.tokens[-1] in sampling.stop_token_ids:

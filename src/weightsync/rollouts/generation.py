@@ -1,15 +1,15 @@
-"""Asking an engine for tokens over HTTP: one class for each kind of server, all of them streams of :class:`Chunk`.
+"""Generation over HTTP: one client class for each kind of server. Each returns a stream of :class:`Chunk`.
 
 ================== ============================= ==========================================================================
-class              route                         who attests versions
+class              route                         source of the versions
 ================== ============================= ==========================================================================
-``VllmTokens``     POST /inference/v1/generate   vLLM's own spans, in the last message of each request, also an aborted one
-``Completions``    POST /v1/completions          ``weightsync.token_versions`` in a message (the demo's server, and yours);
-                                                 else ``GET /weight_info`` before and after, where both say the same
+``VllmTokens``     POST /inference/v1/generate   vLLM's version spans in the last message, also of an aborted request
+``Completions``    POST /v1/completions          ``weightsync.token_versions`` in a message, as the demo's server sends it;
+                                                 otherwise ``GET /weight_info`` before and after, if both are equal
 ================== ============================= ==========================================================================
 
-A request whose connection is closed is cancelled by the server. Nobody's word but the server's gives a token a version: what it
-did not attest before it went away is dropped.
+Closing the connection of a request cancels the request on the server. Only the server attests the version of a token. Tokens that
+it did not attest before it disconnected are dropped.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from weightsync.rollouts.samples import Chunk, FinishReason, Sampling
 __all__ = ["Completions", "Generation", "VllmTokens"]
 
 _CONNECT_SECONDS = 5.0
-_READ_SECONDS = 120.0  # between two messages of a stream; the task's own deadline is what bounds it
+_READ_SECONDS = 120.0  # between two messages of a stream; the task's deadline bounds the whole
 _REFUSAL_BYTES = 64 << 10
 _MESSAGE_BYTES = 4 << 20
-_AGAIN = (408, 425, 429, 500, 502, 503, 504)  # another time, or another replica
+_AGAIN = (408, 425, 429, 500, 502, 503, 504)  # statuses after which another attempt, or another replica, may succeed
 
 
 def _order(label: str) -> tuple[int, int] | None:
@@ -44,13 +44,21 @@ def _order(label: str) -> tuple[int, int] | None:
 
 
 class Generation(Protocol):
-    """What the controller asks of a kind of server."""
+    """Client for one kind of server, used by the controller."""
 
     def stream(self, url: str, prompt: Sequence[int], budget: int, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """The answer, as it comes. Closing the iterator cancels the request on the server.
+        """Generate and yield chunks as they arrive. Closing the iterator cancels the request on the server.
 
-        Raises :class:`~weightsync.errors.PeerLost` if the server went away or cannot answer now,
-        :class:`~weightsync.errors.LoadError` for what it refuses for good, :class:`~weightsync.errors.ProtocolError`.
+        Args:
+            url: URL of the server.
+            prompt: Token ids.
+            budget: Most tokens of this request.
+            sampling: Sampling parameters.
+
+        Raises:
+            PeerLost: The server disconnected or is temporarily unavailable.
+            LoadError: The server rejects the request permanently.
+            ProtocolError: The server sent an unreadable message.
         """
         ...
 
@@ -117,7 +125,7 @@ def _reason(finish_reason: str | None) -> FinishReason | None:
 
 
 class _Http:
-    """One pool of connections to all replicas."""
+    """Connection pool for all replicas."""
 
     def __init__(self, token: Secret | None = None) -> None:
         self._http = httpx.AsyncClient(
@@ -139,7 +147,7 @@ class _Http:
         await self.aclose()
 
     @asynccontextmanager
-    async def _asked(self, url: str, path: str, body: dict[str, Any]) -> AsyncIterator[httpx.Response]:
+    async def _post(self, url: str, path: str, body: dict[str, Any]) -> AsyncIterator[httpx.Response]:
         try:
             async with self._http.stream("POST", url.rstrip("/") + path, json=body) as answer:
                 if not answer.is_success:
@@ -150,7 +158,7 @@ class _Http:
         except httpx.InvalidURL as error:
             raise ConfigurationError(f"{url!r} is not the URL of a server: {error}") from None
         except httpx.HTTPError as error:
-            raise PeerLost(f"{url} went away during {path}: {type(error).__name__} {error}") from None
+            raise PeerLost(f"the connection to {url} failed during {path}: {type(error).__name__} {error}") from None
 
 
 async def _beginning(answer: httpx.Response) -> str:
@@ -163,7 +171,12 @@ async def _beginning(answer: httpx.Response) -> str:
 
 
 async def _messages(answer: httpx.Response, url: str) -> AsyncIterator[bytes]:
-    """The data of server-sent events until ``[DONE]``. Raises ``PeerLost`` if the stream ends before."""
+    """Yield the data of server-sent events until ``[DONE]``.
+
+    Raises:
+        PeerLost: The stream ended without ``[DONE]``.
+        ProtocolError: A message is too long.
+    """
     held = bytearray()
     async for part in answer.aiter_bytes():
         held += part
@@ -176,14 +189,14 @@ async def _messages(answer: httpx.Response, url: str) -> AsyncIterator[bytes]:
                 yield line[5:].strip()
         if len(held) > _MESSAGE_BYTES:
             raise ProtocolError(f"{url} sent a message of more than {_MESSAGE_BYTES} bytes")
-    raise PeerLost(f"{url} ended its answer in the middle")
+    raise PeerLost(f"{url} ended its response before [DONE]")
 
 
 class VllmTokens(_Http):
-    """vLLM's ``/inference/v1/generate``: tokens in, tokens out, and which weights made each of them, also after an abort.
+    """Client for vLLM's ``/inference/v1/generate``, which returns token ids and the version of each, also after an abort.
 
-    vLLM 0.32 serves it where it was started with ``--tokens-only`` or ``--enable-scale-out``. What a server that dies
-    in the middle has sent is lost, since vLLM attests versions at the end.
+    vLLM 0.32 has this route if it was started with ``--tokens-only`` or ``--enable-scale-out``. vLLM attests versions in the last
+    message, so the tokens of a server that dies before it are lost.
     """
 
     def __init__(self, token: Secret | None = None, *, model: str | None = None) -> None:
@@ -206,7 +219,7 @@ class VllmTokens(_Http):
         body: dict[str, Any] = {"token_ids": list(prompt), "sampling_params": params, "stream": True}
         if self._model is not None:
             body["model"] = self._model
-        async with self._asked(url, "/inference/v1/generate", body) as answer:
+        async with self._post(url, "/inference/v1/generate", body) as answer:
             async for data in _messages(answer, url):
                 yield self._chunk(data, url)
 
@@ -221,7 +234,7 @@ class VllmTokens(_Http):
         for span in choice.weight_versions or ():
             order = _order(span.version)
             if order is None or span.start != len(versions) or not 0 < span.end - span.start < 1 << 24:
-                break  # made by weights without a version: no such token, and none after it, is kept
+                break  # unversioned weights: this token and all after it are dropped
             epochs += [order[0]] * (span.end - span.start)
             versions += [order[1]] * (span.end - span.start)
         return Chunk(
@@ -234,10 +247,12 @@ class VllmTokens(_Http):
 
 
 class Completions(_Http):
-    """OpenAI's ``/v1/completions``, with token numbers as the prompt.
+    """Client for OpenAI's ``/v1/completions``, with token ids as the prompt.
 
-    ``stream=False`` for a server that answers whole, like the demo's (which is greedy, too: ask it with ``temperature=0`` and
-    ``logprobs=False``). ``model`` is named in each request where it is given.
+    Args:
+        token: API key of the servers.
+        model: Model name to send with each request.
+        stream: Whether the server streams. The demo's server does not; it also needs ``temperature=0`` and ``logprobs=False``.
     """
 
     def __init__(self, token: Secret | None = None, *, model: str | None = None, stream: bool = True) -> None:
@@ -265,7 +280,7 @@ class Completions(_Http):
         before = await self._attested(url)
         tokens = attested = 0
         last: FinishReason | None = None
-        async with self._asked(url, "/v1/completions", body) as answer:
+        async with self._post(url, "/v1/completions", body) as answer:
             if self._stream:
                 async for data in _messages(answer, url):
                     chunk = self._chunk(data, url)
@@ -281,11 +296,11 @@ class Completions(_Http):
         yield Chunk(versions=versions, finish_reason=last, epochs=epochs)
 
     async def _attested(self, url: str) -> tuple[int, int] | None:
-        """What the server says its weights are; ``None`` where it has no such route (then it must attest in its messages)."""
+        """Return epoch and number of the server's version; ``None`` if it has no route for them."""
         try:
             answer = await self._http.get(url.rstrip("/") + "/weight_info")
         except httpx.HTTPError as error:
-            raise PeerLost(f"{url} does not answer: {type(error).__name__} {error}") from None
+            raise PeerLost(f"{url} does not answer /weight_info: {type(error).__name__} {error}") from None
         if not answer.is_success:
             return None
         label = _decode(answer.content, _Info, url).weight_version
@@ -301,7 +316,7 @@ class Completions(_Http):
         tokens = choice.token_ids if choice.token_ids is not None else (mine.tokens if mine is not None else None)
         logprobs = None if choice.logprobs is None else choice.logprobs.token_logprobs
         if logprobs is not None and any(value is None for value in logprobs):
-            raise ProtocolError(f"{url} gives a token no log-probability")
+            raise ProtocolError(f"{url} returned a token without a log-probability")
         return Chunk(
             tuple(tokens or ()),
             None if logprobs is None else tuple(value for value in logprobs if value is not None),
@@ -315,12 +330,12 @@ async def _whole(answer: httpx.Response, url: str) -> bytes:
     async for part in answer.aiter_bytes():
         held += part
         if len(held) > _MESSAGE_BYTES:
-            raise ProtocolError(f"{url} answered more than {_MESSAGE_BYTES} bytes")
+            raise ProtocolError(f"{url} answered with more than {_MESSAGE_BYTES} bytes")
     return bytes(held)
 
 
-def _decode(data: bytes, kind: type[Any], url: str) -> Any:  # noqa: ANN401 - what ``kind`` says
+def _decode(data: bytes, kind: type[Any], url: str) -> Any:  # noqa: ANN401 - an instance of ``kind``
     try:
         return msgspec.json.decode(data, type=kind)
     except UNREADABLE as error:
-        raise ProtocolError(f"{url} sent something else than asked for: {error}") from None
+        raise ProtocolError(f"{url} sent an unreadable message: {error}") from None

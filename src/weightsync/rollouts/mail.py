@@ -1,4 +1,4 @@
-"""Following and filling a coordinator's mailboxes, over connections that may be lost: rollout completions, and orders."""
+"""Clients of a coordinator's mailboxes for rollout completions and orders. They reconnect after a lost connection."""
 
 from __future__ import annotations
 
@@ -32,39 +32,47 @@ from weightsync.rollouts.mailbox import Signal
 from weightsync.server.problems import Problem
 from weightsync.server.watch import coordinator_http
 
-__all__ = ["Backoff", "CompletionReceiver", "CompletionSender", "asked", "check", "followed"]
+__all__ = ["Backoff", "CompletionReceiver", "CompletionSender", "check", "follow_signals", "request_until"]
 
 _log = logging.getLogger(__name__)
 _BATCH = 1024
 _BATCH_BYTES = 16 << 20
-_MISSED = 3  # heartbeats without a byte
+_MISSED = 3  # heartbeats that may be missed before a connection counts as lost
 _SIGNAL = msgspec.json.Decoder(Signal)
 
 
 class Backoff:
-    """Longer and longer between attempts to reach a coordinator that is gone: 50 ms to 2 s."""
+    """Exponential backoff from 50 ms to 2 s between attempts to reach a coordinator."""
 
     def __init__(self) -> None:
         self._seconds = 0.05
 
     def reset(self) -> None:
-        """It was reached."""
+        """Restart at 50 ms, after a success."""
         self._seconds = 0.05
 
     async def rest(self, most: float = 2.0) -> None:
-        """Wait before the next attempt, at most so long."""
+        """Wait before the next attempt, at most ``most`` seconds."""
         await asyncio.sleep(min(self._seconds, most))
         self._seconds = min(2 * self._seconds, 2.0)
 
 
 def check(answer: httpx.Response, settings: ClientSettings) -> None:
-    """Raise what the coordinator answered, if it is an error; ``httpx.HTTPStatusError`` for what is worth another attempt."""
+    """Raise the error in the coordinator's response, if there is one.
+
+    Raises:
+        httpx.HTTPStatusError: The request may be repeated.
+        ProtocolError: The response is not a coordinator's.
+        AuthenticationError: The coordinator rejects the token.
+        ConfigurationError: The coordinator has no mailboxes.
+        WeightSyncError: The error that the coordinator reported.
+    """
     if answer.is_success:
         return
     try:
         problem = msgspec.json.decode(answer.content, type=Problem)
     except UNREADABLE:
-        raise ProtocolError(f"what answers at {settings.coordinator} is not a coordinator (HTTP {answer.status_code})") from None
+        raise ProtocolError(f"the server at {settings.coordinator} is not a coordinator (HTTP {answer.status_code})") from None
     if answer.status_code == HTTPStatus.UNAUTHORIZED:
         raise AuthenticationError(f"{settings.coordinator}: {problem.message}")
     if answer.status_code == HTTPStatus.SERVICE_UNAVAILABLE and problem.kind == "ServiceUnavailable":
@@ -77,10 +85,13 @@ def check(answer: httpx.Response, settings: ClientSettings) -> None:
     raise from_wire(problem.kind, problem.message)
 
 
-async def followed(http: httpx.AsyncClient, settings: ClientSettings, path: str) -> AsyncIterator[Signal]:
-    """Each message's signal once, in order, for as long as this is iterated; a lost connection is made again.
+async def follow_signals(http: httpx.AsyncClient, settings: ClientSettings, path: str) -> AsyncIterator[Signal]:
+    """Yield the signal of each message once, in order, without end. Reconnects after a lost connection.
 
-    Raises :class:`~weightsync.errors.AuthenticationError` and what else the coordinator refuses for good.
+    Raises:
+        AuthenticationError: The coordinator rejects the token.
+        ProtocolError: The coordinator sent an unreadable signal.
+        WeightSyncError: The coordinator rejects the request permanently.
     """
     epoch, last, again = "", 0, Backoff()
     timeout = httpx.Timeout(settings.timeouts.connect, read=_MISSED * settings.timeouts.heartbeat)
@@ -97,20 +108,21 @@ async def followed(http: httpx.AsyncClient, settings: ClientSettings, path: str)
                     try:
                         signal = _SIGNAL.decode(line[6:])
                     except UNREADABLE as error:
-                        raise ProtocolError(f"{settings.coordinator} sent a signal that is none: {error}") from None
+                        raise ProtocolError(f"{settings.coordinator} sent an unreadable signal: {error}") from None
                     if signal.epoch == epoch and signal.number <= last:
                         continue
                     epoch, last = signal.epoch, signal.number
                     yield signal
         except httpx.HTTPError as error:
-            _log.info("%s%s broke off: %s", settings.coordinator, path, reason(error))
+            _log.info("the connection to %s%s was lost: %s", settings.coordinator, path, reason(error))
         await again.rest()
 
 
 class CompletionSender:
-    """Tells the trainer of finished rollouts. :meth:`send` never waits; what was sent is repeated until the coordinator has it.
+    """Sends finished rollouts to the trainer. :meth:`send` does not wait. Requests are repeated until the coordinator has them.
 
-    Made and used on one event loop; use it in an ``async with``, whose end waits until all is sent, at most ``flush_seconds``.
+    Not thread-safe: make and use it on one event loop, in an ``async with``. Its end waits until all completions are sent, at
+    most ``flush_seconds``.
     """
 
     def __init__(self, settings: ClientSettings, flush_seconds: float = 10.0) -> None:
@@ -121,7 +133,7 @@ class CompletionSender:
         self._task = asyncio.create_task(self._run(), name="send completions")
 
     def send(self, value: object, name: str | None = None) -> str:
-        """Push ``value`` (anything that msgspec turns into JSON) and return its id: ``name``, or a new one."""
+        """Queue ``value`` (anything that msgspec can encode as JSON) and return its id: ``name``, or a new one."""
         if self._task.done():
             self._task.result()
         name = name or uuid.uuid4().hex
@@ -176,10 +188,10 @@ class CompletionSender:
 
 
 class CompletionReceiver:
-    """Hears of finished rollouts: iterate it for signals, :meth:`fetch` what they stand for, :meth:`acknowledge` what is done with.
+    """Receives finished rollouts: iterate it for signals, :meth:`fetch` their contents, and :meth:`acknowledge` processed ones.
 
-    A signal comes once, however often the connection is lost, and again to the next receiver until it is acknowledged. Use it in an
-    ``async with``.
+    A receiver gets each signal once, however often the connection is lost. The next receiver gets all unacknowledged signals
+    again. Use it in an ``async with``.
     """
 
     def __init__(self, settings: ClientSettings) -> None:
@@ -193,20 +205,25 @@ class CompletionReceiver:
         await self._http.aclose()
 
     def __aiter__(self) -> AsyncIterator[Signal]:
-        return followed(self._http, self._settings, "/v1/rollouts/completions/events")
+        return follow_signals(self._http, self._settings, "/v1/rollouts/completions/events")
 
     async def fetch(self, signal: Signal, timeout: float = 30.0) -> Any:  # noqa: ANN401 - any JSON
-        """What was sent. Raises :class:`~weightsync.errors.MembershipError` if it is not there any more."""
+        """Return the content of a message, as decoded JSON.
+
+        Raises:
+            MembershipError: The message was acknowledged or lost in a restart of the coordinator.
+            CoordinatorUnreachable: The coordinator did not answer within ``timeout`` seconds.
+        """
         path = f"/v1/rollouts/completions/{signal.number}?epoch={signal.epoch}"
-        return msgspec.json.decode((await asked(self._http, self._settings, "GET", path, b"", Deadline(timeout))).content)
+        return msgspec.json.decode((await request_until(self._http, self._settings, "GET", path, b"", Deadline(timeout))).content)
 
     async def acknowledge(self, signal: Signal, timeout: float = 30.0) -> None:
-        """This one and all before it were taken: they are not kept, and not told again."""
+        """Acknowledge this message and all before it. The coordinator deletes them."""
         body = msgspec.json.encode({"epoch": signal.epoch, "upto": signal.number})
-        await asked(self._http, self._settings, "POST", "/v1/rollouts/completions/acknowledge", body, Deadline(timeout))
+        await request_until(self._http, self._settings, "POST", "/v1/rollouts/completions/acknowledge", body, Deadline(timeout))
 
 
-async def asked(
+async def request_until(
     http: httpx.AsyncClient,
     settings: ClientSettings,
     method: str,
@@ -215,10 +232,20 @@ async def asked(
     deadline: Deadline,
     patience: float = 0.0,
 ) -> httpx.Response:
-    """The answer to a request that may be repeated, which it is while the coordinator cannot be reached, until the deadline.
+    """Send an idempotent request and return the response. Repeat it while the coordinator is unreachable, until the deadline.
 
-    An answer that the coordinator itself gives at that deadline is waited for ``patience`` seconds longer. Raises
-    :class:`~weightsync.errors.CoordinatorUnreachable` with the address, and what the coordinator answers.
+    Args:
+        http: The client.
+        settings: Address of the coordinator, and timeouts.
+        method: HTTP method.
+        path: Path and query.
+        content: Body.
+        deadline: Deadline of all attempts.
+        patience: Seconds to wait beyond the deadline for a response that the coordinator sends at the deadline.
+
+    Raises:
+        CoordinatorUnreachable: The coordinator did not answer. The message names its address.
+        WeightSyncError: The error that the coordinator reported (:func:`check`).
     """
     again, why = Backoff(), "no answer"
     while True:

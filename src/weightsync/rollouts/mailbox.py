@@ -1,8 +1,8 @@
-"""A numbered list of messages that is pushed to whoever follows it, at least once: what rollout completions and orders travel by.
+"""Mailbox: a numbered list of messages that is pushed to followers at least once. Carries rollout completions and orders.
 
-A follower says the last number that it has, so that a connection that broke is gone on with where it ended. A message that is
-posted twice (its sender lost the answer) has one number. The ``epoch`` changes when the coordinator restarts: numbers begin anew
-then.
+A follower names the last number that it received, so a new connection continues after the lost one. A message that is posted
+twice, because its sender lost the response, keeps its number. The ``epoch`` changes when the coordinator restarts. Numbers then
+start again at 1.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _REMEMBERED = 1 << 17
 
 
 class Full(Exception):
-    """Too much waits to be acknowledged; another time."""
+    """The mailbox holds too many unacknowledged messages. The request may be repeated later."""
 
 
 class Post(msgspec.Struct, frozen=True):
-    """A message to be put in: its sender's own, unique id, and any JSON."""
+    """A message to add: a unique id chosen by the sender, and JSON content."""
 
     id: str
     content: msgspec.Raw
 
 
 class Signal(msgspec.Struct, frozen=True):
-    """That a message is there. Its content is fetched apart, by its number."""
+    """Notification of a message. Its content is fetched separately, by its number."""
 
     epoch: str
     number: int
@@ -43,7 +43,7 @@ class Signal(msgspec.Struct, frozen=True):
 
 
 class Mailbox:
-    """Used on one event loop. Holds at most ``entries`` messages of ``nbytes`` bytes until they are acknowledged."""
+    """Holds at most ``entries`` messages of ``nbytes`` bytes in total until they are acknowledged. Not thread-safe."""
 
     def __init__(self, entries: int = _ENTRIES, nbytes: int = _BYTES) -> None:
         self.epoch = uuid.uuid4().hex
@@ -56,14 +56,18 @@ class Mailbox:
         self._closed = False
 
     def put(self, posts: Sequence[Post]) -> list[int]:
-        """Their numbers; the old ones of those that are known. All or none: raises :class:`Full`."""
+        """Add messages and return their numbers. A message whose id is known keeps its number.
+
+        Raises:
+            Full: There is no room for all of them. None is added.
+        """
         fresh: dict[str, bytes] = {}
         for post in posts:
             if post.id not in self._numbers:
                 fresh.setdefault(post.id, bytes(post.content))
         nbytes = sum(len(content) for content in fresh.values())
         if len(self._held) + len(fresh) > self._most_entries or self._bytes + nbytes > self._most_bytes:
-            raise Full(f"{len(self._held)} messages of {self._bytes} bytes wait to be acknowledged already")
+            raise Full(f"{len(self._held)} messages of {self._bytes} bytes have not been acknowledged yet")
         for name, content in fresh.items():
             self._last += 1
             self._numbers[name] = self._last
@@ -77,15 +81,23 @@ class Mailbox:
         return numbers
 
     def content(self, number: int, epoch: str) -> bytes:
-        """What was posted. Raises :class:`~weightsync.errors.MembershipError` if it is not there, or not any more."""
+        """Return the content of a message.
+
+        Raises:
+            MembershipError: There is no such message, or it was acknowledged.
+        """
         if epoch != self.epoch or number not in self._held:
-            raise MembershipError(f"there is no message {number}: it was acknowledged, or the coordinator was restarted")
+            raise MembershipError(f"message {number} does not exist: it was acknowledged, or the coordinator was restarted")
         return self._held[number][1]
 
     def acknowledge(self, epoch: str, upto: int) -> None:
-        """Forget messages up to this number. Raises :class:`~weightsync.errors.ConfigurationError` for those not there yet."""
+        """Delete all messages up to number ``upto``. Does nothing for an earlier epoch.
+
+        Raises:
+            ConfigurationError: No message has this number yet.
+        """
         if epoch != self.epoch:
-            return  # of an earlier life
+            return  # from before a restart
         if not 0 <= upto <= self._last:
             raise ConfigurationError(f"message {upto} was never sent; the last is {self._last}")
         for number in range(self._acknowledged + 1, upto + 1):
@@ -94,12 +106,12 @@ class Mailbox:
         self._acknowledged = max(self._acknowledged, upto)
 
     def withdraw(self, number: int) -> None:
-        """Forget one message; nothing happens if it is gone already."""
+        """Delete one message. Idempotent."""
         entry = self._held.pop(number, None)
         self._bytes -= 0 if entry is None else len(entry[1])
 
     async def follow(self, epoch: str, after: int) -> AsyncIterator[list[Signal]]:
-        """What is there after ``after``, and then what comes, as often as something does; ends when the mailbox is closed."""
+        """Yield the signals of all messages after number ``after``, then new ones as they arrive, until the mailbox is closed."""
         at = max(after if epoch == self.epoch else 0, self._acknowledged)
         wake = asyncio.Event()
         self._followers.add(wake)
@@ -112,18 +124,19 @@ class Mailbox:
                     yield signals
                     continue
                 wake.clear()
-                await wake.wait()  # ends with the mailbox, or with the connection of who follows
+                await wake.wait()  # ended by close(), or cancelled with the follower's connection
         finally:
             self._followers.discard(wake)
 
     def _after(self, at: int) -> list[Signal]:
-        """What is held with a higher number. A follower that is new looks at what is held, not at all numbers that ever were."""
+        """Return the signals of held messages with numbers above ``at``."""
+        # For a new follower, the held messages are far fewer than all numbers.
         fresh = range(at + 1, self._last + 1)
         numbers = fresh if len(fresh) <= len(self._held) else (number for number in self._held if number > at)
         return [self._held[number][0] for number in numbers if number in self._held]
 
     def close(self) -> None:
-        """End everybody's following."""
+        """End all iterations of :meth:`follow`."""
         self._closed = True
         self._wake()
 

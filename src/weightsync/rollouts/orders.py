@@ -1,4 +1,4 @@
-"""The rollout side of :class:`~weightsync.rollouts.callbacks.RolloutCallback`: orders, carried out at every replica's server."""
+"""Rollout side of :class:`~weightsync.rollouts.callbacks.RolloutCallback`: executes orders at every replica's server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weightsync.external.clients import sglang, weightsync
 from weightsync.external.clients.http import EngineHttp, GroupSpec, HttpCall
 from weightsync.model import PauseMode, TensorSpec
 from weightsync.rollouts.broker import Answered, Name, Order
-from weightsync.rollouts.mail import asked, followed
+from weightsync.rollouts.mail import follow_signals, request_until
 from weightsync.rollouts.mailbox import Signal
 from weightsync.server.watch import coordinator_http
 
@@ -31,7 +31,7 @@ __all__ = ["CommandFollower", "Server", "UpdateServers"]
 _log = logging.getLogger(__name__)
 _ANSWER_SECONDS = 30.0
 _SHOWN = 500
-_AT_ONCE = 8  # orders under way, as for several groups
+_AT_ONCE = 8  # concurrent orders, for example for several groups
 _REMEMBERED = 1024
 
 Names = Annotated[list[Name], msgspec.Meta(max_length=1 << 20)]
@@ -41,7 +41,7 @@ B = TypeVar("B", bound="_Body")
 
 
 class _Body(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What an order may ask of servers; anything else in it is refused, since it would be asked with the servers' key."""
+    """Body of an order. Unknown fields are rejected, because the request carries the servers' key."""
 
 
 class _InitGroup(_Body, frozen=True, kw_only=True):
@@ -80,29 +80,37 @@ class _Continue(_Body, frozen=True, kw_only=True):
 
 
 class Server(NamedTuple):
-    """One replica's server, as an update sees it."""
+    """Server of one replica: its URL and its number of engine ranks."""
 
     url: str
     ranks: int = 1
 
 
 class Admitting(Protocol):
-    """What is paused with the engines: a :class:`~weightsync.rollouts.RolloutController`."""
+    """Interface that is paused together with the engines: a :class:`~weightsync.rollouts.RolloutController`."""
 
     def pause(self) -> None:
-        """Admit nothing."""
+        """Admit no rollouts."""
         ...
 
     def resume(self) -> None:
-        """Admit again."""
+        """Admit rollouts again."""
         ...
 
 
 class UpdateServers:
-    """Servers with the routes of :mod:`weightsync.external`, or SGLang's, all asked the same at once.
+    """Client that sends each order to all servers concurrently. Close it.
 
-    Engine ranks follow the trainer in each group: those of the first server from rank 1, and so on. ``kind`` says how they pause.
-    Servers load from disk only what lies under ``checkpoints``, an absolute path as they see it; ``None``: nothing.
+    Engine ranks follow the trainer in each group: those of the first server start at rank 1, and so on.
+
+    Args:
+        servers: Servers by replica name.
+        token: API key of the servers.
+        kind: Routes of the servers: ``weightsync`` (:mod:`weightsync.external`) or ``sglang``.
+        checkpoints: Absolute path, as the servers see it, below which they may load checkpoints. ``None`` forbids all.
+
+    Raises:
+        ConfigurationError: There is no server, ``kind`` is unknown, or ``checkpoints`` is not absolute.
     """
 
     def __init__(
@@ -114,25 +122,26 @@ class UpdateServers:
         checkpoints: str | None = None,
     ) -> None:
         if kind not in ("weightsync", "sglang") or not servers:
-            raise ConfigurationError(f"at least one server, of kind weightsync or sglang, not {len(servers)} of {kind!r}")
+            raise ConfigurationError(f"{len(servers)} servers of kind {kind!r}: give at least one, of kind weightsync or sglang")
         if checkpoints is not None and not checkpoints.startswith("/"):
-            raise ConfigurationError(f"checkpoints={checkpoints!r}: give the absolute path of a folder, as the servers see it")
+            raise ConfigurationError(f"checkpoints={checkpoints!r} is not the absolute path of a directory, as the servers see it")
         self._kind, self._checkpoints = kind, checkpoints
         self._ranks = [server.ranks for server in servers.values()]
         self._engines = {name: EngineHttp(server.url, token) for name, server in servers.items()}
         self._threads = ThreadPoolExecutor(_AT_ONCE * len(servers), thread_name_prefix="weightsync-order")
 
     async def aclose(self) -> None:
-        """End requests under way."""
+        """End running requests and close connections."""
         for engine in self._engines.values():
             engine.close()
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
     async def carry_out(self, command: Order) -> str:
-        """Do it everywhere.
+        """Send an order to all servers and return their answers.
 
-        Raises :class:`~weightsync.errors.LoadError` that names every server that failed, and
-        :class:`~weightsync.errors.ConfigurationError` for an order that no server was asked for.
+        Raises:
+            LoadError: Servers failed. The message names each of them.
+            ConfigurationError: The order is invalid. It was sent to no server.
         """
         answer = ""
         for calls in self._steps(command):
@@ -140,7 +149,7 @@ class UpdateServers:
         return answer
 
     def _steps(self, command: Order) -> list[list[HttpCall]]:
-        """The requests of each server, one after the other."""
+        """Return the requests of each step: one for each server."""
         match command.kind:
             case "init_group":
                 return [self._groups(_body(command, _InitGroup), command.timeout)]
@@ -158,14 +167,14 @@ class UpdateServers:
                 _body(command, _Continue)
                 calls = [sglang.end(), sglang.continue_generation()] if self._kind == "sglang" else [weightsync.end()]
             case _:
-                raise ConfigurationError(f"{command.kind!r} is no order that servers know")
+                raise ConfigurationError(f"unknown order {command.kind!r}")
         return [[call] * len(self._engines) for call in calls]
 
     def _update(self, bucket: _Distributed) -> HttpCall:
         try:
             specs = [TensorSpec(*spec) for spec in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True)]
         except ValueError:
-            raise ConfigurationError("an order's names, dtypes and shapes differ in length") from None
+            raise ConfigurationError("the names, dtypes and shapes of an order differ in length") from None
         flattened = bucket.load_format is not None
         if self._kind == "sglang":
             return sglang.update(specs, bucket.group_name, bucket.weight_version, last=bucket.finished, flattened=flattened)
@@ -173,19 +182,19 @@ class UpdateServers:
         return weightsync.update(specs, bucket.group_name, bucket.weight_version, flattened=flattened)
 
     def _from_disk(self, request: _Disk) -> HttpCall:
-        """Load a path under the folder of checkpoints, and nothing but safetensors."""
+        """Return the request to load safetensors from a path below the checkpoint directory."""
         root = self._checkpoints
         if root is None:
-            raise ConfigurationError("servers load nothing from disk here: give UpdateServers the folder (checkpoints=...)")
+            raise ConfigurationError("loading from disk is disabled: give UpdateServers(checkpoints=...) a directory")
         path = PurePosixPath(request.model_path)
         if ".." in path.parts or not path.is_relative_to(root) or not request.model_path.isprintable():
-            raise ConfigurationError(f"{request.model_path[:200]!r} is not a path under {root}, the folder of checkpoints")
+            raise ConfigurationError(f"{request.model_path[:200]!r} is not a path below the checkpoint directory {root}")
         return sglang.update_from_disk(request.model_path, request.weight_version)
 
     def _groups(self, group: _InitGroup, timeout: float) -> list[HttpCall]:
         world = 1 + sum(self._ranks)
         if group.world_size not in (None, world):
-            raise ConfigurationError(f"the trainer says {group.world_size} ranks, but it and the engines' ranks are {world}")
+            raise ConfigurationError(f"the trainer announced {group.world_size} ranks, but it and the engines have {world}")
         specs = [
             GroupSpec(group.master_address, group.master_port, offset, world, group.group_name, group.backend)
             for offset in accumulate(self._ranks[:-1], initial=1)
@@ -216,14 +225,18 @@ def _body(command: Order, kind: type[B]) -> B:
     try:
         return msgspec.convert(command.body, kind)
     except msgspec.ValidationError as error:
-        raise ConfigurationError(f"an order {command.kind!r} of another form than servers are asked: {error}") from None
+        raise ConfigurationError(f"invalid body of order {command.kind!r}: {error}") from None
 
 
 class CommandFollower:
-    """Carries out the orders of a :class:`~weightsync.rollouts.callbacks.RolloutCallback`, each once, as they are pushed.
+    """Executes the orders of a :class:`~weightsync.rollouts.callbacks.RolloutCallback`, each once, as they are pushed.
 
-    ``controller`` is paused with the engines. Made and used on one event loop; use it in an ``async with``. Only one follower may
-    listen to a coordinator.
+    Use it on one event loop, in an ``async with``. Only one follower may be connected to a coordinator.
+
+    Args:
+        settings: Address of the coordinator, and timeouts.
+        servers: The servers. Closed with the follower.
+        controller: Paused and resumed together with the engines.
     """
 
     def __init__(self, settings: ClientSettings, servers: UpdateServers, controller: Admitting | None = None) -> None:
@@ -231,7 +244,7 @@ class CommandFollower:
         self._http = coordinator_http(settings)
         self._done: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._outcomes: OrderedDict[str, asyncio.Task[tuple[str, str | None]]] = OrderedDict()
-        """By an order's id: one that comes again, since the coordinator was restarted meanwhile, is answered and not done again."""
+        """Outcomes by order id. An order that arrives again, after a restart of the coordinator, is answered but not repeated."""
         self._paused = False
         self.ended = asyncio.create_task(self._follow(), name="follow orders")
 
@@ -247,7 +260,7 @@ class CommandFollower:
         await self._servers.aclose()
 
     async def _follow(self) -> None:
-        async with aclosing(cast(Any, followed(self._http, self._settings, "/v1/rollouts/orders/events"))) as signals:
+        async with aclosing(cast(Any, follow_signals(self._http, self._settings, "/v1/rollouts/orders/events"))) as signals:
             async for signal in signals:
                 key = (signal.epoch, signal.number)
                 self._done[key] = asyncio.create_task(self._carry_out(signal), name=f"order {signal.number}")
@@ -257,17 +270,17 @@ class CommandFollower:
         def forget(task: asyncio.Task[None]) -> None:
             self._done.pop(key, None)
             if not task.cancelled() and (error := task.exception()) is not None:
-                _log.warning("an order's answer was not heard: %s", error)
+                _log.warning("could not report the outcome of an order: %s", error)
 
         return forget
 
     async def _carry_out(self, signal: Signal) -> None:
         where = f"/v1/rollouts/orders/{signal.number}"
         try:
-            content = await asked(
+            content = await request_until(
                 self._http, self._settings, "GET", f"{where}?epoch={signal.epoch}", b"", Deadline(_ANSWER_SECONDS)
             )
-        except MembershipError:  # it timed out, or was answered already
+        except MembershipError:  # it timed out or was already answered
             return
         outcome = self._outcomes.get(signal.id)
         if outcome is None:
@@ -276,13 +289,13 @@ class CommandFollower:
                 self._outcomes.popitem(last=False)
         message, failure = await asyncio.shield(outcome)
         answered = Answered(signal.epoch, message, failure)
-        await asked(self._http, self._settings, "POST", where, msgspec.json.encode(answered), Deadline(_ANSWER_SECONDS))
+        await request_until(self._http, self._settings, "POST", where, msgspec.json.encode(answered), Deadline(_ANSWER_SECONDS))
 
     async def _try(self, content: bytes) -> tuple[str, str | None]:
-        """What to answer: a message, and the kind of the error if it is one."""
+        """Execute an order. Returns a message, and the kind of the error if it failed."""
         try:
             return await self._do(msgspec.json.decode(content, type=Order)), None
-        except Exception as error:  # noqa: BLE001 - it crosses to the trainer, and is logged here
+        except Exception as error:  # noqa: BLE001 - sent to the trainer, and logged here
             if not isinstance(error, WeightSyncError):
                 _log.exception("an order failed")
             kind, message = to_wire(error)

@@ -1,4 +1,4 @@
-"""Which replicas take requests now, and which of them the next one goes to. Told from outside; never asks, never polls."""
+"""Routing of requests to replicas. States are pushed by the caller; this module neither requests nor polls them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightsync.model import FIRST_EPOCH
 __all__ = ["Lease", "Replicas", "Urls"]
 
 Urls = Mapping[str, str] | Callable[[str], str | None]
-"""Where a replica of that name generates; ``None`` for one that this controller does not use."""
+"""URL at which the replica of that name generates; ``None`` if this controller does not use it."""
 
 _HOLD_SECONDS = 0.05
 _HOLD_MOST = 5.0
@@ -30,63 +30,71 @@ class _Replica:
     epoch: int = FIRST_EPOCH
     running: int = 0
     news: int = 0
-    """Changes of state that were told."""
+    """Number of state changes reported."""
     used: int = 0
-    """When it was taken last, as a count."""
+    """Count of leases at its last lease, to prefer the least recently used."""
     failures: int = 0
-    """Requests in a row that were cut off with no news to explain it."""
+    """Consecutive requests that were interrupted without a state change that explains it."""
     held: asyncio.TimerHandle | None = None
-    """It cut a request off and nothing new was told since: not asked until then."""
+    """Timer until it is used again, after it interrupted a request without a state change."""
 
 
 @dataclass
 class Lease:
-    """One request's place at a replica."""
+    """Lease of a replica for one request."""
 
     name: str
     url: str
     version: int | None
-    """What the coordinator says that it serves; tokens are stamped with what the server itself attests."""
+    """Version that the coordinator reports. The versions of tokens are those that the server attests."""
     news: int = field(repr=False)
     epoch: int = FIRST_EPOCH
-    """Of ``version``."""
+    """Epoch of ``version``."""
     cut: bool = False
-    """To be set if the request was cut off: the replica is left alone until there is news of it, or a while has passed."""
+    """Set by the user if the request was interrupted. The replica then gets no requests until its state changes or a timer ends."""
 
 
 class Replicas:
-    """A table of replicas. Used on one event loop; :meth:`apply` and :meth:`pausing` are told, :meth:`lease` waits for being told.
+    """Table of replicas. Not thread-safe: used on one event loop.
 
-    ``on_change`` is called after each change.
+    :meth:`apply` and :meth:`pausing` report changes. :meth:`lease` waits for them.
+
+    Args:
+        urls: URL of each replica.
+        on_change: Called after each change.
     """
 
     def __init__(self, urls: Urls, on_change: Callable[[], None] = lambda: None) -> None:
         self._urls = urls if callable(urls) else urls.get
         self.on_change = on_change
         self.oldest = -1
-        """Replicas that serve an older version than this are left alone, though they serve."""
+        """Oldest version that a replica must serve to get requests."""
         self.epoch = FIRST_EPOCH
-        """The epoch of :attr:`oldest`: replicas that serve one before it are left alone, too."""
+        """Epoch of :attr:`oldest`. Replicas that serve a version of an earlier epoch get no requests."""
         self._table: dict[str, _Replica] = {}
         self._waiting: set[asyncio.Future[None]] = set()
         self._count = 0
 
     @property
     def routable(self) -> bool:
-        """Whether a request could be placed now."""
+        """Whether a replica can take a request now."""
         return self._best() is not None
 
     @property
     def served(self) -> int | None:
-        """The oldest version that a request could meet now; ``None`` where none can be placed."""
+        """Oldest version that a request may meet now; ``None`` if no replica can take a request."""
         return min((row.version for row in self._table.values() if self._serves(row) and row.version is not None), default=None)
 
     def running(self) -> dict[str, int]:
-        """Requests under way, by replica."""
+        """Return the number of running requests by replica."""
         return {name: row.running for name, row in self._table.items()}
 
     def apply(self, status: Status) -> None:
-        """Take what the coordinator says of all replicas. Raises :class:`~weightsync.errors.ConfigurationError` for a wrong URL."""
+        """Update the table from a coordinator status.
+
+        Raises:
+            ConfigurationError: The URL of a replica is invalid.
+        """
         seen = set()
         for replica in status.replicas:
             url = self._urls(replica.name)
@@ -100,7 +108,7 @@ class Replicas:
             known = (url, replica.state, replica.routable, replica.version, epoch)
             if (mine.url, mine.state, mine.routable, mine.version, mine.epoch) != known:
                 mine.url, mine.state, mine.routable, mine.version, mine.epoch = known
-                self._told(mine)
+                self._state_changed(mine)
         for name in self._table.keys() - seen:
             self.pausing(name)
             if not self._table[name].running:
@@ -108,16 +116,16 @@ class Replicas:
         self._changed()
 
     def pausing(self, name: str) -> None:
-        """A replica is being paused, or is gone: nothing more is sent to it until the next :meth:`apply` says so."""
+        """Report that a replica is being paused or has left. It gets no requests until the next :meth:`apply` allows it."""
         mine = self._table.get(name)
         if mine is not None and mine.routable:
             mine.routable, mine.state = False, "updating"
-            self._told(mine)
+            self._state_changed(mine)
             self._changed()
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[Lease]:
-        """A place at the least loaded replica that takes requests; waits until there is one. Whoever asks bounds the wait."""
+        """Lease the least loaded replica that takes requests. Waits for one without a time limit of its own."""
         while (mine := self._best()) is None:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.add(waiter)
@@ -138,7 +146,7 @@ class Replicas:
                 self._hold(mine)
 
     def close(self) -> None:
-        """Forget all timers."""
+        """Cancel all timers."""
         for mine in self._table.values():
             self._release(mine)
 
@@ -149,7 +157,7 @@ class Replicas:
         free = [replica for replica in self._table.values() if self._serves(replica) and replica.held is None]
         return min(free, key=lambda replica: (replica.running, replica.used), default=None)
 
-    def _told(self, mine: _Replica) -> None:
+    def _state_changed(self, mine: _Replica) -> None:
         mine.news, mine.failures = mine.news + 1, 0
         self._release(mine)
 
@@ -157,9 +165,9 @@ class Replicas:
         if mine.held is None:
             seconds = min(_HOLD_SECONDS * 2**mine.failures, _HOLD_MOST)
             mine.failures = min(mine.failures + 1, 16)
-            mine.held = asyncio.get_running_loop().call_later(seconds, self._held_long_enough, mine)
+            mine.held = asyncio.get_running_loop().call_later(seconds, self._hold_ended, mine)
 
-    def _held_long_enough(self, mine: _Replica) -> None:
+    def _hold_ended(self, mine: _Replica) -> None:
         self._release(mine)
         self._changed()
 

@@ -1,4 +1,4 @@
-"""What is asked of a rollout engine, and what comes back: tokens, each with its log-probability and its version."""
+"""Requests to a rollout engine and their results: tokens, each with its log-probability and its version."""
 
 from __future__ import annotations
 
@@ -17,70 +17,80 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How to sample. Raises :class:`~weightsync.errors.ConfigurationError` for what no engine takes."""
+    """Sampling parameters.
+
+    Raises:
+        ConfigurationError: No engine accepts these values.
+    """
 
     max_tokens: int = 16
-    """For the whole sample, over all interruptions."""
+    """Limit for the whole sample, over all interruptions."""
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int | None = None
-    """Of the first request. One that goes on after an interruption asks with ``seed + tokens kept``, lest it repeats itself."""
+    """Seed of the first request. A continuation uses ``seed + tokens kept``, so that it does not repeat the same tokens."""
     stop_token_ids: tuple[int, ...] = ()
     logprobs: bool = True
-    """Whether the sampled token's log-probability is asked for."""
+    """Whether to request the log-probability of each sampled token."""
 
     def __post_init__(self) -> None:
         """Check each value."""
         if self.max_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise ConfigurationError(f"max_tokens at least 1, temperature at least 0, top_p in (0, 1], not {self}")
+            raise ConfigurationError(f"max_tokens must be at least 1, temperature at least 0 and top_p in (0, 1], not {self}")
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """What one message of a server adds. A token without a version is not known to be of any weights yet."""
+    """Content of one message of a server. The version of a token may follow in a later message."""
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] | None = None
-    """One a token, or ``None`` where the server says none."""
+    """One for each token; ``None`` if the server reports none."""
     versions: tuple[int, ...] = ()
-    """Of tokens in order since the request began, as far as the server attests them in this message."""
+    """Versions that the server attests in this message, for tokens in order since the start of the request."""
     finish_reason: FinishReason | None = None
     epochs: tuple[int, ...] = ()
-    """Of the same tokens, where the server attests it. Else the epoch is that of the replica when it was asked."""
+    """Epochs of the same tokens, if the server attests them. Otherwise the epoch is the replica's at the time of the request."""
 
 
 @dataclass
 class Sample:
-    """The answer to one prompt. All lists have one entry a token."""
+    """Completion of one prompt. All lists have one entry for each token."""
 
     prompt: tuple[int, ...]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """Under the weights that made the token; empty if not asked for or not said (the demo's server says none)."""
+    """Log-probabilities under the weights that generated the token; empty if not requested or not reported."""
     versions: list[int] = field(default_factory=list)
     replicas: list[str] = field(default_factory=list)
     finish_reason: FinishReason = "abort"
     interruptions: int = 0
-    """How often a request for it was cut off, by a pause or a lost server, and gone on with."""
+    """Number of requests that a pause or a lost server interrupted, each continued by another request."""
     lost_tokens: int = 0
-    """Tokens that arrived and were dropped, since their server went away before it attested their version."""
+    """Tokens that were dropped because their server disconnected before it attested their version."""
     epochs: list[int] = field(default_factory=list)
-    """Of the versions: of a later epoch, even a smaller number is newer. Empty: all are of the first."""
+    """Epochs of the versions. A version of a later epoch is newer, whatever its number. Empty if all are of the first epoch."""
 
     @property
     def oldest_first(self) -> tuple[int, int] | None:
-        """Epoch and number of the oldest version of any token; ``None`` without tokens."""
+        """Epoch and number of the oldest version among the tokens; ``None`` without tokens."""
         epochs = self.epochs or [FIRST_EPOCH] * len(self.versions)
         return min(zip(epochs, self.versions, strict=True), default=None)
 
     @property
     def oldest(self) -> int | None:
-        """The number of the oldest version of any token; ``None`` without tokens."""
+        """Number of the oldest version among the tokens; ``None`` without tokens."""
         return None if self.oldest_first is None else self.oldest_first[1]
 
     def keep(self, replica: str, chunks: Sequence[Chunk], epoch: int = FIRST_EPOCH) -> None:
-        """Add what one request brought, as far as its versions are attested. ``epoch`` is theirs where the server says none.
+        """Append the tokens of one request whose versions are attested, and drop the others.
 
-        Raises :class:`~weightsync.errors.ProtocolError` if it does not fit together.
+        Args:
+            replica: Name of the replica that generated them.
+            chunks: The messages, in order.
+            epoch: Epoch of versions for which the server reports none.
+
+        Raises:
+            ProtocolError: The numbers of tokens, versions, epochs and log-probabilities contradict each other.
         """
         tokens = [token for chunk in chunks for token in chunk.tokens]
         versions = [version for chunk in chunks for version in chunk.versions]
@@ -92,7 +102,7 @@ class Sample:
                 f"{replica} answered {len(tokens)} tokens with {len(versions)} versions and {len(logprobs)} log-probabilities"
             )
         if self.tokens and tokens and has_logprobs != bool(self.logprobs):
-            raise ProtocolError(f"{replica} and the replicas before it do not agree on whether to say log-probabilities")
+            raise ProtocolError(f"{replica} and earlier replicas of this sample disagree on whether to return log-probabilities")
         kept = len(versions)
         self.lost_tokens += len(tokens) - kept
         self.tokens += tokens[:kept]

@@ -1,10 +1,10 @@
-"""How many rollouts may start: the staleness bound, as arithmetic without any dependency.
+"""Staleness bound: the number of rollouts that may start. Pure arithmetic.
 
-A batch of ``batch`` samples is consumed to make one version. When the trainer is at version v it has consumed v batches (counted
-from where the controller began), so a sample that is the n-th to be accepted is consumed at version ``n // batch``. Letting at most
-``(eta + v + 1) * batch`` samples be accepted or under way bounds how much older than the trainer a sample's first token can be:
-at most ``eta`` versions, for samples that are consumed in the order in which they began. One that takes long and is overtaken by
-others is consumed later than that; ``RolloutSettings.max_age`` bounds these.
+The trainer consumes ``batch`` samples for each version. At version v, counted from the controller's start, it has consumed v
+batches. So it consumes the n-th accepted sample at version ``n // batch``. At most ``(eta + v + 1) * batch`` samples may be
+accepted or running. This bounds the age of a sample's first token to ``eta`` versions, if samples are consumed in the order in
+which they started. A slow sample that others overtake is consumed later. ``RolloutSettings.max_age`` bounds the age of such
+samples.
 """
 
 from __future__ import annotations
@@ -15,19 +15,24 @@ __all__ = ["Admission", "capacity"]
 
 
 def capacity(*, max_concurrent: int, eta: int, version: int, batch: int, accepted: int, running: int) -> int:
-    """Rollouts that may start now; negative where more are under way than a lowered bound allows.
+    """Return the number of rollouts that may start now. It is negative if more are running than a lowered bound allows.
 
     ``min(max_concurrent - running, (eta + version + 1) * batch - (accepted + running))``. ``version`` and ``accepted`` count from
-    the same beginning.
+    the same start.
     """
     return min(max_concurrent - running, (eta + version + 1) * batch - (accepted + running))
 
 
 class Admission:
-    """Counts what runs and what was accepted, and says what may start. Used by one thread; never waits.
+    """Counts running and accepted rollouts, and computes how many may start. Never waits. Not thread-safe.
 
-    ``eta`` is the staleness bound in versions. Raises :class:`~weightsync.errors.ConfigurationError` for settings that admit
-    nothing.
+    Args:
+        batch: Rollouts in a batch.
+        eta: Staleness bound in versions.
+        max_concurrent: Most rollouts that run at the same time.
+
+    Raises:
+        ConfigurationError: The settings admit no rollout.
     """
 
     def __init__(self, batch: int, eta: int, max_concurrent: int) -> None:
@@ -43,7 +48,7 @@ class Admission:
 
     @property
     def version(self) -> int | None:
-        """The trainer's version; ``None`` until one is known, and then nothing is admitted."""
+        """The trainer's version; ``None`` until it is known. Until then no rollout is admitted."""
         return self._version
 
     @property
@@ -61,35 +66,42 @@ class Admission:
         )
 
     def begin(self, version: int) -> None:
-        """Count from here, so that a run may be taken up at any number. Without effect where something was told before."""
+        """Count versions from ``version`` on, because a resumed run may start at any number. Only the first call has an effect."""
         self._first = version if self._first is None else self._first
 
     def publish(self, version: int) -> None:
-        """The trainer is at ``version``; where nothing was told before, counting begins here.
+        """Set the trainer's version. Counting starts at the first version, unless :meth:`begin` was called.
 
-        Raises :class:`~weightsync.errors.VersionError` for one that goes backwards.
+        Raises:
+            VersionError: ``version`` is lower than the current one.
         """
         if self._version is not None and version < self._version:
-            raise VersionError(f"the trainer went back from version {self._version} to {version}: start a new rollout controller")
+            raise VersionError(f"the trainer's version decreased from {self._version} to {version}: start a new rollout controller")
         self.begin(version)
         self._version = version
 
     def restart(self) -> None:
-        """Count anew from the next version that is told: a new epoch began, and nothing that was accepted is used any more."""
+        """Start counting again at the next version, after a new epoch began. All accepted samples are forgotten."""
         self._first = self._version = None
         self.accepted = 0
 
     def start(self) -> None:
-        """One rollout starts. Raises :class:`~weightsync.errors.VersionError` where the bound allows none."""
+        """Count a rollout that starts.
+
+        Raises:
+            VersionError: The bound allows no rollout.
+        """
         if self.capacity <= 0:
-            raise VersionError(f"no rollout may start: {self.running} run, {self.accepted} are accepted at version {self._version}")
+            raise VersionError(
+                f"no rollout may start: {self.running} are running and {self.accepted} are accepted at version {self._version}"
+            )
         self.running += 1
 
     def end(self, accepted: bool) -> None:
-        """One rollout ended, with or without a sample for the trainer."""
+        """Count a rollout that ended, with or without a sample for the trainer."""
         self.running -= 1
         self.accepted += accepted
 
     def drop(self, samples: int) -> None:
-        """So many accepted samples were thrown away as too old: others may take their place."""
+        """Remove ``samples`` accepted samples that were dropped as too old. Others may replace them."""
         self.accepted -= samples

@@ -161,7 +161,7 @@ def _late(until, status):
 
 
 @inlined
-def _told(count, status):
+def _checked_count(count, status):
     if count <= 0:
         put(status, 0, np.uint64(load32(_errno(), 0)) if count < 0 else ~np.uint64(0))
     return max(count, 0)
@@ -177,10 +177,10 @@ def receive(fd, place, count, until, status):
         Bytes received: normally ``count``, and zero if the monotonic clock reads ``until`` (nanoseconds) or the call fails. Then
         ``status[0]`` is the error number, or -1 at the end of the stream.
     """
-    return np.int64(0) if _late(until, status) else _told(_recv(np.int32(fd), place, count, np.int32(_WAIT)), status)
+    return np.int64(0) if _late(until, status) else _checked_count(_recv(np.int32(fd), place, count, np.int32(_WAIT)), status)
 
 
 @inlined
 def send(fd, place, count, until, status):
     """Send up to ``count`` bytes. Parameters and result are those of :func:`receive`."""
-    return np.int64(0) if _late(until, status) else _told(_send(np.int32(fd), place, count, np.int32(_QUIET)), status)
+    return np.int64(0) if _late(until, status) else _checked_count(_send(np.int32(fd), place, count, np.int32(_QUIET)), status)

@@ -110,7 +110,7 @@ def _limit(stride, size, left):
 
 
 @raw.inlined
-def _ask(source, start, count, ahead, limit):
+def _prefetch_lines(source, start, count, ahead, limit):
     # A few lines at a time: prefetching a whole run would fill the buffers that the copy's own reads need.
     for line in range(start + ahead, min(start + ahead + count, limit), _LINE):
         raw.prefetch(source + line)
@@ -120,7 +120,7 @@ def _ask(source, start, count, ahead, limit):
 def _copy_run(target, source, size, ahead, limit):
     for start in range(0, size, _STEP):
         count = min(_STEP, size - start)
-        _ask(source, start, count, ahead, limit)
+        _prefetch_lines(source, start, count, ahead, limit)
         raw.copy_bytes(target + start, source + start, count)
 
 
@@ -131,7 +131,7 @@ def _copy_digest(target, source, read, first, size, key, columns, ahead, limit):
     start = 0
     while start < size:
         count = min(_STEP - ((first + start) & 3), size - start)
-        _ask(source, start, count, ahead, limit)
+        _prefetch_lines(source, start, count, ahead, limit)
         raw.copy_bytes(target + start, source + start, count)
         total += _run(read + start, first + start, count, key, columns)
         start += count

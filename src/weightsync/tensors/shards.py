@@ -57,7 +57,7 @@ class Shard:
 
 
 class ShardedState(ABC):
-    """Weights that declare their own shards, for frameworks whose modules do not tell them."""
+    """Weights that declare their own shards, for frameworks whose modules do not describe their sharding."""
 
     @abstractmethod
     def declare(self) -> tuple[Manifest, Sequence[Shard]]:
@@ -109,11 +109,11 @@ class Views:
         self._forms = [(tensors[index].shape, tensors[index].stride()) for index in self._strided]
 
     def are_at(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether ``tensors`` have the same addresses as before."""
+        """Return True if ``tensors`` have the same addresses as before."""
         return list(map(torch.Tensor.data_ptr, tensors)) == self._kept[0]
 
     def are_of(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether ``tensors`` have the same addresses as before and are read alike. Takes 0.2 microseconds for each tensor.
+        """Return True if ``tensors`` have the same addresses as before and are read alike. Takes 0.2 microseconds for each tensor.
 
         Every round calls this. It makes no lists of shapes, because tens of thousands of new tuples trigger a garbage collection of
         100 milliseconds.
@@ -158,14 +158,14 @@ def shards_of(
 ) -> tuple[Manifest, list[Shard]]:
     """Return the manifest of the whole model (equal on every rank) and the shards that this rank holds, in manifest order.
 
-    Plain tensors are held whole, DTensors as their placements say (FSDP, HSDP, tensor parallel and combinations, uneven ones too).
-    Parts of names that ``torch.compile`` adds are removed. Tensors that share the same memory under several names are listed once,
-    under the first name, with the others as aliases; the order of names affects neither the manifest's order nor its fingerprint.
-    Empty shards are left out. This needs no communication and copies nothing.
+    Plain tensors are held whole, DTensors according to their placements (FSDP, HSDP, tensor parallel and combinations, uneven
+    ones too). Parts of names that ``torch.compile`` adds are removed. Tensors that share the same memory under several names are
+    listed once, under the first name, with the others as aliases; the order of names affects neither the manifest's order nor its
+    fingerprint. Empty shards are left out. This needs no communication and copies nothing.
 
     Args:
-        state: A module, tensors by checkpoint name, or what declares its shards itself. Of a module, all parameters are taken under
-            the names of its state dict, whose hooks may rename and split them. Of a mapping, everything is taken.
+        state: A module, tensors by checkpoint name, or a :class:`ShardedState`. A module publishes all parameters under the names
+            of its state dict, whose hooks may rename and split them. A mapping publishes all of its tensors.
         dtype: See :data:`DTypes`.
         include_buffers: Whether to include a module's persistent buffers.
 
@@ -239,7 +239,7 @@ def ordered(manifest: Manifest, shards: Iterable[Shard]) -> list[Shard]:
     for shard in shards:
         index = manifest.index.get(shard.name)
         if index is None:
-            raise LayoutError(f"shard of {shard.name}, which is not in the manifest")
+            raise LayoutError(f"{shard.name} has a shard but is not in the manifest")
         if (
             manifest[index].shape != shard.shape
             or not shard.box.within(shard.shape)
@@ -248,7 +248,7 @@ def ordered(manifest: Manifest, shards: Iterable[Shard]) -> list[Shard]:
             place = f"{list(shard.box.starts)}:{list(shard.box.stops)} of {list(shard.shape)}"
             raise LayoutError(
                 f"shard of {shard.name}: memory of shape {list(shard.tensor.shape)} for {place}; "
-                f"the manifest says {list(manifest[index].shape)}"
+                f"the manifest's shape is {list(manifest[index].shape)}"
             )
         if shard.box.size:
             if not shard.tensor.is_meta:
@@ -310,13 +310,13 @@ def _module_entries(module: nn.Module, include_buffers: bool) -> list[tuple[str,
 
 @torch.no_grad()
 def _view(value: torch.Tensor) -> LocalView:
-    local = _here(value)
+    local = _local_part(value)
     if local.layout is not torch.strided:  # only its parts have storages
         return LocalView(-id(value), 0, (1,), (local.numel(),), local.dtype)
     return LocalView(local.untyped_storage()._cdata, int(local.storage_offset()), local.stride(), tuple(local.shape), local.dtype)
 
 
-def _here(value: torch.Tensor) -> torch.Tensor:
+def _local_part(value: torch.Tensor) -> torch.Tensor:
     """Return the local part of a DTensor; any other tensor unchanged."""
     return value.to_local() if isinstance(value, _dtensor()) else value
 
@@ -414,7 +414,7 @@ class FollowedShards:
         self._state, self._dtype, self._include_buffers = state, dtype, include_buffers
         self._names, tensors = self._look()
         self._views = Views(tensors)
-        self._found = shards_of(state, dtype=dtype, include_buffers=include_buffers)
+        self._current = shards_of(state, dtype=dtype, include_buffers=include_buffers)
 
     @torch.no_grad()
     def _look(self) -> tuple[list[str], list[torch.Tensor]]:
@@ -422,7 +422,7 @@ class FollowedShards:
         names, tensors = list[str](), list[torch.Tensor]()
         for name, value in self._named():
             names.append(name)
-            tensors.append(_here(value))
+            tensors.append(_local_part(value))
         return names, tensors
 
     def _named(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -439,5 +439,5 @@ class FollowedShards:
         names, tensors = self._look()
         if names != self._names or not self._views.are_of(tensors):
             shards = shards_of(self._state, dtype=self._dtype, include_buffers=self._include_buffers)
-            self._names, self._views, self._found = names, Views(tensors), shards
-        return self._found
+            self._names, self._views, self._current = names, Views(tensors), shards
+        return self._current

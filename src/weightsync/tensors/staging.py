@@ -97,7 +97,7 @@ class Staging:
         return tensors
 
     def used_by(self, stream: torch.cuda.Stream) -> None:
-        """Tell torch that ``stream`` writes this memory too, so that it is not reused before that stream is done with it."""
+        """Record that ``stream`` uses this memory, so that torch does not reuse it before that stream has finished."""
         for buffer in self._buffers:
             if isinstance(buffer, torch.Tensor):
                 buffer.record_stream(stream)

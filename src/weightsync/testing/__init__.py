@@ -1,11 +1,11 @@
-"""Contract suites that a transport or an engine adapter of a third party inherits (extra ``testing``)."""
+"""Contract suites for transports and engine adapters of third parties (extra ``testing``)."""
 
 from __future__ import annotations
 
 __all__: list[str] = []
 
 try:
-    import pytest as _pytest  # noqa: F401 - whether it is there, said once for the whole package
+    import pytest as _pytest  # noqa: F401 - one check for the whole package
 except ModuleNotFoundError as error:
     if error.name != "pytest":
         raise

@@ -1,20 +1,20 @@
-"""The tests that every engine adapter passes, faults included.
+"""Contract tests that every engine adapter passes, including faults.
 
-A third party inherits them::
+Inherit them to test an adapter of your own::
 
     # tests/test_my_adapter.py
     from weightsync.testing.adapter_contract import AdapterContract
 
     class TestMine(AdapterContract):
         def engine(self): ...                 # an engine with scrambled weights, and its adapter
-        def installed(self, engine): ...      # checkpoint name -> the tensor that it computes with now
-        def generates(self, engine): ...      # whether it takes a step, tried for a moment
-        def go_on(self, engine): ...          # if the adapter says pauses_twice: resume the engine by its own means
+        def installed(self, engine): ...      # checkpoint name -> tensor that the engine uses now
+        def generates(self, engine): ...      # whether the engine takes a step
+        def go_on(self, engine): ...          # only with pauses_twice: resume the engine without the adapter
 
-Each test is a real trainer, a real coordinator on loopback and the adapter in this process. Needs pytest.
+Each test uses a real trainer, a real coordinator on loopback and the adapter, in this process. Needs pytest.
 """
 
-# ruff: noqa: D102 (a test's name says what it holds)
+# ruff: noqa: D102 (the name of a test describes it)
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ _SECONDS = 20.0
 
 
 class _Faulty(EngineAdapter):
-    """The adapter under test, except that it raises where it is told to."""
+    """Wraps the adapter under test, and raises an error in the method named by ``fault``."""
 
     def __init__(self, inner: EngineAdapter) -> None:
         self.inner, self.fault, self.stopped = inner, "", False
@@ -64,7 +64,7 @@ class _Faulty(EngineAdapter):
         return self.inner.device()
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
-        if not self.stopped or self.pauses_twice:  # one that raised comes again, and the adapter under test is paused once
+        if not self.stopped or self.pauses_twice:  # a failed pause is repeated, but the adapter under test is paused once
             self.inner.pause(mode, timeout)
             self.stopped = True
         self._maybe("pause")
@@ -101,28 +101,28 @@ class _Faulty(EngineAdapter):
 
 
 class AdapterContract:
-    """Derive from it and define the three methods. ``deliveries`` names those that the adapter supports."""
+    """Suite of tests. Inherit it and define its methods. ``deliveries`` lists the deliveries that the adapter supports."""
 
     deliveries: ClassVar[tuple[Delivery, ...]] = ("direct", "streamed")
 
     def engine(self) -> tuple[Any, EngineAdapter]:
-        """A new engine with scrambled weights that has never served, and its adapter."""
+        """Return a new engine with scrambled weights that has never served, and its adapter."""
         raise NotImplementedError
 
-    def installed(self, engine: Any) -> Mapping[str, torch.Tensor]:  # noqa: ANN401 (whatever the author's engine is)
-        """What the engine computes with now, under checkpoint names."""
+    def installed(self, engine: Any) -> Mapping[str, torch.Tensor]:  # noqa: ANN401 (any engine)
+        """Return the tensors that the engine uses now, by checkpoint names."""
         raise NotImplementedError
 
     def generates(self, engine: Any) -> bool:  # noqa: ANN401
-        """Whether the engine takes a generation step; tried for a fraction of a second at most."""
+        """Return whether the engine takes a generation step, after at most a fraction of a second."""
         raise NotImplementedError
 
     def go_on(self, engine: Any) -> None:  # noqa: ANN401
-        """Resume the engine by its own means, as an operator would. Asked only where the adapter says ``pauses_twice``."""
+        """Resume the engine without the adapter, as an operator would. Called only if the adapter has ``pauses_twice``."""
         raise NotImplementedError
 
     def weights(self, adapter: EngineAdapter, seed: int) -> dict[str, torch.Tensor]:
-        """Tensors that fit the adapter's manifest, other ones for each seed."""
+        """Make random tensors for the adapter's manifest, different for each seed."""
         generator = torch.Generator().manual_seed(seed)
         return {
             spec.name: torch.randn(spec.shape, generator=generator).to(getattr(torch, spec.dtype)) for spec in adapter.manifest()
@@ -195,7 +195,7 @@ class AdapterContract:
         with pytest.raises(RoundFailed, match="under-test"):
             self._publish(trainer, state, adapter, 2)
         assert not self.generates(engine)
-        adapter.fault = ""  # from here on the coordinator may bring version 2 by itself
+        adapter.fault = ""  # from now on the coordinator may deliver version 2 itself
         self._publish(trainer, state, adapter, 3)
         assert self._same(engine, state)
         assert self.generates(engine)
@@ -214,12 +214,12 @@ class AdapterContract:
         assert not self.generates(engine)
         role.close()
 
-    def test_an_adapter_that_pauses_twice_stops_what_somebody_else_resumed(
+    def test_an_adapter_that_pauses_twice_stops_an_engine_resumed_without_it(
         self, server: BackgroundServer, owned: ExitStack
     ) -> None:
         engine, adapter = self.engine()
         if not adapter.pauses_twice:
-            pytest.skip("this adapter is not paused again while it is paused")
+            pytest.skip("this adapter does not support a pause during a pause")
         trainer, state = self._join(server, owned, adapter, self.deliveries[0])
         self._publish(trainer, state, adapter, 1)
         adapter.pause("abort", _SECONDS)
@@ -229,7 +229,7 @@ class AdapterContract:
         assert self.generates(engine)
         adapter.pause("keep", _SECONDS)
         assert not self.generates(engine)
-        self._publish(trainer, state, adapter, 2)  # one resume is enough
+        self._publish(trainer, state, adapter, 2)  # one resume is sufficient
         assert self._same(engine, state)
         assert self.generates(engine)
 

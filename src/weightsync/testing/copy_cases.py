@@ -1,4 +1,4 @@
-"""What the contract's readers ask for: tables of tiles with a known answer."""
+"""Copy tables with known results, for the readers of the transport contract."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ __all__ = ["Allocate", "Buffer", "CudaBuffer", "Wanted", "big", "keyed", "odd_sh
 Bytes = npt.NDArray[np.uint8]
 
 _GAP = 0xA5
-_MOST_BYTES = 4 << 20  # of one run of each tile, so that plain slices can check them all
+_MOST_BYTES = 4 << 20  # of a run, so that plain slices can check all tiles
 
 
 def tiles_from(table: npt.NDArray[np.int64]) -> CopyTable:
-    """Tiles from ``int64[n, 7]``: region, source, source stride, target, target stride, rows, row bytes."""
+    """Make tiles from ``int64[n, 7]``: region, source, source stride, target, target stride, rows, row bytes."""
     return CopyTable(table[:, 0].astype(np.int32), *(np.ascontiguousarray(table[:, column]) for column in range(1, 7)))
 
 
 class Buffer(Protocol):
-    """Memory that a reader writes to, which the host may not be able to address."""
+    """Memory that a reader writes to. The host may be unable to address it."""
 
     @property
     def address(self) -> int:
-        """Where it starts, as tiles name it."""
+        """Start address, as used in tiles."""
         ...
 
     def write(self, data: Bytes) -> None:
@@ -45,7 +45,7 @@ class Buffer(Protocol):
 
 
 class CudaBuffer:
-    """Memory of the current CUDA device."""
+    """Buffer in the current CUDA device's memory."""
 
     def __init__(self, nbytes: int) -> None:
         self._memory = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
@@ -67,9 +67,9 @@ class CudaBuffer:
 
 @dataclass
 class Wanted:
-    """Groups of tiles from a region of ``nbytes`` into ``target``; bytes between the tiles must stay as they are.
+    """Groups of tiles from a region of ``nbytes`` into ``target``. Bytes between the tiles must not change.
 
-    With a ``buffer``, tiles name that memory, and ``target`` is a copy of it in host memory, taken by :meth:`fetch`.
+    With a ``buffer``, tiles refer to that memory, and ``target`` is a copy of it in host memory, made by :meth:`fetch`.
     """
 
     nbytes: int
@@ -79,22 +79,22 @@ class Wanted:
 
     @property
     def address(self) -> int:
-        """Where the target starts."""
+        """Start address of the target."""
         return int(self.target.ctypes.data) if self.buffer is None else self.buffer.address
 
     def clear(self) -> None:
-        """Put bytes into the target that no transfer brings."""
+        """Fill the target with a pattern that no transfer writes."""
         self.target[:] = _GAP
         if self.buffer is not None:
             self.buffer.write(self.target)
 
     def fetch(self) -> None:
-        """Bring what was written to the buffer into ``target``."""
+        """Copy the contents of the buffer to ``target``."""
         if self.buffer is not None:
             self.target[:] = self.buffer.read()
 
     def expected(self, source: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """The target after a transfer, by plain slices."""
+        """Compute the target after a transfer from ``source``, with plain slices."""
         result, base = np.full(len(self.target), _GAP, np.uint8), self.address
         for tiles in self.groups:
             for start, stride, target, target_stride, rows, size in tiles.table[:, 1:7].tolist():
@@ -104,7 +104,7 @@ class Wanted:
         return result
 
     def digests(self) -> npt.NDArray[np.uint64]:
-        """What reading tiles with keys (:func:`keyed`) adds up to, from the target as it is now each run as a box."""
+        """Compute the digests of tiles with keys (:func:`keyed`), ``uint64[tiles]``, from the target, run by run."""
         total, base = [0] * sum(map(len, self.groups)), self.address
         for tiles in self.groups:
             for target, stride, rows, size, row, lead, lead_step, byte, byte_step, blocks in tiles.table[:, 3:].tolist():
@@ -117,11 +117,11 @@ class Wanted:
 
 
 Allocate = Callable[[int], Buffer]
-"""Makes a buffer of so many bytes."""
+"""Makes a buffer of the given number of bytes."""
 
 
 def keyed(wanted: Wanted, seed: int) -> Wanted:
-    """The same tiles with keys: each lies anywhere in a tensor of its own, its runs one below the other or side by side."""
+    """Return the same tiles with keys. Each tile has a random position in its own tensor, with runs in one row or in several."""
     random = np.random.default_rng(seed)
     groups, before = [], 0
     for tiles in wanted.groups:
@@ -138,7 +138,7 @@ def keyed(wanted: Wanted, seed: int) -> Wanted:
 
 
 def odd_shapes(nbytes: int, seed: int, tiles: int = 60, groups: int = 9, allocate: Allocate | None = None) -> Wanted:
-    """Random tiles: single bytes, short strided runs, long runs, overlapping sources, unaligned starts; some groups are empty."""
+    """Make random tiles: single bytes, short strided runs, long runs, overlapping sources, unaligned starts, empty groups."""
     random = np.random.default_rng(seed)
     most = max(nbytes // 64, 64)
     size = np.where(random.random(tiles) < 0.3, random.integers(1, 9, tiles), random.integers(1, most, tiles))
@@ -161,7 +161,7 @@ def odd_shapes(nbytes: int, seed: int, tiles: int = 60, groups: int = 9, allocat
 
 
 def big(nbytes: int, groups: int, allocate: Allocate | None = None) -> Wanted:
-    """Nearly the whole region: runs of megabytes, a tile of wide rows and one of many narrow rows in every group."""
+    """Make tiles over nearly the whole region. Every group has a long run, a tile of wide rows and a tile of narrow rows."""
     share = nbytes // groups
     target = np.zeros(nbytes, np.uint8)
     buffer = None if allocate is None else allocate(nbytes)

@@ -1,7 +1,7 @@
-"""Processes for tests that start at once: forked from one that has imported what they need, which takes seconds.
+"""Test processes that start without delay: forked from a process that has already imported their modules, which takes seconds.
 
-``python -m weightsync.testing.nursery FD MODULE...`` imports the modules. For each request over ``FD`` (descriptors, and as JSON a
-function and its argument) it forks a process that calls the function, and answers with its id.
+``python -m weightsync.testing.nursery FD MODULE...`` imports the modules. A request over ``FD`` holds descriptors and, as JSON, a
+function and its argument. For each request the nursery forks a process that calls the function, and answers with the process id.
 """
 
 from __future__ import annotations
@@ -23,61 +23,61 @@ __all__ = ["Nursery", "named"]
 _SECONDS = 60.0
 
 
-def named(where: str) -> Any:  # noqa: ANN401 - whatever has that name
-    """Return what is called ``"module:name"``."""
+def named(where: str) -> Any:  # noqa: ANN401 - any object
+    """Import and return the object ``"module:name"``."""
     module, _, name = where.partition(":")
     return getattr(import_module(module), name)
 
 
 class Nursery:
-    """One such process of this test process, started when first asked for and ended with it. Not thread-safe."""
+    """Nursery process of this test process. Starts on first use, and ends with this process. Not thread-safe."""
 
     def __init__(self, *modules: str) -> None:
         self._modules = modules
-        self._way: socket.socket | None = None
+        self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> socket.socket:
-        """Start it unless it runs, and return the way to it."""
-        if self._way is None:
-            self._way, its = socket.socketpair()
-            self._way.settimeout(_SECONDS)
-            # Its processes end without a goodbye, so they would keep no coverage, and only be slower for it.
+        """Start the nursery unless it runs, and return the socket to it."""
+        if self._socket is None:
+            self._socket, its = socket.socketpair()
+            self._socket.settimeout(_SECONDS)
+            # Its processes end without a shutdown, so coverage would slow them down and save nothing.
             environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
             command = [sys.executable, "-m", "weightsync.testing.nursery", str(its.fileno()), *self._modules]
             with its:
                 self._process = subprocess.Popen(command, env=environment, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)
             atexit.register(self.end)
-        return self._way
+        return self._socket
 
     def fork(self, function: str, descriptors: Sequence[int], argument: object = None) -> int:
-        """Call ``function`` (``"module:name"``) in a new process with its copies of ``descriptors``; the process's id."""
-        way = self.start()
-        socket.send_fds(way, [msgspec.json.encode((function, argument))], descriptors)
-        return int(way.recv(32))
+        """Call ``function`` (``"module:name"``) in a new process with copies of ``descriptors``. Returns the process id."""
+        connection = self.start()
+        socket.send_fds(connection, [msgspec.json.encode((function, argument))], descriptors)
+        return int(connection.recv(32))
 
     def end(self) -> None:
-        """End it; the processes that it forked go on. Safe twice."""
-        way, self._way = self._way, None
-        if way is not None and self._process is not None:
-            way.close()
+        """End the nursery. Forked processes continue. Idempotent."""
+        connection, self._socket = self._socket, None
+        if connection is not None and self._process is not None:
+            connection.close()
             self._process.wait(_SECONDS)
 
 
-def _born(way: socket.socket) -> tuple[list[int], str, Any] | None:
-    """Fork for whoever asks. In the child what it is to do; in the nursery nothing, when nobody is left who could ask."""
+def _fork_requests(connection: socket.socket) -> tuple[list[int], str, Any] | None:
+    """Fork a process for each request. Returns the request in the child, and ``None`` in the nursery when its parent is gone."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects the children
     while True:
-        data, descriptors, _, _ = socket.recv_fds(way, 1 << 16, 8)
+        data, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 8)
         if not data:
             return None
         pid = os.fork()
         if not pid:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            way.close()
+            connection.close()
             return descriptors, *msgspec.json.decode(data)
-        way.sendall(str(pid).encode())
+        connection.sendall(str(pid).encode())
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -85,7 +85,7 @@ def _born(way: socket.socket) -> tuple[list[int], str, Any] | None:
 if __name__ == "__main__":
     for module in sys.argv[2:]:
         import_module(module)
-    asked = _born(socket.socket(fileno=int(sys.argv[1])))
-    if asked is not None:
-        inherited, function, argument = asked
+    request = _fork_requests(socket.socket(fileno=int(sys.argv[1])))
+    if request is not None:
+        inherited, function, argument = request
         named(function)(inherited, argument)

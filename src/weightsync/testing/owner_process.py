@@ -1,6 +1,6 @@
-"""Owners and readers to test transports with, in this process or in one of their own that can be stopped and killed.
+"""Publishers and readers for transport tests, in this process or in a separate one that can be stopped and killed.
 
-A process of their own reads one JSON object a line from its socket and answers with one.
+A separate process reads commands from its socket, one JSON object on each line, and answers each with one.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ _ANSWER_SECONDS = 60.0
 
 
 def make_transport(where: str, arguments: dict[str, Any]) -> Transport:
-    """The scheme of class ``where`` (``"module:Class"``), made with ``arguments``."""
+    """Make the transport of class ``where`` (``"module:Class"``) with ``arguments``."""
     scheme: Transport = named(where)(**arguments)
     return scheme
 
 
 def allocate_in(buffer: str) -> Allocate | None:
-    """What makes buffers of class ``buffer`` (``"module:Class"``), or ``None`` (empty) for plain host memory."""
+    """Return the buffer class ``buffer`` (``"module:Class"``); ``None`` for an empty name, which means plain host memory."""
     made: Allocate | None = named(buffer) if buffer else None
     return made
 
 
 def contents(nbytes: int, version: int) -> npt.NDArray[np.uint8]:
-    """What the test's shelf holds at a version: random bytes that differ for every version."""
+    """Return the contents of the test's region at ``version``, ``uint8[nbytes]``: random bytes, different for every version."""
     return np.frombuffer(np.random.default_rng(version).bytes(nbytes), np.uint8)
 
 
 class PublishedHere:
-    """A region of the host's memory."""
+    """Published region of host memory."""
 
     def __init__(self, nbytes: int, layout_digest: str) -> None:
         self.region = PublishedRegion(nbytes, layout_digest)
 
     def write(self, data: npt.NDArray[np.uint8]) -> None:
-        """Replace the contents; within ``region.placing``."""
+        """Replace the contents. Call it inside ``region.placing``."""
         self.region.payload[:] = data
 
 
 class PublishedOnCuda:
-    """A region of the current CUDA device's memory."""
+    """Published region of the current CUDA device's memory."""
 
     def __init__(self, nbytes: int, layout_digest: str) -> None:
         memory = self._memory = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
@@ -78,7 +78,7 @@ class PublishedOnCuda:
 
 
 class OwnerHere:
-    """A region in ``memory`` ("host" or "cuda") and its publisher in this process."""
+    """Region in ``memory`` ("host" or "cuda") and its publisher, in this process."""
 
     def __init__(
         self, where: str, arguments: dict[str, Any], key: bytes, nbytes: int, layout_digest: str, memory: str = "host"
@@ -94,12 +94,12 @@ class OwnerHere:
         self.offer: Offer = self._owner.offer
 
     def place(self, version: int) -> None:
-        """Publish :func:`contents`."""
+        """Publish :func:`contents` of ``version``."""
         with self._region.placing(version):
             self._published.write(contents(self._nbytes, version))
 
     def close(self) -> list[str]:
-        """Stop serving; what was left behind, which must be nothing."""
+        """Stop serving. Returns descriptions of leaked resources; empty if there are none."""
         self._owner.close()
         self._owner.close()
         self._region.close()
@@ -107,11 +107,11 @@ class OwnerHere:
 
 
 NURSERY = Nursery(__name__)
-"""Of this test process; forks a :class:`Process`."""
+"""Nursery of this test process, which forks each :class:`Process`."""
 
 
 class Process:
-    """A process from the nursery. Answers questions; can be stopped and killed."""
+    """Process from the nursery. Executes commands. Can be stopped and killed."""
 
     def __init__(self, warm_up: str = "") -> None:
         self._socket, its = socket.socketpair()
@@ -123,9 +123,9 @@ class Process:
         self._lines = self._socket.makefile("r")
         self.before = self.ask({"do": "census", "path": sys.path, "warm_up": warm_up})
 
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Send a question; the answer, or nothing if the process ended."""
-        self._socket.sendall(msgspec.json.encode(question) + b"\n")
+    def ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Send a command and return its answer; an empty dict if the process ended."""
+        self._socket.sendall(msgspec.json.encode(command) + b"\n")
         answer: dict[str, Any] = json.loads(self._lines.readline() or "{}")
         return answer
 
@@ -134,7 +134,7 @@ class Process:
         os.kill(self._pid, number)
 
     def kill(self) -> None:
-        """Kill the process and return when it is gone. Safe twice, and after it ended."""
+        """Kill the process and wait for its end. Idempotent. Does nothing if the process has ended."""
         if self._lines.closed:
             return
         with suppress(ProcessLookupError):
@@ -147,7 +147,7 @@ class Process:
 
 
 class OwnerProcess(Process):
-    """A shelf and its owner in a process of their own."""
+    """Region and its publisher in a separate process."""
 
     def __init__(
         self, where: str, arguments: dict[str, Any], key: bytes, nbytes: int, layout_digest: str, memory: str = "host",
@@ -166,11 +166,11 @@ class OwnerProcess(Process):
             raise
 
     def place(self, version: int) -> None:
-        """Put :func:`contents` on the shelf."""
+        """Publish :func:`contents` of ``version``."""
         self.ask({"do": "place", "version": version})
 
     def close(self) -> list[str]:
-        """Stop serving; what was left behind, which must be nothing."""
+        """Stop serving. Returns descriptions of leaked resources; empty if there are none."""
         if not self._serving:
             return []
         self._serving = False
@@ -186,23 +186,23 @@ class OwnerProcess(Process):
 def _census() -> dict[str, Any]:
     fds = [] if sys.platform != "linux" else os.listdir("/proc/self/fd")
     maps = "" if sys.platform != "linux" else Path("/proc/self/maps").read_text()
-    return {"threads": len(threading.enumerate()), "descriptors": len(fds), "shelves mapped": maps.count("memfd:weightsync")}
+    return {"threads": len(threading.enumerate()), "descriptors": len(fds), "regions mapped": maps.count("memfd:weightsync")}
 
 
-def _begin_reading(question: dict[str, Any]) -> object:
-    """A reader in the middle of a transfer."""
-    source = make_transport(question["where"], question["arguments"]).open(
-        msgspec.convert(question["offer"], Offer), bytes.fromhex(question["key"]), Deadline(_ANSWER_SECONDS)
+def _begin_reading(command: dict[str, Any]) -> object:
+    """Return a reader in the middle of a transfer, and its tiles."""
+    source = make_transport(command["where"], command["arguments"]).open(
+        msgspec.convert(command["offer"], Offer), bytes.fromhex(command["key"]), Deadline(_ANSWER_SECONDS)
     )
-    wanted = big(question["nbytes"], groups=12, allocate=allocate_in(question["buffer"]))
-    source.prepare(wanted.groups, question["layout_digest"], Deadline(_ANSWER_SECONDS))
+    wanted = big(command["nbytes"], groups=12, allocate=allocate_in(command["buffer"]))
+    source.prepare(wanted.groups, command["layout_digest"], Deadline(_ANSWER_SECONDS))
     source.begin(1, Deadline(_ANSWER_SECONDS))
     source.read(0, Deadline(_ANSWER_SECONDS))
     return source, wanted
 
 
 def answer(descriptors: list[int], argument: None) -> None:
-    """Do what is asked over a socket until it is closed, and end this process."""
+    """Execute commands from a socket until it is closed, and end this process."""
     status = 1
     try:
         _answer_all(socket.socket(fileno=descriptors[0]))
@@ -212,7 +212,7 @@ def answer(descriptors: list[int], argument: None) -> None:
         raise
     finally:
         sys.stderr.flush()
-        os._exit(status)  # without the interpreter's own end, which takes longer than most tests
+        os._exit(status)  # skips the interpreter's shutdown, which takes longer than most tests
 
 
 def _answer_all(sock: socket.socket) -> None:
@@ -220,23 +220,23 @@ def _answer_all(sock: socket.socket) -> None:
     lent: list[object] = []
     with sock, sock.makefile("r") as lines:
         for line in lines:
-            question = json.loads(line)
+            command = json.loads(line)
             reply: dict[str, Any] = {}
-            match question["do"]:
+            match command["do"]:
                 case "census":
-                    sys.path[:] = question["path"]
-                    if question["warm_up"]:
-                        named(question["warm_up"])()
+                    sys.path[:] = command["path"]
+                    if command["warm_up"]:
+                        named(command["warm_up"])()
                     reply = _census()
                 case "serve":
-                    setting = question["setting"]
-                    make_transport(setting["where"], setting["arguments"])  # its imports are no leak
+                    setting = command["setting"]
+                    make_transport(setting["where"], setting["arguments"])  # before the census, because its imports are not leaks
                     owner = OwnerHere(**{**setting, "key": bytes.fromhex(setting["key"])})
                     reply = {"offer": msgspec.to_builtins(owner.offer)}
                 case "read":
-                    lent.append(_begin_reading(question))
+                    lent.append(_begin_reading(command))
                 case "place" if owner is not None:
-                    owner.place(question["version"])
+                    owner.place(command["version"])
                 case "close" if owner is not None:
                     owner.close()
                     owner = None

@@ -1,6 +1,6 @@
-"""The tests that every transport passes.
+"""Contract tests that every transport passes.
 
-A third party inherits them::
+Inherit them to test a transport of your own::
 
     # tests/test_my_transport.py
     from weightsync.testing.transport_contract import TransportContract, nothing_left  # the second is a fixture
@@ -8,12 +8,12 @@ A third party inherits them::
     class TestMine(TransportContract):
         where = "my_package.transport:Mine"
 
-What is expected follows from the transport's :class:`~weightsync.protocol.messages.Traits`. A subclass overrides no test. Where a
-transport reads or writes several memories, a subclass for each names them (``source``, ``target``). Needs pytest, and Linux for the
-faults.
+The tests derive their expectations from the transport's :class:`~weightsync.protocol.messages.Traits`. A subclass overrides no
+test. If a transport reads or writes several kinds of memory, define a subclass with ``source`` and ``target`` for each. Needs
+pytest, and Linux for the faults.
 """
 
-# ruff: noqa: D102 (a test's name says what it holds)
+# ruff: noqa: D102 (the name of a test describes it)
 from __future__ import annotations
 
 import gc
@@ -63,7 +63,7 @@ __all__ = ["TransportContract", "nothing_left"]
 KEY = b"the key of this contract's runs."
 DIGEST = "0123456789abcdef0123456789abcdef"
 SMALL = 1 << 16
-BIG = 24 << 20  # more than socket buffers hold, so that an owner is really in the middle
+BIG = 24 << 20  # more than socket buffers hold, so that faults happen during the transfer
 
 
 def _left() -> dict[str, Any]:
@@ -77,14 +77,14 @@ def _left() -> dict[str, Any]:
     return {
         "descriptors": fds,
         "threads": threads,
-        "shelves mapped": maps.count("memfd:weightsync"),
+        "regions mapped": maps.count("memfd:weightsync"),
         "children": children.read_text() if children.exists() else "",
     }
 
 
 @pytest.fixture
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No thread, process, descriptor, socket or shared memory is left that was not there before."""
+    """Check that a test leaks no thread, process, descriptor, socket or shared memory."""
     NURSERY.start()
     request.session.addfinalizer(NURSERY.end)
     if warm_up := getattr(request.cls, "warm_up", ""):
@@ -97,22 +97,22 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("nothing_left")
 class TransportContract:
-    """Inherit this and set the class attributes."""
+    """Suite of tests. Inherit it and set the class attributes."""
 
     where: ClassVar[str]
     arguments: ClassVar[dict[str, Any]] = {}
     source: ClassVar[Memory | None] = None
-    """The memory that is published; by default the first that the transport reads."""
+    """Memory that is published; by default the first that the transport reads."""
     target: ClassVar[Memory | None] = None
-    """The memory that readers write to; by default the first that the transport writes."""
+    """Memory that readers write to; by default the first that the transport writes."""
     buffers: ClassVar[dict[str, str]] = {"host": "", "cuda": "weightsync.testing.copy_cases:CudaBuffer"}
-    """For each target the class of its buffers, ``"module:Class"``; another one may simulate a device."""
+    """Buffer class for each target memory, ``"module:Class"``. A class of your own may simulate a device."""
     groups: ClassVar[int] = 1_000
-    """How many groups the largest plan here has."""
+    """Number of groups in the largest plan of these tests."""
     warm_up: ClassVar[str] = ""
-    """``"module:function"``, run in each process beforehand: makes what a library then keeps until the process ends."""
+    """``"module:function"`` to run in each process first. It makes the resources that a library keeps until the process ends."""
 
-    # What the tests are made of.
+    # Helpers of the tests.
 
     @property
     def transport(self) -> Transport:
@@ -138,7 +138,7 @@ class TransportContract:
 
     @contextmanager
     def owner(self, nbytes: int = SMALL, digest: str = DIGEST, key: bytes = KEY) -> Iterator[OwnerHere | OwnerProcess]:
-        """A publisher that leaves nothing behind."""
+        """Publisher that must leak nothing."""
         owner: OwnerHere | OwnerProcess
         memory = self.source or self.traits.reads[0]
         if self.crosses_processes:
@@ -157,9 +157,9 @@ class TransportContract:
 
     @contextmanager
     def process(self, nbytes: int = SMALL) -> Iterator[OwnerProcess]:
-        """An owner in a process of its own, for faults."""
+        """Publisher in a separate process, for faults."""
         if not self.crosses_processes:
-            pytest.skip("owner and reader die together")
+            pytest.skip("publisher and reader share one process")
         with self.owner(nbytes) as owner:
             assert isinstance(owner, OwnerProcess)
             yield owner
@@ -181,7 +181,7 @@ class TransportContract:
 
     @contextmanager
     def published(self, wanted: Wanted, version: int = 1) -> Iterator[tuple[OwnerHere | OwnerProcess, Reader]]:
-        """An owner that has placed ``version``, and a reader that is prepared."""
+        """Yield a publisher that has placed ``version``, and a prepared reader."""
         with self.owner(wanted.nbytes) as owner:
             owner.place(version)
             with self.prepared(owner, wanted) as source:
@@ -189,14 +189,14 @@ class TransportContract:
 
     @contextmanager
     def begun(self, wanted: Wanted) -> Iterator[tuple[OwnerHere | OwnerProcess, Reader]]:
-        """As :meth:`published`, in the middle of a transfer: its first group was read."""
+        """As :meth:`published`, in the middle of a transfer, after its first group was read."""
         with self.published(wanted) as (owner, source):
             source.begin(1, Deadline(10))
             source.read(0, Deadline(10))
             yield owner, source
 
     def transfer(self, source: Reader, wanted: Wanted, version: int, digests: npt.NDArray[np.uint64] | None = None) -> None:
-        """A whole transfer, which must be right to the byte and touch nothing else."""
+        """Transfer everything, and check that all bytes are correct and no others were written."""
         wanted.clear()
         source.begin(version, Deadline(20))
         for group in range(len(wanted.groups)):
@@ -206,7 +206,7 @@ class TransportContract:
         different = np.flatnonzero(wanted.target != wanted.expected(contents(wanted.nbytes, version)))
         assert not len(different), f"{len(different)} bytes differ, the first at {different[0]}"
 
-    # What must arrive.
+    # Correct transfers.
 
     @pytest.mark.parametrize("seed", range(4))
     def test_odd_shapes_arrive_byte_for_byte(self, seed: int) -> None:
@@ -226,7 +226,7 @@ class TransportContract:
             self.transfer(source, wanted, 1, digests)
             expected = wanted.digests()
             assert np.array_equal(digests[:-1], expected)
-            self.transfer(source, wanted, 1, digests)  # they are added to what is there
+            self.transfer(source, wanted, 1, digests)  # adds to the previous digests
         assert np.array_equal(digests[:-1], expected + expected)
         assert digests[-1] == 0
 
@@ -266,7 +266,7 @@ class TransportContract:
                         source.read(group, Deadline(5))
                     source.end(Deadline(5))
 
-    def test_an_empty_shelf_can_be_served(self) -> None:
+    def test_an_empty_region_can_be_served(self) -> None:
         with self.owner(0) as owner:
             owner.place(1)
             with self.reader(owner.offer) as source:
@@ -324,7 +324,7 @@ class TransportContract:
                 with self.prepared(owner, wanted) as source:
                     for _ in range(3):
                         self.transfer(source, wanted, 1)
-            except BaseException as error:  # noqa: BLE001 (shown by the test's own thread)
+            except BaseException as error:  # noqa: BLE001 (checked by the test's thread)
                 failures.append(error)
 
         with self.owner(1 << 22) as owner:
@@ -336,7 +336,7 @@ class TransportContract:
                 thread.join(30)
             assert not failures
 
-    # What must be refused.
+    # Requests that must be rejected.
 
     def test_wrong_version_is_stale(self) -> None:
         wanted = self.odd_shapes(SMALL, 41)
@@ -361,7 +361,7 @@ class TransportContract:
         ("column", "value"),
         [("region", 1), ("region", -1), ("source", SMALL), ("source", -8), ("rows", 1 << 40), ("source_stride", 1 << 62)],
     )
-    def test_a_tile_outside_the_shelf_is_refused(self, column: str, value: int) -> None:
+    def test_a_tile_outside_the_region_is_refused(self, column: str, value: int) -> None:
         wanted = self.odd_shapes(SMALL, 43)
         good = {
             "region": 0,
@@ -380,7 +380,7 @@ class TransportContract:
             source.prepare(wanted.groups, DIGEST, Deadline(5))
             self.transfer(source, wanted, 1)
 
-    def test_wrong_key_is_refused_and_harms_nobody(self) -> None:
+    def test_wrong_key_is_refused_and_other_readers_continue(self) -> None:
         wanted = self.odd_shapes(SMALL, 44)
         with self.published(wanted) as (owner, source):
             with pytest.raises(AuthenticationError):
@@ -411,7 +411,7 @@ class TransportContract:
             assert owner.offer.scheme == self.transport.name
             assert owner.offer.traits == msgspec.structs.replace(self.traits, encrypted=owner.offer.traits.encrypted)
 
-    # What must not be believed.
+    # Changes during a transfer.
 
     def test_a_version_that_changes_on_the_way_is_stale(self) -> None:
         wanted = self.big(BIG, groups=12)
@@ -437,7 +437,7 @@ class TransportContract:
             source.read(group, Deadline(10))
         source.end(Deadline(10))
 
-    # Who dies, stops, or changes its mind.
+    # Processes that die, stop, abort or close.
 
     def test_a_killed_owner_is_noticed_at_once(self) -> None:
         wanted = self.big(BIG, groups=12)
@@ -515,7 +515,7 @@ class TransportContract:
 
     def test_abort_wakes_a_blocked_read(self) -> None:
         if self.traits.live_source:
-            pytest.skip("a reader that maps memory never waits for its owner")
+            pytest.skip("a reader that maps memory never waits for its publisher")
         wanted = self.big(BIG, groups=12)
         with self.process(BIG) as owner:
             owner.place(1)
@@ -539,7 +539,7 @@ class TransportContract:
         wanted = self.big(BIG, groups=12)
         with self.published(wanted) as (_, source):
             source.begin(1, Deadline(10))
-            source.read(0, Deadline(10))  # and now the loader raised: nobody reads on
+            source.read(0, Deadline(10))  # the loader raised, so the transfer is not continued
             self.transfer(source, wanted, 1)
             source.begin(1, Deadline(10))
             source.read(0, Deadline(10))

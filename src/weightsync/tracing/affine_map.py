@@ -177,7 +177,7 @@ def compose(mapping: AffineMap, piece: AffineMap, itemsize: int) -> list[AffineM
     for dim in range(len(steps) - 1):
         if steps[dim] % steps[dim + 1] or steps[dim] < steps[dim + 1] * extents[dim + 1]:
             return [part for section in piece.each(dim) for part in compose(mapping, section, itemsize)]
-    others = [there for _, _, there in piece.dims]
+    others = [dst for _, _, dst in piece.dims]
     if not steps or steps[-1] != itemsize:
         if steps and steps[-1] % itemsize:
             raise Irregular
@@ -207,7 +207,7 @@ def compose(mapping: AffineMap, piece: AffineMap, itemsize: int) -> list[AffineM
 
 
 def _plain(outer: AffineMap, inner: AffineMap, itemsize: int) -> bool:
-    """Whether ``outer`` is contiguous in both memories and holds all first positions of ``inner``."""
+    """Return whether ``outer`` is contiguous in both memories and holds all first positions of ``inner``."""
     return (
         len(outer.dims) == 1
         and outer.dims[0][1] == outer.dims[0][2] == itemsize

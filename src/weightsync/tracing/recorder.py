@@ -1,7 +1,7 @@
 """Recording of a loader's operators on meta tensors: the checkpoint element behind each element of each memory.
 
 Views need no rules: they are other strides over the same storage. Copies compose maps. Every other operator makes its results
-*mixed*: they remember which checkpoint tensors went in, and why they are no plain copy.
+*mixed*: they remember which checkpoint tensors went in, and why they are not plain copies.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._own(tensor).parameter = name
 
     def change(self, tensors: Iterable[int], reason: str) -> None:
-        """Mark tensors as no plain copies. The first reason of each is kept."""
+        """Mark tensors that are not plain copies. The first reason of each is kept."""
         for index in sorted(tensors):
             self.changed.setdefault(index, reason)
 
@@ -324,7 +324,7 @@ def _plausible(name: str, args: tuple[Any, ...]) -> bool | int | float:
 
 
 class ValueReads(TorchFunctionMode):
-    """Intercepts reads of values that are no operators: marks the tensor as changed and returns ones."""
+    """Intercepts reads of values that are not operators: marks the tensor as changed and returns ones."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ from weightsync.tracing.recorder import Recorder, ValueReads, map_of
 __all__ = ["Load", "Parameters", "ShardsByTracing", "Traced", "TracedCopy", "trace_loader"]
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
-"""An engine's weight loader. It takes checkpoint tensors by name and may call the iterable's tensors in any number of steps."""
+"""An engine's weight loader. It takes checkpoint tensors by name and may consume the iterable in any number of steps."""
 
 Parameters = nn.Module | Mapping[str, torch.Tensor]
 """Parameters by name. Those of a module, and its buffers, are looked up again after the load, as some loaders replace them."""
@@ -78,7 +78,7 @@ class Traced:
     parameters: tuple[_Seen, ...]
 
     def reason(self, ranks: int = 1) -> str | None:
-        """Why direct delivery cannot work, in one line; ``None`` if it can.
+        """Return the reason on one line why direct delivery is impossible; ``None`` if it is possible.
 
         With several ranks a tensor may be on another rank. This rank cannot know that, so the coordinator checks all layouts
         together and refuses a hole before it pauses anything.
@@ -121,7 +121,7 @@ class Traced:
         return traced
 
     def _memories(self, seen: _Seen, real: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Memory of the parameter; several tensors if names that shared it in the traced instance do not share it here."""
+        """Return the parameter's memory: several tensors if its names share memory only in the traced instance."""
         different: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
         for name in seen.names:
             tensor = real.get(name)
@@ -130,8 +130,7 @@ class Traced:
             if tuple(tensor.shape) != seen.shape or tensor.dtype != seen.dtype:
                 raise LayoutError(
                     f"parameter {name} is {tensor.dtype}{list(tensor.shape)}, but {seen.dtype}{list(seen.shape)} was traced: "
-                    f"the engine "
-                    "changed it after loading"
+                    "the engine changed it after loading"
                 )
             if tensor.layout is not torch.strided or tensor.is_meta or hasattr(tensor, "__tensor_flatten__"):  # such as a DTensor
                 raise LayoutError(f"parameter {name} has no plain memory of its own ({type(tensor).__name__} on {tensor.device})")
@@ -167,12 +166,12 @@ def trace_loader(load: Load, parameters: Parameters, manifest: Manifest, *, max_
     recorder = Recorder()
     for name, tensor in _named(parameters).items():
         recorder.parameter(name, tensor)
-    asked: list[str] = []
+    requested: list[str] = []
     made = [torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta") for spec in manifest]
 
     def checkpoint() -> Iterator[tuple[str, torch.Tensor]]:
         for index, (spec, tensor) in enumerate(zip(manifest, made, strict=True)):
-            asked.append(spec.name)
+            requested.append(spec.name)
             recorder.checkpoint(index, tensor)
             yield spec.name, tensor
 
@@ -182,12 +181,12 @@ def trace_loader(load: Load, parameters: Parameters, manifest: Manifest, *, max_
     except WeightSyncError:
         raise
     except Exception as error:
-        raise LoadError(_raised(recorder, manifest, asked, error)) from error
-    return _concluded(recorder, parameters, manifest, set(asked), max_boxes)
+        raise LoadError(_raised(recorder, manifest, requested, error)) from error
+    return _concluded(recorder, parameters, manifest, set(requested), max_boxes)
 
 
-def _raised(recorder: Recorder, manifest: Manifest, asked: Sequence[str], error: Exception) -> str:
-    last = f"after {asked[-1]}" if asked else "before the first tensor"
+def _raised(recorder: Recorder, manifest: Manifest, requested: Sequence[str], error: Exception) -> str:
+    last = f"after {requested[-1]}" if requested else "before the first tensor"
     stuck = ""
     if recorder.stuck is not None:
         names = ", ".join(manifest[index].name for index in sorted(recorder.stuck[1])[:_SHOWN])
@@ -202,7 +201,7 @@ def _named(parameters: Parameters) -> dict[str, torch.Tensor]:
     return dict(parameters)
 
 
-def _concluded(recorder: Recorder, given: Parameters, manifest: Manifest, asked: set[str], max_boxes: int) -> Traced:
+def _concluded(recorder: Recorder, given: Parameters, manifest: Manifest, requested: set[str], max_boxes: int) -> Traced:
     parameters = _named(given)
     # Buffers that no checkpoint tensor fills (rotary frequencies) belong to the engine alone.
     required = set(dict(given.named_parameters())) if isinstance(given, nn.Module) else set(parameters)
@@ -232,7 +231,7 @@ def _concluded(recorder: Recorder, given: Parameters, manifest: Manifest, asked:
     held = _held(manifest, copies)
     fallback = {manifest[index].name: reason for index, reason in sorted(recorder.changed.items())}
     unused = {
-        spec.name: "no element of it reached a parameter" if spec.name in asked else "the loader did not ask for it"
+        spec.name: "no element of it reached a parameter" if spec.name in requested else "the loader did not read it"
         for index, spec in enumerate(manifest)
         if not held[index] and spec.size and spec.name not in fallback
     }
@@ -322,7 +321,7 @@ class ShardsByTracing:
 
     def __init__(self, load: Load, twin: Parameters, manifest: Manifest, *, ranks: int = 1) -> None:
         self.reason: str | None = None
-        """Why the last answer was ``None``."""
+        """Reason why :meth:`of` last returned ``None``."""
         self.traced: Traced | None = None
         self._load, self._twin, self._manifest, self._ranks = load, twin, manifest, ranks
         self._failed: str | None = None

@@ -51,8 +51,8 @@ def try_against(
         batch_bytes: Bytes of weights to load at a time.
 
     Returns:
-        ``None`` if loading gives exactly the traced copies. Otherwise one line that says what else loading does: it repacks weights
-        in place, keeps values computed from them, or moves parameters.
+        ``None`` if loading gives exactly the traced copies. Otherwise one line with the difference: loading repacks weights in
+        place, keeps values computed from them, or moves parameters.
 
     Raises:
         LoadError: ``reload`` raised.
@@ -164,7 +164,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class _Other:
-    """A tensor at some layer that is no traced parameter, and the object that holds it."""
+    """A tensor at a layer that is not a traced parameter, and the object that holds it."""
 
     name: str
     owner: object

@@ -60,7 +60,7 @@ def test_a_model_can_be_a_config(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(ConfigurationError, match=r"not a config\.json"):
         manifest_for(str(path))
-    with pytest.raises(ConfigurationError, match="there is no model"):
+    with pytest.raises(ConfigurationError, match="unknown model"):
         manifest_for("nothing")
 
 

@@ -49,7 +49,7 @@ def test_a_round_beside_busy_neighbours_says_so(monkeypatch: pytest.MonkeyPatch)
     assert (one.paused, one.floor_paused, one.floor_whole) == (1.5, 1.0, 2.0)
     assert one.ran / one.floor_ran == pytest.approx(1.2), "the program itself was no slower"
     assert one.waited == pytest.approx(0.9)
-    assert "waited for a processor 900 ms" in lines[1]
+    assert "waited for a CPU 900 ms" in lines[1]
 
 
 def test_the_floor_of_encryption_holds_sockets_and_both_ends() -> None:

@@ -16,27 +16,27 @@ from weightsync.rollouts.samples import Sample
 async def test_a_new_epoch_begins_with_smaller_numbers() -> None:
     one, two = Engine(440), Engine(440)
     async with controller(Engines({"a": one, "b": two}, free=True), batch=2, max_concurrent=2) as rollouts:
-        rollouts._told(status(440, a=440, b=440))
+        rollouts._status_changed(status(440, a=440, b=440))
         rollouts.submit(task())
         await until(lambda: rollouts.counts().ready == 1)
-        rollouts._told(status(400, epoch=2, a=(1, 440), b=(1, 440)))
+        rollouts._status_changed(status(400, epoch=2, a=(1, 440), b=(1, 440)))
         assert rollouts.counts().ready == 0, "made by weights that are no more"
         assert not rollouts.replicas.routable, "nobody serves the new epoch yet"
         assert rollouts.counts().too_old == 1
         one.version = two.version = 400
-        rollouts._told(status(400, epoch=2, a=(2, 400), b=(1, 440)))
+        rollouts._status_changed(status(400, epoch=2, a=(2, 400), b=(1, 440)))
         rollouts.feed(task() for _ in range(2))
         batch = await rollouts.batch(SECONDS)
         assert [rollout.oldest_first for rollout in batch] == [(2, 400)] * 2
         assert {name for rollout in batch for name in rollout.value.replicas} == {"a"}
-        rollouts._told(status(401, epoch=2, a=(2, 401)))
+        rollouts._status_changed(status(401, epoch=2, a=(2, 401)))
         assert rollouts.admission.version == 401
 
 
 async def test_a_sample_that_an_older_epoch_began_is_dropped_when_it_is_whole() -> None:
     one = Engine(440)
     async with controller(Engines({"a": one}), batch=1) as rollouts:
-        rollouts._told(status(440, a=440))
+        rollouts._status_changed(status(440, a=440))
         rollouts.submit(task(2))
         one.permits.release()
         await until(lambda: one.made == 1)
@@ -44,18 +44,18 @@ async def test_a_sample_that_an_older_epoch_began_is_dropped_when_it_is_whole() 
         await until(lambda: one.running == 0)
         one.abort.clear()
         one.version = 7
-        rollouts._told(status(7, epoch=2, a=(2, 7)))
+        rollouts._status_changed(status(7, epoch=2, a=(2, 7)))
         one.permits.release()
-        with pytest.raises(Aborted, match="no task is left"):
+        with pytest.raises(Aborted, match="no tasks are left"):
             await rollouts.batch(SECONDS)
         assert (rollouts.counts().too_old, rollouts.counts().accepted) == (1, 0)
 
 
 async def test_an_older_epoch_is_a_step_back() -> None:
     async with controller(Engines({"a": Engine(1)}, free=True)) as rollouts:
-        rollouts._told(status(400, epoch=2, a=(2, 400)))
-        rollouts._told(status(440, epoch=1, a=(1, 440)))
-        with pytest.raises(VersionError, match="went back"):
+        rollouts._status_changed(status(400, epoch=2, a=(2, 400)))
+        rollouts._status_changed(status(440, epoch=1, a=(1, 440)))
+        with pytest.raises(VersionError, match="epoch decreased"):
             await rollouts.batch(SECONDS)
 
 

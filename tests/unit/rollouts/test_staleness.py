@@ -80,7 +80,7 @@ def test_refusals() -> None:
     admission.start()
     with pytest.raises(VersionError):
         admission.start()
-    with pytest.raises(VersionError, match="back from version 7 to 6"):
+    with pytest.raises(VersionError, match="decreased from 7 to 6"):
         admission.publish(6)
     admission.end(True)
     admission.drop(1)

@@ -118,7 +118,7 @@ async def test_without_a_folder_nothing_is_loaded_from_disk() -> None:
 async def test_no_field_goes_to_servers_that_an_order_does_not_have(kind: str, body: dict[str, Any], engine: str) -> None:
     told = Told()
     async with servers(told, engine, "/ckpt") as made:
-        with pytest.raises(ConfigurationError, match="of another form"):
+        with pytest.raises(ConfigurationError, match="invalid body"):
             await made.carry_out(Order("id", kind, body, 5.0))
     assert told == []
 

@@ -124,7 +124,7 @@ def test_declared_by_hand() -> None:
     with pytest.raises(LayoutError, match="memory of shape"):
         shard("w", torch.zeros(2, 3), (8, 3), (0,))
     manifest = Manifest([TensorSpec("w", (8, 4), "float32")])
-    with pytest.raises(LayoutError, match=r"manifest says \[8, 4\]"):
+    with pytest.raises(LayoutError, match=r"shape is \[8, 4\]"):
         ordered(manifest, [one])
     with pytest.raises(LayoutError, match="not in the manifest"):
         ordered(manifest, [shard("v", torch.zeros(1), (1,), (0,))])

@@ -168,7 +168,7 @@ def test_unused_and_partly_used_tensors_are_named() -> None:
     assert traced.reason() == "the loader takes only a part of w"
     assert traced.reason(ranks=2) is None
     traced = trace_loader(lambda tensors: next(iter(tensors)), {"p": meta(6, 4)}, PAIR)
-    assert traced.unused == {"a": "no element of it reached a parameter", "b": "the loader did not ask for it"}
+    assert traced.unused == {"a": "no element of it reached a parameter", "b": "the loader did not read it"}
     assert traced.unwritten == {"p": 24}
     assert traced.reason() == traced.reason(2) == "the loader copied nothing to any parameter"
 

@@ -1,14 +1,15 @@
 """vLLM as a weightsync engine: a plugin for its workers, and three ways to join a running vLLM to a coordinator.
 
-``--weight-transfer-config '{"backend": "weightsync"}'`` puts one weightsync engine rank in every worker. Then
+``--weight-transfer-config '{"backend": "weightsync"}'`` adds a weightsync engine rank to every worker. Then
 
 * :func:`~weightsync.engines.vllm.attaching.attach` joins a ``vllm.LLM``,
-* :func:`~weightsync.engines.vllm.attaching.attach_async` an ``AsyncLLM``,
-* :func:`~weightsync.engines.vllm.attaching.attach_server` a running HTTP server.
+* :func:`~weightsync.engines.vllm.attaching.attach_async` joins an ``AsyncLLM``,
+* :func:`~weightsync.engines.vllm.attaching.attach_server` joins a running HTTP server.
 
-The coordinator sees one replica with as many ranks as vLLM has workers. Every worker receives whole checkpoint tensors and
-stages them. Rank 0 alone asks for what concerns the whole engine (pause, install, flush, label, resume): a server by vLLM's own
-HTTP routes, the process that owns an ``LLM`` or ``AsyncLLM`` directly, or over a Unix socket from another process.
+The coordinator sees one replica with as many ranks as vLLM has workers. A worker's parameters are written directly, or the worker
+stages whole checkpoint tensors for vLLM's loader. Only rank 0 requests operations of the whole engine (pause, install, flush,
+label, resume). It calls a server's HTTP routes, or the process that owns the ``LLM`` or ``AsyncLLM``, over a Unix socket if that
+is another process.
 """
 
 from __future__ import annotations

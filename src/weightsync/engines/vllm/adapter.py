@@ -1,4 +1,4 @@
-"""One vLLM worker's rank, as weightsync sees it: written directly, or it stages whole tensors; rank 0 also drives the engine."""
+"""Adapter of one vLLM worker: direct delivery, or staging of whole tensors. Rank 0 also controls the engine."""
 
 from __future__ import annotations
 
@@ -19,26 +19,31 @@ from weightsync.tensors.shards import Shard
 __all__ = ["UNLABELLED", "VllmWorkerAdapter"]
 
 UNLABELLED = "weightsync:none"
-"""The label that vLLM shows while no version is installed: between a pause and the resume after it, and after a failure."""
+"""Label that vLLM reports while no version is installed: from a pause to the next resume, and after an error."""
 
-_PATIENCE = 300.0  # seconds for a step of the commit, whose deadline the coordinator keeps besides
+_PATIENCE = 300.0  # seconds for a step of the commit, in addition to the coordinator's deadline
 
 
 class VllmWorkerAdapter(EngineAdapter):
-    """Is written directly where ``direct`` says that this is right; else takes buckets into host memory, for vLLM to load.
+    """Adapter with direct delivery if possible. Otherwise it stages buckets in host memory for vLLM to load.
 
-    Written directly, vLLM's loader is never called. Streamed to, loading is vLLM's own, on the worker's own thread, between two
-    steps (:meth:`staged` and :meth:`loaded` are called there), when all was verified: nothing is written into the model before the
-    coordinator compared the digests. That costs host memory for one copy of the checkpoint at each rank. ``controls`` are given
-    to rank 0 alone: the coordinator waits for all ranks at each step of a round, so it is enough that one of them does what
-    concerns the whole engine. ``device`` is that of the worker's model. With a ``draft_prefix``, tensors whose names begin with it
-    are those of a speculative decoder's own model, which vLLM loads apart; with an empty one that model takes what it needs from
-    all tensors, as the model does.
+    Direct delivery never calls vLLM's loader. With streamed delivery vLLM loads on the worker's thread between two steps, after
+    the coordinator has compared the digests, so nothing unverified is written into the model. It costs host memory for one copy
+    of the checkpoint at each rank. :meth:`staged` and :meth:`loaded` are called on the worker's thread.
+
+    Args:
+        checkpoint: Checkpoint of the model.
+        controls: Controls of the whole engine, for rank 0 only. The coordinator waits for all ranks at each step of a round, so
+            one rank is sufficient for them.
+        direct: Shards over the model's parameters; ``None`` for streamed delivery.
+        device: Device of the worker's model.
+        draft_prefix: Tensors whose names start with it belong to the draft model, which vLLM loads separately. If empty, the
+            draft model loads from all tensors, like the main model.
     """
 
     name = "vllm"
     loads_late = True
-    pauses_twice = True  # vLLM's own /resume is open to whoever reaches the server
+    pauses_twice = True  # any client of the server can call vLLM's /resume
 
     def __init__(
         self,
@@ -53,45 +58,45 @@ class VllmWorkerAdapter(EngineAdapter):
         self._direct = direct
         self._device = device if device is not None and device.type == "cuda" else None
         self._staging = HostStaging(checkpoint, "vLLM", draft_prefix)
-        self._loaded: set[bool] = set()  # of the draft model, and not
+        self._loaded: set[bool] = set()  # True for the draft model, False for the main model
         self._version: Version | None = None
 
     def manifest(self) -> Manifest:
-        """The checkpoint's."""
+        """Return the checkpoint's manifest."""
         return self._checkpoint.manifest
 
     def shards(self) -> Sequence[Shard] | None:
-        """Boxes of the checkpoint in the model's own parameters; ``None``: stream."""
+        """Return shards over the model's parameters; ``None`` for streamed delivery."""
         return None if self._direct is None else self._direct.now()
 
     def device(self) -> torch.device | None:
-        """Where buckets are lent: what a trainer has in GPU memory is read there first."""
+        """Return the device for buckets, so that a trainer's GPU memory is read to GPU memory first."""
         return self._device
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
-        """Rank 0: pause the engine, and take the label away."""
+        """On rank 0, pause the engine and remove its label."""
         if self._controls is not None:
             deadline = Deadline(timeout)
             self._controls.pause(mode, timeout)
             self._controls.label(UNLABELLED, deadline.remaining("pausing"))
 
     def begin(self) -> None:
-        """Nothing has arrived yet."""
+        """Start a new version, with no tensors staged."""
         self._staging.begin()
         self._loaded.clear()
 
     def wake_weights(self) -> None:
-        """About to be written: wait for what vLLM's last step still reads of the weights on the device."""
+        """Wait until vLLM's last step has read the weights on the device, before they are overwritten."""
         if self._device is not None:
             torch.cuda.synchronize(self._device)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy a bucket into the staging; vLLM does not see it yet."""
+        """Copy a bucket into the staging memory. vLLM does not use it yet."""
         self._staging.load(tensors)
 
     def finish(self, version: Version) -> None:
-        """Rank 0: let every worker load what it staged. The commit is that of all ranks, so rank 0 answers for all."""
-        if self._direct is not None and self._staging.empty:  # all ranks of a round have one delivery, and this was written
+        """On rank 0, let every worker load its staged tensors. An error of any worker fails the commit through rank 0."""
+        if self._direct is not None and self._staging.empty:  # all ranks of a round use the same delivery, which was direct
             self._loaded = {False}
         else:
             self._staging.check_complete()
@@ -100,31 +105,36 @@ class VllmWorkerAdapter(EngineAdapter):
         self._version = version
 
     def flush(self) -> bool:
-        """Rank 0: drop cached keys and values, and look at the answer."""
+        """On rank 0, drop cached keys and values. Returns whether that succeeded."""
         return self._controls is None or self._controls.flush(_PATIENCE)
 
     def resume(self) -> None:
-        """Rank 0: label and resume. Refused by a rank that was not told to load."""
+        """On rank 0, set the label and resume the engine.
+
+        Raises:
+            LoadError: This worker did not load the committed weights.
+        """
         if len(self._loaded) < 1 + self.has_draft:
-            raise LoadError("this vLLM worker never loaded the weights that were committed")
+            raise LoadError("this vLLM worker did not load the committed weights")
         if self._controls is not None:
             self._controls.label(str(self._version), _PATIENCE)
             self._controls.resume(_PATIENCE)
 
-    # From here on: on the worker's own thread.
+    # The following run on the worker's thread.
 
     @property
     def has_draft(self) -> bool:
-        """Whether some of what is staged is a draft model's."""
+        """Whether the checkpoint includes a draft model."""
         return self._staging.has_draft
 
     def staged(self, *, draft: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """What to load into the model, or into the ``draft`` model, under the names of its checkpoint's files.
+        """Return the tensors to load into the model, or into the ``draft`` model, by their names in the checkpoint's files.
 
-        Raises :class:`~weightsync.errors.LoadError` unless everything has come.
+        Raises:
+            LoadError: Tensors are missing.
         """
         return self._staging.tensors(draft=draft)
 
     def loaded(self, *, draft: bool = False) -> None:
-        """The worker's model, or its ``draft`` model, holds what was staged."""
+        """Report that the worker has loaded the staged tensors into its model, or into its ``draft`` model."""
         self._loaded.add(draft)

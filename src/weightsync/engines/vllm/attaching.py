@@ -21,14 +21,14 @@ from weightsync.protocol.messages import Delivery
 __all__ = ["Attached", "attach", "attach_async", "attach_server"]
 
 _INIT = "init_weight_transfer_engine"
-_LEAVE: dict[str, object] = {"init_info": {"control": "", "leave": True}}  # vLLM 0.25 has no call to shut its engine down
+_LEAVE: dict[str, object] = {"init_info": {"control": "", "leave": True}}  # vLLM 0.25 has no call that shuts its engine down
 _PATIENCE = 120.0  # seconds until every worker has joined
 
 T = TypeVar("T")
 
 
 class _Gate:
-    """Owns a ``vllm.LLM``, which is not made for two threads: either its user generates, or a round has it."""
+    """Exclusive access to a ``vllm.LLM``, which is not thread-safe: either its user generates, or a round updates it."""
 
     def __init__(self, llm: OfflineLLM) -> None:
         self._llm = llm
@@ -40,7 +40,7 @@ class _Gate:
 
     @contextmanager
     def used(self, timeout: float, *, even_paused: bool = False) -> Iterator[str | None]:
-        """Nobody else uses the engine meanwhile, and no round begins; ``even_paused``: to join and to leave."""
+        """Use the engine exclusively, and block rounds. ``even_paused`` permits use during a pause, to join and to leave."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._busy and (even_paused or not self._paused), timeout):
                 raise DeadlineExceeded(f"vLLM was paused for an update, or in use, for more than {timeout:g} s")
@@ -54,7 +54,7 @@ class _Gate:
 
     def _call(self, work: Callable[[], T], timeout: float) -> T:
         if not self._calls.acquire(timeout=timeout):
-            raise DeadlineExceeded(f"an earlier call of vLLM still runs after {timeout:.3g} s")
+            raise DeadlineExceeded(f"an earlier call of vLLM was still running after {timeout:.3g} s")
         try:
             return work()
         finally:
@@ -62,9 +62,9 @@ class _Gate:
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
         with self._changed:
-            self._paused, self.version = True, None  # whoever comes now waits
+            self._paused, self.version = True, None  # new users wait from now on
             if not self._changed.wait_for(lambda: not self._busy, timeout):
-                raise DeadlineExceeded(f"vLLM was in use for more than {timeout:.3g} s (in_use() never ended)")
+                raise DeadlineExceeded(f"vLLM was in use for more than {timeout:.3g} s: in_use() did not end")
 
     def install(self, timeout: float) -> None:
         with _loading():
@@ -74,7 +74,7 @@ class _Gate:
         return bool(self._call(lambda: self._llm.reset_prefix_cache(True, True), timeout))
 
     def label(self, version: str, timeout: float) -> None:
-        label = getattr(self._llm, "update_weight_version", None)  # vLLM 0.25 has no names for weights
+        label = getattr(self._llm, "update_weight_version", None)  # vLLM 0.25 has no labels for weights
         if label is not None:
             self._call(lambda: label(version), timeout)
         self.version = None if version == UNLABELLED else version
@@ -86,12 +86,12 @@ class _Gate:
 
 
 class _AsyncOwner:
-    """Owns an ``AsyncLLM``, whose calls belong to its own event loop."""
+    """Controls of an ``AsyncLLM``, which run its methods on its event loop."""
 
     def __init__(self, engine: AsyncEngine, loop: asyncio.AbstractEventLoop, on_label: Callable[[str], None]) -> None:
         self._engine, self._loop, self._on_label = engine, loop, on_label
 
-    def _there(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
+    def _run_on_loop(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
         running = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return running.result(timeout)
@@ -100,23 +100,23 @@ class _AsyncOwner:
             raise DeadlineExceeded(f"vLLM did not answer within {timeout:.3g} s") from None
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
-        self._there(self._engine.pause_generation(mode=mode, clear_cache=False), timeout)
+        self._run_on_loop(self._engine.pause_generation(mode=mode, clear_cache=False), timeout)
 
     def install(self, timeout: float) -> None:
         with _loading():
-            self._there(self._engine.collective_rpc(INSTALL), timeout)
+            self._run_on_loop(self._engine.collective_rpc(INSTALL), timeout)
 
     def flush(self, timeout: float) -> bool:
-        return bool(self._there(self._engine.reset_prefix_cache(True, True), timeout))
+        return bool(self._run_on_loop(self._engine.reset_prefix_cache(True, True), timeout))
 
     def label(self, version: str, timeout: float) -> None:
-        label = getattr(self._engine, "update_weight_version", None)  # vLLM 0.25 has no names for weights
+        label = getattr(self._engine, "update_weight_version", None)  # vLLM 0.25 has no labels for weights
         if label is not None:
-            self._there(label(version), timeout)
+            self._run_on_loop(label(version), timeout)
         self._on_label(version)
 
     def resume(self, timeout: float) -> None:
-        self._there(self._engine.resume_generation(), timeout)
+        self._run_on_loop(self._engine.resume_generation(), timeout)
 
 
 @contextmanager
@@ -126,14 +126,14 @@ def _loading() -> Iterator[None]:
     except WeightSyncError:
         raise
     except Exception as error:
-        raise LoadError(f"vLLM did not load what was staged: {type(error).__name__}: {error}") from error
+        raise LoadError(f"vLLM could not load the staged weights: {type(error).__name__}: {error}") from error
 
 
 class Attached(Closeable):
-    """A ``vllm.LLM`` that takes part in rounds, between two uses of it. Close it before the LLM, or use it in a ``with``.
+    """A ``vllm.LLM`` that joined a coordinator. Close it before the LLM, or use it in a ``with``.
 
-    ``vllm.LLM`` is not made for two threads: whoever generates does so ``with attached.in_use() as version:``. A round waits for
-    that and holds it off meanwhile; all pause modes mean the same.
+    ``vllm.LLM`` is not thread-safe, so generate ``with attached.in_use() as version:``. A round waits until that context ends,
+    and the context cannot be entered during a round. All pause modes have the same effect.
     """
 
     def __init__(self, gate: _Gate, owned: ExitStack) -> None:
@@ -141,15 +141,16 @@ class Attached(Closeable):
 
     @contextmanager
     def in_use(self, timeout: float = 300.0) -> Iterator[str | None]:
-        """Keep rounds away, and say which version (``run@number``) vLLM holds; ``None`` before the first.
+        """Block rounds inside the context, which yields the label of vLLM's version (``run@number``; ``None`` before the first).
 
-        Raises :class:`~weightsync.errors.DeadlineExceeded` if an update, or another use, lasts longer than ``timeout`` seconds.
+        Raises:
+            DeadlineExceeded: An update or another use lasted longer than ``timeout`` seconds.
         """
         with self._gate.used(timeout) as version:
             yield version
 
     def close(self) -> None:
-        """Leave the coordinator; vLLM keeps the weights that it has. Safe twice."""
+        """Leave the coordinator. vLLM keeps its weights. Idempotent."""
         self._owned.close()
 
 
@@ -165,7 +166,7 @@ def _init_info(
 
 
 def _own_token(coordinator: str | None, token: str | None) -> str | None:
-    """The token that a worker is given, which uses this process's environment only for the coordinator that stands there."""
+    """Return the token for a worker. This process's environment is used only for the coordinator that it names."""
     token_found = None if token is not None or coordinator is None else ClientSettings.load(coordinator=coordinator).token
     return token if token_found is None else token_found.reveal()
 
@@ -184,8 +185,24 @@ def attach(
 ) -> Attached:
     """Join a ``vllm.LLM`` made with ``weight_transfer_config=WeightTransferConfig(backend="weightsync")``.
 
-    Every worker becomes a rank of ``replica`` (or ``WEIGHTSYNC_REPLICA``) at ``coordinator`` (or ``WEIGHTSYNC_COORDINATOR``); the
-    other arguments are those of :class:`weightsync.Engine`. Raises what a worker raised while joining.
+    Every worker becomes a rank of the replica.
+
+    Args:
+        llm: The LLM.
+        replica: Name of the replica; by default ``WEIGHTSYNC_REPLICA``.
+        coordinator: URL of the coordinator; by default ``WEIGHTSYNC_COORDINATOR``.
+        token: Token of the coordinator.
+        run: As for :class:`weightsync.Engine`.
+        bucket_bytes: As for :class:`weightsync.Engine`.
+        transports: As for :class:`weightsync.Engine`.
+        delivery: As for :class:`weightsync.Engine`.
+        draft_prefix: Prefix of the draft model's tensor names; by default ``WEIGHTSYNC_DRAFT_PREFIX``.
+
+    Returns:
+        The attached LLM.
+
+    Raises:
+        Exception: A worker raised it while joining.
     """
     gate = _Gate(llm)
     with ExitStack() as owned:
@@ -218,11 +235,28 @@ async def attach_async(
     draft_prefix: str | None = None,
     on_label: Callable[[str], None] = lambda label: None,
 ) -> Callable[[], Coroutine[Any, Any, None]]:
-    """Join an ``AsyncLLM`` from its own event loop, and return the coroutine function that leaves again.
+    """Join an ``AsyncLLM`` from its event loop.
 
-    All pause modes work; running requests that are held (``keep``) go on with the new weights, their keys and values computed
-    anew. ``on_label`` is told of every new name of the weights, on another thread, while the engine is paused. Other arguments and
-    errors as for :func:`attach`.
+    All pause modes are supported. Suspended requests (``keep``) continue with the new weights, and their keys and values are
+    recomputed.
+
+    Args:
+        engine: The engine.
+        replica: As for :func:`attach`.
+        coordinator: As for :func:`attach`.
+        token: As for :func:`attach`.
+        run: As for :func:`attach`.
+        bucket_bytes: As for :func:`attach`.
+        transports: As for :func:`attach`.
+        delivery: As for :func:`attach`.
+        draft_prefix: As for :func:`attach`.
+        on_label: Called with every new label of the weights, on another thread, while the engine is paused.
+
+    Returns:
+        A coroutine function that leaves the coordinator.
+
+    Raises:
+        Exception: A worker raised it while joining.
     """
     server = ControlsServer(_AsyncOwner(engine, asyncio.get_running_loop(), on_label))
     info = _init_info(
@@ -259,13 +293,27 @@ def attach_server(
 ) -> None:
     """Join the vLLM server at ``url``, started with ``VLLM_SERVER_DEV_MODE=1`` and the flag of this package's docstring.
 
-    Its rank 0 drives the server at that ``url``, so it must be right from there. Whoever reaches vLLM's routes can name a
-    coordinator, so the token in the server's environment is used only for the one that its ``WEIGHTSYNC_COORDINATOR`` names. For
-    another one give ``token``, which is then sent to ``url``. A coordinator of the same user on the same machine needs neither.
-    Leave by posting to ``/shutdown_weight_transfer_engine``, or by ending the server.
+    Any client of vLLM's routes can name a coordinator. So the token in the server's environment is used only for the coordinator
+    that its ``WEIGHTSYNC_COORDINATOR`` names. For another coordinator give ``token``, which is then sent to ``url``. A
+    coordinator of the same user on the same machine needs neither. Leave by posting to ``/shutdown_weight_transfer_engine``, or
+    by ending the server.
 
-    Raises :class:`~weightsync.errors.PeerLost` if nobody answers, :class:`~weightsync.errors.DeadlineExceeded`, and
-    :class:`~weightsync.errors.WeightSyncError` with what the server said.
+    Args:
+        url: URL of the server. Rank 0 of the server also uses it, so it must be valid on that machine.
+        replica: As for :func:`attach`.
+        coordinator: As for :func:`attach`.
+        token: As for :func:`attach`.
+        run: As for :func:`attach`.
+        bucket_bytes: As for :func:`attach`.
+        transports: As for :func:`attach`.
+        delivery: As for :func:`attach`.
+        draft_prefix: As for :func:`attach`.
+        timeout: Time limit in seconds.
+
+    Raises:
+        PeerLost: The server does not answer.
+        DeadlineExceeded: ``timeout`` passed.
+        WeightSyncError: The server returned an error, which the message quotes.
     """
     info = _init_info(url, replica, coordinator, token, run, bucket_bytes, transports, delivery, draft_prefix)
     HttpControls(url).join(info, timeout)

@@ -1,4 +1,4 @@
-"""What concerns a whole vLLM engine, asked for by rank 0's worker; of a vLLM server, over its own HTTP routes."""
+"""Controls of a whole vLLM engine for rank 0's worker, and their implementation over the HTTP routes of a vLLM server."""
 
 from __future__ import annotations
 
@@ -12,64 +12,66 @@ from weightsync.model import PauseMode
 __all__ = ["INSTALL", "Controls", "HttpControls"]
 
 INSTALL = "weightsync_install"
-"""The method of vLLM's workers in which each loads what its rank has staged."""
+"""Name of the worker method that loads the staged tensors."""
 
 
 class Controls(Protocol):
-    """A whole engine's controls. Every method ends within ``timeout`` seconds, with an error at the latest."""
+    """Controls of a whole engine. Every method returns or raises within ``timeout`` seconds."""
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
-        """Return with no step running, and none starting until :meth:`resume`."""
+        """Pause: return when no step is running. None starts until :meth:`resume`."""
         ...
 
     def install(self, timeout: float) -> None:
-        """Every worker loads what its rank has staged; raises what any of them raised."""
+        """Let every worker load its staged tensors. Raises the error of any worker."""
         ...
 
     def flush(self, timeout: float) -> bool:
-        """Drop every cached key and value. Returns ``False``, or raises, if that did not work."""
+        """Drop all cached keys and values. Returns ``False`` or raises if that failed."""
         ...
 
     def label(self, version: str, timeout: float) -> None:
-        """Name the weights."""
+        """Set the label of the weights."""
         ...
 
     def resume(self, timeout: float) -> None:
-        """Generate again."""
+        """Resume generation."""
         ...
 
 
 class HttpControls:
     """:class:`Controls` of the vLLM server at ``url``.
 
-    Raises what :class:`~weightsync.external.clients.http.EngineHttp` raises: above all :class:`~weightsync.errors.LoadError` with
-    what the server answered, and :class:`~weightsync.errors.PeerLost` if it does not answer.
+    Raises:
+        LoadError: The server returned an error, which the message quotes. Like the next, methods raise it.
+        PeerLost: The server does not answer.
+        WeightSyncError: :class:`~weightsync.external.clients.http.EngineHttp` raised it.
     """
 
     def __init__(self, url: str) -> None:
         self._http = EngineHttp(url, missing_route=vllm.MISSING_ROUTE)
 
     def join(self, init_info: dict[str, object], timeout: float) -> None:
-        """Have every worker join a coordinator."""
+        """Let every worker join a coordinator."""
         self._http.call(vllm.init_engine(init_info), Deadline(timeout))
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
-        """Stop generating. Caches are kept here: whether dropping them worked is looked at in :meth:`flush`."""
+        """Pause generation. Keeps the caches, because :meth:`flush` drops them and checks the result."""
         self._http.call(vllm.pause(mode, clear_cache=False), Deadline(timeout))
 
     def install(self, timeout: float) -> None:
-        """One call of all workers."""
+        """Let every worker load its staged tensors, with one request."""
         self._http.call(vllm.collective_rpc(INSTALL), Deadline(timeout))
 
     def flush(self, timeout: float) -> bool:
-        """Drop the prefix cache and the keys and values of requests that are held: these are read anew with the new weights."""
+        """Drop the prefix cache, and the keys and values of suspended requests, which are recomputed with the new weights."""
         answer = self._http.call(vllm.reset_prefix_cache(everything=True), Deadline(timeout))
         return isinstance(answer, dict) and answer.get("success") is True
 
     def label(self, version: str, timeout: float) -> None:
-        """VLLM names it in ``/weight_info`` and in the version spans of its outputs."""
+        """Set the label, which vLLM reports in ``/weight_info`` and in the version spans of its outputs."""
         self._http.call(vllm.update_weight_version(version), Deadline(timeout))
 
     def resume(self, timeout: float) -> None:
-        """Generate again."""
+        """Resume generation."""
         self._http.call(vllm.resume(), Deadline(timeout))

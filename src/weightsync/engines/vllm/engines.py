@@ -1,4 +1,4 @@
-"""What weightsync calls of vLLM's engine objects, as protocols: a ``vllm.LLM`` is an :class:`OfflineLLM`, and so on."""
+"""Protocols of vLLM's objects, reduced to the methods that weightsync calls."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class OfflineLLM(Protocol):
         ...
 
     def update_weight_version(self, new_version: str) -> None:
-        """Name the weights."""
+        """Set the label of the weights."""
         ...
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Drop cached keys and values."""
+        """Drop cached keys and values. Returns whether all were dropped."""
         ...
 
 
@@ -37,39 +37,47 @@ class AsyncEngine(Protocol):
         ...
 
     async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
-        """Stop."""
+        """Pause generation."""
         ...
 
     async def resume_generation(self) -> None:
-        """Go on."""
+        """Resume generation."""
         ...
 
     async def update_weight_version(self, new_version: str) -> None:
-        """Name the weights."""
+        """Set the label of the weights."""
         ...
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Drop cached keys and values."""
+        """Drop cached keys and values. Returns whether all were dropped."""
         ...
 
 
 class UpdatedWorker(Protocol):
-    """The part of vLLM's worker that brings new weights: what its routes of the same names call."""
+    """The part of vLLM's worker that updates weights, called by the routes of the same names."""
 
     def start_weight_update(self) -> None:
-        """Open a session. Raises ``RuntimeError`` if one is open."""
+        """Open a session.
+
+        Raises:
+            RuntimeError: A session is already open.
+        """
         ...
 
     def start_draft_weight_update(self) -> None:
-        """Open a session for the speculative decoder's own model."""
+        """Open a session for the draft model."""
         ...
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load. If that fails, the session has ended."""
+        """Load weights. If this fails, the session has ended."""
         ...
 
     def finish_weight_update(self) -> None:
-        """Close the session. Raises ``RuntimeError`` if none is open."""
+        """Close the session.
+
+        Raises:
+            RuntimeError: No session is open.
+        """
         ...
 
 
@@ -78,5 +86,5 @@ class ModelConfig(Protocol):
 
     @property
     def quantization(self) -> str | None:
-        """The method's name."""
+        """Name of the quantization method; ``None`` if the model is not quantized."""
         ...

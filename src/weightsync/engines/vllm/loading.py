@@ -1,4 +1,4 @@
-"""Whole checkpoint tensors into a running vLLM model, through vLLM's own loader and layerwise reload; again after a failure too."""
+"""Loading of whole checkpoint tensors into a running vLLM model, through vLLM's loader and its layerwise reload."""
 
 from __future__ import annotations
 
@@ -20,16 +20,24 @@ _SHOWN = 5
 def install(
     model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]], *, whole: bool = True
 ) -> None:
-    """Load every tensor of a checkpoint into ``model``, in place, on the thread that runs the model.
+    """Load the tensors of a checkpoint into ``model``, in place, on the thread that runs the model.
 
-    Not ``whole``: those of some layers; the others stay as they are.
+    The reload is opened and closed in this call, because the model cannot run during a reload, and a second reload would count
+    the tensors that the first one kept. The memory of the tensors may be reused when this returns. After an error the model can
+    run, but with weights of several versions, until a later call succeeds.
 
-    The reload is opened and closed here, in one go: left open, the model cannot run, and a second one would count what the first
-    one kept. The tensors' memory may be used again when this returns. Raises what the loader raises, and
-    :class:`~weightsync.errors.LoadError` for tensors that it did not take and for parameters that it never filled; the model then
-    runs, with weights of several versions, until a later call succeeds.
+    Args:
+        model: The serving model.
+        model_config: Its configuration.
+        tensors: Tensors by their names in the checkpoint.
+        whole: Whether these are all tensors of the checkpoint. Otherwise they are those of some whole layers, and the others keep
+            their weights.
+
+    Raises:
+        LoadError: The loader did not consume all tensors, or did not fill all parameters.
+        Exception: The loader raised it.
     """
-    with _packing_experts_anew(model):
+    with _packed_experts(model):
         _reload(model, model_config, tensors, whole)
 
 
@@ -37,23 +45,23 @@ def _reload(model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
     tied = _tied(model)
-    before = {name for name, _ in model.named_parameters()}  # of tied ones the first alone; the reload unties them for a while
+    before = {name for name, _ in model.named_parameters()}  # only the first of tied ones; the reload unties them temporarily
     initialize_layerwise_reload(model)
     try:
         wanted = before & {name for name, _ in model.named_parameters()}
         left = iter(tensors)
         loaded = model.load_weights(left)  # type: ignore[operator]
         if (untaken := next(left, None)) is not None:
-            raise LoadError(f"vLLM's loader stopped before {untaken[0]}, and left it and what comes after it untaken")
-        # A quantized model makes parameters of its own, under names that no checkpoint has.
+            raise LoadError(f"vLLM's loader stopped before {untaken[0]} and did not load it and the tensors after it")
+        # A quantized model has additional parameters, with names that are in no checkpoint.
         if whole and model_config.quantization is None and loaded is not None and wanted - set(loaded):
             missing = sorted(wanted - set(loaded))
             raise LoadError(
-                f"vLLM's loader left {len(missing)} parameters as they were: {', '.join(missing[:_SHOWN])}"
+                f"vLLM's loader did not fill {len(missing)} parameters: {', '.join(missing[:_SHOWN])}"
                 f"{', ...' if len(missing) > _SHOWN else ''}"
             )
     except BaseException:
-        _forget(model)
+        _drop_buffered(model)
         finalize_layerwise_reload(model, model_config)
         raise
     finalize_layerwise_reload(model, model_config)
@@ -64,7 +72,7 @@ def _reload(model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable
 
 
 def install_some(model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """As :func:`install`, some layers whole; vLLM does not warn of all those that stay as they are."""
+    """Load some whole layers as :func:`install` does, without vLLM's warnings about the other layers."""
     log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -75,13 +83,20 @@ def install_some(model: torch.nn.Module, model_config: ModelConfig, tensors: Ite
 
 
 def load_in_sessions(worker: UpdatedWorker, *, draft: bool) -> None:
-    """Have ``worker`` load in a session of its own, and its draft model in another before it; none is open afterwards.
+    """Let ``worker`` load its staged weights in a session, and those of its draft model in a session before it.
 
-    The draft first, so that layers that vLLM lets both use (an embedding that was equal when it started) end as the model's. A
-    session that somebody left open is closed first. Raises what the worker raises.
+    The draft model comes first, so that shared layers (such as an embedding that was equal at the start) end with the main
+    model's weights. A session that was left open is closed first.
+
+    Args:
+        worker: The worker.
+        draft: Whether there is a draft model to load.
+
+    Raises:
+        Exception: The worker raised it.
     """
     for start in [*([worker.start_draft_weight_update] if draft else []), worker.start_weight_update]:
-        with suppress(RuntimeError):  # most times there is none
+        with suppress(RuntimeError):  # usually no session is open
             worker.finish_weight_update()
         start()
         worker.update_weights({})
@@ -89,11 +104,11 @@ def load_in_sessions(worker: UpdatedWorker, *, draft: bool) -> None:
 
 
 @contextmanager
-def _packing_experts_anew(model: torch.nn.Module) -> Iterator[None]:
-    """Have vLLM's CPU build pack experts in a reload, too.
+def _packed_experts(model: torch.nn.Module) -> Iterator[None]:
+    """Make vLLM's CPU build pack experts in a reload.
 
-    It packs them only when it makes their kernel, and not in a reload, after which it would read plain weights as packed ones.
-    Without a kernel it makes one.
+    It packs them only when it makes their kernel. A reload keeps the kernel, which would then read unpacked weights as packed
+    ones. So this removes the kernels before the reload, and vLLM makes new ones.
     """
     kernels: list[tuple[Any, object]] = []
     if all(parameter.device.type == "cpu" for parameter in model.parameters()):
@@ -105,15 +120,15 @@ def _packing_experts_anew(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for method, kernel in kernels:
-            if method.moe_kernel is None:  # nothing was loaded there
+            if method.moe_kernel is None:  # this layer was not loaded
                 method.moe_kernel = kernel
 
 
 def _tied(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Layers that share a parameter with an earlier one, as a head with its embedding.
+    """Return the layers that share a parameter with an earlier layer, such as a head with its embedding.
 
-    No loader is called for them, so the reload does not process them again. vLLM's CPU build serves a head from a packed copy of
-    its weight, made while processing: left alone, it would answer with the old head for ever.
+    The reload does not process them, because no loader is called for them. But vLLM's CPU build computes a head from a packed
+    copy of its weight, which it makes while processing, so without processing the old head would stay in use.
     """
     seen: set[int] = set()
     tied = []
@@ -125,8 +140,8 @@ def _tied(model: torch.nn.Module) -> list[torch.nn.Module]:
     return tied
 
 
-def _forget(model: torch.nn.Module) -> None:
-    """Drop what an unfinished reload has buffered, so that finalizing puts back the old tensors of the layers not yet done."""
+def _drop_buffered(model: torch.nn.Module) -> None:
+    """Drop the buffered tensors of an unfinished reload, so that finalizing restores the old tensors of unfinished layers."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for layer in model.modules():

@@ -1,7 +1,7 @@
 """Control of a vLLM engine object in another process of this machine, or in this process, without HTTP.
 
-``vllm.LLM`` and ``AsyncLLM`` usually run their workers in other processes. Rank 0's worker reaches the process that owns the engine
-over an authenticated Unix socket. If the two are the same process, it calls the controls directly.
+``vllm.LLM`` and ``AsyncLLM`` usually run their workers in other processes. Rank 0's worker reaches the process that owns the
+engine over an authenticated Unix socket. If the two are the same process, it calls the controls directly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weightsync.protocol.messages import UNREADABLE
 if TYPE_CHECKING:
     from weightsync.transports.net.channel import Channel
 
-# Transports are imported when an engine is there: they bring numba, and vLLM's CPU build does not start in a process that has it.
+# Transports are imported late, because they import numba, and vLLM's CPU build does not start in a process that loaded numba.
 
 __all__ = ["ControlsServer", "LocalControls", "controls_at", "is_local"]
 
@@ -69,18 +69,19 @@ class _Failed(msgspec.Struct, frozen=True, tag=True):
 _Call = _Pause | _Install | _Flush | _Label | _Resume
 
 _owned: dict[str, tuple[int, Controls]] = {}
-"""Controls that a process serves, with the process's number, by their address."""
+"""Served controls by address, with the id of the process that serves them."""
 
 
 def is_local(address: str) -> bool:
-    """Whether ``address`` is that of a :class:`ControlsServer`, not a server's URL."""
+    """Return whether ``address`` is that of a :class:`ControlsServer`, not a server's URL."""
     return address.startswith(_PREFIX)
 
 
 def controls_at(address: str) -> Controls:
-    """The controls behind ``address``: a server's URL, or the address of a :class:`ControlsServer`.
+    """Return the controls at ``address``: a server's URL, or the address of a :class:`ControlsServer`.
 
-    Raises :class:`~weightsync.errors.ConfigurationError` if it is neither.
+    Raises:
+        ConfigurationError: It is neither.
     """
     if not is_local(address):
         return HttpControls(address)
@@ -91,8 +92,8 @@ def controls_at(address: str) -> Controls:
 class ControlsServer(Closeable):
     """Serves ``controls`` to processes of this user that know :attr:`address`. Close it, or use it in a ``with``.
 
-    Calls run one at a time. A call whose caller has given up before its turn is not run, so an engine that was paused meanwhile is
-    not resumed by a call from before the pause.
+    Calls run one at a time. A call whose caller has given up before its turn is not run, so an engine that was paused meanwhile
+    is not resumed by a call from before the pause.
     """
 
     def __init__(self, controls: Controls) -> None:
@@ -110,17 +111,17 @@ class ControlsServer(Closeable):
         call = _receive(channel, _Call, Deadline(_HELLO_SECONDS))
         try:
             answer: _Done | _Failed = self._run_in_turn(channel, call)
-        except Exception as error:  # noqa: BLE001 - the asker's to see
+        except Exception as error:  # noqa: BLE001 - sent to the caller
             answer = _Failed(*to_wire(error))
         _send(channel, answer, Deadline(_HELLO_SECONDS))
 
     def _run_in_turn(self, channel: Channel, call: _Call) -> _Done:
         deadline, name = Deadline(call.timeout), _name(call)
         if not self._turn.acquire(timeout=call.timeout):
-            raise DeadlineExceeded(f"{name} did not get its turn in {call.timeout:.3g} s: vLLM's {self._running} still runs")
+            raise DeadlineExceeded(f"{name} could not start within {call.timeout:.3g} s: vLLM's {self._running} is still running")
         try:
             if not channel.peer_lives():
-                raise PeerLost(f"the worker that asked for {name} has given up waiting")
+                raise PeerLost(f"the worker that requested {name} has given up")
             self._running = name
             return self._run(call, deadline.remaining(name))
         finally:
@@ -141,7 +142,7 @@ class ControlsServer(Closeable):
         return _Done()
 
     def close(self) -> None:
-        """Stop serving. Safe twice."""
+        """Stop serving. Idempotent."""
         _owned.pop(self.address, None)
         self._listener.close()
 
@@ -149,8 +150,12 @@ class ControlsServer(Closeable):
 class LocalControls:
     """:class:`~weightsync.engines.vllm.controls.Controls` served by a :class:`ControlsServer` of another process.
 
-    Every method raises what the owner's raised, :class:`~weightsync.errors.PeerLost` if nobody serves there,
-    :class:`~weightsync.errors.AuthenticationError`, and :class:`~weightsync.errors.DeadlineExceeded`.
+    Raises:
+        ConfigurationError: The address has no valid key. Methods raise the following errors.
+        PeerLost: No process serves the address.
+        AuthenticationError: The key is wrong.
+        DeadlineExceeded: The time limit of a call passed.
+        WeightSyncError: The controls raised it.
     """
 
     def __init__(self, address: str) -> None:
@@ -158,7 +163,7 @@ class LocalControls:
         try:
             self._key = bytes.fromhex(key)
         except ValueError:
-            raise ConfigurationError(f"{self._place!r} comes without the key of {_PEER}") from None
+            raise ConfigurationError(f"{self._place!r} has no valid key of {_PEER}") from None
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """See :meth:`Controls.pause`."""
@@ -204,11 +209,11 @@ def _send(channel: Channel, message: msgspec.Struct, deadline: Deadline) -> None
     channel.send([len(data).to_bytes(_LENGTH_BYTES, "little"), data], deadline)
 
 
-def _receive(channel: Channel, kind: Any, deadline: Deadline) -> Any:  # noqa: ANN401 - a union is no type
+def _receive(channel: Channel, kind: Any, deadline: Deadline) -> Any:  # noqa: ANN401 - a union is not a type
     length = int.from_bytes(channel.receive(_LENGTH_BYTES, deadline), "little")
     if length > _LONGEST:
-        raise ProtocolError(f"a message of {length:,} bytes from {channel.peer}")
+        raise ProtocolError(f"{channel.peer} sent a message of {length:,} bytes, which is too long")
     try:
         return msgspec.msgpack.decode(channel.receive(length, deadline), type=kind)
     except UNREADABLE as error:
-        raise ProtocolError(f"{channel.peer} said what is no message: {error}") from None
+        raise ProtocolError(f"{channel.peer} sent an unreadable message: {error}") from None

@@ -1,10 +1,10 @@
-"""Every change that weightsync makes to vLLM's own classes. Made only if they have the methods that it needs.
+"""Changes of vLLM's classes by weightsync. They are made only if the classes have the required methods.
 
-* ``Worker`` gets a method that rank 0 has all workers call: load what is staged. vLLM has a place for one class with more methods
-  of workers, which is its user's to name.
-* ``AsyncLLM`` (which the HTTP server uses too) and ``LLMEngine`` (which ``vllm.LLM`` uses) join the coordinator when they are made,
-  and an ``LLMEngine`` keeps rounds away while it has requests. Only if ``WEIGHTSYNC_COORDINATOR`` is set when vLLM loads its
-  plugins. vLLM has no hook for the process that owns its engine, and only that process can pause it.
+* ``Worker`` gets a method that loads the staged tensors. Rank 0 calls it on all workers. vLLM's setting for a class with further
+  worker methods is reserved for its user.
+* ``AsyncLLM`` (also used by the HTTP server) and ``LLMEngine`` (used by ``vllm.LLM``) join the coordinator when they are made, and
+  an ``LLMEngine`` blocks rounds while it has requests. This needs ``WEIGHTSYNC_COORDINATOR`` when vLLM loads its plugins. Only the
+  process that owns an engine can pause it, and vLLM has no hook for that process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weightsync.errors import Aborted, ConfigurationError
 __all__ = ["add_install_method", "follow_engines", "replica_name"]
 
 _OWN = "_weightsync"
-_PATIENCE = 300.0  # seconds that a request waits for an update to end
+_PATIENCE = 300.0  # seconds for which a request waits for the end of an update
 
 _OF_ASYNC = ("collective_rpc", "pause_generation", "resume_generation", "reset_prefix_cache")
 _OF_OFFLINE = ("collective_rpc", "add_request", "step", "abort_request", "has_unfinished_requests", "reset_prefix_cache")
@@ -38,17 +38,17 @@ _log = logging.getLogger(__name__)
 
 
 def replica_name() -> str:
-    """``WEIGHTSYNC_REPLICA``, or a name of this host's and process's own."""
+    """Return ``WEIGHTSYNC_REPLICA``, or a name from this host and process id."""
     return os.environ.get("WEIGHTSYNC_REPLICA") or f"vllm-{socket.gethostname()}-{os.getpid()}"
 
 
 def add_install_method(worker_kind: type[Any], backend: type[Any]) -> None:
-    """Give vLLM's workers the method :data:`INSTALL`, which calls ``install`` of their engine of class ``backend``."""
+    """Add the method :data:`INSTALL` to vLLM's workers. It calls ``install`` of their engine of class ``backend``."""
 
     def install(worker: Any) -> None:  # noqa: ANN401 - vLLM's
         engine = worker.weight_transfer_engine
         if not isinstance(engine, backend):
-            raise ConfigurationError("this vLLM worker has another backend than weightsync")
+            raise ConfigurationError("the weight-transfer backend of this vLLM worker is not weightsync")
         engine.install(worker)
 
     setattr(worker_kind, INSTALL, install)
@@ -60,33 +60,33 @@ def _wanted(vllm_config: Any) -> bool:  # noqa: ANN401 - vLLM's
 
 
 class _Offline:
-    """The part of ``vllm.LLM`` that joining needs, of an ``LLMEngine``, which it does not keep alive."""
+    """The methods of ``vllm.LLM`` that joining needs, on an ``LLMEngine``, held by a weak reference."""
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401 - vLLM's
         self._engine = weakref.ref(engine)
 
-    def _there(self) -> Any:  # noqa: ANN401 - vLLM's
+    def _live_engine(self) -> Any:  # noqa: ANN401 - vLLM's
         engine = self._engine()
         if engine is None:
-            raise Aborted("this vLLM engine is gone")
+            raise Aborted("this vLLM engine was deleted")
         return engine
 
     def collective_rpc(
         self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> list[Any]:
-        return list(self._there().collective_rpc(method, timeout, args, kwargs))
+        return list(self._live_engine().collective_rpc(method, timeout, args, kwargs))
 
     def update_weight_version(self, new_version: str) -> None:
-        label = getattr(self._there(), "set_weight_version", None)  # vLLM 0.25 has no names for weights
+        label = getattr(self._live_engine(), "set_weight_version", None)  # vLLM 0.25 has no labels for weights
         if label is not None:
             label(new_version)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        return bool(self._there().reset_prefix_cache(reset_running_requests, reset_connector))
+        return bool(self._live_engine().reset_prefix_cache(reset_running_requests, reset_connector))
 
 
-class _Turns:
-    """Keeps rounds away from the first request that an ``LLMEngine`` takes until it has none left."""
+class _BusyGuard:
+    """Blocks rounds while an ``LLMEngine`` has unfinished requests."""
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401 - vLLM's
         self._attached = attach(_Offline(engine), replica_name())
@@ -114,13 +114,13 @@ def _follow_offline(kind: Any) -> None:  # noqa: ANN401 - vLLM's class
     def init(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
         made(self, *args, **kwargs)
         if _wanted(self.vllm_config):
-            setattr(self, _OWN, _Turns(self))
+            setattr(self, _OWN, _BusyGuard(self))
 
     @functools.wraps(taken)
     def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
-        turns = getattr(self, _OWN, None)
-        if turns is not None:
-            turns.begin()
+        guard = getattr(self, _OWN, None)
+        if guard is not None:
+            guard.begin()
         return taken(self, *args, **kwargs)
 
     def ending(work: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,9 +129,9 @@ def _follow_offline(kind: Any) -> None:  # noqa: ANN401 - vLLM's class
             try:
                 return work(self, *args, **kwargs)
             finally:
-                turns = getattr(self, _OWN, None)
-                if turns is not None and not self.has_unfinished_requests():
-                    turns.end()
+                guard = getattr(self, _OWN, None)
+                if guard is not None and not self.has_unfinished_requests():
+                    guard.end()
 
         return wrapped
 
@@ -145,10 +145,10 @@ def _follow_async(kind: Any) -> None:  # noqa: ANN401 - vLLM's class
     async def join(engine: Any) -> None:  # noqa: ANN401 - vLLM's
         try:
             await attach_async(engine, replica_name())
-        except Exception:  # noqa: BLE001 - the server goes on without us, and its log says so
+        except Exception:  # noqa: BLE001 - logged; the server continues without updates
             _log.exception(
-                "weightsync: this vLLM did not join the coordinator at %s and gets no weights from it: see the error, and start "
-                "vLLM again",
+                "weightsync: this vLLM could not join the coordinator at %s and gets no weights from it: correct the error, and "
+                "restart vLLM",
                 os.environ.get("WEIGHTSYNC_COORDINATOR"),
             )
             return
@@ -160,12 +160,12 @@ def _follow_async(kind: Any) -> None:  # noqa: ANN401 - vLLM's class
         if not _wanted(self.vllm_config):
             return
         if self._client_count > 1:
-            _log.error("weightsync: several API servers in front of one vLLM are not supported: use --api-server-count 1")
+            _log.error("weightsync: several API servers for one vLLM are not supported: use --api-server-count 1")
             return
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            _log.error("weightsync: an AsyncLLM made outside an event loop does not join by itself: await attach_async(engine)")
+            _log.error("weightsync: an AsyncLLM made outside an event loop cannot join automatically: await attach_async(engine)")
             return
         setattr(self, _OWN, loop.create_task(join(self), name="weightsync-join"))
 
@@ -173,7 +173,7 @@ def _follow_async(kind: Any) -> None:  # noqa: ANN401 - vLLM's class
 
 
 def follow_engines() -> None:
-    """From now on every engine of this process that asks for the backend joins by itself. Safe twice."""
+    """Make every later engine of this process that uses the backend join automatically. Idempotent."""
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
 

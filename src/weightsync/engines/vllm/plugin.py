@@ -1,4 +1,4 @@
-"""What vLLM calls in each of its processes: the entry point ``weightsync`` in the group ``vllm.general_plugins``."""
+"""vLLM plugin: the entry point ``weightsync`` in the group ``vllm.general_plugins``, which vLLM calls in each process."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _log = logging.getLogger(__name__)
 
 
 class _ToVLLM(logging.Handler):
-    """Hands records to vLLM's logger, whose handlers and level are set later than plugins are loaded, and may change."""
+    """Forwards records to vLLM's logger, whose handlers and level are set after plugins are loaded and may change."""
 
     def emit(self, record: logging.LogRecord) -> None:
         theirs = logging.getLogger("vllm")
-        if not logging.getLogger().handlers and theirs.isEnabledFor(record.levelno):  # else the root logger's handlers have it
+        if not logging.getLogger().handlers and theirs.isEnabledFor(record.levelno):  # otherwise the root logger's handlers have it
             theirs.handle(record)
 
 
 def log_as_vllm_does() -> None:
-    """Send this package's log lines where vLLM's go: vLLM configures loggers of its own name only. Safe twice.
+    """Send this package's log records to vLLM's handlers, because vLLM configures only its own loggers. Idempotent.
 
-    Where logging is configured already, for the root logger or for ``weightsync``, nothing is changed.
+    Does nothing if logging is already configured for the root logger or for ``weightsync``.
     """
     ours = logging.getLogger("weightsync")
     if ours.handlers or logging.getLogger().handlers:
@@ -37,12 +37,12 @@ def log_as_vllm_does() -> None:
 
 
 def register() -> None:
-    """Make ``{"backend": "weightsync"}`` known to vLLM, for workers and for trainers. May run several times in a process.
+    """Register ``{"backend": "weightsync"}`` with vLLM, for workers and for trainers. Idempotent.
 
-    With ``WEIGHTSYNC_COORDINATOR`` set, engines of this process that ask for the backend join that coordinator by themselves.
+    With ``WEIGHTSYNC_COORDINATOR`` set, engines of this process that use the backend join that coordinator automatically.
 
-    Under a release that lacks what weightsync needs nothing is raised here, because every vLLM of that environment would fail to
-    start, also those that do not use weightsync: the error comes when the backend is used, and names what is missing.
+    Under a release without the required interface this raises no error, because then every vLLM of that environment would fail to
+    start, even without weightsync. The error is raised when the backend is used, and names the missing parts.
     """
     log_as_vllm_does()
     try:
@@ -56,8 +56,8 @@ def register() -> None:
         try:
             getattr(factory, registry).register_engine(BACKEND, module, name)
         except ValueError:
-            _log.debug("weightsync is registered with this vLLM already")
-        except AttributeError:  # an older release has one of them, and says what it lacks when it is asked for
+            _log.debug("weightsync is already registered with this vLLM")
+        except AttributeError:  # an older release has only one of them, and reports the missing one on use
             _log.debug("this vLLM has no %s", registry)
     if os.environ.get("WEIGHTSYNC_COORDINATOR"):
         from weightsync.engines.vllm.patches import follow_engines

@@ -1,11 +1,11 @@
-"""A vLLM worker's part in an update from outside (``weightsync push --engine vllm``): a process group, staging, and digests.
+"""A vLLM worker's side of an external update (``weightsync push --engine vllm``): process group, staging, and digests.
 
-It comes over vLLM's own weight-transfer routes. ``init_info`` is a body of ``init_weights_update_group``, in which
-``tensors`` may have the names, dtypes and shapes of everything that will be sent; ``update_info`` is one of
+Requests arrive over vLLM's weight-transfer routes. ``init_info`` is a body of ``init_weights_update_group``, whose ``tensors``
+may list the names, dtypes and shapes of all tensors to be sent. ``update_info`` is one of
 
-* a bucket, a body of ``update_weights_from_distributed``: broadcast meanwhile, and staged;
-* ``{"digests": {name: digest}}`` of everything that was sent: compared, and loaded if it is right;
-* ``{"abandon": true}``: what came is forgotten, and the session can be finished without a label.
+* a bucket, as a body of ``update_weights_from_distributed``, which is broadcast concurrently and staged;
+* ``{"digests": {name: digest}}`` of all tensors sent, which are compared, and loaded if the digests are equal;
+* ``{"abandon": true}``, which discards all staged tensors, so that the session can be finished without a label.
 """
 
 from __future__ import annotations
@@ -50,31 +50,33 @@ class _Digests(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def is_group(init_info: Mapping[str, Any]) -> bool:
-    """Whether this asks for a group, rather than for a rank of a replica."""
+    """Return whether ``init_info`` requests a process group, not a rank of a replica."""
     return "master_address" in init_info
 
 
 class PushedUpdates:
-    """Obeys bodies as described above on behalf of one worker, ``rank`` of all, in the thread that calls."""
+    """Executes the requests described above for the worker of global ``rank``, on the calling thread."""
 
     def __init__(self, adapter: VllmWorkerAdapter, rank: int, device: torch.device) -> None:
         self._rank = DisaggregatedRank(adapter, rank=rank, device=device)
-        self._received: set[int] = set()  # in the manifest
-        self._update = 0  # its number: a rank takes nothing of an earlier one
+        self._received: set[int] = set()  # indices in the manifest
+        self._update = 0  # number of the update; requests of earlier updates are rejected
         self.begun = False
-        """Whether an update has begun, and neither ended nor failed."""
+        """Whether an update has begun and has neither ended nor failed."""
         self._loaded = False
 
     def join(self, init_info: Mapping[str, Any]) -> None:
-        """Join the group.
+        """Join the process group.
 
-        Raises :class:`~weightsync.errors.ConfigurationError`, :class:`~weightsync.errors.ManifestMismatch` for tensors that do not
-        fit, and what joining raises.
+        Raises:
+            ConfigurationError: The request is invalid, or its address is not allowed.
+            ManifestMismatch: The announced tensors are not those of the model.
+            MembershipError: The group exists already.
         """
         request, networks = _converted(init_info, _Join), update_networks()
         check_networks(networks)
         check_address(request.master_address, networks)
-        if request.tensors is not None:  # before the engine is paused
+        if request.tensors is not None:  # compare before the engine is paused
             check_tensors(request.tensors, self._rank.manifest, partial=False)
         known = self._rank.obey(Describe())
         check_group(request, self._rank.rank + 1, (), known.backends if isinstance(known, Described) else ())
@@ -85,17 +87,27 @@ class PushedUpdates:
                 JoinGroup(request.group_name, request.backend, *place, request.rank_offset, request.world_size, timeout)
             )
         except MembershipError as error:
-            raise MembershipError(f"{error}: if whoever made it is gone, use another name") from None
+            raise MembershipError(f"{error}: if its creator is gone, use another name") from None
 
     def begin(self) -> None:
-        """A session: nothing has come yet. Pausing the engine was for whoever pushes to see to."""
+        """Begin an update with no tensors received. The sender must have paused the engine."""
         self.begun, self._loaded = True, False
         self._received.clear()
         self._update += 1
         self._rank.obey(PauseRank("abort", _PATIENCE, self._update))
 
     def update(self, update_info: Mapping[str, Any], load: Callable[[], None]) -> None:
-        """Obey one body; ``load`` is called to load everything that is staged. Raises what went wrong; nothing is loaded then."""
+        """Execute one request.
+
+        Args:
+            update_info: The request.
+            load: Called to load all staged tensors, after their digests were compared.
+
+        Raises:
+            ConfigurationError: The request is invalid.
+            VerificationError: Digests differ. Nothing is loaded.
+            WeightSyncError: The transfer or ``load`` raised it.
+        """
         if "digests" in update_info:
             self._compare(_converted(update_info, _Digests).digests)
             load()
@@ -108,17 +120,21 @@ class PushedUpdates:
         self._received.update(tensor.index for tensor in tensors)
 
     def finish(self) -> None:
-        """The session ends and vLLM takes the label. Raises :class:`~weightsync.errors.LoadError` if nothing was loaded."""
+        """End the update, after which vLLM sets the label.
+
+        Raises:
+            LoadError: No weights were loaded.
+        """
         if not self._loaded:
-            raise LoadError("nothing was loaded: send digests of everything that was sent before the update is finished")
+            raise LoadError("nothing was loaded: send the digests of all tensors before finishing the update")
         self.give_up()
 
     def give_up(self) -> None:
-        """Nothing more comes of this update."""
+        """Abandon this update."""
         self.begun = self._loaded = False
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the process group."""
         self._rank.close()
 
     def _compare(self, digests: Mapping[str, str]) -> None:
@@ -133,4 +149,4 @@ def _converted(body: Mapping[str, Any], kind: type[T]) -> T:
     try:
         return msgspec.convert(dict(body), kind)
     except msgspec.ValidationError as error:
-        raise ConfigurationError(f"not a body that this vLLM's backend knows: {error}") from None
+        raise ConfigurationError(f"invalid request to the weightsync backend of vLLM: {error}") from None

@@ -1,4 +1,4 @@
-"""Which releases of vLLM were tried, and what weightsync needs of any: features are looked for, not numbers."""
+"""Tested releases of vLLM, and checks for the features that weightsync needs. Other releases with these features are used too."""
 
 from __future__ import annotations
 
@@ -26,26 +26,29 @@ _log = logging.getLogger(__name__)
 
 
 def installed_release() -> str:
-    """The release of the vLLM that this process would import. By its own word: the CPU wheel's metadata has another name."""
+    """Return the version of the vLLM that this process imports.
+
+    Reads ``vllm.__version__`` instead of metadata, because the CPU wheel has another name.
+    """
     from vllm import __version__
 
     return str(__version__)
 
 
 def was_tried(release: str) -> bool:
-    """Whether ``release`` is one of :data:`TRIED`."""
+    """Return whether ``release`` is one of :data:`TRIED`."""
     numbers = release.split(".")[:2]
     return all(part.isdigit() for part in numbers) and tuple(map(int, numbers)) in TRIED
 
 
 def tried_releases() -> str:
-    """:data:`TRIED`, for messages."""
+    """Format :data:`TRIED` for messages."""
     return ", ".join(f"{major}.{minor}" for major, minor in TRIED)
 
 
 @cache
 def warn_if_untried(release: str) -> None:
-    """Log once if ``release`` was not tried."""
+    """Log a warning once if ``release`` is not a tested one."""
     if not was_tried(release):
         _log.warning(
             "weightsync was tried with vLLM %s, and this is %s: its interface fits, its behaviour is untried",
@@ -55,24 +58,24 @@ def warn_if_untried(release: str) -> None:
 
 
 def require(release: str, purpose: str, owner: object, methods: Iterable[str]) -> None:
-    """Check that ``owner``, a class or a module of vLLM's, has ``methods``.
+    """Check that ``owner``, a class or a module of vLLM, has all ``methods``.
 
     Raises:
         ConfigurationError: Some are missing. The message names them.
     """
-    lacking = [name for name in methods if not hasattr(owner, name)]
-    if lacking:
+    missing = [name for name in methods if not hasattr(owner, name)]
+    if missing:
         raise ConfigurationError(
-            f"vLLM {release} cannot be used for {purpose}: {getattr(owner, '__name__', owner)} has no {', '.join(lacking)}. "
+            f"vLLM {release} cannot be used for {purpose}: {getattr(owner, '__name__', owner)} has no {', '.join(missing)}. "
             f"weightsync was tried with vLLM {tried_releases()}"
         )
 
 
 def check_worker_interface() -> None:
-    """Check that this vLLM has what a replica's workers need, and log once if it was not tried.
+    """Check that this vLLM has the interface that a replica's workers need, and log a warning once if it is not tested.
 
     Raises:
-        ConfigurationError: Something is missing. The message names it.
+        ConfigurationError: A part is missing. The message names it.
     """
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
     from vllm.v1.worker.gpu_worker import Worker
@@ -90,7 +93,7 @@ def check_worker_interface() -> None:
 
 
 def has_labels() -> bool:
-    """Whether this vLLM names its weights (``/update_weight_version``). One that does also says whether it dropped its caches."""
+    """Return whether this vLLM has labels for weights (``/update_weight_version``). Its server then reports dropped caches, too."""
     from vllm.engine.protocol import EngineClient
 
     return hasattr(EngineClient, "update_weight_version")

@@ -1,4 +1,4 @@
-"""vLLM's own trainer interface on top of weightsync: a script written for it changes the name of its backend.
+"""vLLM's trainer interface on top of weightsync. A script written for it only changes the name of the backend.
 
 ::
 
@@ -7,8 +7,8 @@
     )
     engine.send_weights()
 
-``client`` is vLLM's, and may stay the one that the script has: nothing is asked of it where replicas have joined the coordinator by
-themselves (see :mod:`weightsync.engines.vllm.patches`).
+``client`` is vLLM's client of the script. It is not called if replicas have joined the coordinator automatically (see
+:mod:`weightsync.engines.vllm.patches`).
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ __all__ = ["WeightsyncTrainerEngine", "WeightsyncTrainerInitInfo"]
 
 @dataclass
 class WeightsyncTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """What a trainer rank needs to join; all but ``rank`` may come from the environment."""
+    """Settings with which a trainer rank joins. All but ``rank`` may come from the environment."""
 
     backend: ClassVar[str] = BACKEND
 
     coordinator: str | None = None
-    """Its URL; else ``WEIGHTSYNC_COORDINATOR``."""
+    """URL of the coordinator; by default ``WEIGHTSYNC_COORDINATOR``."""
     token: str | None = None
-    """Its token; else ``WEIGHTSYNC_TOKEN`` or ``WEIGHTSYNC_TOKEN_FILE``."""
+    """Token of the coordinator; by default ``WEIGHTSYNC_TOKEN`` or ``WEIGHTSYNC_TOKEN_FILE``."""
     world_size: int | None = None
-    """Trainer ranks; else those of ``torch.distributed``, else ``WORLD_SIZE``, else 1."""
+    """Number of trainer ranks; by default that of ``torch.distributed``, else ``WORLD_SIZE``, else 1."""
     run: str = ""
     control: str | None = None
-    """The URL of a vLLM server, as its rank 0 reaches it, to be joined through ``client``; not if it joined by itself."""
+    """URL of a vLLM server to join through ``client``, as its rank 0 reaches it. Not needed if it joined automatically."""
     replica: str | None = None
-    """The name of that replica."""
+    """Name of that replica."""
     timeout: float = 300.0
-    """Seconds that one update may take."""
+    """Time limit of one update in seconds."""
 
 
 class WeightsyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
-    """Publishes what a ``WeightSource`` holds, as versions 1, 2, ... of a run.
+    """Publishes the weights of a ``WeightSource``, as versions 1, 2, ... of a run.
 
-    A ``ModuleSource`` publishes its module's own shards: each rank its part, and nothing is gathered. Any other source is walked
-    on every rank (its walk may be a collective): see :class:`StagedSource` for who publishes what of it. ``result`` is that of the
-    last :meth:`send_weights`.
+    With a ``ModuleSource`` each rank publishes its shards, and nothing is gathered. Any other source is iterated on every rank,
+    because the iteration may be a collective. :class:`StagedSource` describes which ranks publish it. ``result`` is the result of
+    the last :meth:`send_weights`.
     """
 
     init_info_cls = WeightsyncTrainerInitInfo
@@ -87,13 +87,18 @@ class WeightsyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         source: WeightSource | None = None,
         config: object = None,
     ) -> Self:
-        """Join the coordinator; on every trainer rank. Raises what :class:`weightsync.Trainer` raises."""
+        """Join the coordinator. Call it on every trainer rank.
+
+        Raises:
+            ConfigurationError: ``source`` is missing or not supported, or this vLLM's interface is too new.
+            WeightSyncError: :class:`weightsync.Trainer` raised it.
+        """
         if config is not None:
             raise ConfigurationError(
-                f"vLLM {installed_release()} gives trainers a config besides init_info: weightsync needs the interface of 0.27"
+                f"vLLM {installed_release()} passes trainers a config besides init_info: weightsync needs the interface of 0.27"
             )
         if source is None:
-            raise ConfigurationError("weightsync sends whole checkpoints: give source=ModuleSource(model), or another WeightSource")
+            raise ConfigurationError("weightsync needs whole checkpoints: give source=ModuleSource(model), or another WeightSource")
         made = cls(client=client, source=source, init_info=init_info)
         if made.is_sender and init_info.control is not None and made._trainer is not None:
             client.init_weight_transfer_engine(
@@ -107,17 +112,21 @@ class WeightsyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         return made
 
     def send_weights(self) -> None:
-        """Bring the source's weights to every replica: pause, move, verify, commit, resume. On every trainer rank.
+        """Deliver the source's weights to every replica: pause, move, verify, commit, resume. Call it on every trainer rank.
 
-        Raises what :meth:`weightsync.Trainer.publish` raises; then the same call may be made again.
+        The call may be repeated after an error.
+
+        Raises:
+            ConfigurationError: The source did not yield all tensors that it declared.
+            WeightSyncError: :meth:`weightsync.Trainer.publish` raised it.
         """
         if self._staged is not None:
             self._staged.stage()
         if self._trainer is not None:
-            first = 1 if self._trainer.last_version is None else None  # vLLM counts from 1; later ones go on from the run's last
+            first = 1 if self._trainer.last_version is None else None  # vLLM counts from 1; later versions follow the last
             self.result = self._trainer.publish(first, timeout=self._timeout)
 
     def shutdown(self) -> None:
-        """Leave the coordinator. Safe twice."""
+        """Leave the coordinator. Idempotent."""
         if self._trainer is not None:
             self._trainer.close()

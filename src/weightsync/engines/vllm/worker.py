@@ -1,4 +1,4 @@
-"""The weight transfer engine that vLLM makes in every worker for ``{"backend": "weightsync"}``."""
+"""Weight transfer engine that vLLM makes in every worker for ``{"backend": "weightsync"}``."""
 
 from __future__ import annotations
 
@@ -33,46 +33,46 @@ __all__ = ["GroupInfo", "InitInfo", "UpdateInfo", "WeightsyncEngine"]
 
 _log = logging.getLogger(__name__)
 
-_MAX_ERROR = 1024  # bytes of what a worker says to the others
+_MAX_ERROR = 1024  # bytes of an error message between workers
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """What a worker needs to join: ``init_info`` of vLLM's ``/init_weight_transfer_engine``."""
+    """Settings with which a worker joins a coordinator: ``init_info`` of vLLM's ``/init_weight_transfer_engine``."""
 
     control: str
-    """Where rank 0 reaches what owns the engine: a vLLM server's URL, or an address that ``attach`` made."""
+    """Address of the engine's owner for rank 0: the URL of a vLLM server, or an address that ``attach`` made."""
     replica: str | None = None
-    """The replica's name; else ``WEIGHTSYNC_REPLICA``."""
+    """Name of the replica; by default ``WEIGHTSYNC_REPLICA``."""
     coordinator: str | None = None
-    """Its URL; else ``WEIGHTSYNC_COORDINATOR``."""
+    """URL of the coordinator; by default ``WEIGHTSYNC_COORDINATOR``."""
     token: str | None = None
-    """The coordinator's token; better in the server's environment, which must name the same coordinator then."""
+    """Token of the coordinator. Prefer the server's environment, which must then name the same coordinator."""
     run: str = ""
     bucket_bytes: int = 64 << 20
     transports: list[str] | None = None
     draft_prefix: str | None = None
-    """Names that begin so are the draft model's; else ``WEIGHTSYNC_DRAFT_PREFIX``; without, a draft model stays as it is."""
+    """Prefix of the draft model's tensor names; by default ``WEIGHTSYNC_DRAFT_PREFIX``. Without it a draft model is not updated."""
     leave: bool = False
-    """Only leave the coordinator; nothing else is looked at."""
+    """Only leave the coordinator. All other fields are ignored."""
     delivery: Delivery | None = None
-    """Else ``WEIGHTSYNC_DELIVERY``, else ``auto``: direct where this worker's model can be written directly, else streamed."""
+    """By default ``WEIGHTSYNC_DELIVERY``, or else ``auto``: direct if the model can be written directly, else streamed."""
 
 
 @dataclass
 class GroupInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """The other ``init_info``: a body of ``init_weights_update_group``, of ``weightsync push``."""
+    """The other form of ``init_info``: a body of ``init_weights_update_group``, sent by ``weightsync push``."""
 
     body: dict[str, Any]
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Says nothing: what to load was staged before."""
+    """Empty, because the weights to load are already staged."""
 
 
 class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
-    """Holds this worker's weightsync engine rank, and loads what it has staged when it is told to (:meth:`install`)."""
+    """Owner of this worker's weightsync engine rank. Loads the staged weights in :meth:`install`."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -83,30 +83,35 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         if self.parallel_config.enable_eplb:
             raise ConfigurationError(
-                "vLLM's expert load balancing (--enable-eplb) moves and copies experts between workers while it serves, but its "
-                "loader puts updates where the experts were at the start, so old weights would stay in use. Start vLLM without it "
-                "to have its weights updated"
+                "vLLM's expert load balancing (--enable-eplb) moves experts between workers, but its loader writes updates to "
+                "their initial places, so old weights would stay in use. Start vLLM without it to update its weights"
             )
         self._owned = ExitStack()
         self._adapter: VllmWorkerAdapter | None = None
         self._pushed: PushedUpdates | None = None
         self._streams_because = ""
-        self._within = False  # a call that all workers make together
+        self._within = False  # inside a call that all workers make together
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo | GroupInfo:
-        """What vLLM's route was given, as one of two kinds."""
+        """Parse the body of vLLM's route as one of two kinds."""
         info: InitInfo | GroupInfo = GroupInfo(init_dict) if is_group(init_dict) else super().parse_init_info(init_dict)
         return info
 
     def init_transfer_engine(self, init_info: InitInfo | GroupInfo) -> None:
-        """Join the coordinator as one rank of the replica: a second call leaves and joins anew. Or join a group of a push."""
+        """Join the coordinator as a rank of the replica, or the process group of a push.
+
+        A second call with an :class:`InitInfo` leaves and joins again.
+
+        Raises:
+            ConfigurationError: A setting is wrong, or another update has not ended.
+        """
         if isinstance(init_info, GroupInfo):
             if self._pushed is None or not self._pushed.begun:
                 with self._together():
                     self._join_group(init_info)
-            elif self.parallel_config.rank == self.parallel_config.world_size - 1:  # alone, see there
+            elif self.parallel_config.rank == self.parallel_config.world_size - 1:  # only the last worker, see _together()
                 raise ConfigurationError(
-                    "an update that somebody else began has not ended; if whoever pushed it is gone, post "
+                    "another update has not ended. If its sender is gone, post "
                     '{"update_info": {"abandon": true}} to /update_weights, then {} to /finish_weight_update'
                 )
             return
@@ -119,17 +124,17 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         token = token_for_request(init_info.coordinator, init_info.token)
         delivery = init_info.delivery or os.environ.get("WEIGHTSYNC_DELIVERY") or "auto"
         if delivery not in get_args(Delivery):
-            raise ConfigurationError(f"delivery {delivery!r} is none of {', '.join(get_args(Delivery))}")
+            raise ConfigurationError(f"unknown delivery {delivery!r}; choose from {', '.join(get_args(Delivery))}")
         if not is_local(init_info.control) and not has_labels():
             raise ConfigurationError(
-                f"the server of vLLM {installed_release()} does not say whether it dropped its prefix cache: set "
-                "WEIGHTSYNC_COORDINATOR for it, so that it joins by itself, or use attach or attach_async"
+                f"the server of vLLM {installed_release()} does not report whether it dropped its prefix cache: set "
+                "WEIGHTSYNC_COORDINATOR in its environment, so that it joins automatically, or use attach or attach_async"
             )
         parallel, rank, checkpoint = self.parallel_config, self._rank(), self._checkpoint()
         prefix = init_info.draft_prefix or os.environ.get("WEIGHTSYNC_DRAFT_PREFIX") or None
         if prefix is not None:
             checkpoint, prefix = self._with_draft(checkpoint, prefix)
-            delivery = "streamed" if delivery == "auto" else delivery  # two models, two loaders
+            delivery = "streamed" if delivery == "auto" else delivery  # two models have two loaders
         direct = self._find_direct(checkpoint, delivery, parallel.world_size_across_dp)
         with ExitStack() as owned:
             controls = controls_at(init_info.control) if rank == 0 else None
@@ -144,7 +149,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
                     rank=rank,
                     world_size=parallel.world_size_across_dp,
                     run=init_info.run,
-                    delivery=delivery,  # type: ignore[arg-type]  # looked at above
+                    delivery=delivery,  # type: ignore[arg-type]  # checked above
                     bucket_bytes=init_info.bucket_bytes,
                     transports=init_info.transports,
                 )
@@ -159,7 +164,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         return checkpoint_of(self.model_config.model, self.model_config.revision, self.model_config.hf_config)
 
     def _with_draft(self, checkpoint: HfCheckpoint, prefix: str) -> tuple[HfCheckpoint, str]:
-        """Of the model and of what guesses for it, and the prefix of the latter: empty if both take from the same checkpoint."""
+        """Return the checkpoint of the model and its draft model, and the draft's prefix, empty if both share one checkpoint."""
         leave = "leave WEIGHTSYNC_DRAFT_PREFIX and draft_prefix unset"
         if not hasattr(Worker, "start_draft_weight_update"):
             raise ConfigurationError(f"vLLM {installed_release()} does not update draft models: {leave}")
@@ -173,14 +178,14 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
             return checkpoint.with_draft(checkpoint_of(draft.model, draft.revision, draft.hf_config), prefix), prefix
         if not any(name.startswith(prefix) for name in checkpoint.names):
             raise ConfigurationError(
-                f"no tensor in the checkpoint of {draft.model} begins with {prefix!r}: give what the names of its MTP heads begin "
-                f"with, or {leave}"
+                f"no tensor in the checkpoint of {draft.model} begins with {prefix!r}: give the prefix of its MTP heads' names, "
+                f"or {leave}"
             )
         return checkpoint, ""
 
     def _join_group(self, request: GroupInfo) -> None:
         if self._adapter is not None and self._pushed is None:
-            raise ConfigurationError("this vLLM is a replica of a coordinator, and updated through that alone")
+            raise ConfigurationError("this vLLM is a replica of a coordinator, which alone may update it")
         if self._pushed is not None:
             self._pushed.join(request.body)
             return
@@ -193,7 +198,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
             self._owned.enter_context(owned.pop_all())
 
     def _find_direct(self, checkpoint: HfCheckpoint, request: str, ranks: int) -> DirectShards | None:
-        """Where the model can be written, on this thread, on which vLLM runs it; ``None``: stream, and the log says why."""
+        """Return the shards for direct delivery; ``None`` to stream, for a logged reason. Runs on vLLM's model thread."""
         if request == "streamed":
             return None
         direct: DirectShards | str | None = why_streamed(self.vllm_config, self.device)
@@ -209,21 +214,22 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         return None
 
     def start_weight_update(self) -> None:
-        """The reload stays closed, or a failure could not be tried again."""
+        """Start an update. The layerwise reload is not opened yet, so that a failed update can be repeated."""
         if self._pushed is not None:
             self._pushed.begin()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load, and wait until the device has it; unlike the base class, also where the device is no accelerator.
+        """Load, and wait for the device. Unlike the base class, this also supports CPU workers.
 
-        Raises on the last worker if any of them failed.
+        Raises:
+            LoadError: A worker failed. Only the last worker raises it.
         """
         pushed = self._pushed
         if pushed is not None and "abandon" in update_info:
             pushed.give_up()
             return
-        if pushed is not None and not pushed.begun:  # known to all of them, and some may not even get here
-            raise LoadError("this update failed, or never began")
+        if pushed is not None and not pushed.begun:  # all workers know this; some may not even reach this call
+            raise LoadError("this update failed or was not started")
         with self._together():
             if pushed is not None:
                 pushed.update(update_info, partial(self.receive_weights, UpdateInfo()))
@@ -234,10 +240,10 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Workers tell each other what failed, and if anything did, the last one raises it, alone.
+        """Exchange errors between all workers at the end of the context. If any worker failed, only the last one raises an error.
 
-        vLLM stops reading its workers' answers at the first that is an error, and what it did not read it takes for the answers to
-        its next call. After the last worker's there is nothing to read. Within another, it is that one which tells.
+        vLLM stops reading its workers' responses at the first error, and takes the unread ones for responses to its next call.
+        After the last worker's response none is left. Nested contexts do nothing.
         """
         if self._within:
             yield
@@ -278,38 +284,47 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
             self._pushed.give_up()
 
     def install(self, worker: Worker) -> None:
-        """What rank 0 asks of all workers when a round commits: ``worker``, which holds this engine, loads what is staged.
+        """Load the staged weights into ``worker``, which owns this engine. Rank 0 calls this on all workers at the commit.
 
-        Raises on the last worker if any of them failed.
+        Raises:
+            LoadError: A worker failed. Only the last worker raises it.
         """
         with self._together():
             load_in_sessions(worker, draft=self._joined().has_draft)
 
     def _joined(self) -> VllmWorkerAdapter:
         if self._adapter is None:
-            raise LoadError("this vLLM worker has not joined a coordinator: /init_weight_transfer_engine comes first")
+            raise LoadError("this vLLM worker has not joined a coordinator: call /init_weight_transfer_engine first")
         return self._adapter
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load what this rank has staged, all of it, through vLLM's own loader."""
+        """Load all tensors that this rank has staged through vLLM's loader."""
         adapter = self._joined()
-        draft = self.model is not getattr(self, "_default_model", self.model)  # vLLM chose one when the session began
+        draft = self.model is not getattr(self, "_default_model", self.model)  # vLLM selected it at the start of the session
         install(self.model, self.model_config, adapter.staged(draft=draft))
         adapter.loaded(draft=draft)
 
     def finish_weight_update(self) -> None:
-        """The model is whole since :meth:`receive_weights`; an error if it was never called for this update."""
+        """End the update. The model is complete since :meth:`receive_weights`.
+
+        Raises:
+            LoadError: No weights were loaded in this update.
+        """
         if self._pushed is not None and self._pushed.begun:
             with self._together():
                 self._pushed.finish()
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: object) -> NoReturn:
-        """Refused: vLLM 0.25 asks for it; trainers publish with :class:`weightsync.Trainer`."""
+        """Reject the call, which vLLM 0.25 requires as a method. Trainers publish with :class:`weightsync.Trainer`.
+
+        Raises:
+            ConfigurationError: Always.
+        """
         raise ConfigurationError("trainers publish to the weightsync backend with weightsync.Trainer")
 
     def shutdown(self) -> None:
-        """Leave the coordinator; the engine keeps the weights that it has. Safe twice."""
+        """Leave the coordinator. The engine keeps its weights. Idempotent."""
         self._adapter = self._pushed = None
         self._owned.close()
         self._owned = ExitStack()

@@ -268,6 +268,9 @@ def main() -> int:
     return 0
 
 
+if __name__ == "__mp_main__":  # TRL's worker for rollouts, which imports this file again
+    without_flash_attention()
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     assert Path(sys.argv[2]).is_dir()

@@ -21,7 +21,7 @@ from weightsync.config import Secret, ServerSettings
 from weightsync.coordinator.coordinator import Coordinator
 from weightsync.coordinator.events import Event, RoundEnded, RoundStarted
 from weightsync.coordinator.status import RankStatus, Status
-from weightsync.errors import WeightSyncError
+from weightsync.errors import WeightSyncError, readable
 from weightsync.model import RoundTrace
 from weightsync.protocol.endpoint import AGENTS_PATH
 from weightsync.protocol.messages import RoundResult
@@ -332,6 +332,10 @@ class _Busy:
 
 
 def _number(request: Request, name: str, default: int, most: int) -> int:
+    """Return the only query parameter that the route has, from 1 to ``most``."""
+    unknown = sorted(request.query_params.keys() - {name})
+    if unknown:
+        raise HTTPException(HTTPStatus.BAD_REQUEST, f"there is no parameter {readable(unknown[0])}: only {name}")
     text = request.query_params.get(name)
     if text is None:
         return default

@@ -65,8 +65,8 @@ def installed(world: World) -> Iterator[None]:
         become(replica, state, *rest, **named)
         world.seen[f"replica {state}"] += 1
 
-    def making(replica: Replica, *rest: Any) -> None:
-        make(replica, *rest)
+    def making(replica: Replica, *rest: Any, **named: Any) -> None:
+        make(replica, *rest, **named)
         world.seen["replica registered"] += 1
 
     with replaced(

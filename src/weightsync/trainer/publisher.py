@@ -37,11 +37,21 @@ _ANY = -1  # any number may be placed
 _log = logging.getLogger(__name__)
 
 
-class Placing(threading.Event):
-    """Set once the shards of one publication are placed, or once its call ended without."""
+class Placing:
+    """The wait for the shards of one publication to be placed, or for its call to end without."""
 
-    number: int | None = None
-    """The number under which they were placed; ``None`` before."""
+    def __init__(self) -> None:
+        self.number: int | None = None
+        """The number under which they were placed; ``None`` before."""
+        self._over = threading.Event()
+
+    def set(self) -> None:
+        """End the wait. Any thread."""
+        self._over.set()
+
+    def wait(self, timeout: float) -> bool:
+        """Return whether the wait was over within ``timeout`` seconds."""
+        return self._over.wait(timeout)
 
 
 class TrainerRole:

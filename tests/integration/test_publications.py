@@ -237,8 +237,10 @@ def test_an_engine_that_does_not_fit_learns_of_it_and_counts(caplog: pytest.LogC
 
 
 def test_a_round_that_failed_right_after_the_copy_is_told_by_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sleeps_in(placing: Placing, timeout: float | None = None) -> bool:
-        came = threading.Event.wait(placing, timeout)
+    wait = Placing.wait
+
+    def sleeps_in(placing: Placing, timeout: float) -> bool:
+        came = wait(placing, timeout)
         time.sleep(1.0)  # the round is over before the caller's thread runs again
         return came
 

@@ -363,6 +363,7 @@ class EngineProcess(_Process):
         self.label: Version | None = None
         self.generating = True  # an engine starts with whatever it was built with; nobody routes to it
         self.plan: PlanSlice | None = None
+        self.sources: list[str] = []
         self.layout: Layout | None = None
         self.manifest = manifest
         self.credential = ""
@@ -473,6 +474,7 @@ class FakeEngine:
     async def open_stream(self, body: OpenStream, timeout: float) -> Prepared:
         kind = await self._enter("prepare")
         self.process.plan, self.process.layout = None, None
+        self.process.sources = [source.member for source in body.sources]
         return Prepared("other" if kind == "other" else body.key, ("memory",))
 
     async def move_window(self, body: MoveWindow, timeout: float) -> npt.NDArray[np.uint64]:
@@ -483,11 +485,12 @@ class FakeEngine:
         if body.window == 0:
             process.content = np.full(len(STREAMED), SCRAMBLED, np.int64)
         kind = await self._enter("window")
-        trainer = world.trainers.get(f"trainer/{body.source}")
+        member = process.sources[body.source]
+        trainer = world.trainers.get(member)
         if trainer is None:
-            raise PeerLost(f"trainer/{body.source} is gone")
+            raise PeerLost(f"{member} is gone")
         if body.window not in trainer.slots.values():
-            world.alarm(f"{process.member} reads window {body.window}, which was overwritten")
+            world.alarm(f"{process.member} reads window {body.window} from {member}, which has others")
         content = body.placed.stamp + (kind == "corrupt")
         process.content[body.window] = content
         return np.array([streamed_digest(body.window, content)], np.uint64)

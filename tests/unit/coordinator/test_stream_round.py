@@ -41,6 +41,17 @@ async def test_all_replicas_take_the_one_pass(trainers: int, windows: int) -> No
         world.check()
 
 
+@virtual
+async def test_windows_are_read_from_the_rank_that_placed_them_whoever_joined_first() -> None:
+    world = World(RoundSettings(run="test", timeout=600.0), live=True, windows=2)
+    world.add_replica("solo")
+    for rank in (2, 0, 1):
+        world.add_trainer(rank, 3, NOTHING)
+    await world.settle()  # the replica is prepared ahead
+    assert (await world.publish(1)).ok
+    world.check()
+
+
 @pytest.mark.parametrize("kind", ["fail", "crash", "hang", "stubborn", "lost", "vanish"])
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("member", ["duo/1", "solo/0", "receiver/0"])

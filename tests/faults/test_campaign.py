@@ -31,7 +31,19 @@ from tests.faults.weights import MANIFEST, Weights, fill
 
 from weightsync import external, failpoints
 from weightsync.model import Version
-from weightsync.protocol.messages import CheckSources, Commit, Move, Pause, Prepare, Quarantine, Resume, Update
+from weightsync.protocol.messages import (
+    CheckSources,
+    Commit,
+    EndStream,
+    Move,
+    MoveWindow,
+    OpenStream,
+    Pause,
+    Prepare,
+    Quarantine,
+    Resume,
+    Update,
+)
 
 COUNTED = ["schedules", "faults_injected", "kills", "corruptions"]
 ZEROS = ["torn_responses", "mislabelled_responses", "hangs", "leaks", "uncaught_corruptions"]
@@ -140,9 +152,9 @@ def test_every_point_that_code_reaches_is_one_of_them() -> None:
     package = Path(failpoints.__file__).parent
     text = "".join(path.read_text() for path in package.rglob("*.py"))
     named = set(re.findall(rf'points\.reached\("((?:{"|".join(parties)})\.[a-z.]+)"\)', text))
-    to_engines = (Prepare, CheckSources, Pause, Move, Commit, Resume, Update, Quarantine)
+    to_engines = (Prepare, CheckSources, Pause, Move, Commit, Resume, Update, Quarantine, OpenStream, MoveWindow, EndStream)
     received = {f"engine.received.{message.__name__.lower()}" for message in to_engines}
-    assert named | received == EVERY_POINT
+    assert named | received == EVERY_POINT | set(points.STREAM_POINTS)
 
 
 def test_points_cost_nothing_to_speak_of_and_carry_no_gate_here() -> None:

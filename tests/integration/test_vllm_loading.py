@@ -26,7 +26,8 @@ class Takes(torch.nn.Module):
         if not self.most:
             return
         for count, (name, tensor) in enumerate(tensors, 1):
-            self.get_parameter(name).data.copy_(tensor)
+            parameter = self.get_parameter(name)
+            getattr(parameter, "weight_loader", torch.Tensor.copy_)(parameter, tensor)  # a reload sets the first
             if count == self.most:
                 return
 
@@ -40,9 +41,12 @@ class Unquantized:
 
 @pytest.mark.parametrize(("most", "stopped"), [(0, "first.weight"), (1, "second.weight"), (2, None)])
 def test_a_loader_that_leaves_tensors_is_an_error_also_if_it_says_nothing_of_what_it_loaded(most: int, stopped: str | None) -> None:
+    from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+
     from weightsync.engines.vllm.loading import install
 
     model, tensors = Takes(most), [(name, torch.ones(2, 2)) for name in ("first.weight", "second.weight")]
+    record_metadata_for_reloading(model)  # as vLLM does when it has loaded a model
     if stopped is None:
         install(model, Unquantized(), tensors)
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -395,11 +395,11 @@ class NixlReader(ConnectedReader):
         if self._left:
             return
         self._left = True
-        deadline = Deadline(_SETTLE_SECONDS)
-        self._forget_plan(deadline)
-        if self._header_read is not None:
-            self._header_read.release()
-        self._agent.deregister(self._page_token)
-        if self._remote:
-            self._agent.remove(self._remote)
-        self._leave()
+        with ExitStack() as owned:  # the last first; a read that cannot be cancelled must not keep the agent
+            owned.callback(self._leave)
+            if self._remote:
+                owned.callback(self._agent.remove, self._remote)
+            owned.callback(self._agent.deregister, self._page_token)
+            if self._header_read is not None:
+                owned.callback(self._header_read.release)
+            self._forget_plan(Deadline(_SETTLE_SECONDS))

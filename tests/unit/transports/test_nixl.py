@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.errors import ConfigurationError, ProtocolError, TransportUnavailable
+from weightsync.errors import ConfigurationError, PeerLost, ProtocolError, TransportUnavailable
 from weightsync.tensors.copies import copy_tiles
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.testing.copy_cases import tiles_from
@@ -149,6 +151,59 @@ def test_requests_that_make_no_sense_are_refused() -> None:
                     reader._asked(reader._connected(Deadline(5)), request, Deadline(5))
         finally:
             reader.close()
+    finally:
+        publisher.close()
+        region.close()
+
+
+def agents_here() -> int:
+    """Agents of this process: each has a segment of UCX's own shared memory or more."""
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return sum("ucx_shm" in link for link in links)
+
+
+@needs_nixl
+def test_an_error_that_somebody_keeps_does_not_keep_the_agent() -> None:
+    """As an engine rank keeps the error of its last round: its frames refer to whatever raised it."""
+    kept: list[object] = []
+    before = agents_here()
+    region = PublishedRegion(1 << 16, "d" * 32)
+    transport, publisher = Nixl(), Nixl().publish(region, KEY, this_host())
+    try:
+        reader = transport.open(publisher.offer, KEY, Deadline(10))
+        publisher.close()
+        with pytest.raises(PeerLost) as raised:
+            reader._header_read.start()  # type: ignore[union-attr]
+        kept.append(raised.value)
+        with pytest.raises(PeerLost) as raised:
+            reader._agent.prepare(
+                ("host", np.array([[reader._page.ctypes.data, 64]]), 0), "nobody", ("host", np.array([[1, 64]]), 0), "a peer"
+            )
+        kept.append(raised.value)
+        reader.close()
+        kept.append(reader)
+    finally:
+        publisher.close()
+        region.close()
+    assert agents_here() == before
+
+
+@needs_nixl
+def test_a_publisher_that_fails_to_describe_its_memory_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: object, buffers: object) -> None:
+        raise TransportUnavailable("its memory went away")
+
+    region = PublishedRegion(1 << 16, "d" * 32)
+    publisher = Nixl().publish(region, KEY, this_host())
+    monkeypatch.setattr("weightsync.transports.nixl.publisher._Registration.describe", fails)
+    before = agents_here()
+    try:
+        with pytest.raises(TransportUnavailable, match="its memory went away"):
+            Nixl().open(publisher.offer, KEY, Deadline(10))
+        assert agents_here() == before
     finally:
         publisher.close()
         region.close()

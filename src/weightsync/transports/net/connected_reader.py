@@ -110,11 +110,11 @@ class ConnectedReader(BlockingReader):
             raise ProtocolError(f"{channel.peer} answered {type(answer).__name__} to a table of tiles")
         self._take_ready(answer)
 
-    def _asked(self, channel: Channel, request: Request, deadline: Deadline) -> Request:
+    def _asked(self, channel: Channel, request: Request, deadline: Deadline, most: int = ANSWER_BYTES) -> Request:
         """What the owner answers, unless that is its failure, which is raised; the connection stays."""
         try:
             send_request(channel, request, deadline)
-            answer = next_control(channel, ANSWER_BYTES, deadline)
+            answer = next_control(channel, most, deadline)
         except WeightSyncError:
             self._drop()
             raise

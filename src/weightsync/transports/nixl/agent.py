@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -80,21 +80,21 @@ def _api() -> Any:  # noqa: ANN401 (NIXL has no types)
 class Transfer:
     """One prepared transfer, which may be started any number of times, one after the other. Made by :meth:`Agent.prepare`."""
 
-    def __init__(self, agent: Agent, handle: Any, lists: tuple[Any, Any], peer: str) -> None:  # noqa: ANN401
+    def __init__(self, agent: Agent, handle: Any, lists: tuple[Any, ...], peer: str) -> None:  # noqa: ANN401
         self._agent, self._handle, self._lists, self._peer = agent, handle, lists, peer
         self.running = False
         self._seconds = 0.0
 
     def start(self) -> None:
         """Post it. A small one may be done when this returns. Raises :class:`~weightsync.errors.PeerLost`."""
-        self._step(self._agent.api.transfer)
+        self._step("transfer")
 
-    def _step(self, call: Callable[[Any], str]) -> None:
+    def _step(self, call: str) -> None:
         try:
-            state = call(self._handle)
-        except Exception as error:
+            state = getattr(self._agent.api, call)(self._handle)
+        except Exception as error:  # noqa: BLE001 (NIXL's exceptions have no base but this)
             self.running = False
-            raise PeerLost(f"{self._peer} cannot be read: {error}") from error
+            raise PeerLost(f"{self._peer} cannot be read: {error}") from _without_frames(error)
         self.running = state == "PROC"
         if state not in ("PROC", "DONE"):
             raise PeerLost(f"{self._peer} cannot be read: its memory is gone or the connection broke")
@@ -113,7 +113,7 @@ class Transfer:
         began = time.monotonic()
         pause = self._seconds * _SURE
         while self.running:
-            self._step(self._agent.api.check_xfer_state)
+            self._step("check_xfer_state")
             if self.running:
                 left = deadline.remaining(f"reading from {self._peer}")
                 if (stop or self._agent.closing).wait(min(pause, left)):
@@ -127,8 +127,9 @@ class Transfer:
             self._handle.release()
             for prepared in self._lists:
                 prepared.release()
-        except Exception as error:
-            raise TransportError(f"a transfer from {self._peer} cannot be cancelled: {error}") from error
+        except Exception as error:  # noqa: BLE001 (NIXL's exceptions have no base but this)
+            raise TransportError(f"a transfer from {self._peer} cannot be cancelled: {error}") from _without_frames(error)
+        self._handle, self._lists = None, ()  # they refer to the agent
 
 
 class Agent:
@@ -155,8 +156,10 @@ class Agent:
         try:
             self.api = module.nixl_agent(self.name, config)
             self.api.create_backend("UCX", {"ucx_error_handling_mode": "peer", **options})
-        except Exception as error:
-            raise TransportUnavailable(f"NIXL finds no way to other hosts with the options {dict(options)}: {error}") from error
+        except Exception as error:  # noqa: BLE001 (NIXL's exceptions have no base but this)
+            raise TransportUnavailable(
+                f"NIXL finds no way to other hosts with the options {dict(options)}: {error}"
+            ) from _without_frames(error)
         forks.in_children(self, Agent._forget)
 
     def _forget(self) -> None:
@@ -179,17 +182,17 @@ class Agent:
         """
         try:
             token = self.api.register_memory(_descriptors(spans, device), _SEGMENTS[memory])
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (NIXL's exceptions have no base but this)
             raise TransportUnavailable(
                 f"{int(spans[:, 1].sum()):,} bytes of {memory} memory cannot be registered with NIXL: {error}. It may be limited "
                 "(ulimit -l), or allocated with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-            ) from error
+            ) from _without_frames(error)
         with self._lock:
             self._registered.append(token)
         return token
 
     def deregister(self, token: Any) -> None:  # noqa: ANN401
-        """Undo :meth:`register`. Whoever still reads gets an error."""
+        """Undo :meth:`register`. A read that still runs ends with an error."""
         with self._lock:
             self._registered.remove(token)
         self.api.deregister_memory(token)
@@ -221,8 +224,8 @@ class Agent:
                     return name
             try:
                 added = self.api.add_remote_agent(metadata)
-            except Exception as error:
-                raise ProtocolError(f"the publisher's NIXL agent cannot be used: {error}") from error
+            except Exception as error:  # noqa: BLE001 (NIXL's exceptions have no base but this)
+                raise ProtocolError(f"the publisher's NIXL agent cannot be used: {error}") from _without_frames(error)
             name = added.decode() if isinstance(added, bytes) else str(added)
             _, users = self._remotes.get(name, (b"", 0))
             self._remotes[name] = metadata, users + 1
@@ -251,16 +254,15 @@ class Agent:
             PeerLost: The peer has not registered that memory, or is gone.
         """
         every = np.arange(len(target[1]), dtype=np.int32)
+        lists: list[Any] = []
         try:
-            here = self._list("", target)
-            there = self._list(name, source)
-            return Transfer(self, self.api.make_prepped_xfer("READ", here, every, there, every), (here, there), peer)
-        except Exception as error:
-            raise PeerLost(f"{peer} does not let its memory be read (any more): {error}") from error
-
-    def _list(self, name: str, pieces: Pieces) -> Any:  # noqa: ANN401
-        memory, spans, device = pieces
-        return self.api.prep_xfer_dlist(name, _descriptors(spans, device), _SEGMENTS[memory])
+            for agent, (memory, spans, device) in (("", target), (name, source)):
+                lists.append(self.api.prep_xfer_dlist(agent, _descriptors(spans, device), _SEGMENTS[memory]))
+            handle = self.api.make_prepped_xfer("READ", lists[0], every, lists[1], every)
+        except Exception as error:  # noqa: BLE001 (NIXL's exceptions have no base but this)
+            lists.clear()
+            raise PeerLost(f"{peer} does not let its memory be read (any more): {error}") from _without_frames(error)
+        return Transfer(self, handle, tuple(lists), peer)
 
     def close(self) -> None:
         """Deregister everything and end the agent's threads and connections. Safe twice; in a forked child: nothing."""
@@ -273,6 +275,11 @@ class Agent:
         for name in self._remotes:
             self.api.remove_remote_agent(name)
         del self.api
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Return ``error`` without its traceback, whose frames hold NIXL's objects for as long as somebody keeps the error."""
+    return error.with_traceback(None)
 
 
 def _descriptors(spans: Int64, device: int) -> npt.NDArray[np.uint64]:

@@ -19,7 +19,7 @@ from weightsync.tensors.copies import copy_tiles
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.tcp.sender import frames_of
 
-__all__ = ["BUFFERS", "TILE_BYTES", "Copies", "Frames", "StagingBuffers", "copies", "merged_runs", "split"]
+__all__ = ["BUFFERS", "TILE_BYTES", "Copies", "Frames", "StagingBuffers", "copies", "split"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -79,10 +79,10 @@ def _padded(tiles: CopyTable) -> Int64:
     return padded
 
 
-def merged_runs(tiles: CopyTable) -> tuple[npt.NDArray[np.bool_], Int64]:
-    """Return which tiles are one run at both ends, and the bytes of the longest run that each tile is part of.
+def _merged_runs(tiles: CopyTable) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], Int64]:
+    """Return which tiles are contiguous at both ends, which of them continue the tile before, and the bytes of each tile's run.
 
-    Tiles that follow each other without a gap at both ends are one run.
+    Contiguous tiles that follow each other without a gap at both ends are one run.
     """
     size = tiles.rows * tiles.row_bytes
     whole = (tiles.rows == 1) | ((tiles.source_stride == tiles.row_bytes) & (tiles.target_stride == tiles.row_bytes))
@@ -97,7 +97,7 @@ def merged_runs(tiles: CopyTable) -> tuple[npt.NDArray[np.bool_], Int64]:
     run = np.cumsum(~follows) - 1
     length = np.zeros(int(run[-1]) + 1 if len(run) else 0, np.int64)
     np.add.at(length, run, size)
-    return follows, np.where(whole, length[run], tiles.row_bytes)
+    return whole, follows, np.where(whole, length[run], tiles.row_bytes)
 
 
 def split(tiles: CopyTable, least: int) -> tuple[Int64, CopyTable]:
@@ -110,11 +110,10 @@ def split(tiles: CopyTable, least: int) -> tuple[Int64, CopyTable]:
     Returns:
         ``int64[pieces, 4]`` (region, offset in it, target address, bytes) and the tiles for frames.
     """
-    follows, longest = merged_runs(tiles)
+    whole, follows, longest = _merged_runs(tiles)
     direct = longest >= least
     if not direct.any():
         return np.empty((0, 4), np.int64), tiles
-    whole = (tiles.rows == 1) | ((tiles.source_stride == tiles.row_bytes) & (tiles.target_stride == tiles.row_bytes))
     starts = np.flatnonzero(direct & whole & ~follows)
     joined = np.stack([tiles.region[starts], tiles.source[starts], tiles.target[starts], longest[starts]], axis=1)
     strided = np.flatnonzero(direct & ~whole)

@@ -38,15 +38,8 @@ __all__ = ["NixlPublisher"]
 
 Int64 = npt.NDArray[np.int64]
 
-_DESCRIPTION_BYTES = 64 << 20  # a million regions
 _BUFFER_BYTES: dict[Memory, int] = {"host": 16 << 20, "cuda": 256 << 20}
 _PACK_SECONDS = 60.0
-_SETTLE_SECONDS = 10.0
-_STAMP_BYTES = 256  # of a header page: everything that changes
-_PROBES, _PROBE_BYTES, _PROBE_RUN = 32, 4096, 4 << 20
-_LEAST_RUN, _MOST_RUN = 16 << 10, 16 << 20
-_MOST_BUFFER = 1 << 32
-_sharing = threading.Lock()
 
 
 class _Registration:

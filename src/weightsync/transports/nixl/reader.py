@@ -39,14 +39,11 @@ __all__ = ["NixlReader"]
 Int64 = npt.NDArray[np.int64]
 
 _DESCRIPTION_BYTES = 64 << 20  # a million regions
-_BUFFER_BYTES: dict[Memory, int] = {"host": 16 << 20, "cuda": 128 << 20}
-_PACK_SECONDS = 60.0
 _SETTLE_SECONDS = 10.0
 _STAMP_BYTES = 256  # of a header page: everything that changes
 _PROBES, _PROBE_BYTES, _PROBE_RUN = 32, 4096, 4 << 20
 _LEAST_RUN, _MOST_RUN = 16 << 10, 16 << 20
 _MOST_BUFFER = 1 << 32
-_sharing = threading.Lock()
 
 
 class _Plan:
@@ -117,7 +114,7 @@ class NixlReader(ConnectedReader):
         self._remote = ""
         self._regions: Int64 = np.empty((0, 2), np.int64)
         self._page = np.zeros(HEADER_BYTES, np.uint8)
-        self._page_token = agent.register("host", span_of(self._page))
+        self._page_token: object = None
         self._header_read: Transfer | None = None
         self._memory: Memory = "host"
         self._on = 0
@@ -127,6 +124,7 @@ class NixlReader(ConnectedReader):
         self._frames_asked = self._frames_taken = 0
         self._stop = threading.Event()
         try:
+            self._page_token = agent.register("host", span_of(self._page))
             super().__init__(dial, deadline)
             self._describe(self._connected(deadline), deadline)
         except BaseException:
@@ -136,8 +134,7 @@ class NixlReader(ConnectedReader):
     def _describe(self, channel: Channel, deadline: Deadline) -> MemoryDescription:
         """Ask where the publisher's memory lies now."""
         self._peer = channel.peer
-        send_request(channel, DescribeMemory(), deadline)
-        answer = next_control(channel, _DESCRIPTION_BYTES, deadline)
+        answer = self._asked(channel, DescribeMemory(), deadline, _DESCRIPTION_BYTES)
         if not isinstance(answer, MemoryDescription) or len(answer.regions) % 16 or not 0 < answer.buffer_bytes <= _MOST_BUFFER:
             raise ProtocolError(f"{channel.peer} described its memory wrongly")
         regions = np.frombuffer(answer.regions, "<i8").astype(np.int64).reshape(-1, 2)
@@ -399,7 +396,9 @@ class NixlReader(ConnectedReader):
             owned.callback(self._leave)
             if self._remote:
                 owned.callback(self._agent.remove, self._remote)
-            owned.callback(self._agent.deregister, self._page_token)
+            if self._page_token is not None:
+                owned.callback(self._agent.deregister, self._page_token)
             if self._header_read is not None:
                 owned.callback(self._header_read.release)
+                self._header_read = None
             self._forget_plan(Deadline(_SETTLE_SECONDS))

@@ -165,7 +165,7 @@ class RoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_unavailable: int | None = None
     """Replicas that may be out of service at a time (a rolling round); ``None``: all at once. Who serves nothing is not counted."""
     timeout: float = 300.0
-    """Seconds for a round that nobody gave a timeout, and the most that any round gets."""
+    """Seconds for a round without a timeout of its own, and the most that any round gets."""
     grace: float = 5.0
     """Seconds that a quarantine may take after a failure, even after the round's deadline or while the round is cancelled."""
     retry: bool = True
@@ -475,7 +475,7 @@ def update_networks(environment: Mapping[str, str] | None = None) -> tuple[str, 
 
 
 def runtime_directory(environment: Mapping[str, str] | None = None) -> Path:
-    """Where this user's running coordinators leave their tokens; may not exist yet. Whoever uses it checks its owner and mode."""
+    """Where this user's running coordinators leave their tokens; may not exist yet. Callers check its owner and mode."""
     source = os.environ if environment is None else environment
     base = source.get("XDG_RUNTIME_DIR")
     if base and os.path.isabs(base) and os.path.isdir(base):

@@ -11,7 +11,7 @@ __all__ = ["Deadline"]
 
 
 class Deadline:
-    """A point in this process's monotonic time after which whoever holds this gives up.
+    """A point in this process's monotonic time after which its holder gives up.
 
     It crosses processes as the seconds that remain, never as a clock reading. Raises
     :class:`~weightsync.errors.ConfigurationError` unless ``seconds`` is a positive, finite number.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 __all__ = ["Held", "grown", "held", "machine"]
 
+_UCX_SEGMENTS = "/dev/shm/ucx_shm_posix_"  # of a NIXL agent: their names are random, and their number follows the load
 _RESIDENT = 48 << 20  # bytes by which a process may grow: allocators keep what they once had
 
 
@@ -30,7 +31,9 @@ def held(pid: int) -> Held:
     kinds: Counter[str] = Counter()
     for link in (root / "fd").iterdir():
         with suppress(OSError):
-            kinds[os.readlink(link).split(":")[0]] += 1
+            kind = os.readlink(link).split(":")[0]
+            if not kind.startswith(_UCX_SEGMENTS):  # an agent that stays also has sockets, pipes and event descriptors
+                kinds[kind] += 1
     pages = int((root / "statm").read_text().split()[1])
     return Held(kinds, sum(1 for _ in (root / "task").iterdir()), pages * os.sysconf("SC_PAGE_SIZE"))
 

@@ -68,7 +68,7 @@ class TransferPlan:
     """The memory that ``slices`` takes."""
 
     def holds_for(self, trainers: Mapping[str, TrainerRank], engines: Mapping[str, EngineRank]) -> bool:
-        """Whether these are the very ranks that it was made for, without looking at what they said: none has joined anew."""
+        """Return True if the rank objects are identical, that is, if no rank has rejoined."""
         now = (*trainers.values(), *engines.values())
         return len(now) == len(self.parties) and all(map(operator.is_, now, self.parties))
 
@@ -148,7 +148,7 @@ def negotiate(
     claim: MemoryClaim | None = None,
     stop: Stop | None = None,
 ) -> TransferPlan:
-    """The agreement for one replica: the ``earlier`` one, where ranks that joined anew say the same as before.
+    """Return the agreement for one replica: the ``earlier`` one, if the ranks that rejoined state the same as before.
 
     Raises :class:`~weightsync.errors.ManifestMismatch`, :class:`~weightsync.errors.LayoutError` or
     :class:`~weightsync.errors.ConfigurationError`, each naming the replica or rank; :class:`~weightsync.errors.PeerLost` without a
@@ -163,7 +163,7 @@ def negotiate(
     if earlier is not None and earlier.key == key:
         return replace(earlier, parties=parties)
     if earlier is not None:
-        earlier.claim.keep(0)  # nobody reads by it again: its place is needed to make the next
+        earlier.claim.keep(0)  # it is not used again, and the next one needs its memory
     manifest = next(iter(trainers.values())).manifest
     for member, engine in engines.items():
         manifest.check_same(engine.manifest, member)

@@ -48,7 +48,7 @@ class TrainerRank:
     live: bool = False
     """Whether readers read the rank's own memory in place, which is possible only during a publication."""
     epoch: int = 0
-    """Epoch in which the rank publishes; 0 if it has not been told one."""
+    """Epoch in which the rank publishes; 0 before it received one."""
     new_epoch: bool = False
     version: Version | None = None
     """Last version that the rank published."""

@@ -197,12 +197,7 @@ class RemoteTrainer:
         answer = await self._calls.call(Place(number, epoch), timeout)
         if not isinstance(answer, Placed):
             raise _unexpected(self._rank.member, "Place", answer)
-        rows = len(self._rank.layout)
-        if len(answer.digests) != 8 * rows:
-            raise ProtocolError(
-                f"{self._rank.member} sent {len(answer.digests)} bytes of digests, expected 8 for each of {rows} rows"
-            )
-        return np.frombuffer(answer.digests, "<u8").astype(np.uint64, copy=False)
+        return _digests(self._rank.member, answer.digests, len(self._rank.layout), "rows")
 
     async def place_window(self, body: PlaceWindow, timeout: float) -> WindowPlaced:
         """Let the rank place a window. Returns what is in it, or the end of the stream."""
@@ -237,10 +232,7 @@ class RemoteEngine:
         answer = await self._calls.call(Prepare(plan), timeout)
         if not isinstance(answer, Prepared):
             raise _unexpected(self._rank.member, "Prepare", answer)
-        if len(answer.transports) > len(plan.sources):
-            raise ProtocolError(f"{self._rank.member} names {len(answer.transports)} transports for {len(plan.sources)} sources")
-        if not all(map(str.isprintable, (answer.digest, *answer.transports))):
-            raise ProtocolError(f"{self._rank.member} sent a plan digest or transport name that is not printable")
+        _check_prepared(self._rank.member, answer, len(plan.sources))
         self._plan = plan
         return answer
 
@@ -264,8 +256,7 @@ class RemoteEngine:
         answer = await self._calls.call(body, timeout)
         if not isinstance(answer, Prepared):
             raise _unexpected(self._rank.member, "OpenStream", answer)
-        if len(answer.transports) > len(body.sources) or not all(map(str.isprintable, answer.transports)):
-            raise ProtocolError(f"{self._rank.member} names impossible transports for {len(body.sources)} sources")
+        _check_prepared(self._rank.member, answer, len(body.sources))
         return answer
 
     async def move_window(self, body: MoveWindow, timeout: float) -> npt.NDArray[np.uint64]:
@@ -273,11 +264,7 @@ class RemoteEngine:
         answer = await self._calls.call(body, timeout)
         if not isinstance(answer, WindowMoved):
             raise _unexpected(self._rank.member, "MoveWindow", answer)
-        if len(answer.digests) != 8 * len(body.placed.parts):
-            raise ProtocolError(
-                f"{self._rank.member} sent {len(answer.digests)} bytes of digests of {len(body.placed.parts)} tensors"
-            )
-        return np.frombuffer(answer.digests, "<u8").astype(np.uint64, copy=False)
+        return _digests(self._rank.member, answer.digests, len(body.placed.parts), "tensors")
 
     async def end_stream(self, body: EndStream, timeout: float) -> Moved:
         """Let the rank load what is left. The answer holds the digest of each tensor of the stream."""
@@ -327,3 +314,16 @@ class RemoteEngine:
 
 def _unexpected(member: str, asked: str, answer: Body) -> ProtocolError:
     return ProtocolError(f"{member} answered {asked} with {type(answer).__name__}")
+
+
+def _digests(member: str, packed: bytes, count: int, of: str) -> npt.NDArray[np.uint64]:
+    if len(packed) != 8 * count:
+        raise ProtocolError(f"{member} sent {len(packed)} bytes of digests, expected 8 for each of {count} {of}")
+    return np.frombuffer(packed, "<u8").astype(np.uint64, copy=False)
+
+
+def _check_prepared(member: str, answer: Prepared, sources: int) -> None:
+    if len(answer.transports) > sources:
+        raise ProtocolError(f"{member} names {len(answer.transports)} transports for {sources} sources")
+    if not all(map(str.isprintable, (answer.digest, *answer.transports))):
+        raise ProtocolError(f"{member} sent a plan digest or transport name that is not printable")

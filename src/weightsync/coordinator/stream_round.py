@@ -276,7 +276,7 @@ async def _update_replica(
                 failure = placing.exception() if placing.done() and not placing.cancelled() else None
                 if failure is None:
                     raise
-                raise WeightSyncError(str(failure)) from failure  # what ended this: the replica's ranks are told
+                raise WeightSyncError(str(failure)) from failure  # what ended this is sent to the replica's ranks
             finally:
                 flow.leave(at)  # before a quarantine, for which the others need not wait
             with report.phase("verify"):

@@ -35,8 +35,8 @@ class EngineAdapter:
     """``pause()`` may be called again while paused, and then makes sure that nothing runs.
 
     Say so where somebody else may resume the engine by its own means: then ``pause`` is called before every update, with mode
-    ``keep`` if it was paused. A class that defines ``pause`` says it anew; it is not inherited from the class whose ``pause`` it
-    replaces.
+    ``keep`` if it was paused. A class that defines ``pause`` must state it again; it is not inherited from the class whose
+    ``pause`` it replaces.
     """
 
     sleeps = False

@@ -60,8 +60,8 @@ class AdapterCalls:
     ``pause`` does nothing while the engine is paused, so an adapter need not remember that it is; one that says ``pauses_twice`` is
     asked again. A ``pause`` that raised, and a ``resume`` that raised, leave an engine that may be generating: then any is.
 
-    One adapter may be driven in several ways: a coordinator's rounds, and updates from outside, by turns. Whoever pauses or writes
-    it takes it; ``taken`` of the one who drove it before is called first, under :attr:`turn`: the bytes get another name.
+    One adapter may be driven in several ways: a coordinator's rounds, and updates from outside, by turns. A driver that pauses or
+    writes it takes it; ``taken`` of the one who drove it before is called first, under :attr:`turn`: the bytes get another name.
     """
 
     def __init__(self, adapters: Sequence[EngineAdapter], member: str, taken: Callable[[], None] = lambda: None) -> None:
@@ -79,7 +79,7 @@ class AdapterCalls:
 
     @property
     def paused_by(self) -> int:
-        """The number of the last call that paused the engine for an update, whoever made it. Calls of all drivers share numbers."""
+        """The number of the last call that paused the engine for an update, by any driver. Calls of all drivers share numbers."""
         return max(driven.paused_by for _, driven in self._driven)
 
     @paused_by.setter

@@ -1,4 +1,4 @@
-"""The tensors of a speculative decoder's own model, told apart from the main model's by how their names begin."""
+"""The tensors of a speculative decoder's own model, distinguished from the main model's by a prefix of their names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SHOWN = 5
 
 
 def join_manifests(main: Manifest, draft: Manifest | None, prefix: str) -> Manifest:
-    """The manifest of everything that may arrive: the main model's tensors, and a draft's, told apart by ``prefix``.
+    """The manifest of everything that may arrive: the main model's tensors, and a draft's, distinguished by ``prefix``.
 
     Raises :class:`~weightsync.errors.ConfigurationError` where the rule would send a tensor to the wrong model.
     """

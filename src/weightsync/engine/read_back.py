@@ -20,7 +20,7 @@ __all__ = ["ReadBack"]
 
 
 class ReadBack:
-    """Where the parameters are, and how to digest them: made once, and anew when they are other memory or another view of it.
+    """Where the parameters are, and how to digest them: made once, and again when they are other memory or another view of it.
 
     Used by one thread at a time.
     """

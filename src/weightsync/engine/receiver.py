@@ -25,7 +25,7 @@ Batch = list[tuple[str, torch.Tensor]]
 
 
 class _Handover(EngineAdapter):
-    """Lends each bucket to whoever takes, and gets it back when the next one is asked for. A stream goes to one taker."""
+    """Lends each bucket to the consumer, and gets it back when the next one is requested. A stream has one consumer."""
 
     name = "receiver"
     takes_any = True
@@ -34,7 +34,7 @@ class _Handover(EngineAdapter):
         self._device, self._timeout = device, timeout
         self._changed = threading.Condition()
         self._takers = 0  # so far; each has a number
-        self._taker = 0  # who takes now; 0: nobody
+        self._taker = 0  # number of the consumer; 0: none
         self._owner = 0  # who takes the stream that runs
         self._running = False
         self._batch: Batch | None = None
@@ -54,7 +54,7 @@ class _Handover(EngineAdapter):
     def begin(self) -> None:
         with self._changed:
             self._running, self._owner, self._stopped, self._batch = True, 0, None, None
-            self._wait(lambda: bool(self._taker), "nobody called receive()")
+            self._wait(lambda: bool(self._taker), "the application did not call receive()")
             self._owner = self._taker
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -62,9 +62,11 @@ class _Handover(EngineAdapter):
             self._batch, self._lent = list(tensors), False
             self._changed.notify_all()
             try:
-                self._wait(lambda: self._batch is None or self._taker != self._owner, "nobody asked for the next batch")
+                self._wait(
+                    lambda: self._batch is None or self._taker != self._owner, "the application did not ask for the next batch"
+                )
                 if self._batch is not None:
-                    raise LoadError("whoever received the stream stopped in the middle of it")
+                    raise LoadError("the application stopped iterating in the middle of the stream")
             finally:
                 self._batch = None
 
@@ -90,7 +92,7 @@ class _Handover(EngineAdapter):
         if not done:
             raise DeadlineExceeded(f"{what} within {self._timeout:g} s")
 
-    # Whoever takes.
+    # The consumer's side.
 
     @contextmanager
     def taking(self) -> Iterator[int]:
@@ -214,7 +216,7 @@ class Receiver:
                 del batch
 
     def close(self) -> None:
-        """Leave the coordinator; whoever receives gets :class:`~weightsync.errors.Aborted`. Safe twice."""
+        """Leave the coordinator; a thread that receives gets :class:`~weightsync.errors.Aborted`. Safe twice."""
         self._handover.close()
         self._engine.close()
 

@@ -70,7 +70,7 @@ class ReceivedCall:
         return self.role.answer(self, timeout)
 
     def withdraw(self) -> str:
-        """Nobody waits for the answer any more: abort the call, unless it is a quarantine. Returns what the rank is doing."""
+        """The caller has given up: abort the call, unless it is a quarantine. Returns what the rank is doing."""
         if not isinstance(self.body, Quarantine):
             self.role.session.abort()
         return self.role.session.occupation
@@ -173,7 +173,7 @@ class EngineRole:
                 self.session.check_abort()
                 return self._answer(call.body, deadline)
             finally:
-                if self.session.closed:  # meanwhile: whoever closed did not wait for this to end
+                if self.session.closed:  # meanwhile: close() does not wait for this to end
                     self._drop_filler()
 
     def _answer(self, body: Body, deadline: Deadline) -> Body:

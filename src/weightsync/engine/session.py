@@ -1,4 +1,4 @@
-"""The state machine of one engine rank: the only caller of its adapter, whoever brings the weights."""
+"""The state machine of one engine rank: the only caller of its adapter, for every source of weights."""
 
 from __future__ import annotations
 
@@ -120,14 +120,14 @@ class EngineSession:
         """Take note of a call when it arrives, before it waits for its turn. Never blocks.
 
         A call that ``aborts``, a quarantine, ends those that arrived before, unless it belongs to another ``update`` than they. The
-        adapter is told its ``reason``.
+        adapter gets its ``reason``.
         """
         if aborts and update == self._update:
             self.abort(reason)
         return Ticket(what, next(_numbers), self._aborts, update)
 
     def abort(self, reason: str = "") -> None:
-        """End every call that has arrived, soon: nobody waits for it. Never blocks; an engine that is paused stays paused."""
+        """End every call that has arrived, soon: its callers have given up. Never blocks; an engine that is paused stays paused."""
         with self._changing:
             self._aborts = next(self._abort_numbers)
         self._on_abort()
@@ -231,7 +231,7 @@ class EngineSession:
 
     @contextmanager
     def leaving_service(self) -> Iterator[None]:
-        """Attest nothing from here on: whoever connects meanwhile must not count on this rank. Comes before :meth:`pause`.
+        """Attest nothing from here on: a client that connects meanwhile must not rely on this rank. Comes before :meth:`pause`.
 
         If the block raises, nothing was changed and the rank serves again; but not after an abort, as somebody may have been told
         that it serves nothing.

@@ -87,9 +87,9 @@ class CheckpointFiles(Closeable):
     """The tensors of a checkpoint ``directory`` (or one ``.safetensors`` file), open for reading. Close it, or use a ``with``.
 
     Reads headers only; :meth:`read` reads a tensor. A name in the index never leads out of the directory. Links are followed within
-    it, and to the blobs of Hugging Face's cache if it is a snapshot there; with ``follow_links`` to anywhere, which lets whoever
-    made the directory have any safetensors file sent that you may read. A file of which the file system stores next to nothing is
-    refused, since it costs its maker nothing and its reader its size; with ``allow_sparse`` it is read. Raises
+    it, and to the blobs of Hugging Face's cache if it is a snapshot there; with ``follow_links`` to anywhere, which lets a process
+    that made the directory have any safetensors file sent that you may read. A file of which the file system stores next to
+    nothing is refused, since it costs its maker nothing and its reader its size; with ``allow_sparse`` it is read. Raises
     :class:`~weightsync.errors.ConfigurationError` for a directory without a checkpoint, and for every header or index that is not
     what the format says.
     """

@@ -71,7 +71,7 @@ class _Target:
         try:
             self.client.abort(Deadline(_ABORT_SECONDS))
         except WeightSyncError as error:
-            _log.info("%s could not be told to give its update up: %s", self.client.url, error)
+            _log.info("%s could not be asked to give its update up: %s", self.client.url, error)
 
 
 def push(
@@ -205,7 +205,7 @@ class _Reading:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # A read that hangs is left behind with its memory: nothing ends it, and the engines have been told.
+        # A read that hangs is left behind with its memory: nothing ends it, and the engines were notified.
         self._reader.shutdown(wait=self._coming.done(), cancel_futures=True)
 
 

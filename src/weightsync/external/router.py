@@ -34,8 +34,8 @@ class _Refused(Exception):
 def weight_update_routes(updates: WeightUpdates, token: Secret | None) -> list[BaseRoute]:
     """Routes under LMDeploy's and SGLang's names, to be put into the server's own list of routes.
 
-    ``token`` is asked of every request, as ``Authorization: Bearer``. ``None`` lets in whoever reaches the server: only for one
-    that checks by itself, or that only its own machine can reach. The answers are
+    ``token`` is asked of every request, as ``Authorization: Bearer``. ``None`` admits every client that reaches the server: only
+    for one that checks by itself, or that only its own machine can reach. The answers are
     :class:`~weightsync.external.requests.Reply`, and ``State`` for ``GET /weight_update``.
     """
 

@@ -17,7 +17,7 @@ from weightsync.protocol.messages import Answer, Body, Call, Cancel, Failure, Fr
 __all__ = ["AnswerWatcher", "Calls"]
 
 AnswerWatcher = Callable[[Body, Answer | Failure, float, tuple[spans.Span, ...]], None]
-"""Told of a request that was handled: its answer, the seconds that it took, and the spans."""
+"""Called for each request that was handled, with its answer, the seconds that it took, and the spans."""
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Calls:
     raise. The owner of the wire passes every received frame to :meth:`feed` and calls :meth:`close` when the connection ends. Only
     :meth:`call` waits.
 
-    ``peer`` names the other side in traces. ``on_answer`` is told of each request that was handled.
+    ``peer`` names the other side in traces. ``on_answer`` is called for each request that was handled.
     """
 
     def __init__(

@@ -99,7 +99,7 @@ class CoordinatorConnection(Closeable):
             receive = received_for(handle)
         self._receive = receive
         self.on_answer: AnswerWatcher | None = None
-        """Told of every call of the coordinator that was answered, on the thread of all links."""
+        """Called after every call of the coordinator that was answered, on the thread of all links."""
         self._on_notice = on_notice or (lambda text: tell(_log, f"{name}: {text}"))
         self._calls_worker = Worker(f"weightsync-calls-{name}")
         self._quarantine_worker = Worker(f"weightsync-quarantine-{name}")
@@ -138,7 +138,7 @@ class CoordinatorConnection(Closeable):
     def connect(self) -> Welcome:
         """Connect within the settings' ``timeouts.connect`` and return the coordinator's welcome.
 
-        Nobody answering is tried again until then. Raises :class:`~weightsync.errors.CoordinatorUnreachable`,
+        An unreachable coordinator is tried again until then. Raises :class:`~weightsync.errors.CoordinatorUnreachable`,
         :class:`~weightsync.errors.AuthenticationError`, or the error that the coordinator refused this rank with; nothing is
         left running then.
         """
@@ -208,7 +208,7 @@ class CoordinatorConnection(Closeable):
         try:
             loop.call_soon_threadsafe(self._schedule_progress)
         except RuntimeError:
-            return  # the loop has just closed: nobody is left to tell
+            return  # the loop has just closed
 
     def close(self, timeout: float = 5.0) -> None:
         """Leave the coordinator and end this link's threads. Safe twice and from any thread.
@@ -390,7 +390,7 @@ class CoordinatorConnection(Closeable):
         return answer
 
     def _connect_again_after(self, worker: Worker) -> None:
-        """A call was refused: when what hangs has ended, say Hello again, so that the coordinator looks at this rank anew."""
+        """A call was refused: when what hangs has ended, say Hello again, so that the coordinator admits this rank again."""
         self._refused_on = self._socket
         if not self._ended.is_set() and (self._returning is None or self._returning.done()):
             self._returning = asyncio.ensure_future(self._connect_again(worker))

@@ -37,7 +37,7 @@ _MESSAGE_CHARS = 500
 async def dial(settings: ClientSettings, hello: Hello, timeout: float) -> tuple[ClientConnection, Welcome]:
     """A socket on which the coordinator has welcomed ``hello``, within ``timeout`` seconds.
 
-    Raises :class:`~weightsync.errors.CoordinatorUnreachable` if nobody answers (worth another try),
+    Raises :class:`~weightsync.errors.CoordinatorUnreachable` if no server answers (worth another try),
     :class:`~weightsync.errors.AuthenticationError` for a token that is missing or wrong, or a coordinator that cannot prove that it
     has it (the token itself is never sent),
     :class:`~weightsync.errors.ConfigurationError` if something else than a coordinator answers, and the error that the

@@ -28,7 +28,7 @@ __all__ = [
 
 AGENTS_PATH = "/v1/agents"
 FRAME_LIMIT_HEADER = "X-Weightsync-Frame-Bytes"
-"""In the answer to an agent's upgrade: the largest frame that the coordinator takes, so that nobody learns it by being cut off."""
+"""In the answer to an agent's upgrade: the largest frame that the coordinator takes, for agents to respect."""
 SUBPROTOCOL = f"weightsync.{PROTOCOL}"
 """Offered by every agent, so that two ends of different protocols part before a frame is read."""
 
@@ -40,7 +40,7 @@ CLOSE_POLICY = 1008
 CLOSE_TOO_BIG = 1009
 CLOSE_INTERNAL = 1011
 CLOSE_RESTART = 1012
-"""Whoever closes connects again at once. :data:`CLOSE_NORMAL` would be a goodbye."""
+"""The closing side connects again at once. :data:`CLOSE_NORMAL` would be a goodbye."""
 
 
 def tls_context(settings: ClientSettings) -> ssl.SSLContext | None:

@@ -1,7 +1,7 @@
 """Proving to each other that both ends have the token, without sending it.
 
 The agent asks for a challenge with a nonce of its own. The coordinator answers with a fresh nonce and a proof over both. If that
-is right, the agent sends its own proof, in the ``Authorization`` header of one request. So whoever listens on the port of a
+is right, the agent sends its own proof, in the ``Authorization`` header of one request. So a process that listens on the port of a
 coordinator that died learns nothing that is of use there or elsewhere. An HTTP client uses a challenge for several requests, which
 it counts, and looks for a proof in each answer. The coordinator keeps no state for strangers: its nonces carry their time and its
 signature. It remembers what holders of the token have used until that expires.

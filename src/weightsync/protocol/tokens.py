@@ -64,7 +64,7 @@ def check_bind(settings: ServerSettings) -> None:
     """Raise :class:`ConfigurationError` if this would let others in without a token that they were given on purpose."""
     if settings.token is None and not is_loopback(settings.host):
         raise ConfigurationError(
-            f"refusing to listen on {settings.host!r} without a token: whoever reaches this address could replace the weights "
+            f"refusing to listen on {settings.host!r} without a token: any peer of this address could replace the weights "
             "that your engines serve. Set WEIGHTSYNC_TOKEN or WEIGHTSYNC_TOKEN_FILE here and on every agent (make one with "
             "`python -c 'import secrets; print(secrets.token_urlsafe(32))'`), or listen on 127.0.0.1"
         )
@@ -76,7 +76,7 @@ def token_path(port: int, directory: Path | None = None) -> Path:
 
 
 def login_url(address: Address, token: Secret) -> str:
-    """A link that opens the status page with its token, in the fragment: browsers send that to nobody."""
+    """A link that opens the status page with its token, in the fragment, which browsers do not send."""
     return f"{address.url}/#token={quote(token.reveal(), safe='')}"
 
 

@@ -141,5 +141,5 @@ class AcceptLimiter:
         _, sock = self._handshakes.pop(task)
         task.cancel()
         with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)  # the peer learns it at once, whoever closes the descriptor
+            sock.shutdown(socket.SHUT_RDWR)  # the peer learns it at once, even if another thread closes the descriptor
         task.add_done_callback(lambda _: sock.close())  # in case that the task never ran

@@ -32,7 +32,7 @@ _REASON_BYTES = 120  # RFC 6455: a close frame carries at most 123 bytes of reas
 
 
 class AgentSockets:
-    """All agents' connections of one coordinator. Whoever gets here has presented the token."""
+    """All agents' connections of one coordinator. A peer that gets here has presented the token."""
 
     def __init__(self, coordinator: Coordinator, settings: ServerSettings) -> None:
         self._coordinator, self._settings = coordinator, settings
@@ -60,14 +60,14 @@ class AgentSockets:
             await socket.accept(SUBPROTOCOL, [(FRAME_LIMIT_HEADER.lower().encode(), str(limits.frame_bytes).encode())])
             await self._greet(socket)
         except (WebSocketDisconnect, PeerLost):
-            return  # before it was welcomed: nobody knows it
+            return  # before it was welcomed: it was never registered
         finally:
             del self._connections[task]
 
     async def aclose(self, reason: str) -> None:
         """Close every connection with ``reason`` and take no new one; returns when all have ended. Safe twice.
 
-        Answers that are under way are sent first: whoever asked shall learn more than that its connection closed.
+        Answers that are under way are sent first, so that a caller learns more than that its connection closed.
         """
         self._closing = reason
         async with _at_most(self._settings.shutdown_seconds):

@@ -150,7 +150,9 @@ class Service:
         """Cancel rounds, end event streams, close every agent's socket with ``reason``. Safe twice."""
         for mount in self._mounts:
             mount.close()
-        await self._coordinator.aclose()  # before agents go: a replica in the middle of an update can still be told to stay paused
+        await (
+            self._coordinator.aclose()
+        )  # before agents go: a replica in the middle of an update can still be ordered to stay paused
         await self._agents.aclose(reason)
         await asyncio.wait(self._followers, timeout=self._settings.shutdown_seconds)
         for follower in self._followers:
@@ -274,7 +276,7 @@ class TokenAdmission:
             await self._app(scope, receive, _with(send, ANSWER_HEADER, answer) if answer else send)
             return
         if public:
-            # Whoever asks for a challenge proves the token on the same connection next.
+            # A client that asks for a challenge proves the token on the same connection next.
             stays = scope["path"] == CHALLENGE_PATH and self._connections.may_stay(scope.get(TRANSPORT))
             await self._app(scope, receive, send if stays else _last(send))
             return

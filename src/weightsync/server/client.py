@@ -36,7 +36,7 @@ T = TypeVar("T")
 class Client(Closeable):
     """One coordinator over HTTP, for one thread. Close it, or use it in a ``with``.
 
-    Every method raises :class:`~weightsync.errors.CoordinatorUnreachable` if nobody answers,
+    Every method raises :class:`~weightsync.errors.CoordinatorUnreachable` if no coordinator answers,
     :class:`~weightsync.errors.AuthenticationError` for a wrong token, the error that the coordinator names, and
     :class:`~weightsync.errors.ProtocolError` for an answer that no coordinator gives.
     """

@@ -95,7 +95,7 @@ class HttpConnection:
         if self._gone or self._closing:
             return False
         if self._http.our_state is h11.DONE and self._http.their_state is h11.SEND_BODY:
-            # A body that nobody wanted is read and dropped, so that the peer is not cut off before it has read the answer.
+            # A body that was not wanted is read and dropped, so that the peer is not cut off before it has read the answer.
             with contextlib.suppress(h11.RemoteProtocolError):
                 async with asyncio.timeout(self._settings.limits.hello_seconds):
                     while isinstance(await self._next_event(), h11.Data):

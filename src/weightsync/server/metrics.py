@@ -28,7 +28,7 @@ _KIND = re.compile(r"(?:^|: )([A-Z][A-Za-z]+)(?=: )")
 
 
 class Declared(NamedTuple):
-    """One metric: what Prometheus and the documentation are told of it."""
+    """One metric, as Prometheus and the documentation show it."""
 
     name: str
     """Without the prefix ``weightsync_``."""

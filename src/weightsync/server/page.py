@@ -45,7 +45,7 @@ def is_own_name(host: str, listening: str) -> bool:
     """Whether a browser that sends this ``Host`` asked for this machine, as far as a coordinator on loopback can know.
 
     A page elsewhere can have its own name resolve to 127.0.0.1, and for the browser what is served under that name belongs to it.
-    Whoever listens on more than loopback has names that it does not know of.
+    A coordinator that listens on more than loopback has names that it does not know.
     """
     if not is_loopback(listening):
         return True

@@ -86,7 +86,7 @@ def _tls_context(settings: ServerSettings) -> ssl.SSLContext | None:
 async def run_server(
     settings: ServerSettings, stop: asyncio.Event, started: Callable[[Address, Secret, Coordinator], None] | None = None
 ) -> None:
-    """Serve a new coordinator until ``stop`` is set; ``started`` is told its address once it listens.
+    """Serve a new coordinator until ``stop`` is set; ``started`` gets its address once it listens.
 
     Agents' sockets are closed with a reason, event streams end, the coordinator's rounds are cancelled. Raises
     :class:`~weightsync.errors.ConfigurationError` for an address that cannot be listened on, an unsafe one without a token, or

@@ -1,4 +1,4 @@
-"""Answers about everything that is here: whoever asks over and over does not hold up the event loop on which rounds run."""
+"""Answers about the whole state: a client that asks repeatedly does not delay the event loop on which rounds run."""
 
 from __future__ import annotations
 

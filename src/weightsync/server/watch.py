@@ -46,8 +46,8 @@ class Watch:
     """Hands every change on until it is closed. A lost connection is made again, and what was missed is looked up once.
 
     ``on_status`` gets the whole status after each event that may have changed it, ``on_pausing`` a replica's name as soon as it is
-    being paused or is in quarantine. While no coordinator answers, nothing is told, and what was told stays true as far as anybody
-    knows. A wrong token ends it: :attr:`ended` then raises :class:`~weightsync.errors.AuthenticationError`.
+    being paused or is in quarantine. While no coordinator answers, nothing is reported, and the last report stays true as far as
+    anybody knows. A wrong token ends it: :attr:`ended` then raises :class:`~weightsync.errors.AuthenticationError`.
     """
 
     def __init__(self, settings: ClientSettings, on_status: Callable[[Status], None], on_pausing: Callable[[str], None]) -> None:

@@ -55,8 +55,9 @@ class _Allowance:
 class WebSocketConnection:
     """One WebSocket, from its upgrade request to its end.
 
-    The application's own ``receive`` reads from the connection, so a peer whose messages nobody takes is not read from. Answers to
-    pings are written before anything more is read, so neither is a peer that does not read. A peer that misses a pong is cut off.
+    The application's own ``receive`` reads from the connection, so a peer whose messages are not consumed is not read from.
+    Answers to pings are written before anything more is read, so neither is a peer that does not read. A peer that misses a pong
+    is cut off.
 
     Frames that came with the upgrade request (``early``) are parsed after it was accepted. The library would answer them ahead of
     the response, or end the connection that the response must go over.
@@ -100,7 +101,7 @@ class WebSocketConnection:
             await self._app(scope, self._receive, self._send)
         except OSError:
             pass  # the peer is gone
-        except Exception as error:  # noqa: BLE001 - whatever it is, the peer is told that the connection ends by an error
+        except Exception as error:  # noqa: BLE001 - the peer learns that the connection ends by an error
             _log.error("the WebSocket %s failed unexpectedly", scope["path"], exc_info=error)
             code = _INTERNAL_ERROR
         try:
@@ -138,7 +139,7 @@ class WebSocketConnection:
         for piece in pieces:
             if piece:
                 self._writer.write(piece)
-            else:  # both sides have said that they close
+            else:  # both sides have sent a close frame
                 self._writer.close()
         if pieces:
             await self._writer.drain()

@@ -79,7 +79,7 @@ class Trainer(Closeable):
     converted and ``transports`` allow ``cuda_ipc`` (by default all are allowed), they are read where they are, by engine ranks
     of GPUs of the same host and by no others. Where trainer and engine share a GPU, ``offload`` is called at the beginning of every
     publication, to make room for the engine (optimizer states, say; the weights must stay), and ``restore`` at its end, also if it
-    failed. With ``new_epoch=True`` on every rank, version numbers begin anew: for a trainer that goes on from an earlier
+    failed. With ``new_epoch=True`` on every rank, version numbers restart: for a trainer that goes on from an earlier
     checkpoint, and publishes numbers that an earlier trainer of the run used. Close it, or use it in a ``with``.
 
     Raises :class:`~weightsync.errors.CoordinatorUnreachable`, :class:`~weightsync.errors.AuthenticationError`,
@@ -205,7 +205,7 @@ class Trainer(Closeable):
 
     @property
     def last_version(self) -> int | None:
-        """The highest version number that is known in this trainer's epoch, whoever published it; ``None`` before the first.
+        """The highest version number that is known in this trainer's epoch, from any trainer process; ``None`` before the first.
 
         ``publish()`` without a number takes the next.
         """

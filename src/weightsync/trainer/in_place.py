@@ -42,7 +42,7 @@ def obstacle_to_in_place(manifest: Manifest, shards: Sequence[Shard], transports
 class InPlacePublisher:
     """Publishes shards that lie on one CUDA device without moving them: "placing" is only taking their digests.
 
-    At every placing ``state`` is looked at anew, so a parameter that was given other memory since (of the same shape, strides
+    Every placing reads ``state`` again, so a parameter that was given other memory since (of the same shape, strides
     and dtype) is published where it is now.
     """
 
@@ -63,7 +63,7 @@ class InPlacePublisher:
         self._held = []
 
     def _look(self) -> tuple[int, ...]:
-        """Where every shard is now. Keeps the tensors until :meth:`withdraw`, so that nobody gets their memory meanwhile."""
+        """Where every shard is now. Keeps the tensors until :meth:`withdraw`, so that their memory is not reused meanwhile."""
         held = _local(self._state, self._names)
         forms = forms_of(held)
         if forms != self._first:

@@ -88,7 +88,7 @@ class TrainerRole:
         self._busy = threading.Lock()
         self._armed: int | None = None
         self.epoch = 0
-        """The epoch in which this rank publishes; 0 until the coordinator has said it."""
+        """The epoch in which this rank publishes; 0 before the coordinator has sent it."""
         self._last: Placed | None = None
         self._placing = Placing()
         self._shards: list[Shard] = []
@@ -189,7 +189,7 @@ class TrainerRole:
         """Stop a placing that runs, and refuse any that comes later. On return nothing reads the trainer's memory any more.
 
         Where it is :attr:`live`, a reader whose launch is still running then (its rank did not even answer to quarantine within
-        the grace) is told so when it looks, and discards what it has.
+        the grace) learns so when it checks, and discards what it has.
         """
         self._armed = None
         self._stop[0] = 1
@@ -204,7 +204,7 @@ class TrainerRole:
             self._busy.release()
 
     def handle(self, body: Body, timeout: float) -> Body:
-        """Answer a call of the coordinator. Raises :class:`~weightsync.errors.Aborted` when nobody is publishing that number."""
+        """Answer a call of the coordinator. Raises :class:`~weightsync.errors.Aborted` if that number is not being published."""
         if isinstance(body, Place):
             failpoints.reached("trainer.received.place")
             self.epoch = body.epoch

@@ -105,14 +105,14 @@ class StreamedPublication:
         self._changed = threading.Condition()
         self._full: dict[int, _Window] = {}
         self._end: WindowPlaced | None = None
-        self._most = 0  # bytes of a window, once the coordinator has said it
+        self._most = 0  # bytes of a window, once the coordinator has sent it
         self._released = 0
         self._error: WeightSyncError | None = None
         # Of the thread that iterates:
         self._tensors = StreamedTensors()
         self._current: _Window | None = None
         self._number = 0  # of the window in progress
-        self._used = self._count = 0  # bytes and tensors of it, whoever fills it
+        self._used = self._count = 0  # bytes and tensors of it
 
     # The thread that iterates.
 
@@ -231,7 +231,7 @@ class StreamedPublication:
     # The thread that answers the coordinator; stop() any.
 
     def stop(self, error: BaseException) -> None:
-        """Send nothing more: whoever waits gets ``error``. The first one counts. After the end of the stream: nothing."""
+        """Send nothing more: waiting threads get ``error``. The first one counts. After the end of the stream: nothing."""
         with self._changed:
             if self._error is None and self._end is None:
                 known = isinstance(error, WeightSyncError)
@@ -321,7 +321,7 @@ class StreamRole:
         self.window_bytes, self.windows = stream.capacity, stream.windows
         self.manifest = _NOTHING
         self.epoch = 0
-        """The epoch in which this rank publishes; 0 until the coordinator has said it."""
+        """The epoch in which this rank publishes; 0 before the coordinator has sent it."""
         self._rank, self._world_size = rank, world_size
         self._dtype = {checkpoint_name(name): kind for name, kind in dtype.items()} if isinstance(dtype, Mapping) else dtype
         self._key = Key(key)
@@ -366,13 +366,13 @@ class StreamRole:
         self._stamps += 1
         publication = StreamedPublication(self._memory, self.window_bytes, self._rank, self._world_size, self._dtype, self._stamps)
         with self.region.placing(self._stamps):
-            pass  # windows change while it is readable; whoever reads one that changes is not in the round any more
+            pass  # windows change while it is readable; a reader of one that changes is not in the round any more
         with self._lock:
             self._running = number, publication
         return publication
 
     def end(self) -> None:
-        """End the publication: its windows are not readable any more, and nobody waits for them."""
+        """End the publication: its windows are not readable any more, and no thread waits for them."""
         with self._lock:
             running, self._running = self._running, None
         if running is not None:
@@ -381,7 +381,7 @@ class StreamRole:
             self.region.header.invalidate()
 
     def handle(self, body: Body, timeout: float) -> Body:
-        """Answer a call of the coordinator. Raises :class:`~weightsync.errors.Aborted` when nobody is publishing that number."""
+        """Answer a call of the coordinator. Raises :class:`~weightsync.errors.Aborted` if that number is not being published."""
         if not isinstance(body, PlaceWindow):
             return Done()
         failpoints.reached("trainer.received.window")

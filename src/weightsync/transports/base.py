@@ -211,8 +211,8 @@ class Transport(ABC):
     def open(self, offer: Offer, key: bytes, deadline: Deadline) -> Reader:
         """Connect to the publisher behind ``offer``. Readers that write to a GPU use the current CUDA device.
 
-        Raises :class:`~weightsync.errors.PeerLost` if nobody answers there, :class:`~weightsync.errors.AuthenticationError` if
-        the key is not the publisher's, :class:`~weightsync.errors.DeadlineExceeded`.
+        Raises :class:`~weightsync.errors.PeerLost` if no publisher answers there, :class:`~weightsync.errors.AuthenticationError`
+        if the key is not the publisher's, :class:`~weightsync.errors.DeadlineExceeded`.
         """
 
     def combine(self, readers: Sequence[Reader]) -> Reader | None:

@@ -175,7 +175,7 @@ class UpdateClient(Closeable, ABC):
     ) -> ProcessGroup | None:
         """Run a request and the collective that pairs with it; the first that fails ends the other.
 
-        Where the request is refused nobody will take part in the collective: ``cancel`` ends it, so that this side does not wait.
+        If the request is refused, no engine takes part in the collective: ``cancel`` ends it, so that this side does not wait.
         """
         what = f"{call.path} at {self.url}"
         request = self._threads.submit(self.call, call, deadline)

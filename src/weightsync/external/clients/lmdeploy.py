@@ -56,7 +56,7 @@ class LMDeployClient(UpdateClient):
         """LMDeploy has no route that says which tensors it takes."""
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
-        """End running requests; nothing holds back new ones, so whoever routes requests must. Only ``abort``."""
+        """End running requests; nothing holds back new ones, so the router must. Only ``abort``."""
         if mode != "abort":
             raise ConfigurationError(f"LMDeploy cannot pause with {mode!r}: it only aborts")
         self.call(abort_requests(), deadline)

@@ -28,7 +28,7 @@ __all__ = [
 SGLangMode = Literal["abort", "retract", "in_place"]
 
 _MODES: dict[PauseMode, SGLangMode] = {"abort": "abort", "keep": "retract"}
-"""``keep``: requests go back to the queue and are computed anew. ``in_place`` would keep cache entries of the old weights, which
+"""``keep``: requests go back to the queue and are computed again. ``in_place`` would keep cache entries of the old weights, which
 SGLang refuses to flush while requests run, after the weights have changed."""
 
 

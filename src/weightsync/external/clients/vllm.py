@@ -3,8 +3,8 @@
 Which bytes cross, and how, is for the backend that the server was started with (``--weight-transfer-config``). The client here is
 for the backend ``weightsync`` (:mod:`weightsync.engines.vllm.push_receiver`): ``init_info`` is the body of
 ``init_weights_update_group``, ``update_info`` a bucket as LMDeploy's and SGLang's, then the digests of all. vLLM's own ``nccl``
-backend has a format of its own, and is not spoken. These routes are open to whoever reaches the server, also where it has an API
-key.
+backend has a format of its own, and is not spoken. These routes are open to every client that reaches the server, also where it
+has an API key.
 """
 
 from __future__ import annotations

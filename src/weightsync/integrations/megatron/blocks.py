@@ -97,18 +97,18 @@ def _grouped(kind: str, heads: int, groups: int, extent: int, columns: tuple[int
     return Packing(tuple(parts))
 
 
-def gated_mlp(config: HFConfig, *, bias: bool = False, ffn: int | None = None, here: str = "mlp", there: str = "mlp") -> Rules:
-    """Return the rules of a gated MLP, ``here`` in Megatron and ``there`` in Hugging Face. One parameter holds gate and up."""
+def gated_mlp(config: HFConfig, *, bias: bool = False, ffn: int | None = None, module: str = "mlp", name: str = "mlp") -> Rules:
+    """Return the rules of a gated MLP, ``module`` in Megatron and ``name`` in Hugging Face. One parameter holds gate and up."""
     hidden, ffn = config.hidden_size, ffn or config.intermediate_size
-    gate_up = (Part(f"{there}.gate_proj.weight", (ffn, hidden)), Part(f"{there}.up_proj.weight", (ffn, hidden)))
+    gate_up = (Part(f"{name}.gate_proj.weight", (ffn, hidden)), Part(f"{name}.up_proj.weight", (ffn, hidden)))
     rules = {
-        f"{here}.linear_fc1.weight": Packing(gate_up, interleaved=True),
-        f"{here}.linear_fc2.weight": whole(f"{there}.down_proj.weight", hidden, ffn, dim=1, cut=True),
+        f"{module}.linear_fc1.weight": Packing(gate_up, interleaved=True),
+        f"{module}.linear_fc2.weight": whole(f"{name}.down_proj.weight", hidden, ffn, dim=1, cut=True),
     }
     if bias:
-        biases = (Part(f"{there}.gate_proj.bias", (ffn,)), Part(f"{there}.up_proj.bias", (ffn,)))
-        rules[f"{here}.linear_fc1.bias"] = Packing(biases, interleaved=True)
-        rules[f"{here}.linear_fc2.bias"] = whole(f"{there}.down_proj.bias", hidden)
+        biases = (Part(f"{name}.gate_proj.bias", (ffn,)), Part(f"{name}.up_proj.bias", (ffn,)))
+        rules[f"{module}.linear_fc1.bias"] = Packing(biases, interleaved=True)
+        rules[f"{module}.linear_fc2.bias"] = whole(f"{name}.down_proj.bias", hidden)
     return rules
 
 
@@ -173,7 +173,7 @@ def experts(
     hidden = config.hidden_size
     gates_up, downs = (count, 2 * ffn, hidden), (count, hidden, ffn)
     for expert in range(count):
-        here = f"mlp.experts.{expert}"
+        module = f"mlp.experts.{expert}"
         if stacked:
             first = Part("mlp.experts.gate_up_proj", gates_up, 0, ffn, (expert,))
             second = Part("mlp.experts.gate_up_proj", gates_up, ffn, ffn, (expert,))
@@ -181,6 +181,6 @@ def experts(
         else:
             first, second = Part(gate.format(expert), (ffn, hidden)), Part(up.format(expert), (ffn, hidden))
             last = Part(down.format(expert), (hidden, ffn))
-        rules[f"{here}.linear_fc1.weight"] = Packing((first, second), interleaved=True)
-        rules[f"{here}.linear_fc2.weight"] = Packing((last,), dim=1)
+        rules[f"{module}.linear_fc1.weight"] = Packing((first, second), interleaved=True)
+        rules[f"{module}.linear_fc2.weight"] = Packing((last,), dim=1)
     return rules

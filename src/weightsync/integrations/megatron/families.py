@@ -59,7 +59,7 @@ def _qwen3_moe(config: HFConfig, number: int, stacked: bool) -> Rules:
 
 
 def _mixtral(config: HFConfig, _: int, stacked: bool) -> Rules:
-    count, there = _experts(config), "block_sparse_moe.experts.{}."
+    count, names = _experts(config), "block_sparse_moe.experts.{}."
     return {
         **norms(config),
         **attention(config),
@@ -69,9 +69,9 @@ def _mixtral(config: HFConfig, _: int, stacked: bool) -> Rules:
             count,
             config.intermediate_size,
             stacked=stacked,
-            gate=there + "w1.weight",
-            up=there + "w3.weight",
-            down=there + "w2.weight",
+            gate=names + "w1.weight",
+            up=names + "w3.weight",
+            down=names + "w2.weight",
         ),
     }
 
@@ -86,7 +86,7 @@ def _deepseek_v3(config: HFConfig, number: int, stacked: bool) -> Rules:
         **attended,
         **router(config, count, expert_bias=True),
         **experts(config, count, ffn, stacked=stacked),
-        **gated_mlp(config, ffn=ffn * config.n_shared_experts, here=shared, there=shared),
+        **gated_mlp(config, ffn=ffn * config.n_shared_experts, module=shared, name=shared),
     }
 
 

@@ -50,7 +50,7 @@ def enable(
         transports: As for :class:`weightsync.Trainer`.
 
     Raises:
-        CoordinatorUnreachable: Nobody answers at the coordinator's address.
+        CoordinatorUnreachable: No coordinator answers at its address.
         AuthenticationError: The token is wrong.
         ConfigurationError: This TRL lacks what is substituted. The message names it.
     """
@@ -91,7 +91,7 @@ def enable(
 class ServerModePublisher:
     """Publishes the model of one ``VLLMGeneration``, on every rank.
 
-    Each rank publishes its own shards where they can be told from its parameters: one process, DDP, FSDP2, ZeRO up to stage 2.
+    Each rank publishes its own shards where they can be derived from its parameters: one process, DDP, FSDP2, ZeRO up to stage 2.
     Under FSDP1 and ZeRO-3 TRL gathers whole tensors on all ranks, and rank 0 publishes these.
     """
 

@@ -35,7 +35,7 @@ class JoinOptions:
         """Ask the coordinator for its status, so that a wrong address or token fails before any weight is gathered.
 
         Raises:
-            CoordinatorUnreachable: Nobody answers.
+            CoordinatorUnreachable: No coordinator answers.
             AuthenticationError: The token is wrong.
         """
         with Client(self._settings()) as client:

@@ -119,7 +119,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         _say_if_not_tried()
         if len(metadata) != actor_wg_world_size + rollout_world_size:
             raise ConfigurationError(
-                f"verl told of {len(metadata)} ranks, and has {actor_wg_world_size} actor and {rollout_world_size} rollout ranks"
+                f"verl passed {len(metadata)} ranks, and has {actor_wg_world_size} actor and {rollout_world_size} rollout ranks"
             )
         actors, rollouts = metadata[:actor_wg_world_size], metadata[actor_wg_world_size:]
         if not actors or "coordinator" not in actors[0]:
@@ -194,7 +194,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._check_walked()
         trainer = self._trainer
         if trainer is None:
-            raise ConfigurationError("this rank was not told where to meet: verl did not call init_process_group()")
+            raise ConfigurationError("this rank lacks its coordinator: verl did not call init_process_group()")
         seconds = self._meeting.seconds
         walk = _in_thread(_publish, trainer, self._meeting, cast(weights, self._options), global_steps)
         try:

@@ -180,7 +180,7 @@ class _HostReceipt(Receipt):
             self.abort(error.with_traceback(None))  # which would keep this, and so the buffers
 
     def _free(self, sequence: int) -> npt.NDArray[np.uint8] | None:
-        """Wait until the buffer for this frame is free. Returns ``None`` if nobody wants it any more."""
+        """Wait until the buffer for this frame is free. Returns ``None`` if no reader wants it any more."""
         with self._changed:
             free = self._changed.wait_for(
                 lambda: self._ended is not None or sequence < self._unpacked + len(self._buffers),

@@ -176,7 +176,7 @@ class _DeviceReceiving(ReceivingWire):
     def receive(self, channel: Channel, group: ProcessGroup, version: int, deadline: Deadline) -> Receipt:
         if self._packed is None:
             raise ProtocolError("a transfer began without buffers")
-        if version != EMPTY:  # whoever reads the targets must be done before they change
+        if version != EMPTY:  # readers of the targets must be done before they change
             wait_until_idle(self._device, deadline, f"what this engine rank has queued on its device before version {version}")
         return _DeviceReceipt(channel, group, self._packed, self._frames_of, version, deadline)
 

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class StoreRendezvous:
-    """Rank 0's end of a rendezvous: a store that listens at once, before anybody is told where. ``port`` 0 takes a free one."""
+    """Rank 0's end of a rendezvous: a store that listens at once, before its address is sent. ``port`` 0 takes a free one."""
 
     def __init__(self, address: str, world_size: int, deadline: Deadline, port: int = 0) -> None:
         self.address = address
@@ -70,7 +70,7 @@ class StoreRendezvous:
         forks.keep_for_ever(self.client)
 
     def close(self) -> None:
-        """Stop listening. Whoever still waits for the others to arrive, rank 0 included, gets an error at once. Safe twice."""
+        """Stop listening. Ranks that still wait for the others, rank 0 included, get an error at once. Safe twice."""
         self._store = self.client = None
 
 
@@ -122,7 +122,7 @@ class ProcessGroup:
                 raise PeerLost(f"group {self.name!r} was destroyed")
             try:
                 broadcasts(process_group, what)
-                if self._closed:  # gloo cannot abort: what arrives after a close belongs to nobody
+                if self._closed:  # gloo cannot abort: what arrives after a close is dropped
                     raise PeerLost(f"group {self.name!r} was destroyed in the middle of a broadcast")
             except WeightSyncError as error:
                 self._closed = True
@@ -159,7 +159,7 @@ class ProcessGroup:
             process_group.abort()
         self._over.set()
         del process_group
-        if self._lock.acquire(blocking=False):  # else whoever holds it forgets when the collective ends
+        if self._lock.acquire(blocking=False):  # else its holder does so when the collective ends
             try:
                 self._forget()
             finally:
@@ -226,7 +226,7 @@ def init_custom_process_group(
             slow = "time" in text.lower() or (isinstance(error, dist.DistNetworkError) and "recv" not in text)
             kind = DeadlineExceeded if slow else PeerLost
             if rendezvous is None:
-                # Told to others, the reason would say what listens at an address that they gave.
+                # Sent to others, the reason would reveal what listens at an address that they gave.
                 _log.warning("%s at %a port %d failed: %s", what, address, port, text)
                 text = "this process's own log says why"
             raise kind(f"{what} at {at} failed: {text}") from error.with_traceback(None)
@@ -242,7 +242,7 @@ _joining = threading.Semaphore(_MOST_JOINING)
 def _in_time(meet: Callable[[], ProcessGroup], deadline: Deadline, what: str) -> ProcessGroup:
     """Run ``meet`` in a thread and wait for it until ``deadline``.
 
-    A store's client tries again while nobody listens, but goes on after its timeout, and waits for ever for the first answer of a
+    A store's client tries again while no store listens, but goes on after its timeout, and waits for ever for the first answer of a
     listener that is no store. A thread that is late is left behind and closes what it makes; there are never many of them.
     """
     if not _joining.acquire(blocking=False):
@@ -310,7 +310,7 @@ def _through_nccl(
     what: str,
     over: threading.Event,
 ) -> None:
-    """Do ``work`` on another thread, wait for it and for the GPU, and abort when the deadline comes, or whoever sets ``over``.
+    """Do ``work`` on another thread, wait for it and for the GPU, and abort when the deadline comes or ``over`` is set.
 
     An abort does not end the wait for peers that never came, in which the thread is then left behind. Torch's own timeout is not
     used: its watchdog answers one by dumping its records and ending the process, at the peers too.

@@ -59,7 +59,7 @@ class Receipt(ABC):
 
     @abstractmethod
     def abort(self, error: WeightSyncError) -> None:
-        """Wake whoever waits for bytes: nothing more comes. Never blocks."""
+        """Wake threads that wait for bytes: nothing more comes. Never blocks."""
 
     @abstractmethod
     def ended(self, seconds: float) -> bool:
@@ -127,7 +127,7 @@ class BroadcastReader(ConnectedReader):
         self._wire.accept(ready)
 
     def _warm_up(self, channel: Channel, deadline: Deadline) -> None:
-        """Have buffers, tables and a connected group, if nobody else wants the same, before an engine stands still for it."""
+        """Make buffers, tables and a connected group, if no other reader wants the same, before an engine pauses for it."""
         try:
             send_request(channel, Warmup(deadline.remaining("warming up")), deadline)
             if channel.next_kind(deadline) != END:

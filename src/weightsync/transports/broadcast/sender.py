@@ -390,7 +390,7 @@ class BroadcastPublisher(ListeningPublisher):
             epoch.close()
             epoch = None
         if epoch is not None:
-            members = before  # each has its rank already, whoever asked first this time
+            members = before  # each has its rank already, whichever asked first this time
         if epoch is None:
             epoch = _Group(self._wire, self.bound, len(members), transfer.deadline)
         with self._lock:

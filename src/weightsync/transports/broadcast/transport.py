@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +28,7 @@ from weightsync.protocol.messages import Host, Offer
 from weightsync.transports.base import LOOPBACK, Network, Reader, Transport
 from weightsync.transports.broadcast.reader import LEAST_BUFFER, MOST_BUFFER, BroadcastReader, ReceivingWire
 from weightsync.transports.broadcast.sender import BroadcastPublisher, SendingWire
-from weightsync.transports.net.channel import Channel
-from weightsync.transports.net.handshake import greet_owner
-from weightsync.transports.tcp.transport import open_channel, parse_address, reaches
+from weightsync.transports.tcp.transport import dialer, parse_address, reaches
 
 __all__ = ["Broadcast", "BufferSettings"]
 
@@ -125,10 +122,4 @@ class Broadcast(Transport):
     def open(self, offer: Offer, key: bytes, deadline: Deadline) -> Reader:
         """See :class:`weightsync.transports.base.Transport`."""
         host, port, owner_id = parse_address(offer.address)
-
-        def dial(adopt: Callable[[Channel], None], deadline: Deadline) -> Channel:
-            channel = open_channel(host, port, adopt, deadline)
-            greet_owner(channel, key, owner_id, deadline)
-            return channel
-
-        return BroadcastReader(dial, deadline, host, self.receiving())
+        return BroadcastReader(dialer(host, port, owner_id, key), deadline, host, self.receiving())

@@ -167,7 +167,8 @@ def still_allocated(allocations: Sequence[Allocation], device: int) -> bool:
 def export_handle(allocation: Allocation) -> bytes:
     """The handle, 64 bytes, under which another process of this machine can map ``allocation``.
 
-    Whoever has it can read and write that memory. Raises :class:`~weightsync.errors.TransportUnavailable` for memory that has none.
+    A process that has it can read and write that memory. Raises :class:`~weightsync.errors.TransportUnavailable` for memory that
+    has none.
     """
     handle = _Handle()
     with _on(allocation.device) as library:

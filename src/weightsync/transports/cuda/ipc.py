@@ -211,7 +211,7 @@ class CudaIpcReader(Reader):
             for tiles in self.groups:
                 check_tiles(tiles, self._sizes)
             self._open(deadline)
-        # Whoever reads the targets must be done before they change.
+        # Readers of the targets must be done before they change.
         wait_until_idle(self.device, deadline, f"what this engine rank has queued on its device before version {version}")
         self._stamp = stamp
 
@@ -277,7 +277,7 @@ class _Launched:
 class CombinedReader(Reader):
     """Several publishers' readers as one: all of a group's tiles in a single launch, straight to where they belong.
 
-    The table is built here, and anew when a publisher has exported its memory again. Raises
+    The table is built here, and again when a publisher has exported its memory again. Raises
     :class:`~weightsync.errors.ProtocolError` for readers that were prepared with other numbers of groups, or for other devices.
     """
 

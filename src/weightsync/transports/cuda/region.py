@@ -72,7 +72,7 @@ class CudaRegion:
     """Regions of one GPU's memory, readable by other processes while they hold a version.
 
     ``addresses()`` tells where the regions (of ``sizes`` bytes, those of the layout with digest ``layout_digest``) lie *now*; it
-    is asked at every placing, so that memory that was freed, moved or put on another allocation since is exported anew and
+    is asked at every placing, so that memory that was freed, moved or put on another allocation since is exported again and
     never read stale. After :meth:`export`, processes of this machine may map them: from then on a placing raises
     :class:`~weightsync.errors.TransportUnavailable` for memory that CUDA IPC cannot share, and
     :class:`~weightsync.errors.StaleSource` for memory that is not allocated.
@@ -165,12 +165,12 @@ class CudaRegion:
         for index in np.argsort(np.array(addresses, np.int64), kind="stable").tolist():
             address, size = addresses[index], self.sizes[index]
             if not spans or not spans[-1][0] <= address < spans[-1][1]:
-                one = allocation_of(address, self.device)
-                if not one.exportable:
-                    export_handle(one)  # raises: an expandable segment may end in the middle of a region
-                spans.append((one.base, one.base + one.nbytes))
-                known[one.base] = len(held)
-                held.append(one)
+                allocation = allocation_of(address, self.device)
+                if not allocation.exportable:
+                    export_handle(allocation)  # raises: an expandable segment may end in the middle of a region
+                spans.append((allocation.base, allocation.base + allocation.nbytes))
+                known[allocation.base] = len(held)
+                held.append(allocation)
             if address + size > spans[-1][1]:
                 raise LayoutError(f"a region of {size:,} bytes at {address:#x} reaches past its allocation")
             number[index] = known[spans[-1][0]]

@@ -81,7 +81,7 @@ def _cgroup_limits() -> Iterator[int]:
 
 
 def available_bytes() -> int | None:
-    """Bytes of memory that this process could still get without being killed for it, or ``None`` if nobody says."""
+    """Bytes of memory that this process could still get without being killed for it, or ``None`` if unknown."""
     limits = list(_cgroup_limits())
     with suppress(OSError):
         match = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)

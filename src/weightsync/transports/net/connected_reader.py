@@ -96,7 +96,7 @@ class ConnectedReader(BlockingReader):
         try:
             channel = self._connect(deadline)
         except (TransportError, AuthenticationError) as error:
-            # Told to others, the reason would say what listens at an address that they gave.
+            # Sent to others, the reason would reveal what listens at an address that they gave.
             _log.warning("a trainer rank cannot be reached any more: %a", str(error))
             raise PeerLost("the trainer rank went away and cannot be reached any more: this reader's own log says why") from error
         if self._want is not None:
@@ -123,7 +123,7 @@ class ConnectedReader(BlockingReader):
         return answer
 
     def _take_ready(self, ready: Ready) -> None:
-        """What else the owner said when it was ready."""
+        """Take what else the owner sent when it was ready."""
 
     def prepare(self, groups: Sequence[CopyTable], layout_digest: str, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Reader.prepare`."""

@@ -1,4 +1,4 @@
-"""Both ends of a data socket prove that they know the run's key before anything else is said.
+"""Both ends of a data socket prove that they know the run's key before anything else is sent.
 
 ::
 

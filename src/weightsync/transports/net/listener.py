@@ -48,7 +48,7 @@ class Listener:
     connections may be open, and of those over a network at most 32 unproven (a newer one pushes out the oldest of the host that
     has most). Unproven ones are taken in at a bounded rate, which is lowest while a transfer is :meth:`busy`.
 
-    Whoever comes by a Unix socket is this user's, and need not be quick: many ranks may start on a busy host at once.
+    A peer at the Unix socket is this user's process, and need not be quick: many ranks may start on a busy host at once.
     """
 
     def __init__(

@@ -214,8 +214,8 @@ class TableBudget:
 def next_request(channel: Channel, budget: TableBudget, deadline: Deadline) -> Request:
     """What a reader asks for next, if there is ``budget`` for it: that is looked at before anything is received.
 
-    Raises :class:`~weightsync.errors.ProtocolError` for a request that is none. A reader for which there was no room is told so,
-    and may ask for something else.
+    Raises :class:`~weightsync.errors.ProtocolError` for an invalid request. A reader for which there was no room gets that as its
+    answer, and may ask for something else.
     """
     while True:
         header = FrameHeader.unpack(channel.receive(HEADER.size, deadline))

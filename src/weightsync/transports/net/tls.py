@@ -53,7 +53,7 @@ def owner_context() -> tuple[ssl.SSLContext, bytes]:
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _DAY)
-        .not_valid_after(now + 3650 * _DAY)  # nobody asks: it is known by its fingerprint, and gone with the process
+        .not_valid_after(now + 3650 * _DAY)  # not checked: it is known by its fingerprint, and gone with the process
         .sign(key, hashes.SHA256())
     )
     private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
@@ -121,7 +121,7 @@ class EncryptedChannel(Channel):
             handshake.run(handshake.tls.do_handshake)
             if self._fingerprint is not None:
                 self._check_certificate(handshake.tls.getpeercert(binary_form=True) or b"")
-            # The owner draws the keys: nobody else can have them, as only this handshake's two ends read what it sends.
+            # The owner draws the keys: no third party has them, as only this handshake's two ends read what it sends.
             if owner:
                 keys = secrets.token_bytes(2 * KEY_BYTES)
                 handshake.run(lambda: handshake.tls.write(keys))
@@ -180,7 +180,7 @@ class EncryptedChannel(Channel):
     def receive_part(self, most: int, deadline: Deadline, into: memoryview | None = None) -> memoryview:
         """Return from one byte to ``most``: what is left of a record, or the next one, which lies in ``into`` if it fits there.
 
-        Raises as :meth:`receive_into` does; ``into`` then holds bytes that nobody has authenticated.
+        Raises as :meth:`receive_into` does; ``into`` then holds bytes that are not authenticated.
         """
         if not self._left:
             if not self._length:
@@ -226,7 +226,7 @@ class _Handshake:
         self._send, self._receive, self._deadline = send, receive, deadline
 
     def run(self, step: Callable[[], _T]) -> _T:
-        """What ``step`` returns, once the peer has said what it needs."""
+        """What ``step`` returns, once the peer has sent what it needs."""
         while True:
             try:
                 answer = step()

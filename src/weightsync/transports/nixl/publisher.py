@@ -169,7 +169,7 @@ class NixlPublisher(ListeningPublisher):
             raise
 
     def registration(self) -> _Registration:
-        """Return what is registered now: anew, with a new agent, if the trainer's memory is elsewhere since."""
+        """Return the current registration: a new one, with a new agent, if the trainer's memory has moved."""
         with self._lock:
             region = self._region
             if isinstance(region, CudaRegion) and region.exported.count != self._current.exports:

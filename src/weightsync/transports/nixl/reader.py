@@ -192,7 +192,7 @@ class NixlReader(ConnectedReader):
         self._planned(deadline)
 
     def _planned(self, deadline: Deadline) -> _Plan:
-        """Return the plan, made anew if the connection or the publisher's memory is another."""
+        """Return the plan, a new one if the connection or the publisher's memory has changed."""
         if self._plan is None:
             described = self._describe(self._connected(deadline), deadline)
             plan = _Plan(self._agent)
@@ -222,12 +222,12 @@ class NixlReader(ConnectedReader):
         plan.register(self._memory, plan.staging.span, self._on)
         plan.unpack = copies(frames.copies(plan.staging.addresses, None), self._memory, self._on)
         for number, nbytes in enumerate(frames.table[:, 4].tolist()):
-            here, there = plan.staging.addresses[number % BUFFERS], described.buffers[number % BUFFERS]
-            plan.frames.append(self._transfer(np.array([[here, nbytes]]), np.array([[there, nbytes]]), described))
+            local, remote = plan.staging.addresses[number % BUFFERS], described.buffers[number % BUFFERS]
+            plan.frames.append(self._transfer(np.array([[local, nbytes]]), np.array([[remote, nbytes]]), described))
 
     def _transfer(self, target: Int64, source: Int64, described: MemoryDescription) -> Transfer:
-        here, there = (self._memory, target, self._on), (described.memory, source, described.device)
-        return self._agent.prepare(here, self._remote, there, self._peer)
+        local = self._memory, target, self._on
+        return self._agent.prepare(local, self._remote, (described.memory, source, described.device), self._peer)
 
     def _target_spans(self) -> Int64:
         """What must be registered of the targets: the pieces where they are neighbours, or the allocations that hold them."""

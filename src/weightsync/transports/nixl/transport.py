@@ -14,19 +14,17 @@ NIXL encrypts nothing, and UCX opens ports of its own: name the interface (``dev
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from weightsync.deadline import Deadline
 from weightsync.protocol.messages import Host, Offer, Traits
 from weightsync.transports.base import LOOPBACK, Network, Transport
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import PublishedRegion
-from weightsync.transports.net.channel import Channel
-from weightsync.transports.net.handshake import greet_owner
 from weightsync.transports.nixl.agent import Agent, network_devices, nixl_problem, rdma_devices
 from weightsync.transports.nixl.publisher import NixlPublisher
 from weightsync.transports.nixl.reader import NixlReader
-from weightsync.transports.tcp.transport import open_channel, parse_address, reaches
+from weightsync.transports.tcp.transport import dialer, parse_address, reaches
 
 __all__ = ["Nixl"]
 
@@ -91,13 +89,7 @@ class Nixl(Transport):
     def open(self, offer: Offer, key: bytes, deadline: Deadline) -> NixlReader:
         """See :class:`weightsync.transports.base.Transport`."""
         host, port, owner_id = parse_address(offer.address)
-
-        def dial(adopt: Callable[[Channel], None], deadline: Deadline) -> Channel:
-            channel = open_channel(host, port, adopt, deadline)
-            greet_owner(channel, key, owner_id, deadline)
-            return channel
-
-        return NixlReader(dial, self._take_agent(), self._leave_agent, deadline)
+        return NixlReader(dialer(host, port, owner_id, key), self._take_agent(), self._leave_agent, deadline)
 
     def _take_agent(self) -> Agent:
         """Return the agent that all readers of this transport share: an agent holds threads, and some twenty descriptors."""

@@ -138,7 +138,7 @@ class StreamReader(ConnectedReader):
         self._stream = None
 
 
-_TOLD = "told by the owner"
+_TOLD = "sent by the owner"
 
 
 def _in_step(error: BaseException) -> bool:

@@ -1,7 +1,7 @@
 """Transport ``tcp``: the owner sends what the reader asked for over one connection. IPv4 and IPv6.
 
 Both ends prove themselves (:mod:`weightsync.transports.net.handshake`). Beyond loopback the connection is encrypted
-(:mod:`weightsync.transports.net.tls`), unless whoever serves says that the network is trusted.
+(:mod:`weightsync.transports.net.tls`), unless the publisher's settings say that the network is trusted.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from weightsync.protocol.tokens import is_loopback
 from weightsync.transports.base import LOOPBACK, Network, Transport
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.net.channel import Channel
+from weightsync.transports.net.connected_reader import Dial
 from weightsync.transports.net.handshake import ID_BYTES, check_key, greet_owner
 from weightsync.transports.net.listener import Listener
 from weightsync.transports.net.requests import TableBudget
@@ -33,7 +34,7 @@ from weightsync.transports.net.tls import FINGERPRINT_BYTES, EncryptedChannel, o
 from weightsync.transports.tcp.receiver import StreamReader
 from weightsync.transports.tcp.sender import Sender
 
-__all__ = ["ListeningPublisher", "Tcp", "TcpPublisher", "open_channel", "parse_address", "reaches", "tune"]
+__all__ = ["ListeningPublisher", "Tcp", "TcpPublisher", "dialer", "parse_address", "reaches", "tune"]
 
 _Address = tuple[int, tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]]  # a family, and what connect() takes
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a host that vanished is noticed within a minute
@@ -176,7 +177,9 @@ class TcpPublisher(ListeningPublisher):
 
 
 class Tcp(Transport):
-    """The transport ``tcp``. ``bind`` is the address to listen on, ``port`` 0 for any, ``advertise`` what readers are told instead.
+    """The transport ``tcp``.
+
+    ``bind`` is the address to listen on, ``port`` 0 for any, ``advertise`` the address that readers get instead.
 
     Without ``bind`` it listens where the trainer's :class:`~weightsync.transports.base.Network` says, or on loopback. Without
     ``encrypt`` it does as the network says, or encrypts beyond loopback. Readers do as the publisher's address says.
@@ -207,13 +210,7 @@ class Tcp(Transport):
         if fingerprint:
             make = functools.partial(EncryptedChannel, context=reader_context(), fingerprint=fingerprint)
 
-        def dial(adopt: Callable[[Channel], None], deadline: Deadline) -> Channel:
-            channel = open_channel(host, port, adopt, deadline, make)
-            channel.secure(deadline)
-            greet_owner(channel, key, owner_id, deadline)
-            return channel
-
-        return StreamReader(dial, deadline)
+        return StreamReader(dialer(host, port, owner_id, key, make), deadline)
 
 
 def _look_up(host: str, port: int, deadline: Deadline) -> list[_Address]:
@@ -239,14 +236,26 @@ def _look_up(host: str, port: int, deadline: Deadline) -> list[_Address]:
         raise PeerLost(f"the trainer rank's host {host} cannot be found: {error}") from error
 
 
-def open_channel(
+def dialer(host: str, port: int, owner_id: bytes, key: bytes, make: Callable[[socket.socket, str], Channel] = Channel) -> Dial:
+    """Return the function by which a reader connects to the owner ``owner_id``, and again after a failure."""
+
+    def dial(adopt: Callable[[Channel], None], deadline: Deadline) -> Channel:
+        channel = _open_channel(host, port, adopt, deadline, make)
+        channel.secure(deadline)
+        greet_owner(channel, key, owner_id, deadline)
+        return channel
+
+    return dial
+
+
+def _open_channel(
     host: str,
     port: int,
     adopt: Callable[[Channel], None],
     deadline: Deadline,
-    make: Callable[[socket.socket, str], Channel] = Channel,
+    make: Callable[[socket.socket, str], Channel],
 ) -> Channel:
-    """A connection to an owner, given to ``adopt`` before it is made. Raises as :meth:`Tcp.connect` does."""
+    """Return a connection to an owner, given to ``adopt`` before it is made."""
     reasons = []
     for family, where in _look_up(host, port, deadline):
         channel = make(socket.socket(family, socket.SOCK_STREAM), f"the trainer rank at {host} port {port}")
@@ -269,4 +278,4 @@ def open_channel(
             raise
         else:
             return channel
-    raise PeerLost(f"nobody answers at {host} port {port}: {'; '.join(reasons)}")
+    raise PeerLost(f"no publisher answers at {host} port {port}: {'; '.join(reasons)}")

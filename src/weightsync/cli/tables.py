@@ -45,7 +45,7 @@ _COLOR = {
 _SHOWN_ROUNDS = 5
 _KIB = 1024
 _HALF_A_DAY = 43200.0
-_KILO, _WHOLE_SECONDS, _BAR_WIDTH = 1000, 100, 20
+_KILO, _WHOLE_SECONDS, _BAR_WIDTH = 1000, 100, 24
 _SCHEMES = {"gathered": "gather whole tensors first", "broadcast": "broadcast everything to everybody"}
 
 
@@ -353,7 +353,7 @@ def links_view(transports: Sequence[Forecast]) -> RenderableType:
     longest = max((link.seconds for transport in transports for link in transport.links), default=1.0)
     for transport in transports:
         for number, link in enumerate(transport.links):
-            color = "red" if link == transport.bottleneck else "blue"
+            color = "red" if link.seconds == transport.bottleneck.seconds else "blue"
             count = "" if link.name.endswith("posted") else _decimal(link.nbytes)
             bar = Bar(longest, 0, link.seconds, width=_BAR_WIDTH, color=color)
             table.add_row(transport.transport if number == 0 else "", link.name, count, _seconds(link.seconds), bar)

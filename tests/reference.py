@@ -16,6 +16,10 @@ from typing import Any
 import msgspec
 
 from weightsync import config
+from weightsync.bench.forecast.figures import calibration_of, figures, predictions
+from weightsync.bench.forecast.forecast import RefitForecast, Scenario, forecast_refit
+from weightsync.bench.forecast.mesh import Mesh
+from weightsync.bench.shapes import read_configuration
 from weightsync.server.agent_metrics import AGENT_METRICS
 from weightsync.server.metrics import COORDINATOR_METRICS, Declared
 from weightsync.transports.registry import BUILT_IN, transport
@@ -90,6 +94,90 @@ def _metrics(declared: Sequence[Declared]) -> str:
     return "\n".join(rows)
 
 
+def forecast_of(model: str, source: str, target: str, **given: Any) -> RefitForecast:
+    """Return the forecast of a named model between two meshes."""
+    scenario = Scenario(model=read_configuration(model), source=Mesh.parse(source), target=Mesh.parse(target), **given)
+    return forecast_refit(scenario)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g}" if value >= 0.001 else f"{value:.2g}"
+
+
+def _published() -> str:
+    rows = ["| row | refit | scheme | floor, s | forecast, s | published, s | error | |", "|---|---|---|---|---|---|---|---|"]
+    for one in predictions():
+        row, (low, high) = one.row, one.row.seconds
+        published = _seconds(low) if low == high else f"{_seconds(low)} to {_seconds(high)}"
+        assumed = f" (assumed: {row.assumed})" if row.assumed else ""
+        error = f"{one.error:+.0%}" if one.calibrates else f"**{one.error:+.0%}**"
+        cells = (
+            str(row.number), f"{row.what}, {row.source} to {row.target}{assumed}; {row.citation}", row.scheme, _seconds(one.floor),
+            _seconds(one.seconds), published, error, "calibrates" if one.calibrates else "tests",
+        )  # fmt: skip
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _published_summary() -> str:
+    tested = sorted(abs(one.error) for one in predictions() if not one.calibrates)
+    close = sum(error <= 0.5 for error in tested)
+    rows = [
+        f"Of {len(tested)} rows that test, the median error is **{tested[len(tested) // 2]:.0%}**, {close} are within 50 %, and "
+        f"the worst is {tested[-1]:.0%}.",
+        "",
+        "| scheme | rows that calibrate | factor over the floor | microseconds a tensor | scatter of all rows |",
+        "|---|---|---|---|---|",
+    ]
+    for scheme in ("sharded", "gathered", "broadcast", "direct"):
+        fit = calibration_of(scheme)
+        rows.append(f"| {scheme} | {fit.rows} | {fit.factor:.2f} | {fit.tensor * 1e6:.0f} | x {fit.spread:.2f} |")
+    return "\n".join(rows)
+
+
+def _left_out() -> str:
+    return "\n".join(
+        f"- Row {row.number}, {row.what} ({row.citation}): {row.left_out}." for row in figures().published if row.left_out
+    )
+
+
+def _own_rounds() -> str:
+    rows = [
+        "| round | transport | read: forecast / measured, ms | error | pause to resume: forecast / measured, ms | error |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in figures().round:
+        forecast = forecast_of(row.model, row.source, row.target, placement=row.placement)
+        best = next(one for one in forecast.transports if one.transport == row.transport)
+        read, pause = best.stages["transfer"], best.pause
+        cells = (
+            f"{row.model}, {row.source} to {row.target}, {row.placement}", f"`{row.transport}`",
+            f"{read * 1e3:.1f} / {row.read * 1e3:.1f}", f"{read / row.read - 1:+.0%}",
+            f"{pause * 1e3:.1f} / {row.pause * 1e3:.1f}", f"{pause / row.pause - 1:+.0%}",
+        )  # fmt: skip
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _kimi() -> str:
+    rows = [
+        "| trainer | transport | pause, s | busiest link, s | metadata once, s | pieces of a plan | change first, then |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for source in ("pp=8,ep=32", "fsdp=256,ep=64", "fsdp=256"):
+        forecast = forecast_of("kimi-k2", source, "tp=16,replicas=16", nic=400.0)
+        best = next(one for one in forecast.transports if one.transport == forecast.best)
+        changes = "; ".join(
+            f"{change.what} ({change.pause:.1f} s, metadata {change.metadata:.0f} s)" for change in forecast.changes
+        )
+        pieces = f"{forecast.refit.plan_pieces:,}{': **refused**' if forecast.refused else ''}"
+        rows.append(
+            f"| `{source}` | `{best.transport}` | {best.pause:.1f} | {best.bottleneck.seconds:.1f} ({best.bottleneck.name}) | "
+            f"{best.metadata:,.0f} | {pieces} | {changes} |"
+        )
+    return "\n".join(rows)
+
+
 def exposed_names() -> set[str]:
     """Return the names of all samples of all metrics, as queries use them."""
     names = set()
@@ -107,6 +195,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "transports": _transports,
     "coordinator metrics": lambda: _metrics(COORDINATOR_METRICS),
     "agent metrics": lambda: _metrics(AGENT_METRICS),
+    "forecast of published refits": _published,
+    "forecast errors": _published_summary,
+    "forecast rows left out": _left_out,
+    "forecast of own rounds": _own_rounds,
+    "forecast of one trillion": _kimi,
 }
 
 

@@ -246,6 +246,7 @@ def test_all_errors_are_public() -> None:
         "from weightsync.cli.main import app; app(['serve', '--help'], standalone_mode=False)",
         "from weightsync.cli.main import app; app(['status', '--help'], standalone_mode=False)",
         "from weightsync.cli.main import app; app(['bench', '--help'], standalone_mode=False)",
+        "from weightsync.cli.main import app; app(['plan', 'kimi-k2', '--source', 'fsdp=8'], standalone_mode=False)",
     ],
 )
 def test_needs_no_tensor_library(code: str) -> None:

@@ -1,51 +1,212 @@
-"""Names, shapes and dtypes of real models' tensors, for planning in benchmarks and tests. No weights."""
+"""Names, shapes and dtypes of real models' tensors, from their configurations, for planning. No weights, no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from weightsync.errors import ConfigurationError
 from weightsync.model import TensorSpec
 
-__all__ = ["one_trillion", "qwen3_8b", "qwen3_30b_a3b"]
+__all__ = [
+    "CONFIGURATIONS",
+    "ModelConfiguration",
+    "one_trillion",
+    "qwen3_8b",
+    "qwen3_30b_a3b",
+    "read_configuration",
+    "tensor_counts",
+    "tensors_of",
+]
 
 _Shapes = dict[str, tuple[int, ...]]
+_Count = Annotated[int, Meta(ge=1, le=1 << 24)]
+_MOST_TENSORS = 1 << 20
 
 
-def _specs(shapes: _Shapes, dtype: str = "bfloat16") -> list[TensorSpec]:
-    return [TensorSpec(name, shape, dtype) for name, shape in shapes.items()]
+class ModelConfiguration(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys of a Hugging Face ``config.json`` that determine shapes."""
+
+    hidden_size: _Count
+    num_hidden_layers: _Count
+    num_attention_heads: _Count
+    vocab_size: _Count
+    intermediate_size: _Count = 1
+    num_key_value_heads: _Count | None = None
+    head_dim: _Count | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    use_qk_norm: bool = False
+    model_type: str = ""
+    num_experts: _Count | None = None
+    """Also named ``n_routed_experts`` and ``num_local_experts``."""
+    moe_intermediate_size: _Count | None = None
+    n_shared_experts: int = 0
+    first_k_dense_replace: int = 0
+    decoder_sparse_step: _Count = 1
+    kv_lora_rank: _Count | None = None
+    """Set for latent attention, with the next four."""
+    q_lora_rank: _Count | None = None
+    qk_nope_head_dim: _Count = 128
+    qk_rope_head_dim: _Count = 64
+    v_head_dim: _Count = 128
 
 
-def _ends(hidden: int, vocabulary: int) -> _Shapes:
-    return {
-        "model.embed_tokens.weight": (vocabulary, hidden),
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (vocabulary, hidden),
+_QWEN3: dict[str, Any] = {"model_type": "qwen3", "head_dim": 128, "vocab_size": 151936}
+_QWEN3_MOE: dict[str, Any] = {**_QWEN3, "model_type": "qwen3_moe", "num_experts": 128, "num_key_value_heads": 4}
+_DEEPSEEK: dict[str, Any] = {
+    "hidden_size": 7168, "num_hidden_layers": 61, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+    "n_shared_experts": 1, "kv_lora_rank": 512, "q_lora_rank": 1536,
+}  # fmt: skip
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "qwen3-4b": {**_QWEN3, "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+                 "intermediate_size": 9728, "tie_word_embeddings": True},
+    "qwen3-8b": {**_QWEN3, "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+                 "intermediate_size": 12288},
+    "qwen3-30b-a3b": {**_QWEN3_MOE, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+                      "moe_intermediate_size": 768},
+    "qwen3-235b-a22b": {**_QWEN3_MOE, "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64,
+                        "moe_intermediate_size": 1536},
+    "glm-4.5-air": {"model_type": "glm4_moe", "hidden_size": 4096, "num_hidden_layers": 46, "num_attention_heads": 96,
+                    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552, "intermediate_size": 10944,
+                    "num_experts": 128, "moe_intermediate_size": 1408, "n_shared_experts": 1, "first_k_dense_replace": 1,
+                    "attention_bias": True},
+    "deepseek-v3": {**_DEEPSEEK, "model_type": "deepseek_v3", "vocab_size": 129280, "num_attention_heads": 128,
+                    "num_experts": 256, "first_k_dense_replace": 3},
+    "kimi-k2": {**_DEEPSEEK, "model_type": "kimi_k2", "vocab_size": 163840, "num_attention_heads": 64, "num_experts": 384,
+                "first_k_dense_replace": 1},
+}  # fmt: skip
+"""Configurations by name, as far as shapes depend on them."""
+
+
+def read_configuration(model: str) -> dict[str, Any]:
+    """Return the configuration of a model.
+
+    Args:
+        model: A name of :data:`CONFIGURATIONS`, or the path of a ``config.json``.
+
+    Raises:
+        ConfigurationError: ``model`` is neither.
+    """
+    if model in CONFIGURATIONS:
+        return CONFIGURATIONS[model]
+    try:
+        settings: dict[str, Any] = msgspec.json.decode(Path(model).read_bytes(), type=dict[str, Any])
+    except OSError:
+        raise ConfigurationError(
+            f"unknown model {model!r}: give {', '.join(CONFIGURATIONS)}, or the path of a config.json"
+        ) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigurationError(f"{model} is not a config.json: {error}") from None
+    return settings
+
+
+def tensors_of(settings: Mapping[str, Any], dtype: str = "bfloat16") -> list[TensorSpec]:
+    """Return the tensors of a decoder by its configuration, without biases of routers and scales of quantization.
+
+    Covers attention with grouped queries or latent attention, dense and mixture layers, shared experts.
+
+    Args:
+        settings: A ``config.json``, decoded. The text part of a model of several modalities is taken.
+        dtype: Element type of all tensors.
+
+    Raises:
+        ConfigurationError: A key is missing or invalid.
+    """
+    config = _configuration(settings)
+    return [TensorSpec(name, shape, dtype) for name, shape in _shapes(config, config.num_experts or 0).items()]
+
+
+def tensor_counts(settings: Mapping[str, Any], dtype: str = "bfloat16") -> list[tuple[TensorSpec, int]]:
+    """Return the same tensors, but of the experts of a layer only the first, with the number of experts."""
+    config = _configuration(settings)
+    experts = config.num_experts or 1
+    return [(TensorSpec(name, shape, dtype), experts if ".experts." in name else 1) for name, shape in _shapes(config, 1).items()]
+
+
+def _configuration(settings: Mapping[str, Any]) -> ModelConfiguration:
+    text = settings.get("text_config")
+    keys = {
+        "num_experts" if name in ("n_routed_experts", "num_local_experts") else name: value
+        for name, value in (text if isinstance(text, Mapping) else settings).items()
+        if value is not None
+    }
+    try:
+        config = msgspec.convert(keys, ModelConfiguration)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"the model's configuration does not say what its shapes are: {error}") from None
+    if config.num_hidden_layers * (10 + 3 * (config.num_experts or 0)) > _MOST_TENSORS:
+        raise ConfigurationError(f"the model's configuration describes more than {_MOST_TENSORS:,} tensors")
+    return config
+
+
+def _shapes(config: ModelConfiguration, experts: int) -> _Shapes:
+    """Return shapes by name, of each layer's experts the first ``experts``."""
+    hidden = config.hidden_size
+    shapes: _Shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    for number in range(config.num_hidden_layers):
+        layer = f"model.layers.{number}"
+        shapes[f"{layer}.input_layernorm.weight"] = shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
+        shapes |= _grouped_query(layer, config) if config.kv_lora_rank is None else _latent(layer, config)
+        shapes |= _feed_forward(f"{layer}.mlp", number, config, experts)
+    return shapes
+
+
+def _grouped_query(layer: str, config: ModelConfiguration) -> _Shapes:
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    head = config.head_dim or hidden // heads
+    keys = (config.num_key_value_heads or heads) * head
+    attention = f"{layer}.self_attn"
+    shapes: _Shapes = {
+        f"{attention}.q_proj.weight": (heads * head, hidden),
+        f"{attention}.k_proj.weight": (keys, hidden),
+        f"{attention}.v_proj.weight": (keys, hidden),
+        f"{attention}.o_proj.weight": (hidden, heads * head),
+    }
+    if config.attention_bias or config.model_type.startswith("qwen2"):
+        shapes |= {f"{attention}.{name}_proj.bias": (heads * head if name == "q" else keys,) for name in "qkv"}
+    if config.use_qk_norm or config.model_type.startswith("qwen3"):
+        shapes |= {f"{attention}.q_norm.weight": (head,), f"{attention}.k_norm.weight": (head,)}
+    return shapes
+
+
+def _latent(layer: str, config: ModelConfiguration) -> _Shapes:
+    hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.kv_lora_rank or 0
+    query = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+    attention = f"{layer}.self_attn"
+    shapes: _Shapes = {
+        f"{attention}.kv_a_proj_with_mqa.weight": (latent + config.qk_rope_head_dim, hidden),
+        f"{attention}.kv_a_layernorm.weight": (latent,),
+        f"{attention}.kv_b_proj.weight": (heads * (config.qk_nope_head_dim + config.v_head_dim), latent),
+        f"{attention}.o_proj.weight": (hidden, heads * config.v_head_dim),
+    }
+    if config.q_lora_rank is None:
+        return shapes | {f"{attention}.q_proj.weight": (query, hidden)}
+    return shapes | {
+        f"{attention}.q_a_proj.weight": (config.q_lora_rank, hidden),
+        f"{attention}.q_a_layernorm.weight": (config.q_lora_rank,),
+        f"{attention}.q_b_proj.weight": (query, config.q_lora_rank),
     }
 
 
-def _grouped_query(layer: str, hidden: int, heads: int, kv_heads: int, head: int) -> _Shapes:
-    return {
-        f"{layer}.self_attn.q_proj.weight": (heads * head, hidden),
-        f"{layer}.self_attn.k_proj.weight": (kv_heads * head, hidden),
-        f"{layer}.self_attn.v_proj.weight": (kv_heads * head, hidden),
-        f"{layer}.self_attn.o_proj.weight": (hidden, heads * head),
-        f"{layer}.self_attn.q_norm.weight": (head,),
-        f"{layer}.self_attn.k_norm.weight": (head,),
-    }
-
-
-def _latent(layer: str, hidden: int) -> _Shapes:
-    return {
-        f"{layer}.self_attn.q_a_proj.weight": (1536, hidden),
-        f"{layer}.self_attn.q_a_layernorm.weight": (1536,),
-        f"{layer}.self_attn.q_b_proj.weight": (64 * 192, 1536),
-        f"{layer}.self_attn.kv_a_proj_with_mqa.weight": (512 + 64, hidden),
-        f"{layer}.self_attn.kv_a_layernorm.weight": (512,),
-        f"{layer}.self_attn.kv_b_proj.weight": (64 * 256, 512),
-        f"{layer}.self_attn.o_proj.weight": (hidden, 64 * 128),
-    }
-
-
-def _norms(layer: str, hidden: int) -> _Shapes:
-    return {f"{layer}.input_layernorm.weight": (hidden,), f"{layer}.post_attention_layernorm.weight": (hidden,)}
+def _feed_forward(mlp: str, layer: int, config: ModelConfiguration, experts: int) -> _Shapes:
+    hidden = config.hidden_size
+    if config.num_experts is None or layer < config.first_k_dense_replace or (layer + 1) % config.decoder_sparse_step:
+        return _gated(mlp, hidden, config.intermediate_size)
+    inner = config.moe_intermediate_size or config.intermediate_size
+    shapes: _Shapes = {f"{mlp}.gate.weight": (config.num_experts, hidden)}
+    if config.n_shared_experts:
+        shapes |= _gated(f"{mlp}.shared_experts", hidden, inner * config.n_shared_experts)
+    for expert in range(experts):
+        shapes |= _gated(f"{mlp}.experts.{expert}", hidden, inner)
+    return shapes
 
 
 def _gated(mlp: str, hidden: int, inner: int) -> _Shapes:
@@ -58,37 +219,14 @@ def _gated(mlp: str, hidden: int, inner: int) -> _Shapes:
 
 def qwen3_8b() -> list[TensorSpec]:
     """Qwen3-8B: dense, 399 tensors, 16.4 GB in bfloat16."""
-    shapes = _ends(4096, 151936)
-    for number in range(36):
-        layer = f"model.layers.{number}"
-        shapes |= _norms(layer, 4096) | _grouped_query(layer, 4096, 32, 8, 128) | _gated(f"{layer}.mlp", 4096, 12288)
-    return _specs(shapes)
+    return tensors_of(CONFIGURATIONS["qwen3-8b"])
 
 
 def qwen3_30b_a3b() -> list[TensorSpec]:
     """Qwen3-30B-A3B: a mixture of 128 experts in 48 layers, 18,867 tensors, 61.1 GB in bfloat16."""
-    shapes = _ends(2048, 151936)
-    for number in range(48):
-        layer = f"model.layers.{number}"
-        shapes |= _norms(layer, 2048) | _grouped_query(layer, 2048, 32, 4, 128)
-        shapes[f"{layer}.mlp.gate.weight"] = (128, 2048)
-        for expert in range(128):
-            shapes |= _gated(f"{layer}.mlp.experts.{expert}", 2048, 768)
-    return _specs(shapes)
+    return tensors_of(CONFIGURATIONS["qwen3-30b-a3b"])
 
 
 def one_trillion() -> list[TensorSpec]:
-    """A model like Kimi-K2: 384 experts in 60 of 61 layers, latent attention, 1.03e12 parameters in 69,915 bfloat16 tensors."""
-    hidden = 7168
-    shapes = _ends(hidden, 163840)
-    for number in range(61):
-        layer = f"model.layers.{number}"
-        shapes |= _norms(layer, hidden) | _latent(layer, hidden)
-        if number == 0:
-            shapes |= _gated(f"{layer}.mlp", hidden, 18432)
-            continue
-        shapes[f"{layer}.mlp.gate.weight"] = (384, hidden)
-        shapes |= _gated(f"{layer}.mlp.shared_experts", hidden, 2048)
-        for expert in range(384):
-            shapes |= _gated(f"{layer}.mlp.experts.{expert}", hidden, 2048)
-    return _specs(shapes)
+    """Kimi-K2: 384 experts in 60 of 61 layers, latent attention, 1.03e12 parameters in 69,915 bfloat16 tensors."""
+    return tensors_of(CONFIGURATIONS["kimi-k2"])

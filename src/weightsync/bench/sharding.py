@@ -10,7 +10,17 @@ import numpy.typing as npt
 
 from weightsync.model import Layout, Manifest
 
-__all__ = ["Cut", "expert_parallel", "fsdp", "outermost", "packed", "sharded", "tensor_parallel"]
+__all__ = [
+    "Cut",
+    "expert_numbers",
+    "expert_parallel",
+    "fsdp",
+    "outermost",
+    "packed",
+    "parallel_dims",
+    "sharded",
+    "tensor_parallel",
+]
 
 Int64 = npt.NDArray[np.int64]
 Cut = tuple[Int64, int, int]
@@ -72,7 +82,8 @@ def fsdp(manifest: Manifest, ranks: int) -> list[Layout]:
     return [sharded(manifest, [(first, rank, ranks)]) for rank in range(ranks)]
 
 
-def _parallel_dims(manifest: Manifest) -> Int64:
+def parallel_dims(manifest: Manifest) -> Int64:
+    """Return the padded dimension that tensor parallelism cuts of each tensor, -1 for none, ``int64[tensors]``."""
     first = outermost(manifest)
     dims = np.full(len(manifest), -1, np.int64)
     for index, spec in enumerate(manifest):
@@ -85,14 +96,19 @@ def _parallel_dims(manifest: Manifest) -> Int64:
 
 def tensor_parallel(manifest: Manifest, ranks: int) -> list[Layout]:
     """Return Megatron's layouts: columns of q, k, v, gate, up and the vocabulary, rows of o and down, and the rest whole."""
-    dims = _parallel_dims(manifest)
+    dims = parallel_dims(manifest)
     return [sharded(manifest, [(dims, rank, ranks)]) for rank in range(ranks)]
+
+
+def expert_numbers(manifest: Manifest) -> Int64:
+    """Return the number of the expert that each tensor belongs to, -1 for none, ``int64[tensors]``."""
+    matches = [_EXPERT.search(spec.name) for spec in manifest]
+    return np.array([int(match.group(1)) if match else -1 for match in matches], np.int64)
 
 
 def expert_parallel(manifest: Manifest, ranks: int) -> list[Layout]:
     """Return layouts with whole experts in blocks by rank. All other tensors are as in :func:`tensor_parallel`."""
-    matches = [_EXPERT.search(spec.name) for spec in manifest]
-    expert = np.array([int(match.group(1)) if match else -1 for match in matches], np.int64)
-    dims = np.where(expert >= 0, -1, _parallel_dims(manifest))
+    expert = expert_numbers(manifest)
+    dims = np.where(expert >= 0, -1, parallel_dims(manifest))
     each = -(-(int(expert.max()) + 1) // ranks) if len(expert) else 1
     return [sharded(manifest, [(dims, rank, ranks)], keep=(expert < 0) | (expert // max(each, 1) == rank)) for rank in range(ranks)]

@@ -20,6 +20,7 @@ from weightsync.cli.errors import CommandGroup
 from weightsync.cli.help import Command
 from weightsync.cli.logs import Level, LogJson, LogLevel, configure_logs
 from weightsync.cli.options import CaFile, Coordinator, Json, JsonLast, Pausing, TokenFile, client_settings, parse_size, token_in
+from weightsync.cli.plan import plan
 from weightsync.cli.push import push
 
 __all__ = ["app", "main"]
@@ -55,7 +56,7 @@ def root(
 
     **Start here**
 
-    `weightsync doctor` checks what this machine supports.
+    `weightsync doctor` checks what this machine supports. `weightsync plan` forecasts what an update of your model would take.
 
     **In a run**
 
@@ -374,6 +375,7 @@ def bench(
     raise typer.Exit(int(run(options) or 0))
 
 
+app.command(cls=Command)(plan)
 app.command(cls=Command)(push)
 
 

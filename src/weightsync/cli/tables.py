@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich import box
+from rich.bar import Bar
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -19,7 +21,21 @@ from weightsync.protocol.messages import RoundResult
 from weightsync.server.findings import Finding
 from weightsync.server.history import RoundRecord
 
-__all__ = ["age", "doctor_table", "event_line", "gigabytes_per_second", "round_view", "rounds_view", "show_table", "status_view"]
+if TYPE_CHECKING:
+    from weightsync.bench.forecast.forecast import Forecast, RefitForecast
+
+__all__ = [
+    "age",
+    "doctor_table",
+    "event_line",
+    "forecast_view",
+    "gigabytes_per_second",
+    "links_view",
+    "round_view",
+    "rounds_view",
+    "show_table",
+    "status_view",
+]
 
 _COLOR = {
     "ok": "green", "limited": "yellow", "missing": "dim", "unknown": "magenta",
@@ -29,6 +45,8 @@ _COLOR = {
 _SHOWN_ROUNDS = 5
 _KIB = 1024
 _HALF_A_DAY = 43200.0
+_KILO, _WHOLE_SECONDS, _BAR_WIDTH = 1000, 100, 24
+_SCHEMES = {"gathered": "gather whole tensors first", "broadcast": "broadcast everything to everybody"}
 
 
 def show_table(view: RenderableType) -> None:
@@ -280,3 +298,86 @@ def _event_line(event: Event) -> str:
             rate = f" ({gigabytes_per_second(nbytes, seconds)} GB/s)" if nbytes else ""
             outcome, why = ("ok", "") if event.result.ok else ("failed", f": {event.error}")
             return f"round {event.round}: {outcome}, {_size(nbytes)} in {seconds:.3f} s{rate}{why}"
+
+
+def forecast_view(forecast: RefitForecast) -> RenderableType:
+    """A forecast: what crosses, stages and memory of each transport, links of the best one, and what to change first."""
+    refit, usable = forecast.refit, [transport for transport in forecast.transports if not transport.unusable]
+    views: list[RenderableType] = [
+        Text(
+            f"{refit.tensors:,} tensors, {_decimal(refit.nbytes)}; trainer GPUs on {refit.trainer_hosts} hosts, engine GPUs on "
+            f"{refit.engine_hosts}. An engine GPU receives {_decimal(refit.received)} in {refit.pieces:,} pieces, half of the "
+            f"bytes in runs of at most {_decimal(refit.run)}. A trainer GPU sends {_decimal(refit.sent)}."
+        )
+    ]
+    if forecast.refused:
+        views.append(_plain_text(f"{forecast.refused}.", "red"))
+    stages = _table("seconds by stage (metadata: once, while training goes on; place: before the pause)")
+    stages.add_column("transport", no_wrap=True)
+    for heading in (*(usable[0].stages if usable else ()), "pause"):
+        stages.add_column(heading, justify="right", no_wrap=True)
+    memory = _table("extra memory, and what limits the transfer")
+    for heading in ("transport", "trainer rank", "engine rank", "coordinator", "bottleneck"):
+        memory.add_column(heading, justify="left" if heading in ("transport", "bottleneck") else "right")
+    for transport in usable:
+        style = "bold" if transport.transport == forecast.best else ""
+        seconds = [_seconds(value) for value in (*transport.stages.values(), transport.pause)]
+        stages.add_row(transport.transport, *seconds, style=style)
+        memory.add_row(
+            transport.transport, *map(_decimal, transport.memory.values()), transport.bottleneck.name, style=style
+        )  # fmt: skip
+    views += [stages, memory]
+    views += _notes(
+        (transport.transport, _plain_text(f"not usable: {transport.unusable}", "dim"))
+        for transport in forecast.transports
+        if transport.unusable
+    )
+    best = next((transport for transport in usable if transport.transport == forecast.best), None)
+    if best is not None:
+        views += [links_view([best]), _answer(best, forecast.others)]
+    if forecast.changes:
+        changes = _table("what to change first")
+        for heading in ("change", "transport", "metadata", "pause"):
+            changes.add_column(heading, justify="left" if heading in ("change", "transport") else "right")
+        for change in forecast.changes:
+            changes.add_row(change.what, change.transport, _seconds(change.metadata), _seconds(change.pause))
+        views.append(changes)
+    return Group(*views)
+
+
+def links_view(transports: Sequence[Forecast]) -> RenderableType:
+    """Bars: how long each link of some transports is busy in one round."""
+    table = _table("seconds by link at its rate")
+    for heading, justify in (("transport", "left"), ("link", "left"), ("bytes", "right"), ("seconds", "right"), ("", "left")):
+        table.add_column(heading, justify="right" if justify == "right" else "left", no_wrap=True)
+    longest = max((link.seconds for transport in transports for link in transport.links), default=1.0)
+    for transport in transports:
+        for number, link in enumerate(transport.links):
+            color = "red" if link.seconds == transport.bottleneck.seconds else "blue"
+            count = "" if link.name.endswith("posted") else _decimal(link.nbytes)
+            bar = Bar(longest, 0, link.seconds, width=_BAR_WIDTH, color=color)
+            table.add_row(transport.transport if number == 0 else "", link.name, count, _seconds(link.seconds), bar)
+    return table
+
+
+def _answer(best: Forecast, others: Mapping[str, float]) -> Text:
+    lines = [
+        f"\n{best.transport}: {_seconds(best.pause)} s from pause to resume; at its rate, the busiest link takes "
+        f"{_seconds(best.bottleneck.seconds)} s.",
+        f"Basis of the transfer: {best.basis}" + (f", which scatter by a factor of {best.spread:.1f}." if best.spread > 1 else "."),
+        *(f"Systems that {_SCHEMES[name]}: {_seconds(value)} s for the transfer." for name, value in others.items()),
+    ]
+    return _plain_text("\n".join(lines))
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= _WHOLE_SECONDS else f"{value:.3f}" if value < 1 else f"{value:.2f}"
+
+
+def _decimal(nbytes: float) -> str:
+    """Format bytes as vendors of links do: ``130.3 GB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < _KILO:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= _KILO
+    return f"{nbytes:.2f} TB"

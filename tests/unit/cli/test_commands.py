@@ -30,7 +30,7 @@ from weightsync.errors import AuthenticationError, ConfigurationError, Coordinat
 from weightsync.protocol.messages import Publish
 from weightsync.server.server import BackgroundServer
 
-COMMANDS = ["serve", "status", "round", "revoke", "token", "doctor", "bench", "push"]
+COMMANDS = ["serve", "status", "round", "revoke", "token", "doctor", "bench", "plan", "push"]
 
 
 @pytest.fixture(autouse=True)

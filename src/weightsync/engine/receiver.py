@@ -54,11 +54,12 @@ class _Handover(EngineAdapter):
     def begin(self) -> None:
         with self._changed:
             self._running, self._owner, self._stopped, self._batch = True, 0, None, None
-            self._wait(lambda: bool(self._taker), "the application did not call receive()")
-            self._owner = self._taker
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         with self._changed:
+            if not self._owner:  # waits here and not in begin(), so that no abort is missed: each load() checks for one before
+                self._wait(lambda: self._next_taker > 0, "the application did not call receive()")
+                self._owner = self._next_taker
             self._batch, self._lent = list(tensors), False
             self._changed.notify_all()
             try:
@@ -77,13 +78,20 @@ class _Handover(EngineAdapter):
 
     def aborted(self, reason: str) -> None:
         with self._changed:
-            if not self._running and not (reason and self._taker):
+            if not self._running and not (reason and self._next_taker):
                 return  # between two streams
             why = reason or "the connection to the coordinator broke, or it gave the round up"
             self._stopped = RoundFailed(f"this stream did not arrive: {why}")
-            self._ended = self._owner if self._running and self._owner else self._taker, self._stopped
+            owner = self._owner if self._running and self._owner else self._next_taker
+            if owner:
+                self._ended = owner, self._stopped
             self._running = False
             self._changed.notify_all()
+
+    @property
+    def _next_taker(self) -> int:
+        """The consumer, if its loop may get the next stream: one whose stream has ended may still be busy. 0: nobody."""
+        return 0 if self._taker == self._ended[0] else self._taker
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         done = self._changed.wait_for(lambda: self._closed or self._stopped is not None or ready(), self._timeout)

@@ -86,9 +86,15 @@ def demo(
     model: Annotated[Architecture, typer.Option(help="Shape of the model.")] = Architecture.llama,
     tied: Annotated[bool, typer.Option("--tied/--untied", help="Whether the output head is tied to the embeddings.")] = True,
     pause_mode: Annotated[Pausing, typer.Option(help="What happens to running requests around an update.")] = Pausing.keep,
+    kill: Annotated[
+        bool, typer.Option("--kill", help="Kill a replica, a trainer rank and the coordinator in the middle of rounds.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the data, the model and the requests.")] = 0,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which it gives up.")] = 600.0,
     json: JsonLast = False,
+    token_file: Annotated[
+        Path | None, typer.Option(help="Token of its coordinator, for the page and for `weightsync status`; else a new one.")
+    ] = None,
     coordinator: Annotated[
         str | None, typer.Option(metavar="URL", help="Use this coordinator instead of starting one.", rich_help_panel=_PARTS)
     ] = None,
@@ -112,6 +118,7 @@ def demo(
     ```
     python -m examples.demo
     python -m examples.demo --trainer-ranks 3 --replicas 3 --versions 5 --transport tcp --json
+    python -m examples.demo --kill
     ```
     """
     missing = next((name for name in ("transformers", "tokenizers", "safetensors") if find_spec(name) is None), None)
@@ -127,7 +134,8 @@ def demo(
         trainer_ranks=trainer_ranks, replicas=replicas, versions=versions, steps=steps, transport=transport.value,
         delivery=delivery.value, engine="vllm" if engine is EngineChoice.vllm else "transformers",
         engine_tp=engine_tp, model=model.value, tied=tied,
-        pause_mode=pause_mode.value, seed=seed, timeout=timeout, json=json, coordinator=coordinator, role=role.value,
+        pause_mode=pause_mode.value, kill=kill, seed=seed, timeout=timeout, json=json, token_file=token_file,
+        coordinator=coordinator, role=role.value,
         directory=directory, host=host, replica_prefix=replica_prefix, replica_urls=tuple(replica_url or ()),
     )  # fmt: skip
     raise typer.Exit(int(run(settings) or 0))

@@ -152,6 +152,7 @@ class _Server:
                     "prompt_tokens": prompt,
                     "tokens": answer.tokens,
                     "token_versions": answer.token_versions,
+                    "token_epochs": answer.token_epochs,
                     "prefills": answer.prefills,
                 },
             }
@@ -181,8 +182,8 @@ def completions_app(
 ) -> Starlette:
     """The ASGI application of one replica. Every answer says which version made each of its tokens.
 
-    ``weightsync`` in an answer holds ``tokens``, ``token_versions`` (one a token), ``prompt_tokens``, and ``prefills``: the
-    positions in ``tokens`` at which the prompt and all earlier tokens were read anew. Errors are
+    ``weightsync`` in an answer holds ``tokens``, ``token_versions`` and ``token_epochs`` (one a token), ``prompt_tokens``, and
+    ``prefills``: the positions in ``tokens`` at which the prompt and all earlier tokens were read anew. Errors are
     ``{"error": {"message", "type"}}``: 400 for a request that makes no sense, 413 and 429 for too much, 503 ``not_seeded``
     before the first version and 503 ``paused`` when a pause outlasts the request's minute. ``more`` are routes beside these.
     """

@@ -17,6 +17,10 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     parent: int
     pause_mode: PauseMode
+    port: int = 0
+    """0: a free one."""
+    run: str = ""
+    state_dir: str | None = None
 
 
 def main(argument: str) -> int:
@@ -28,7 +32,9 @@ def main(argument: str) -> int:
     from weightsync.config import ServerSettings
     from weightsync.server.server import serve
 
-    settings = ServerSettings.load(host="127.0.0.1", port=0, pause_mode=mine.pause_mode)
+    settings = ServerSettings.load(
+        host="127.0.0.1", port=mine.port, pause_mode=mine.pause_mode, run=mine.run or None, state_dir=mine.state_dir
+    )
     serve(settings, lambda address, token, coordinator: parent.tell(Listening(address.url)))
     return 0
 

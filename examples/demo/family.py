@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from examples.demo.reports import Report
-from weightsync.errors import PeerLost, ProtocolError
+from weightsync.errors import DeadlineExceeded, PeerLost, ProtocolError
 from weightsync.protocol.messages import UNREADABLE
 
 __all__ = ["Child", "Family"]
@@ -40,6 +40,8 @@ class Child:
     process: asyncio.subprocess.Process
     log: Path
     listener: asyncio.Task[None] | None = None
+    dismissed: bool = False
+    """Its end is wanted, whatever its status."""
 
     def say(self) -> None:
         """Let it go on (:meth:`examples.demo.reports.Parent.wait_for_word`)."""
@@ -98,8 +100,10 @@ class Family:
         reports: msgspec.json.Decoder[Any] = _REPORTS,
     ) -> Child:
         """Run ``python -m module`` with ``argument`` as JSON; ``heard`` gets each of its ``reports``. ``files`` are inherited."""
+        if self._group and not self._signal(0):  # all were killed: a group without members cannot be joined
+            self._group = 0
         log = self.directory / f"{name}.log"
-        with log.open("wb") as errors:
+        with log.open("ab") as errors:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", module, msgspec.json.encode(argument).decode(),
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=self._environment,
@@ -125,7 +129,7 @@ class Family:
                 raise ProtocolError(f"{child.name} said something that is no report: {error}") from None
             heard(report)
         code = await child.process.wait()
-        if code and not self._ending:
+        if code and not self._ending and not child.dismissed:
             raise PeerLost(f"{child.name} ended with status {code}; the end of its log:\n{child.tail()}")
 
     def _heard_out(self, listener: asyncio.Task[None]) -> None:
@@ -144,6 +148,22 @@ class Family:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+    async def kill(self, *names: str) -> None:
+        """Kill these children with SIGKILL and wait until they are gone; :meth:`start` may then use their names again.
+
+        Raises :class:`~weightsync.errors.DeadlineExceeded` for one that does not end.
+        """
+        children = [self.children[name] for name in names]
+        for child in children:  # all of them first: the end of one may end another
+            child.dismissed = True
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                child.process.kill()
+        listeners = [child.listener for child in children if child.listener is not None]
+        _, late = await asyncio.wait(listeners, timeout=_POLITE_SECONDS)
+        if late:
+            raise DeadlineExceeded(f"{', '.join(task.get_name() for task in late)}: killed, and not gone after {_POLITE_SECONDS} s")
 
     async def ended(self) -> None:
         """Return when all children ended well."""
@@ -176,7 +196,10 @@ class Family:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._janitor.wait(), _POLITE_SECONDS)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _signal(self, number: int) -> bool:
+        """Signal all processes of the group. Returns False if there are none."""
         if self._group:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # all gone (on macOS: all ending)
                 os.killpg(self._group, number)
+                return True
+        return False

@@ -51,10 +51,11 @@ def greedy(model: PreTrainedModel, prefix: Sequence[int], budget: int, gate: Gat
 
 @dataclass
 class Completion:
-    """The tokens of one answer, and under which version each was made."""
+    """The tokens of one answer, and under which version (its number and its epoch) each was made."""
 
     tokens: list[int] = field(default_factory=list)
     token_versions: list[int] = field(default_factory=list)
+    token_epochs: list[int] = field(default_factory=list)
     prefills: list[int] = field(default_factory=list)
     """Positions in ``tokens`` at which the prompt and all earlier tokens were read anew: the first, and each after a pause."""
     finish_reason: FinishReason = "length"
@@ -90,6 +91,7 @@ class Generator:
             answer.prefills.append(len(answer.tokens))
             answer.tokens += fresh
             answer.token_versions += [version.number] * len(fresh)
+            answer.token_epochs += [version.epoch] * len(fresh)
             if fresh[-1] == self._end:
                 answer.finish_reason = "stop"
             elif len(answer.tokens) >= budget:

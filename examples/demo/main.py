@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,21 +20,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from rich.console import Console
 
-from examples.demo.coordinator import CoordinatorSettings
 from examples.demo.events import follow, status
-from examples.demo.family import Child, Family
-from examples.demo.outcome import Outcome, Record, outcome_of
-from examples.demo.reports import Listening, Publication, Ready, Report, Saved, Step
-from examples.demo.settings import ReplicaSettings, Settings, TrainerSettings
+from examples.demo.family import Family
+from examples.demo.outcome import Kill, Outcome, Record, outcome_of
+from examples.demo.reports import Holding, Listening, Publication, Ready, Report, Saved, Step, Unpublished
+from examples.demo.settings import KILLED, Settings
+from examples.demo.supervisor import Supervisor
 from examples.demo.tasks import probes, prompts
 from examples.demo.traffic import Traffic, replica_names
-from examples.demo.view import View, rounds_table
+from examples.demo.view import View, label, rounds_table
 from examples.demo.vllm_prompts import with_examples
-from weightsync.config import Address, ClientSettings, Secret
-from weightsync.coordinator.events import Event, ReplicaEnded, RoundEnded
-from weightsync.errors import ConfigurationError, WeightSyncError
-from weightsync.protocol.messages import RoundResult
-from weightsync.protocol.tokens import generate
+from weightsync.config import Address, ClientSettings, Secret, read_token
+from weightsync.coordinator.events import Event, ReplicaEnded, RoundEnded, RoundStarted
+from weightsync.errors import ConfigurationError, CoordinatorUnreachable, DeadlineExceeded, WeightSyncError
+from weightsync.protocol.messages import ReplicaResult, RoundResult
+from weightsync.protocol.tokens import generate, login_url
 
 if TYPE_CHECKING:
     from examples.demo.checking import Findings
@@ -44,7 +43,7 @@ __all__ = ["run"]
 
 _PROMPTS = 10
 _POLITE_SECONDS = {"transformers": 5.0, "vllm": 20.0}  # vLLM's processes free shared memory as they end
-_REPLICAS = {"transformers": "examples.demo.replica", "vllm": "examples.demo.vllm_replica"}
+_RECOVERY_SECONDS = 180.0
 _LOG_WIDTH = 120  # where output is not a terminal, tables need not be narrow
 _QUIET = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
@@ -55,17 +54,28 @@ class _Demo:
     def __init__(self, settings: Settings, console: Console, family: Family, token: Secret | None) -> None:
         self.settings, self.console, self.family = settings, console, family
         self.record = Record()
+        self.supervisor = Supervisor(settings, family, self.heard_report)
         self._token = token
         self.findings: Findings | None = None
         self.replicas: dict[str, str] = {}
         """Addresses by name."""
         self.view = View(console, ())
         self._traffic: Traffic | None = None
-        self._lead: Child | None = None
-        self._url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._starts = 0
+        """How often the coordinator was started."""
+        self._coordinator_up = asyncio.Event()
+        self._following = asyncio.Event()
+        self._url = settings.coordinator or ""
+        self._round = 0
+        self._in_round = asyncio.Event()
+        self._holding = asyncio.Event()
         self._ready: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        self._saved: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
-        self._published: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        self._saved = asyncio.Queue[int]()
+        self._results = asyncio.Queue[RoundResult | None]()
+        """Of the trainer's publications, in order; ``None`` for one that failed."""
+        self._serving: dict[str, str | None] = {}
+        """Digests of what replicas serve, as far as the coordinator said it."""
+        self._served = asyncio.Event()
 
     # What is heard.
 
@@ -73,29 +83,58 @@ class _Demo:
         """A child said something."""
         match report:
             case Listening():
-                self._url.set_result(report.url)
+                self._url = report.url
+                self._coordinator_up.set()
             case Ready():
                 self._ready[report.name].set()
+            case Holding():
+                self._holding.set()
             case Step():
                 self.record.losses.append(report.loss)
                 self.view.loss(report.step, report.loss)
             case Saved():
-                self._saved[report.version].set()
+                self._saved.put_nowait(report.version)
             case Publication():
                 self._note(report.result)
+            case Unpublished():
+                self.view.say(f"version {report.number} failed, the trainer goes on: {report.error}")
+                self.record.unpublished.append((self.supervisor.epoch, report.number))
+                self._results.put_nowait(None)
 
     def heard_event(self, event: Event) -> None:
         """The coordinator said something."""
         self.view.show(event)
-        if isinstance(event, ReplicaEnded) and event.result.state == "loaded" and self._traffic is not None:
-            self._traffic.seeded(event.result.name)
-        if isinstance(event, RoundEnded) and event.result is not None:
-            self._note(event.result)
+        match event:
+            case RoundStarted():
+                self._round = event.round
+                self._in_round.set()
+            case ReplicaEnded():
+                self._note_replica(event.result)
+            case RoundEnded():
+                self._in_round.clear()
+                if event.result is not None and self.supervisor.lead is None:
+                    self._note(event.result)
+            case _:
+                pass
 
     def _note(self, result: RoundResult) -> None:
-        number = result.version.number
-        self.record.results.setdefault(number, result)  # later rounds of this number only re-seed
-        self._published[number].set()
+        if result.version.order in self.record.results:  # later rounds of this version only re-seed
+            return
+        self.record.results[result.version.order] = result
+        self._results.put_nowait(result)
+        for replica in result.replicas:
+            self._note_replica(replica)
+
+    def _note_replica(self, result: ReplicaResult) -> None:
+        if result.state == "loaded":
+            self._note_serving(result.name, result.digest)
+
+    def _note_serving(self, name: str, digest: str | None) -> None:
+        self._serving[name] = digest
+        self.record.served_digests.add((name, digest))
+        self._served.set()
+        if self._traffic is not None:
+            self._traffic.seeded(name)
 
     # What is done.
 
@@ -103,32 +142,57 @@ class _Demo:
         """Everything that this role does, from the first process to the checked tokens."""
         settings = self.settings
         with self.view:
-            url = settings.coordinator or await self._start_coordinator()
-            self.view.headline(f"coordinator at {url}; starting the others")
+            if settings.coordinator is None:
+                await self._start_coordinator()
+            self.view.headline(f"coordinator at {self._url}; starting the others")
+            if (
+                self._token is not None and settings.token_file is None and self.console.is_terminal
+            ):  # a file may have other readers
+                self.view.say(f"its page: {login_url(Address.parse(self._url), self._token)}")
             if settings.role == "client":
                 self.replicas = await replica_names(settings.replica_urls)
-            client = ClientSettings.load(coordinator=url, token=self._token)
-            listening = asyncio.Event()
-            following = asyncio.create_task(follow(client, self.heard_event, listening))
+            client = self._client
+            following = asyncio.create_task(self._follow(client))
             try:
-                await _first(following, listening.wait())
-                await _first(following, self._play(url, client))
+                await _first(following, self._following.wait())
+                await _first(following, self._play(client))
             finally:
                 following.cancel()
                 await asyncio.gather(following, return_exceptions=True)
 
-    async def _play(self, url: str, client: ClientSettings) -> None:
-        settings, directory = self.settings, self.settings.directory or self.family.directory
+    @property
+    def _client(self) -> ClientSettings:
+        return ClientSettings.load(coordinator=self._url, token=self._token)
+
+    async def _start_coordinator(self) -> None:
+        await self.supervisor.start_coordinator()
+        await self._coordinator_up.wait()
+
+    async def _follow(self, client: ClientSettings) -> None:
+        """Hear the coordinator's events, also of one that was started again."""
+        while True:
+            starts = self._starts
+            try:
+                await follow(client, self.heard_event, self._following)
+            except CoordinatorUnreachable:
+                if starts == self._starts:
+                    raise
+                await self._coordinator_up.wait()
+
+    async def _play(self, client: ClientSettings) -> None:
+        settings, supervisor = self.settings, self.supervisor
         if settings.role in ("all", "replica"):
-            await self._start_replicas(url)
+            for index in range(settings.replicas):
+                await supervisor.start_replica(index, self._url)
+            self.replicas = supervisor.replicas
         if settings.role in ("all", "client"):
             asked, probed = prompts(settings.seed, _PROMPTS), probes(settings.seed)
             if settings.engine == "vllm":
                 asked, probed = with_examples(asked, settings.seed), with_examples(probed, settings.seed)
             self._traffic = Traffic(self.replicas, asked, probed)
         if settings.role in ("all", "trainer"):
-            await self._start_trainers(url, directory)
-        await asyncio.gather(*(self._ready[name].wait() for name in self.family.children if name != "coordinator"))
+            await supervisor.start_trainers(self._url)
+        await self._are_ready(name for name in self.family.children if name != "coordinator")
         if settings.role == "replica":
             for name, where in self.replicas.items():
                 self.view.say(f"{name} serves at {where}; Ctrl-C ends it")
@@ -138,11 +202,14 @@ class _Demo:
             await self.family.ended()
         elif self._traffic is not None:
             try:
-                await self._serve_and_check(self._traffic, client, directory)
+                await self._serve_and_check(self._traffic, client)
             finally:
                 await self._traffic.close()
 
-    async def _serve_and_check(self, traffic: Traffic, client: ClientSettings, directory: Path) -> None:
+    async def _are_ready(self, names: Iterable[str]) -> None:
+        await asyncio.gather(*(self._ready[name].wait() for name in names))
+
+    async def _serve_and_check(self, traffic: Traffic, client: ClientSettings) -> None:
         if self.settings.role == "all":
             self.record.refused_unseeded = await traffic.refused_unseeded()
         else:
@@ -154,27 +221,103 @@ class _Demo:
         await self._publish_all(traffic)
         await traffic.stop()
         self.record.served, self.record.failures = traffic.served, dict(traffic.refused)
+        self.record.interrupted = traffic.interrupted
         self.record.final = await status(client)
         self._go_on()  # the trainers may end
         await importing
         self.view.headline(f"checking {len(traffic.responses)} responses against {len(self.record.results)} checkpoints")
-        self.findings = await self._check(traffic, directory)
+        self.findings = await self._check(traffic, self.supervisor.directory)
 
     async def _publish_all(self, traffic: Traffic | None) -> None:
         """Each version when its checkpoint is there and the last one's probes were answered."""
-        for version in range(1, self.settings.versions + 1):
-            if self._lead is not None:
-                await self._saved[version].wait()
-                self._go_on()
-            await self._published[version].wait()
+        victims = dict(enumerate(KILLED, start=2)) if self.settings.kill else {}
+        for count in range(1, self.settings.versions + 1):
+            result = await (self._kill(victims[count]) if count in victims else self._next_result())
             if traffic is not None:
-                await traffic.probe(version)
+                await traffic.probe(result.version.order)
         if traffic is None:
             self._go_on()
 
+    async def _next_result(self) -> RoundResult:
+        """Let the trainer publish, and return the result of the next version whose round did not fail."""
+        while True:
+            if self.supervisor.lead is not None:
+                await self._saved.get()
+                self._go_on()
+            result = await self._results.get()
+            if result is not None:
+                return result
+
     def _go_on(self) -> None:
-        if self._lead is not None:
-            self._lead.say()
+        if self.supervisor.lead is not None:
+            self.supervisor.lead.say()
+
+    # What is killed.
+
+    async def _kill(self, victim: str) -> RoundResult:
+        """Kill ``victim`` in the middle of the next round, start it again, and wait until every replica serves what comes next."""
+        try:
+            async with asyncio.timeout(_RECOVERY_SECONDS):
+                return await self._kill_and_recover(victim)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the demo had not recovered from the loss of the {victim} after {_RECOVERY_SECONDS:g} s"
+            ) from None
+
+    async def _kill_and_recover(self, victim: str) -> RoundResult:
+        supervisor, last = self.supervisor, len(self.replicas) - 1
+        holder = f"{self.settings.replica_prefix}-{last}"
+        name = {"replica": holder, "trainer": supervisor.trainers[-1]}.get(victim, victim)
+        number = await self._saved.get()
+        self._holding.clear()
+        self.family.children[holder].say()
+        self._go_on()
+        await self._holding.wait()
+        await self._in_round.wait()
+        kill = Kill(name, self.family.children[name].process.pid, self._round, label((supervisor.epoch, number)))
+        self.record.kills.append(kill)
+        started = time.perf_counter()
+        self.view.say(
+            f"killing {name} (process {kill.pid}) in the middle of round {kill.round}: "
+            f"version {kill.version} is on its way to {holder}"
+        )
+        if victim == "replica":
+            if self._traffic is not None:
+                self._traffic.lost(name)
+            self._serving.pop(name, None)
+            self._ready[name].clear()
+            await self.family.kill(name)
+            await supervisor.start_replica(last, self._url)
+            await self._are_ready([name])
+        elif victim == "trainer":
+            for rank in supervisor.trainers:
+                self._ready[rank].clear()
+            await self.family.kill(*reversed(supervisor.trainers))  # the others cannot go on without it
+            self.family.children[holder].say()
+            self._saved, self._results = asyncio.Queue(), asyncio.Queue()  # of the ranks that are gone
+            await supervisor.start_trainers(self._url, resume=max(self.record.results))
+            await self._are_ready(supervisor.trainers)
+            self._results.put_nowait(None)  # nobody will tell the result of that round
+        else:
+            self._starts += 1
+            self._coordinator_up.clear()
+            self._following.clear()
+            self._in_round.clear()  # its end will not be told
+            await self.family.kill(name)
+            self.family.children[holder].say()
+            await self._start_coordinator()
+            await self._following.wait()
+            for replica in (await status(self._client)).replicas:
+                if replica.state == "loaded":
+                    self._note_serving(replica.name, replica.digest)
+        result = await self._results.get() or await self._next_result()
+        while any(self._serving.get(replica) != result.version.digest for replica in self.replicas):
+            self._served.clear()
+            await self._served.wait()
+        kill.seconds = time.perf_counter() - started
+        kill.back_at = label(result.version.order)
+        self.view.say(f"{name} is back after {kill.seconds:.1f} s: all {len(self.replicas)} replicas serve version {kill.back_at}")
+        return result
 
     async def _check(self, traffic: Traffic, directory: Path) -> Findings:
         stopped = threading.Event()
@@ -188,41 +331,6 @@ class _Demo:
             return await asyncio.to_thread(check)
         finally:
             stopped.set()  # a thread cannot be cancelled, only asked
-
-    # Processes.
-
-    async def _start_coordinator(self) -> str:
-        wish = CoordinatorSettings(parent=os.getpid(), pause_mode=self.settings.pause_mode)
-        await self.family.start("coordinator", "examples.demo.coordinator", wish, self.heard_report)
-        return await self._url
-
-    async def _start_replicas(self, url: str) -> None:
-        for index in range(self.settings.replicas):
-            name = f"{self.settings.replica_prefix}-{index}"
-            # Bound here, so that the address is known before the process is ready, and nobody else can take the port.
-            with _listen(self.settings.host) as listener:
-                wish = ReplicaSettings(
-                    parent=os.getpid(), name=name, listen_fd=listener.fileno(), coordinator=url,
-                    directory=str(self.family.directory), settings=self.settings.for_children(),
-                )  # fmt: skip
-                await self.family.start(name, _REPLICAS[self.settings.engine], wish, self.heard_report, [listener.fileno()])
-                host, port = listener.getsockname()[:2]
-            self.replicas[name] = Address("http", host, port).url
-
-    async def _start_trainers(self, url: str, directory: Path) -> None:
-        await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
-        with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
-            port = listener.getsockname()[1]
-            for rank in range(self.settings.trainer_ranks):
-                files = [listener.fileno()] if rank == 0 else []
-                wish = TrainerSettings(
-                    parent=os.getpid(), rank=rank, world_size=self.settings.trainer_ranks, port=port,
-                    listen_fd=listener.fileno() if rank == 0 else None, directory=str(directory), coordinator=url,
-                    settings=self.settings.for_children(),
-                )  # fmt: skip
-                child = await self.family.start(f"trainer-{rank}", "examples.demo.trainer", wish, self.heard_report, files)
-                if rank == 0:
-                    self._lead = child
 
     def close_the_books(self, seconds: float) -> Outcome:
         """The tables for people, and the outcome."""
@@ -247,18 +355,18 @@ class _Demo:
                 f"{len(self.findings.ties)} of the compared runs chose between tokens that rounding cannot tell apart: {worst}",
                 highlight=False, soft_wrap=True,
             )  # fmt: skip
+        if self.settings.kill:
+            self.console.print(
+                f"{outcome.kills} processes killed in the middle of rounds, {outcome.recoveries} back after "
+                f"{', '.join(f'{kill.seconds:.1f} s ({kill.process})' for kill in outcome.killed if kill.seconds is not None)}; "
+                f"{outcome.requests_interrupted} requests were running in a process that was killed",
+                highlight=False, soft_wrap=True,
+            )  # fmt: skip
         for line in self.record.wrong:
             self.console.print(f"not ok: {line}", style="red", highlight=False, markup=False, soft_wrap=True)
         if outcome.ok:
             self.console.print("[green]ok: every token came from the version on its label")
         return outcome
-
-
-def _listen(host: str) -> socket.socket:
-    try:
-        return socket.create_server((host, 0), backlog=128)
-    except OSError as error:
-        raise ConfigurationError(f"replicas cannot listen on --host {host}: {error.strerror or error}") from None
 
 
 async def _first(watch: asyncio.Task[None], work: Coroutine[Any, Any, object]) -> None:
@@ -292,15 +400,18 @@ async def _perform(settings: Settings, console: Console) -> Outcome | None:
     started = time.perf_counter()
     _end_on_signals()
     # A coordinator of our own gets a token of its own, by the environment, and settings meant for others do not reach it.
-    token = generate() if settings.coordinator is None else None
+    token = None
+    if settings.coordinator is None:
+        token = read_token(str(settings.token_file), "--token-file ") if settings.token_file is not None else generate()
     environment = {name: value for name, value in os.environ.items() if token is None or not name.startswith("WEIGHTSYNC_")}
     if token is not None:
         environment["WEIGHTSYNC_TOKEN"] = token.reveal()
     async with Family({**environment, **_QUIET}, _POLITE_SECONDS[settings.engine]) as family:
         demo = _Demo(settings, console, family, token)
         try:
-            async with asyncio.timeout(settings.timeout):
-                await family.guard(demo.perform())
+            with demo.supervisor:
+                async with asyncio.timeout(settings.timeout):
+                    await family.guard(demo.perform())
         except (WeightSyncError, TimeoutError) as error:
             if isinstance(error, ConfigurationError):
                 raise

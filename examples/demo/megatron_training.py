@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from examples.demo.models import CONTEXT
 from examples.demo.oracle import write_checkpoint
+from examples.demo.records import Order
 from examples.demo.training import BETAS, RATE, batches
 from weightsync.integrations.megatron import hf_state
 
@@ -37,7 +38,7 @@ class MegatronTraining:
 
     dtype = torch.bfloat16
 
-    def __init__(self, model: PreTrainedModel, seed: int) -> None:
+    def __init__(self, model: PreTrainedModel, seed: int, epoch: int) -> None:
         torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
         torch.cuda.Stream = torch.cuda.Event = _Nothing  # type: ignore[misc,assignment]
         CudaRNGStatesTracker.fork = lambda self, *_, **__: nullcontext()
@@ -47,7 +48,7 @@ class MegatronTraining:
         self._model = _build(hf)
         self.state = hf_state(self._model, config=hf)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0)
-        self._batches = batches(seed, 0)  # all ranks hold parts of one model
+        self._batches = batches(seed, 0, epoch)  # all ranks hold parts of one model
 
     def step(self) -> float:
         """One batch, one optimizer step. Returns the loss before the step."""
@@ -75,7 +76,7 @@ class MegatronTraining:
         for gradient in gradients:
             gradient.mul_(scale)
 
-    def save(self, directory: Path, version: int) -> None:
+    def save(self, directory: Path, version: Order) -> None:
         """Gather the model, convert it to Hugging Face names in the plainest way, and save it on rank 0."""
         whole = {name: _gathered(parameter) for name, parameter in self._model.named_parameters()}
         if dist.get_rank() == 0:

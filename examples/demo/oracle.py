@@ -13,18 +13,21 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import PreTrainedModel
 
+from examples.demo.records import Order
 from weightsync.errors import ConfigurationError
 
-__all__ = ["Oracle", "save_checkpoint", "write_checkpoint"]
+__all__ = ["Oracle", "checkpoint_path", "save_checkpoint", "write_checkpoint"]
 
 _HEAD = "lm_head.weight"
 
 
-def _path(directory: Path, version: int) -> Path:
-    return directory / f"version-{version:05d}.safetensors"
+def checkpoint_path(directory: Path, version: Order) -> Path:
+    """Where the checkpoint of ``version`` lies."""
+    epoch, number = version
+    return directory / f"version-{epoch}-{number:05d}.safetensors"
 
 
-def save_checkpoint(model: PreTrainedModel, directory: Path, version: int) -> None:
+def save_checkpoint(model: PreTrainedModel, directory: Path, version: Order) -> None:
     """Gather the whole model on rank 0 with torch's checkpoint API and save it there. Every rank calls this."""
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.is_initialized() and dist.get_rank():
@@ -34,11 +37,12 @@ def save_checkpoint(model: PreTrainedModel, directory: Path, version: int) -> No
     write_checkpoint({name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}, directory, version)
 
 
-def write_checkpoint(tensors: Mapping[str, torch.Tensor], directory: Path, version: int) -> None:
+def write_checkpoint(tensors: Mapping[str, torch.Tensor], directory: Path, version: Order) -> None:
     """Save the tensors of one version."""
-    unfinished = directory / f".version-{version:05d}"
+    path = checkpoint_path(directory, version)
+    unfinished = path.with_name(f".{path.name}")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, unfinished)
-    os.replace(unfinished, _path(directory, version))  # a reader finds all of it or nothing
+    os.replace(unfinished, path)  # a reader finds all of it or nothing
 
 
 class Oracle:
@@ -48,20 +52,21 @@ class Oracle:
         self._directory = directory
         self._blank = blank
         self._blank.train(False)
-        self._models: dict[int, PreTrainedModel] = {}
+        self._models: dict[Order, PreTrainedModel] = {}
 
-    def versions(self) -> list[int]:
-        """Numbers of the versions that are there, ascending."""
-        return sorted(int(path.stem.removeprefix("version-")) for path in self._directory.glob("version-*.safetensors"))
+    def versions(self) -> list[Order]:
+        """The versions that are there, ascending."""
+        names = [path.stem.split("-") for path in self._directory.glob("version-*.safetensors")]
+        return sorted((int(epoch), int(number)) for _, epoch, number in names)
 
-    def state(self, version: int) -> dict[str, torch.Tensor]:
+    def state(self, version: Order) -> dict[str, torch.Tensor]:
         """The tensors of one version. Raises :class:`~weightsync.errors.ConfigurationError` if it has no checkpoint."""
-        path = _path(self._directory, version)
+        path = checkpoint_path(self._directory, version)
         if not path.is_file():
-            raise ConfigurationError(f"version {version} has no checkpoint at {path}")
+            raise ConfigurationError(f"version {version[1]} of epoch {version[0]} has no checkpoint at {path}")
         return load_file(path)
 
-    def model(self, version: int) -> PreTrainedModel:
+    def model(self, version: Order) -> PreTrainedModel:
         """The model with the weights of one version, and no others. Raises as :meth:`state`, and for tensors that do not fit."""
         found = self._models.get(version)
         if found is None:
@@ -71,7 +76,8 @@ class Oracle:
             allowed = {_HEAD} if model.config.tie_word_embeddings else set()
             if unexpected or set(missing) - allowed:
                 raise ConfigurationError(
-                    f"the checkpoint of version {version} does not fit the model: missing {missing}, unexpected {unexpected}"
+                    f"the checkpoint of version {version[1]} of epoch {version[0]} does not fit the model: missing {missing}, "
+                    f"unexpected {unexpected}"
                 )
             found = self._models[version] = model
         return found

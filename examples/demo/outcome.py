@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from examples.demo.settings import Settings
+from examples.demo.records import Order
+from examples.demo.settings import KILLED, Settings
 from weightsync.coordinator.status import Status
 from weightsync.protocol.messages import RoundResult
 
 if TYPE_CHECKING:
     from examples.demo.checking import Findings
 
-__all__ = ["Outcome", "Record", "ReplicaOutcome", "outcome_of"]
+__all__ = ["Kill", "KillOutcome", "Outcome", "Record", "ReplicaOutcome", "outcome_of"]
 
 
 class ReplicaOutcome(msgspec.Struct, frozen=True):
@@ -26,6 +27,20 @@ class ReplicaOutcome(msgspec.Struct, frozen=True):
     state: str
     version: int | None
     digest: str | None
+
+
+class KillOutcome(msgspec.Struct, frozen=True):
+    """A process that was killed in the middle of a round."""
+
+    process: str
+    pid: int
+    round: int
+    version: str
+    """The version of that round: a number, with its epoch before it (``2@3``) after the first epoch."""
+    seconds: float | None
+    """From the kill until every replica served a version again; ``None`` if that never came."""
+    back_at: str | None
+    """That version."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -51,13 +66,32 @@ class Outcome(msgspec.Struct, frozen=True):
     """Whether after every version every replica answered the probes as that version's checkpoint does."""
     pause_ms_p50: float | None
     seconds: float
+    kills: int
+    """Processes that were killed."""
+    recoveries: int
+    """Of those, how many were started again until every replica served a version after it."""
+    requests_interrupted: int
+    """Requests that a killed replica was running."""
+    killed: tuple[KillOutcome, ...]
+
+
+@dataclass
+class Kill:
+    """See :class:`KillOutcome`."""
+
+    process: str
+    pid: int
+    round: int
+    version: str
+    seconds: float | None = None
+    back_at: str | None = None
 
 
 @dataclass
 class Record:
     """What was seen during a run."""
 
-    results: dict[int, RoundResult] = field(default_factory=dict)
+    results: dict[Order, RoundResult] = field(default_factory=dict)
     """The round that published each version."""
     losses: list[float] = field(default_factory=list)
     refused_unseeded: bool | None = None
@@ -70,6 +104,13 @@ class Record:
     """What ended the run before its time."""
     wrong: list[str] = field(default_factory=list)
     """Why the run is not ok, for people; filled by :func:`outcome_of`."""
+    unpublished: list[Order] = field(default_factory=list)
+    """Versions whose round failed, and which the trainer did not repeat."""
+    served_digests: set[tuple[str, str | None]] = field(default_factory=set)
+    """Replicas, and digests of what they served at any time."""
+    kills: list[Kill] = field(default_factory=list)
+    interrupted: int = 0
+    """Requests that were running in a replica when it was killed."""
 
 
 def outcome_of(settings: Settings, replicas: Sequence[str], record: Record, findings: Findings | None, seconds: float) -> Outcome:
@@ -84,8 +125,8 @@ def outcome_of(settings: Settings, replicas: Sequence[str], record: Record, find
         else ReplicaOutcome(name, "unknown", None, None)
         for name in replicas
     )
-    wanted = [(number, name) for number in range(1, settings.versions + 1) for name in replicas]
-    probes: Mapping[tuple[int, str], bool] = {} if findings is None else findings.probes
+    wanted = [(version, name) for version in record.results for name in replicas]
+    probes: Mapping[tuple[Order, str], bool] = {} if findings is None else findings.probes
     match = bool(wanted) and all(probes.get(key, False) for key in wanted)
     torn, mislabelled, checked = (0, 0, 0) if findings is None else (findings.torn, findings.mislabelled, findings.checked)
 
@@ -101,19 +142,26 @@ def outcome_of(settings: Settings, replicas: Sequence[str], record: Record, find
     must(torn == 0, f"{torn} responses were torn{worst}")
     must(mislabelled == 0, f"{mislabelled} responses were mislabelled{worst}")
     must(match, "a replica's probe answers are not those of the version's checkpoint, or are missing")
-    published = sorted(record.results) == list(range(1, settings.versions + 1))
+    numbers = sorted(number for _, number in [*record.results, *record.unpublished])
+    published = len(results) == settings.versions and numbers == list(range(1, len(numbers) + 1))
     must(published, f"{len(results)} of {settings.versions} versions were published")
     must(len({result.version.digest for result in results}) == len(results), "two versions have the same digest")
     for name in replicas:
         for result in results:
             mine = [part for part in result.replicas if part.name == name]
             took = bool(mine) and mine[0].state == "loaded" and mine[0].digest == result.version.digest
+            took = took or (
+                settings.kill and (name, result.version.digest) in record.served_digests
+            )  # it was killed, and re-seeded
             must(took, f"{name} did not take version {result.version.number}")
     for end in ends:
         current = last is not None and end.state == "loaded" and end.digest == last.digest
         must(current, f"{end.name} ended {end.state} at version {end.version}")
     must(record.refused_unseeded is not False, "a replica served its scrambled weights")
     must(not record.failures, f"requests failed: {dict(record.failures)}")
+    recovered = [kill for kill in record.kills if kill.seconds is not None]
+    must(not settings.kill or len(recovered) == len(KILLED), f"{len(recovered)} of {len(KILLED)} losses were recovered from")
+    must(settings.kill or not record.unpublished, f"rounds failed: {record.unpublished}")
     must(len(record.losses) < 2 or record.losses[-1] < record.losses[0], "the loss did not fall")
     return Outcome(
         ok=not record.wrong,
@@ -132,6 +180,13 @@ def outcome_of(settings: Settings, replicas: Sequence[str], record: Record, find
         tokens_match=match,
         pause_ms_p50=round(median(part.paused_seconds for part in parts) * 1e3, 3) if parts else None,
         seconds=round(seconds, 3),
+        kills=len(record.kills),
+        recoveries=len(recovered),
+        requests_interrupted=record.interrupted,
+        killed=tuple(
+            KillOutcome(**(asdict(kill) | {"seconds": None if kill.seconds is None else round(kill.seconds, 3)}))
+            for kill in record.kills
+        ),
     )
 
 

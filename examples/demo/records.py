@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Response"]
+__all__ = ["Order", "Response"]
+
+Order = tuple[int, int]
+"""Epoch and number of a version. A number alone is ambiguous after a trainer resumed at an earlier checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -16,5 +19,7 @@ class Response:
     tokens: tuple[int, ...]
     token_versions: tuple[int, ...]
     prefills: tuple[int, ...]
-    probe_of: int | None = None
+    probe_of: Order | None = None
     """The version after whose round this was asked as a probe."""
+    token_epochs: tuple[int, ...] = ()
+    """The epoch of each token's version. Empty: all are of the first epoch."""

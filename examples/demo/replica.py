@@ -28,6 +28,7 @@ def main(argument: str) -> int:
     from examples.demo.completions import completions_app
     from examples.demo.completions_adapter import CompletionsAdapter
     from examples.demo.generation import Generator
+    from examples.demo.held_adapter import HeldAdapter
     from examples.demo.models import build_model, scramble
     from examples.demo.tokenizer import build_tokenizer
     from weightsync.config import ClientSettings
@@ -40,7 +41,7 @@ def main(argument: str) -> int:
     model = build_model(wish.model, tied=wish.tied, seed=wish.seed)
     scramble(model, seed=sum(mine.name.encode()))
     generator = Generator(model)
-    adapter = CompletionsAdapter(generator)
+    adapter = HeldAdapter(generator, mine.name, parent) if wish.kill else CompletionsAdapter(generator)
     # The agent and these routes drive one adapter: whoever trains uses one of them at a time.
     token = token_for(ClientSettings.load(coordinator=mine.coordinator))
     ranks = LocalRanks(DisaggregatedRank(adapter))

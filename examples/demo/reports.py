@@ -14,7 +14,18 @@ from weightsync.deadline import Deadline
 from weightsync.errors import Aborted
 from weightsync.protocol.messages import RoundResult
 
-__all__ = ["Listening", "Parent", "Publication", "Ready", "Report", "Saved", "Step", "die_with_parent"]
+__all__ = [
+    "Holding",
+    "Listening",
+    "Parent",
+    "Publication",
+    "Ready",
+    "Report",
+    "Saved",
+    "Step",
+    "Unpublished",
+    "die_with_parent",
+]
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -56,7 +67,20 @@ class Publication(_Report, frozen=True):
     result: RoundResult
 
 
-Report = Listening | Ready | Step | Saved | Publication
+class Unpublished(_Report, frozen=True):
+    """A round that this trainer caused failed; it goes on with the next number."""
+
+    number: int
+    error: str
+
+
+class Holding(_Report, frozen=True):
+    """This replica is paused in the middle of a round, and stays so until the parent says go on."""
+
+    name: str
+
+
+Report = Listening | Ready | Step | Saved | Publication | Unpublished | Holding
 
 
 def die_with_parent(parent: int) -> None:
@@ -82,6 +106,10 @@ class Parent:
     def tell(self, report: msgspec.Struct) -> None:
         """Send one report."""
         os.write(self._out, msgspec.json.encode(report) + b"\n")
+
+    def has_said(self) -> bool:
+        """Whether a word of the parent waits to be read."""
+        return bool(select.select([self._in], [], [], 0)[0])
 
     def wait_for_word(self, deadline: Deadline) -> None:
         """Return when the parent says go on (one byte). Raises :class:`~weightsync.errors.Aborted` if it is gone instead."""

@@ -8,17 +8,21 @@ from typing import Literal, get_args
 
 import msgspec
 
+from examples.demo.records import Order
 from weightsync.config import Address
 from weightsync.errors import ConfigurationError
 from weightsync.model import PauseMode
 from weightsync.protocol.messages import Delivery
 
-__all__ = ["ReplicaSettings", "Role", "Settings", "TrainerSettings"]
+__all__ = ["KILLED", "ReplicaSettings", "Role", "Settings", "TrainerSettings"]
 
 Role = Literal["all", "trainer", "replica", "client"]
 Architecture = Literal["llama", "qwen2"]
 EngineName = Literal["transformers", "vllm"]
 TrainerName = Literal["fsdp", "megatron"]
+
+KILLED = ("replica", "trainer", "coordinator")
+"""What ``--kill`` kills, one in the round of each version from the second on."""
 
 _MOST = {"trainer_ranks": 16, "replicas": 16, "versions": 1000, "steps": 10_000, "engine_tp": 8}
 
@@ -43,6 +47,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     model: Architecture = "llama"
     tied: bool = True
     pause_mode: PauseMode = "keep"
+    kill: bool = False
+    """Kill a replica, a trainer rank and the coordinator, each in the middle of a round, and start them again."""
     seed: int = 0
     json: bool = False
     timeout: float = 600.0
@@ -50,6 +56,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     role: Role = "all"
     coordinator: str | None = None
     """An existing coordinator's URL (its token in ``WEIGHTSYNC_TOKEN``); without one, one is started here."""
+    token_file: Path | None = None
+    """The token of the coordinator that the demo starts, instead of a new one, so that its page and commands can be used."""
     directory: Path | None = None
     """Where the checkpoints of each version go. Without one, a temporary directory. Several machines must share it."""
     host: str = "127.0.0.1"
@@ -86,6 +94,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigurationError("--trainer megatron needs megatron-core: pip install 'weightsync[megatron]'")
             if self.trainer_ranks > 2:
                 raise ConfigurationError("--trainer megatron cuts the model's two key/value heads: at most --trainer-ranks 2")
+        if self.kill:
+            if self.engine != "transformers" or self.trainer != "fsdp" or self.role != "all" or self.coordinator is not None:
+                raise ConfigurationError("--kill needs every process on this machine, --trainer fsdp and --engine transformers")
+            if self.versions <= len(KILLED):
+                raise ConfigurationError(
+                    f"--kill kills in versions 2 to {len(KILLED) + 1}: give --versions {len(KILLED) + 1} or more"
+                )
+        if self.token_file is not None and self.coordinator is not None:
+            raise ConfigurationError(
+                "--token-file is for the coordinator that the demo starts; for --coordinator, set WEIGHTSYNC_TOKEN"
+            )
         if self.timeout <= 0:
             raise ConfigurationError(f"--timeout must be positive, not {self.timeout}")
         if self.coordinator is not None:
@@ -104,7 +123,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     def for_children(self) -> Settings:
         """What concerns every process, without what only the main one does: its role and its paths."""
-        return msgspec.structs.replace(self, role="all", directory=None, replica_urls=())
+        return msgspec.structs.replace(self, role="all", token_file=None, directory=None, replica_urls=())
 
 
 class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +132,9 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     parent: int
     rank: int
     world_size: int
+    epoch: int
+    resume: Order | None
+    """The version from whose checkpoint to go on."""
     port: int
     """Where rank 0's rendezvous listens, on loopback."""
     listen_fd: int | None

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import httpx
 import msgspec
 
-from examples.demo.records import Response
+from examples.demo.records import Order, Response
 from weightsync.errors import ConfigurationError, ProtocolError
 from weightsync.protocol.messages import UNREADABLE
 
@@ -35,6 +35,7 @@ class _Made(msgspec.Struct, frozen=True):
     prompt_tokens: list[Token]
     tokens: list[Token]
     token_versions: list[int]
+    token_epochs: list[int]
     prefills: list[int]
 
 
@@ -50,8 +51,8 @@ class _Answer(msgspec.Struct, frozen=True):
 class Traffic:
     """Requests to the replicas at ``urls`` (by name), from a finite list of prompts, until :meth:`stop`.
 
-    A replica gets requests from its first :meth:`seeded` on. An answer that was aborted is recorded, and gone on with from the
-    tokens so far.
+    A replica gets requests from its first :meth:`seeded` on, and after :meth:`lost` from the next. An answer that was aborted is
+    recorded, and gone on with from the tokens so far.
     """
 
     def __init__(self, urls: Mapping[str, str], prompts: Sequence[str], probes: Sequence[str]) -> None:
@@ -60,6 +61,9 @@ class Traffic:
         self._client = httpx.AsyncClient(timeout=_HTTP_SECONDS, trust_env=False, limits=httpx.Limits(max_connections=None))
         self._workers: dict[str, list[asyncio.Task[None]]] = {}
         self._stopping = asyncio.Event()
+        self._lost: set[str] = set()
+        self.interrupted = 0
+        """Requests that were running in a replica when it was lost."""
         self.responses: list[Response] = []
         self.served = 0
         """Requests answered with status 200."""
@@ -74,8 +78,15 @@ class Traffic:
 
     def seeded(self, replica: str) -> None:
         """This replica serves: send it requests from now on."""
-        if replica in self._urls and replica not in self._workers and not self._stopping.is_set():
-            self._workers[replica] = [asyncio.create_task(self._work(replica, worker)) for worker in range(_IN_FLIGHT)]
+        fresh = replica in self._lost or replica not in self._workers
+        if replica in self._urls and fresh and not self._stopping.is_set():
+            self._lost.discard(replica)
+            workers = [asyncio.create_task(self._work(replica, worker)) for worker in range(_IN_FLIGHT)]
+            self._workers[replica] = [*self._workers.get(replica, []), *workers]
+
+    def lost(self, replica: str) -> None:
+        """This replica is about to be killed: what it runs now is no failure, and it gets no requests until it serves again."""
+        self._lost.add(replica)
 
     async def _work(self, replica: str, worker: int) -> None:
         offset = worker * len(self._prompts) // _IN_FLIGHT  # workers ask different things at the same time
@@ -83,17 +94,19 @@ class Traffic:
             if self._stopping.is_set():
                 return
             if not await self._ask(replica, prompt, _BUDGET):
+                if replica in self._lost:
+                    return
                 # Whatever was wrong, a client tries again a little later, unless this is the end.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), _RETRY_SECONDS)
 
-    async def probe(self, version: int) -> None:
+    async def probe(self, version: Order) -> None:
         """Ask every replica every probe, as the questions that follow this version's round."""
         await asyncio.gather(
             *(self._ask(replica, prompt, _PROBE_BUDGET, probe_of=version) for replica in self._urls for prompt in self._probes)
         )
 
-    async def _ask(self, replica: str, prompt: str, budget: int, probe_of: int | None = None) -> bool:
+    async def _ask(self, replica: str, prompt: str, budget: int, probe_of: Order | None = None) -> bool:
         wish: str | list[int] = prompt
         url = f"{self._urls[replica]}/v1/completions"
         while True:
@@ -101,10 +114,10 @@ class Traffic:
                 answer = await self._client.post(url, json={"prompt": wish, "max_tokens": budget})
             except httpx.HTTPError as error:
                 if not self._stopping.is_set():
-                    self.refused[f"lost: {type(error).__name__}"] += 1
+                    self._refused(replica, f"lost: {type(error).__name__}")
                 return False
             if answer.status_code != _OK:
-                self.refused[_kind(answer)] += 1
+                self._refused(replica, _kind(answer))
                 return False
             self.served += 1
             try:
@@ -122,12 +135,19 @@ class Traffic:
                     tuple(made.token_versions),
                     tuple(made.prefills),
                     probe_of,
+                    tuple(made.token_epochs),
                 )
             )
             budget -= len(made.tokens)
             if found.choices[0].finish_reason != "abort" or budget <= 0 or self._stopping.is_set():
                 return True
             wish = [*made.prompt_tokens, *made.tokens]
+
+    def _refused(self, replica: str, kind: str) -> None:
+        if replica in self._lost:
+            self.interrupted += 1
+        else:
+            self.refused[kind] += 1
 
     async def stop(self) -> None:
         """Let the requests in flight come back (at most ten seconds), then send no more. Safe twice."""

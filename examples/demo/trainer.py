@@ -9,9 +9,10 @@ from pathlib import Path
 import msgspec
 
 from examples.demo.ranks import join
-from examples.demo.reports import Parent, Publication, Ready, Saved, Step, die_with_parent
+from examples.demo.reports import Parent, Publication, Ready, Saved, Step, Unpublished, die_with_parent
 from examples.demo.settings import TrainerSettings
 from weightsync.deadline import Deadline
+from weightsync.errors import RoundFailed
 
 __all__ = ["main"]
 
@@ -36,25 +37,49 @@ def main(argument: str) -> int:
     model = build_model(wish.model, tied=wish.tied, seed=wish.seed)
     join(mine.rank, mine.world_size, mine.port, mine.listen_fd, _PATIENCE)
     try:
-        if wish.trainer == "megatron":
-            from examples.demo.megatron_training import MegatronTraining as Training
+        if wish.trainer == "fsdp":
+            from examples.demo.training import Training
         else:
-            from examples.demo.training import Training  # type: ignore[assignment]
-        training = Training(model, wish.seed)
-        with Trainer(training.state, mine.coordinator, dtype=training.dtype, transports=wish.transports) as trainer:
+            from examples.demo.megatron_training import MegatronTraining as Training  # type: ignore[assignment]
+        directory = Path(mine.directory)
+        training = Training(model, wish.seed, mine.epoch)
+        version, left = 0, wish.versions
+        if mine.resume is not None:
+            training.resume(directory, mine.resume)
+            version = mine.resume[1]
+            left -= version
+        with Trainer(
+            training.state, mine.coordinator, dtype=training.dtype, transports=wish.transports, new_epoch=mine.resume is not None
+        ) as trainer:
             parent.tell(Ready(f"trainer-{mine.rank}"))
-            for version in range(1, wish.versions + 1):
+            while left:
+                version += 1
                 for step in range(wish.steps):
                     loss = training.step()
                     if first:
                         parent.tell(Step((version - 1) * wish.steps + step + 1, loss))
-                training.save(Path(mine.directory), version)
+                training.save(directory, (mine.epoch, version))
                 if first:
                     parent.tell(Saved(version))
                     parent.wait_for_word(Deadline(_PATIENCE))
                 dist.barrier()
                 started = time.perf_counter()
-                result = trainer.publish(version, timeout=_PATIENCE)
+                failure = ""
+                try:
+                    result = trainer.publish(version, timeout=_PATIENCE)
+                except RoundFailed as error:
+                    if not wish.kill:
+                        raise
+                    failure = str(error)
+                failed = torch.tensor(float(bool(failure)))
+                dist.all_reduce(failed, dist.ReduceOp.MAX)  # all ranks go on in the same way
+                if failed:
+                    if first:
+                        parent.tell(Unpublished(version, failure or "it failed at another rank"))
+                    continue
+                left -= 1
+                if wish.kill:
+                    training.save_optimizer(directory, (mine.epoch, version))
                 if first:
                     parent.tell(Publication(version, time.perf_counter() - started, result))
             if first:

@@ -14,10 +14,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from examples.demo.records import Order
 from weightsync.coordinator.events import Event, ReplicaBytes, ReplicaEnded, ReplicaPhase, RoundEnded, RoundStarted
+from weightsync.model import FIRST_EPOCH
 from weightsync.protocol.messages import ReplicaResult, RoundResult
 
-__all__ = ["PHASES", "View", "rounds_table", "size"]
+__all__ = ["PHASES", "View", "label", "rounds_table", "size"]
 
 PHASES = ("agree", "pause", "move", "verify", "commit")
 
@@ -29,6 +31,12 @@ def size(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1000
     return f"{nbytes:.2f} GB"
+
+
+def label(version: Order) -> str:
+    """Number of a version, with its epoch before it after the first."""
+    epoch, number = version
+    return str(number) if epoch == FIRST_EPOCH else f"{epoch}@{number}"
 
 
 def rate(result: ReplicaResult) -> str:
@@ -55,6 +63,7 @@ class View:
         self._lines = {name: _Line() for name in replicas}
         self._headline = "starting processes"
         self._loss = ""
+        self._epoch = FIRST_EPOCH
         self._live: Live | None = None
         if console.is_terminal:
             self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8, transient=True)
@@ -86,7 +95,9 @@ class View:
         """Take in one of the coordinator's events."""
         match event:
             case RoundStarted():
-                self._headline = f"round {event.round}: {'re-seeding' if event.seeding else 'publishing'} version {event.number}"
+                self._epoch = event.epoch
+                doing, version = "re-seeding" if event.seeding else "publishing", label((event.epoch, event.number))
+                self._headline = f"round {event.round}: {doing} version {version}"
             case ReplicaPhase():
                 line = self._line(event.replica)
                 line.phase = event.phase
@@ -109,7 +120,7 @@ class View:
     def _ended(self, number: int, result: ReplicaResult) -> None:
         line = self._line(result.name)
         line.phase = "serving" if result.state == "loaded" else result.state
-        line.version = "none" if result.version is None else str(result.version)
+        line.version = "none" if result.version is None else label((self._epoch, result.version))
         line.nbytes = line.total = result.nbytes
         line.speed = rate(result)
         if self._live is None or result.error:
@@ -124,7 +135,7 @@ class View:
             return
         result = event.result
         self.say(
-            f"round {event.round}  version {result.version.number}  {size(result.nbytes)}  in {result.seconds * 1e3:.0f} ms  "
+            f"round {event.round}  version {label(result.version.order)}  {size(result.nbytes)}  in {result.seconds * 1e3:.0f} ms  "
             f"{sum(r.state == 'loaded' for r in result.replicas)} of {len(result.replicas)} replicas"
             + (f"  ({self._loss})" if self._loss else "")
         )
@@ -142,7 +153,7 @@ class View:
         return Group(Text(f"{self._headline}   {self._loss}", style="bold"), grid)
 
 
-def rounds_table(results: Iterable[RoundResult], equal: Mapping[tuple[int, str], bool]) -> Table:
+def rounds_table(results: Iterable[RoundResult], equal: Mapping[tuple[Order, str], bool]) -> Table:
     """One row a version and replica: seconds of each phase, bytes, speed, digest, and whether its tokens were the checkpoint's."""
     table = Table(title="versions and replicas (times in milliseconds)", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("version", "replica"):
@@ -154,10 +165,10 @@ def rounds_table(results: Iterable[RoundResult], equal: Mapping[tuple[int, str],
     for result in results:
         for replica in sorted(result.replicas, key=lambda found: found.name):
             times = [f"{replica.phases[phase] * 1e3:.1f}" if phase in replica.phases else "-" for phase in PHASES]
-            same = equal.get((result.version.number, replica.name))
+            same = equal.get((result.version.order, replica.name))
             table.add_row(
-                str(result.version.number), replica.name, *times, size(replica.nbytes), rate(replica),
-                f"{replica.paused_seconds * 1e3:.1f}", replica.digest or replica.error or "-",
+                label(result.version.order), replica.name, *times, size(replica.nbytes), rate(replica),
+                f"{replica.paused_seconds * 1e3:.1f}", replica.digest or replica.state,
                 {True: "[green]yes", False: "[red]NO", None: "[red]not asked"}[same],
             )  # fmt: skip
         table.add_section()

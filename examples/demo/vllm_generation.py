@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from examples.demo.gate import Gate
 from examples.demo.generation import Completion, FinishReason
+from examples.demo.records import Order
 from weightsync.deadline import Deadline
 from weightsync.engines.vllm.adapter import UNLABELLED
 from weightsync.errors import Aborted, DeadlineExceeded
@@ -17,15 +18,15 @@ from weightsync.model import FIRST_EPOCH, Version, parse_label
 
 __all__ = ["VllmGenerator"]
 
-_NOBODY = -1
+_NOBODY = (FIRST_EPOCH, -1)
 """Stands for weights without a version: no checkpoint explains such a token, so the check would call it torn."""
 _RUN_SECONDS = 5.0
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
-def _number(label: str) -> int:
+def _order(label: str) -> Order:
     parsed = parse_label(label)
-    return _NOBODY if parsed is None else parsed[2]
+    return _NOBODY if parsed is None else parsed[1:]
 
 
 class GeneratingEngine(Protocol):
@@ -51,7 +52,7 @@ class VllmGenerator:
         """Take the new name of vLLM's weights."""
         self.gate.pause("keep", _RUN_SECONDS)
         if label != UNLABELLED:
-            run, epoch, number = parse_label(label) or (None, FIRST_EPOCH, _NOBODY)
+            run, epoch, number = parse_label(label) or (None, *_NOBODY)
             self.gate.label(Version(run or "", number, "", "", epoch))
             self.gate.resume()
 
@@ -84,5 +85,7 @@ class VllmGenerator:
         answer = Completion(tokens=list(made.token_ids), finish_reason=_REASONS.get(made.finish_reason, "abort"))
         for span in made.weight_versions or ():
             answer.prefills.append(span.start)
-            answer.token_versions += [_number(span.version)] * (span.end - span.start)
+            epoch, number = _order(span.version)
+            answer.token_versions += [number] * (span.end - span.start)
+            answer.token_epochs += [epoch] * (span.end - span.start)
         return answer

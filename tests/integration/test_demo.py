@@ -36,12 +36,12 @@ class Run:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
         self.log = ""
 
-    def read_until(self, text: str) -> None:
+    def read_until(self, text: str) -> str:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.log += line
             if text in line:
-                return
+                return line
         raise AssertionError(f"{text!r} never came:\n{self.log}")
 
     def processes(self) -> list[int]:

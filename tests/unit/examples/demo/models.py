@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from examples.demo.oracle import checkpoint_path
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -32,7 +33,7 @@ def version(number: int) -> Version:
     return Version("test", number, "0" * 32, f"{number:016x}")
 
 
-def save_version(directory: Path, number: int, model: PreTrainedModel) -> None:
-    """Save the model's weights where the oracle looks for version ``number``."""
+def save_version(directory: Path, number: int, model: PreTrainedModel, epoch: int = 1) -> None:
+    """Save the model's weights where the oracle looks for version ``number`` of ``epoch``."""
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    save_file(tensors, directory / f"version-{number:05d}.safetensors")
+    save_file(tensors, checkpoint_path(directory, (epoch, number)))

@@ -89,6 +89,19 @@ def test_a_label_that_was_never_published_is_mislabelled_and_unpublished_weights
     assert checker.verdict(made_by(tiny_model(9), 9)) is Verdict.TORN
 
 
+def test_one_number_in_two_epochs_is_two_versions(tmp_path: Path) -> None:
+    save_version(tmp_path, 1, tiny_model(1))
+    save_version(tmp_path, 1, tiny_model(2), epoch=2)
+    checker = Checker(Oracle(tmp_path, tiny_model(0)))
+    second = replace(made_by(tiny_model(2), 1), token_epochs=(2,) * COUNT)
+    assert checker.verdict(second) is Verdict.SOUND
+    assert checker.verdict(replace(second, token_epochs=(1,) * COUNT)) is Verdict.MISLABELLED
+    assert checker.verdict(replace(second, token_epochs=(1,) * 5 + (2,) * (COUNT - 5))) is Verdict.TORN, (
+        "the label changes inside a run"
+    )
+    assert checker.verdict(replace(second, token_epochs=(2,))) is Verdict.TORN, "a broken record"
+
+
 def test_one_changed_token_is_torn(checker: Checker) -> None:
     good = made_by(tiny_model(1), 1)
     for position in (0, COUNT // 2, COUNT - 1):
@@ -116,11 +129,11 @@ def test_an_answer_without_tokens_says_nothing(checker: Checker) -> None:
 
 
 def test_probes_must_be_of_their_version_and_right(checker: Checker) -> None:
-    good = replace(made_by(tiny_model(2), 2), probe_of=2)
-    stale = replace(made_by(tiny_model(1), 1), probe_of=2, replica="replica-1")
-    wrong = replace(made_by(tiny_model(1), 2), probe_of=2, replica="replica-2")
+    good = replace(made_by(tiny_model(2), 2), probe_of=(1, 2))
+    stale = replace(made_by(tiny_model(1), 1), probe_of=(1, 2), replica="replica-1")
+    wrong = replace(made_by(tiny_model(1), 2), probe_of=(1, 2), replica="replica-2")
     findings = checker.check([good, stale, wrong, replace(good, replica="replica-2")])
-    assert findings.probes == {(2, "replica-0"): True, (2, "replica-1"): False, (2, "replica-2"): False}
+    assert findings.probes == {((1, 2), "replica-0"): True, ((1, 2), "replica-1"): False, ((1, 2), "replica-2"): False}
 
 
 def test_equal_continuations_are_generated_once(checker: Checker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,13 +159,13 @@ def test_checking_can_be_stopped(tmp_path: Path) -> None:
 def test_the_oracle_refuses_what_does_not_fit(tmp_path: Path) -> None:
     oracle = Oracle(tmp_path, tiny_model(0))
     assert oracle.versions() == []
-    with pytest.raises(ConfigurationError, match="version 1 has no checkpoint"):
-        oracle.model(1)
+    with pytest.raises(ConfigurationError, match="version 1 of epoch 1 has no checkpoint"):
+        oracle.model((1, 1))
     from safetensors.torch import save_file
 
-    save_file({"surprise": torch.zeros(1)}, tmp_path / "version-00001.safetensors")
+    save_file({"surprise": torch.zeros(1)}, tmp_path / "version-1-00001.safetensors")
     with pytest.raises(ConfigurationError, match="surprise"):
-        oracle.model(1)
+        oracle.model((1, 1))
 
 
 def test_a_server_that_writes_while_it_generates_is_caught(checker: Checker) -> None:

@@ -60,7 +60,8 @@ async def test_an_answer_has_openais_fields_and_a_version_for_every_token(client
     prompt = encode(build_tokenizer(0), "copy abc =")
     tokens = greedy(generator.model, prompt, 5)
     assert body["weightsync"] == {
-        "replica": "replica-7", "prompt_tokens": prompt, "tokens": tokens, "token_versions": [3] * 5, "prefills": [0],
+        "replica": "replica-7", "prompt_tokens": prompt, "tokens": tokens, "token_versions": [3] * 5,
+        "token_epochs": [1] * 5, "prefills": [0],
     }  # fmt: skip
     assert body["object"] == "text_completion"
     assert body["choices"][0]["finish_reason"] == "length"

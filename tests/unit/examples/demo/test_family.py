@@ -74,6 +74,19 @@ async def test_a_child_that_fails_ends_the_work_and_its_log_is_quoted(environmen
             await family.guard(asyncio.sleep(30))
 
 
+async def test_a_child_that_is_killed_on_purpose_is_no_failure_and_its_name_is_free_again(environment: dict[str, str]) -> None:
+    heard: list[Report] = []
+    async with asyncio.timeout(40), Family(environment) as family:
+        first = await family.start("one", MODULE, Wish(os.getpid(), "go on"), heard.append)
+        await family.kill("one")
+        assert first.process.returncode == -signal.SIGKILL
+        again = await family.start("one", MODULE, Wish(os.getpid(), "go on"), heard.append)
+        again.say()
+        await family.guard(family.ended())
+        assert again.process.pid != first.process.pid
+        assert heard[-1] == Ready("on it")
+
+
 async def test_a_child_that_ignores_sigterm_is_killed(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("examples.demo.family._POLITE_SECONDS", 0.5)
     ready = asyncio.Event()

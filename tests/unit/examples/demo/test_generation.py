@@ -87,6 +87,7 @@ def test_undisturbed_it_is_transformers_greedy(watched: Watched) -> None:
     answer = watched.generator.complete(PROMPT, 20, Deadline(20))
     assert answer.tokens == greedy(tiny_model(1), PROMPT, 20)
     assert (answer.token_versions, answer.prefills, answer.finish_reason) == ([1] * 20, [0], "length")
+    assert answer.token_epochs == [1] * 20
 
 
 def test_abort_ends_at_the_next_token_with_what_there_is(watched: Watched) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from examples.demo.checking import Findings, Verdict
-from examples.demo.outcome import Outcome, Record, outcome_of
+from examples.demo.outcome import Kill, Outcome, Record, outcome_of
 from examples.demo.settings import Settings
 from tests.unit.examples.demo.models import version
 
@@ -21,7 +21,7 @@ from weightsync.protocol.messages import ReplicaResult, RoundResult
 KEYS = [
     "ok", "engine", "delivery", "transport", "trainer_ranks", "versions", "bytes_per_version", "requests_served",
     "responses_checked", "torn_responses", "mislabelled_responses", "replicas", "trainer_digest", "tokens_match", "pause_ms_p50",
-    "seconds",
+    "seconds", "kills", "recoveries", "requests_interrupted", "killed",
 ]  # fmt: skip
 NAMES = ["replica-0", "replica-1"]
 SETTINGS = Settings(versions=2)
@@ -40,10 +40,10 @@ def good() -> tuple[Record, Findings]:
             ReplicaResult(name, "loaded", number, version(number).digest, 100, "direct", ("tcp",), "installed", {"move": 0.1}, 0.02)
             for name in NAMES
         )
-        results[number] = RoundResult(number, version(number), True, 200, 0.2, {}, parts)
+        results[1, number] = RoundResult(number, version(number), True, 200, 0.2, {}, parts)
     fields: dict[str, Any] = dict.fromkeys(field.name for field in msgspec.structs.fields(Status))
     final = Status(**(fields | {"replicas": tuple(replica_status(name, 2) for name in NAMES)}))
-    findings = Findings(Counter({Verdict.SOUND: 9}), [], {(number, name): True for number in (1, 2) for name in NAMES})
+    findings = Findings(Counter({Verdict.SOUND: 9}), [], {((1, number), name): True for number in (1, 2) for name in NAMES})
     return Record(results, [5.0, 4.0], True, 12, {}, final), findings
 
 
@@ -72,24 +72,27 @@ def _nothing_checked(record: Record, findings: Findings) -> None:
 
 
 def _probe_wrong(record: Record, findings: Findings) -> None:
-    findings.probes[1, "replica-1"] = False
+    findings.probes[(1, 1), "replica-1"] = False
 
 
 def _probe_missing(record: Record, findings: Findings) -> None:
-    del findings.probes[2, "replica-0"]
+    del findings.probes[(1, 2), "replica-0"]
 
 
 def _version_missing(record: Record, findings: Findings) -> None:
-    del record.results[1]
+    del record.results[1, 1]
 
 
 def _replica_missing(record: Record, findings: Findings) -> None:
-    record.results[1] = msgspec.structs.replace(record.results[1], replicas=record.results[1].replicas[:1])
+    record.results[1, 1] = msgspec.structs.replace(record.results[1, 1], replicas=record.results[1, 1].replicas[:1])
 
 
 def _dirty(record: Record, findings: Findings) -> None:
-    parts = (msgspec.structs.replace(record.results[2].replicas[0], state="dirty", digest=None), record.results[2].replicas[1])
-    record.results[2] = msgspec.structs.replace(record.results[2], replicas=parts)
+    parts = (
+        msgspec.structs.replace(record.results[1, 2].replicas[0], state="dirty", digest=None),
+        record.results[1, 2].replicas[1],
+    )
+    record.results[1, 2] = msgspec.structs.replace(record.results[1, 2], replicas=parts)
 
 
 def _stale_at_the_end(record: Record, findings: Findings) -> None:
@@ -98,8 +101,8 @@ def _stale_at_the_end(record: Record, findings: Findings) -> None:
 
 
 def _same_weights_twice(record: Record, findings: Findings) -> None:
-    same = msgspec.structs.replace(record.results[1].version, digest=record.results[2].version.digest)
-    record.results[1] = msgspec.structs.replace(record.results[1], version=same)
+    same = msgspec.structs.replace(record.results[1, 1].version, digest=record.results[1, 2].version.digest)
+    record.results[1, 1] = msgspec.structs.replace(record.results[1, 1], version=same)
 
 
 def _served_noise(record: Record, findings: Findings) -> None:
@@ -114,6 +117,10 @@ def _loss_rose(record: Record, findings: Findings) -> None:
     record.losses = [4.0, 5.0]
 
 
+def _round_failed(record: Record, findings: Findings) -> None:
+    record.unpublished.append((1, 3))
+
+
 def _crash(record: Record, findings: Findings) -> None:
     record.failure = "PeerLost: replica-0 ended with status 1"
 
@@ -122,7 +129,7 @@ def _crash(record: Record, findings: Findings) -> None:
     "spoil",
     [
         _torn, _mislabelled, _nothing_checked, _probe_wrong, _probe_missing, _version_missing, _replica_missing, _dirty,
-        _stale_at_the_end, _same_weights_twice, _served_noise, _failures, _loss_rose, _crash,
+        _stale_at_the_end, _same_weights_twice, _served_noise, _failures, _loss_rose, _round_failed, _crash,
     ],
 )  # fmt: skip
 def test_whatever_is_wrong_makes_it_not_ok(spoil: Callable[[Record, Findings], None]) -> None:
@@ -130,6 +137,59 @@ def test_whatever_is_wrong_makes_it_not_ok(spoil: Callable[[Record, Findings], N
     spoil(record, findings)
     outcome = outcome_of(SETTINGS, NAMES, record, findings, 1.0)
     assert not outcome.ok
+    assert record.wrong
+
+
+def with_kills() -> tuple[Record, Findings]:
+    """Of four versions: one reaches a replica after its round, and one is begun again in a new epoch after a number that failed."""
+    record, findings = good()
+    last = msgspec.structs.replace(version(5), epoch=2)
+    for number, order in ((3, (2, 3)), (5, (2, 5))):
+        made = msgspec.structs.replace(version(number), epoch=2)
+        parts = tuple(msgspec.structs.replace(part, digest=made.digest) for part in record.results[1, 1].replicas)
+        record.results[order] = msgspec.structs.replace(record.results[1, 1], version=made, replicas=parts)
+        findings.probes |= {(order, name): True for name in NAMES}
+    lost = msgspec.structs.replace(record.results[1, 2].replicas[1], state="lost", digest=None)
+    record.results[1, 2] = msgspec.structs.replace(record.results[1, 2], replicas=(record.results[1, 2].replicas[0], lost))
+    record.served_digests.add((lost.name, version(2).digest))
+    record.unpublished.append((2, 4))
+    record.kills = [Kill(name, 7, 3, "3", 4.5, "2@3") for name in ("replica-1", "trainer-1", "coordinator")]
+    assert record.final is not None
+    record.final = msgspec.structs.replace(record.final, replicas=tuple(replica_status(name, last.number) for name in NAMES))
+    return record, findings
+
+
+def test_who_was_killed_and_came_back_is_ok() -> None:
+    record, findings = with_kills()
+    outcome = outcome_of(Settings(versions=4, kill=True), NAMES, record, findings, 1.0)
+    assert (outcome.ok, record.wrong) == (True, [])
+    assert (outcome.kills, outcome.recoveries, outcome.versions) == (3, 3, 4)
+    assert msgspec.to_builtins(outcome.killed[0]) == {
+        "process": "replica-1", "pid": 7, "round": 3, "version": "3", "seconds": 4.5, "back_at": "2@3",
+    }  # fmt: skip
+
+
+def _not_back(record: Record, findings: Findings) -> None:
+    record.kills[1].seconds = None
+
+
+def _not_killed(record: Record, findings: Findings) -> None:
+    record.kills.pop()
+
+
+def _not_seeded_again(record: Record, findings: Findings) -> None:
+    record.served_digests.clear()
+
+
+def _probe_after_recovery(record: Record, findings: Findings) -> None:
+    findings.probes[(2, 3), "replica-0"] = False
+
+
+@pytest.mark.parametrize("spoil", [_not_back, _not_killed, _not_seeded_again, _probe_after_recovery, _torn, _failures])
+def test_who_did_not_come_back_as_promised_is_not_ok(spoil: Callable[[Record, Findings], None]) -> None:
+    record, findings = with_kills()
+    spoil(record, findings)
+    assert not outcome_of(Settings(versions=4, kill=True), NAMES, record, findings, 1.0).ok
     assert record.wrong
 
 
@@ -156,6 +216,9 @@ def test_settings_reach_every_process_as_json() -> None:
         ({"engine": "none"}, "transformers, vllm"),
         ({"engine_tp": 2}, "--engine vllm"),
         ({"timeout": 0.0}, "--timeout"),
+        ({"kill": True, "versions": 3}, "--versions 4"),
+        ({"kill": True, "coordinator": "http://head:7400"}, "--kill"),
+        ({"token_file": Path("token"), "coordinator": "http://head:7400"}, "--token-file"),
         ({"role": "replica"}, "--coordinator"),
         ({"role": "trainer", "coordinator": "http://head:7400"}, "--directory"),
         ({"role": "client", "coordinator": "http://head:7400", "directory": Path("/tmp")}, "--replica-url"),

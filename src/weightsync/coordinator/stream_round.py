@@ -229,6 +229,7 @@ async def _place_rank(
 ) -> WindowPlaced:
     """Let one rank place its windows. Returns the end of its stream."""
     number, world_size, limit = first, len(context.trainers), context.deadline
+    stamp: int | None = None
     while True:
         await flow.room(number, link.node.rank.windows * world_size, limit)
         body = PlaceWindow(context.number, context.epoch, number, flow.released, window_bytes)
@@ -238,6 +239,9 @@ async def _place_rank(
 
         answers = await on_all("place", limit, {link.member: link}, place)
         placed = answers[link.member]
+        if stamp not in (None, placed.stamp):
+            raise ProtocolError(f"{link.member} placed windows of two streams: the first one was interrupted there")
+        stamp = placed.stamp
         if not placed.parts:
             flow.rank_ended(placed.windows)
             return placed

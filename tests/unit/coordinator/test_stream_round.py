@@ -9,7 +9,7 @@ from tests.unit.coordinator.fakes import GRACE, STREAMED, World
 from tests.virtual_time import virtual
 
 from weightsync.config import RoundSettings
-from weightsync.errors import ConfigurationError, WeightSyncError
+from weightsync.errors import ConfigurationError, ProtocolError, WeightSyncError
 from weightsync.model import Manifest
 
 NOTHING = Manifest(())
@@ -109,6 +109,17 @@ async def test_a_trainer_rank_that_fails_ends_the_round_and_the_number_is_free(k
     assert (await world.publish(2)).ok
     assert set(world.states().values()) == {("loaded", 2)}
     world.check()
+
+
+@virtual
+async def test_windows_of_two_streams_of_a_rank_are_no_version() -> None:
+    world = stream_world()
+    world.faults["trainer/1", "stamp"] = "other"
+    with pytest.raises(ProtocolError, match="trainer/1 placed windows of two streams"):
+        await world.publish(1)
+    assert {state for state, _ in world.states().values()} == {"dirty"}
+    world.check()
+    assert (await world.publish(1)).ok
 
 
 @virtual

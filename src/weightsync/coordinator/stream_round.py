@@ -63,6 +63,8 @@ class WindowFlow:
         self.placed: list[WindowPlaced] = []
         """Windows in order. Their number in the stream is their index."""
         self.tensors = StreamedTensors()
+        self.nbytes = 0
+        """Bytes of all placed windows' tensors."""
         self._early: dict[int, WindowPlaced] = {}
         self._needed = {replica: 0 for replica in range(replicas)}
         self._ended = False
@@ -93,6 +95,7 @@ class WindowFlow:
             digests = np.frombuffer(following.digests, "<u8").tolist()
             for part, digest in zip(following.parts, digests, strict=True):
                 self.tensors.add(part, digest)
+                self.nbytes += part.nbytes
             self.placed.append(following)
         self._changed()
 
@@ -363,7 +366,11 @@ async def _move(
         flow.took(at, number)
     placement, _ = await bounded("ending the stream", context.deadline, asyncio.shield(placing))
     end = EndStream(placement.version.manifest)
-    report.moved = await on_all("move", context.deadline, engines, lambda link, left: link.node.end_stream(end, left))
+    moved = await on_all("move", context.deadline, engines, lambda link, left: link.node.end_stream(end, left))
+    for member, answer in moved.items():
+        if answer.nbytes != flow.nbytes:
+            raise ProtocolError(f"{member} moved {answer.nbytes:,} bytes instead of the {flow.nbytes:,} of the stream")
+    report.moved = moved
     return placement
 
 

@@ -502,7 +502,8 @@ class FakeEngine:
         if kind == "corrupt":
             self.process.content[3] += 1
         digests = [streamed_digest(number, content) for number, content in enumerate(self.process.content.tolist())]
-        return Moved(24, np.array(digests[: -1 if kind == "undigested" else None], "<u8").tobytes(), 0, 0, 0, "received")
+        nbytes = (1 << 64) - 1 if kind == "immense" else 24
+        return Moved(nbytes, np.array(digests[: -1 if kind == "undigested" else None], "<u8").tobytes(), 0, 0, 0, "received")
 
     async def commit(self, version: Version, timeout: float) -> None:
         process = self.process

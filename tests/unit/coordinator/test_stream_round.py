@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from tests.unit.coordinator.fakes import GRACE, STREAMED, World
 from tests.virtual_time import virtual
@@ -85,6 +86,17 @@ async def test_other_bytes_than_the_published_ones_are_never_labelled(step: str,
     world.check()
     assert (await world.publish(2)).replicas[0].error is None
     assert set(world.states().values()) == {("loaded", 2)}
+
+
+@virtual
+async def test_replicas_cannot_spoil_the_result_for_all_with_bytes_that_they_did_not_move() -> None:
+    """The sum of two such counts fits no message: nobody would get the result."""
+    world = stream_world()
+    world.faults["duo/0", "end"] = world.faults["solo/0", "end"] = "immense"
+    result = await world.publish(1)
+    assert msgspec.msgpack.encode(result)
+    assert {replica.name for replica in result.replicas if replica.error is None} == {"receiver"}
+    world.check()
 
 
 @pytest.mark.parametrize("kind", ["fail", "crash", "hang", "lost", "vanish", "short"])

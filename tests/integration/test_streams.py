@@ -20,6 +20,7 @@ import torch
 from tests.integration import stream_ranks
 
 from weightsync.config import ServerSettings
+from weightsync.deadline import Deadline
 from weightsync.engine.agent import Engine
 from weightsync.engine.receiver import Receiver
 from weightsync.engines.module import ModuleAdapter
@@ -32,9 +33,10 @@ from weightsync.errors import (
     VersionError,
     WeightSyncError,
 )
+from weightsync.model import PauseMode
 from weightsync.server.server import BackgroundServer
 from weightsync.trainer.agent import Trainer
-from weightsync.trainer.stream import Stream
+from weightsync.trainer.stream import Stream, StreamedPublication
 
 Tensors = dict[str, torch.Tensor]
 
@@ -534,3 +536,62 @@ def test_a_stream_checks_its_arguments(make: Callable[[], Stream]) -> None:
 def test_broadcasts_cannot_carry_a_stream(world: World) -> None:
     with pytest.raises(ConfigurationError, match="collective cannot carry"):
         world.trainer(transports=["shared_memory", "collective"])
+
+
+class Slow(ModuleAdapter):
+    """Pauses when the test lets it."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module)
+        self.pausing, self.may_pause = threading.Event(), threading.Event()
+
+    def pause(self, mode: PauseMode, timeout: float) -> None:
+        self.pausing.set()
+        assert self.may_pause.wait(SECONDS)
+
+
+def test_windows_of_an_interrupted_stream_and_of_the_next_one_are_never_mixed(
+    world: World, owned: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in a notebook while the ring of windows is full, and the cell is run again: the first round still runs."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(31, 31) for _ in range(12))).requires_grad_(False)
+    adapter = Slow(net)
+    engine = owned.enter_context(Engine(adapter, "engine", world.server.url, token=world.server.token))
+    trainer = world.trainer()
+    trainer.wait_for_replicas(1, SECONDS)
+    olds = {name: torch.full_like(value, 1.0) for name, value in net.state_dict().items()}
+    news = {name: torch.full_like(value, 2.0) for name, value in net.state_dict().items()}
+    wait = StreamedPublication._wait
+
+    def interrupted(publication: StreamedPublication, ready: Callable[[], bool], deadline: Deadline, what: str) -> None:
+        if publication.stamp == 1 and what == "waiting for readers" and not ready():
+            publication._changed.wait_for(lambda: False, 0.5)  # until the coordinator has every window of the ring and waits, too
+            assert adapter.pausing.is_set() and not publication._full
+            raise KeyboardInterrupt
+        wait(publication, ready, deadline, what)
+
+    monkeypatch.setattr(StreamedPublication, "_wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.publish_stream(lent(olds), timeout=SECONDS)
+    again = world.pool.submit(trainer.publish_stream, lent(news), timeout=SECONDS)
+    time.sleep(0.3)
+    adapter.may_pause.set()
+    result = again.result(SECONDS)
+    assert [replica.error for replica in result.replicas] == [None]
+    assert engine.serving == result.version
+    assert same(dict(net.state_dict()), news)
+
+
+@pytest.mark.parametrize("case", ["closed", "no time", "number", "step", "module"])
+def test_the_iterator_is_drained_even_if_nothing_can_be_published(world: World, case: str) -> None:
+    """On one rank, perhaps: the others are in a gather."""
+    trainer = world.trainer({"w": torch.zeros(3)} if case == "module" else SMALL)
+    if case == "closed":
+        trainer.close()
+    left = lent(weights(0))
+    with pytest.raises((WeightSyncError, TypeError)):
+        trainer.publish_stream(
+            left, -1 if case == "number" else None, step=0.5 if case == "step" else None,  # type: ignore[arg-type]
+            timeout=0.0 if case == "no time" else SECONDS,
+        )  # fmt: skip
+    assert next(left, None) is None

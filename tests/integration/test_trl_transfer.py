@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -25,6 +25,8 @@ from weightsync.errors import (
 )
 from weightsync.integrations.__main__ import main as check_installation
 from weightsync.integrations.trl import WeightTransfer, releases
+from weightsync.integrations.trl.server_mode import ServerModePublisher
+from weightsync.integrations.trl.transfer import JoinOptions
 from weightsync.server.server import BackgroundServer
 
 WEIGHTS = {"up.weight": (7, 5), "down.weight": (3, 7)}
@@ -105,6 +107,27 @@ def test_a_generator_that_raises_leaves_the_last_version_and_the_next_update_wor
 def test_a_coordinator_that_is_not_there_fails_before_anything_is_gathered() -> None:
     with pytest.raises(CoordinatorUnreachable):
         WeightTransfer(f"http://127.0.0.1:{free_port()}", token="x" * 43).init_weight_transfer()
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_whole_tensors_are_gathered_to_the_end_on_all_ranks_also_if_the_first_cannot_join(main: bool) -> None:
+    """TRL's server mode under ZeRO-3: the other ranks are in the gather meanwhile."""
+    options = JoinOptions(f"http://127.0.0.1:{free_port()}", "x" * 43, None, 1, 5.0, None)
+    source = Source(1)
+    distributed = SimpleNamespace(is_zero3=True, fsdp_version=0)
+    accelerator = SimpleNamespace(is_main_process=main)
+    generation = SimpleNamespace(accelerator=accelerator, _dist=distributed, _iter_named_params=lambda: iter(source))
+    publisher = ServerModePublisher(generation, options)
+    with pytest.raises(CoordinatorUnreachable) if main else nullcontext():
+        publisher.publish(generation)
+    assert source.drained
+
+
+def test_weights_that_cannot_be_sent_are_gathered_to_the_end() -> None:
+    source = Source(1)
+    with pytest.raises(Aborted, match="init_weight_transfer"):
+        WeightTransfer().send_weights(iter(source))
+    assert source.drained
 
 
 def test_a_wrong_token_fails_before_anything_is_gathered() -> None:

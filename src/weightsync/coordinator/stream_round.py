@@ -63,6 +63,8 @@ class WindowFlow:
         self.placed: list[WindowPlaced] = []
         """Windows in order. Their number in the stream is their index."""
         self.tensors = StreamedTensors()
+        self.nbytes = 0
+        """Bytes of all placed windows' tensors."""
         self._early: dict[int, WindowPlaced] = {}
         self._needed = {replica: 0 for replica in range(replicas)}
         self._ended = False
@@ -93,6 +95,7 @@ class WindowFlow:
             digests = np.frombuffer(following.digests, "<u8").tolist()
             for part, digest in zip(following.parts, digests, strict=True):
                 self.tensors.add(part, digest)
+                self.nbytes += part.nbytes
             self.placed.append(following)
         self._changed()
 
@@ -229,6 +232,7 @@ async def _place_rank(
 ) -> WindowPlaced:
     """Let one rank place its windows. Returns the end of its stream."""
     number, world_size, limit = first, len(context.trainers), context.deadline
+    stamp: int | None = None
     while True:
         await flow.room(number, link.node.rank.windows * world_size, limit)
         body = PlaceWindow(context.number, context.epoch, number, flow.released, window_bytes)
@@ -238,6 +242,9 @@ async def _place_rank(
 
         answers = await on_all("place", limit, {link.member: link}, place)
         placed = answers[link.member]
+        if stamp not in (None, placed.stamp):
+            raise ProtocolError(f"{link.member} placed windows of two streams: the first one was interrupted there")
+        stamp = placed.stamp
         if not placed.parts:
             flow.rank_ended(placed.windows)
             return placed
@@ -359,7 +366,11 @@ async def _move(
         flow.took(at, number)
     placement, _ = await bounded("ending the stream", context.deadline, asyncio.shield(placing))
     end = EndStream(placement.version.manifest)
-    report.moved = await on_all("move", context.deadline, engines, lambda link, left: link.node.end_stream(end, left))
+    moved = await on_all("move", context.deadline, engines, lambda link, left: link.node.end_stream(end, left))
+    for member, answer in moved.items():
+        if answer.nbytes != flow.nbytes:
+            raise ProtocolError(f"{member} moved {answer.nbytes:,} bytes instead of the {flow.nbytes:,} of the stream")
+    report.moved = moved
     return placement
 
 

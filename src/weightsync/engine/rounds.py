@@ -72,7 +72,7 @@ class ReceivedCall:
     def withdraw(self) -> str:
         """The caller has given up: abort the call, unless it is a quarantine. Returns what the rank is doing."""
         if not isinstance(self.body, Quarantine):
-            self.role.session.abort()
+            self.role.session.abort(None)
         return self.role.session.occupation
 
 

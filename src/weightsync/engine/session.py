@@ -126,12 +126,16 @@ class EngineSession:
             self.abort(reason)
         return Ticket(what, next(_numbers), self._aborts, update)
 
-    def abort(self, reason: str = "") -> None:
-        """End every call that has arrived, soon: its callers have given up. Never blocks; an engine that is paused stays paused."""
+    def abort(self, reason: str | None = "") -> None:
+        """End every call that has arrived, soon: its callers have given up. Never blocks; an engine that is paused stays paused.
+
+        The adapter is told with ``None`` only when the quarantine comes that follows, because that has the reason.
+        """
         with self._changing:
             self._aborts = next(self._abort_numbers)
         self._on_abort()
-        self._calls.aborted(reason)
+        if reason is not None:
+            self._calls.aborted(reason)
 
     def check(self, call: Ticket, *states: State) -> None:
         """Raise unless ``call`` may go on and the rank is in one of ``states``.

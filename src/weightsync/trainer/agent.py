@@ -133,6 +133,7 @@ class Trainer(Closeable):
         self._published = -1
         self._last = -1
         self._calls = 0
+        self._asked: Future[RoundResult] | None = None  # the last stream's
         self._missed: dict[str, str] = {}
         self._publishing = threading.Lock()
         self._host = this_host()
@@ -299,26 +300,43 @@ class Trainer(Closeable):
             VersionError: As of :meth:`publish`, like :class:`~weightsync.errors.PeerLost` and
                 :class:`~weightsync.errors.DeadlineExceeded`.
         """
-        with self._turn(number, timeout) as (plain, deadline):
-            role = self._role
-            if not isinstance(role, StreamRole):
-                raise ConfigurationError(
-                    "this trainer publishes a module with publish(): streams need weightsync.Trainer(weightsync.Stream())"
-                )
-            count = None if step is None else operator.index(step)  # NumPy's and torch's integers, too
-            self._calls += 1
-            publication = role.begin(plain)
-            try:
-                asked = self._background.submit(self._ask_once, plain, self._calls, deadline, count)
-                asked.add_done_callback(lambda asked: _stop(publication, asked))
+        self._origin.require("this trainer")
+        begun = False
+        try:
+            with self._turn(number, timeout) as (plain, deadline):
+                role = self._role
+                if not isinstance(role, StreamRole):
+                    raise ConfigurationError(
+                        "this trainer publishes a module with publish(): streams need weightsync.Trainer(weightsync.Stream())"
+                    )
+                count = None if step is None else operator.index(step)  # NumPy's and torch's integers, too
+                self._end_earlier_stream(deadline)
+                self._calls += 1
+                publication = role.begin(plain)
                 try:
-                    publication.drain(tensors, deadline)
-                except Exception:
-                    wait([asked], max(0.0, deadline.at - time.monotonic()))  # the other ranks hear of it in the round
-                    raise
-                return asked.result()
-            finally:
-                role.end()
+                    asked = self._asked = self._background.submit(self._ask_once, plain, self._calls, deadline, count)
+                    asked.add_done_callback(lambda asked: _stop(publication, asked))
+                    begun = True
+                    try:
+                        publication.drain(tensors, deadline)
+                    except Exception:
+                        wait([asked], max(0.0, deadline.at - time.monotonic()))  # the other ranks hear of it in the round
+                        raise
+                    return asked.result()
+                finally:
+                    role.end()
+        except Exception:
+            if not begun:
+                for _ in tensors:  # the other ranks gather
+                    pass
+            raise
+
+    def _end_earlier_stream(self, deadline: Deadline) -> None:
+        """Wait for the round of a stream that was interrupted here: its windows must not be mixed with those of the next one."""
+        if self._asked is not None:
+            wait([self._asked], deadline.remaining("the publication before"))
+            if not self._asked.done():
+                raise DeadlineExceeded("the round of a stream that was interrupted is still running")
 
     def _ask_once(self, number: int | None, call: int, deadline: Deadline, step: int | None) -> RoundResult:
         """Publish a stream, which cannot be repeated where the connection was lost."""

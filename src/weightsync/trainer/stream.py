@@ -107,6 +107,8 @@ class StreamedPublication:
         self._end: WindowPlaced | None = None
         self._most = 0  # bytes of a window, once the coordinator has sent it
         self._released = 0
+        self.next = rank
+        """The window that the coordinator asks for next."""
         self._error: WeightSyncError | None = None
         # Of the thread that iterates:
         self._tensors = StreamedTensors()
@@ -206,7 +208,7 @@ class StreamedPublication:
         if not manifest.nbytes:
             raise ConfigurationError("the stream brought no bytes: nothing can be published")
         with self._changed:
-            self._end = WindowPlaced(windows=self._number, manifest=manifest.fingerprint)
+            self._end = WindowPlaced(windows=self._number, manifest=manifest.fingerprint, stamp=self.stamp)
             self._changed.notify_all()
 
     def _published(self, name: str, tensor: torch.Tensor) -> torch.dtype:
@@ -245,8 +247,9 @@ class StreamedPublication:
             Aborted: The stream was stopped, by whatever error stopped it.
             DeadlineExceeded: ``deadline`` passed.
         """
-        if body.window % self._world_size != self._rank or body.window_bytes > self._capacity:
+        if body.window != self.next or body.window_bytes > self._capacity:
             raise ConfigurationError(f"trainer rank {self._rank} has no window {body.window} of {body.window_bytes:,} bytes")
+        self.next += self._world_size
         with self._changed:
             self._most = self._most or body.window_bytes
             self._released = max(self._released, body.released)
@@ -387,7 +390,7 @@ class StreamRole:
         failpoints.reached("trainer.received.window")
         with self._lock:
             running = self._running
-            if running is None or running[0] not in (None, body.number):
+            if running is None or running[0] not in (None, body.number) or running[1].next != body.window:
                 raise Aborted(f"this trainer rank is not publishing version {body.number} (any more)")
             self._running = body.number, running[1]
         self.epoch = body.epoch

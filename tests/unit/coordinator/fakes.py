@@ -333,7 +333,7 @@ class FakeTrainer:
             raise Aborted("a newer window took over")
         if body.window >= len(STREAMED):
             short = world.faults.pop((process.member, "end"), None) == "short"
-            return WindowPlaced(windows=len(STREAMED) - short, manifest=STREAMED.fingerprint)
+            return WindowPlaced(windows=len(STREAMED) - short, manifest=STREAMED.fingerprint, stamp=body.number)
         if process.placed != body.number:
             process.placed, process.slots = body.number, {}
         slot = body.window // self._rank.world_size % world.windows
@@ -342,7 +342,8 @@ class FakeTrainer:
         process.slots[slot] = body.window
         spec = STREAMED[body.window]
         digests = streamed_digest(body.window, body.number).to_bytes(8, "little")
-        return WindowPlaced((WindowPart(spec.name, spec.shape, spec.dtype, 0),), 3, 0, body.number, digests)
+        stamp = body.number + (world.faults.pop((process.member, "stamp"), None) == "other")
+        return WindowPlaced((WindowPart(spec.name, spec.shape, spec.dtype, 0),), 3, 0, stamp, digests)
 
 
 def streamed_digest(number: int, content: int) -> int:
@@ -501,7 +502,8 @@ class FakeEngine:
         if kind == "corrupt":
             self.process.content[3] += 1
         digests = [streamed_digest(number, content) for number, content in enumerate(self.process.content.tolist())]
-        return Moved(24, np.array(digests[: -1 if kind == "undigested" else None], "<u8").tobytes(), 0, 0, 0, "received")
+        nbytes = (1 << 64) - 1 if kind == "immense" else 24
+        return Moved(nbytes, np.array(digests[: -1 if kind == "undigested" else None], "<u8").tobytes(), 0, 0, 0, "received")
 
     async def commit(self, version: Version, timeout: float) -> None:
         process = self.process

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from tests.unit.coordinator.fakes import GRACE, STREAMED, World
 from tests.virtual_time import virtual
 
 from weightsync.config import RoundSettings
-from weightsync.errors import ConfigurationError, WeightSyncError
+from weightsync.errors import ConfigurationError, ProtocolError, WeightSyncError
 from weightsync.model import Manifest
 
 NOTHING = Manifest(())
@@ -87,6 +88,17 @@ async def test_other_bytes_than_the_published_ones_are_never_labelled(step: str,
     assert set(world.states().values()) == {("loaded", 2)}
 
 
+@virtual
+async def test_replicas_cannot_spoil_the_result_for_all_with_bytes_that_they_did_not_move() -> None:
+    """The sum of two such counts fits no message: nobody would get the result."""
+    world = stream_world()
+    world.faults["duo/0", "end"] = world.faults["solo/0", "end"] = "immense"
+    result = await world.publish(1)
+    assert msgspec.msgpack.encode(result)
+    assert {replica.name for replica in result.replicas if replica.error is None} == {"receiver"}
+    world.check()
+
+
 @pytest.mark.parametrize("kind", ["fail", "crash", "hang", "lost", "vanish", "short"])
 @virtual
 async def test_a_trainer_rank_that_fails_ends_the_round_and_the_number_is_free(kind: str) -> None:
@@ -109,6 +121,17 @@ async def test_a_trainer_rank_that_fails_ends_the_round_and_the_number_is_free(k
     assert (await world.publish(2)).ok
     assert set(world.states().values()) == {("loaded", 2)}
     world.check()
+
+
+@virtual
+async def test_windows_of_two_streams_of_a_rank_are_no_version() -> None:
+    world = stream_world()
+    world.faults["trainer/1", "stamp"] = "other"
+    with pytest.raises(ProtocolError, match="trainer/1 placed windows of two streams"):
+        await world.publish(1)
+    assert {state for state, _ in world.states().values()} == {"dirty"}
+    world.check()
+    assert (await world.publish(1)).ok
 
 
 @virtual

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -12,7 +11,7 @@ import torch
 from weightsync.deadline import Deadline
 from weightsync.engine.receiver import Batch, _Handover
 from weightsync.engine.rounds import EngineRole
-from weightsync.errors import Aborted, DeadlineExceeded, LoadError, RoundFailed
+from weightsync.errors import Aborted, RoundFailed
 from weightsync.protocol.messages import Host, Pause, Quarantine
 
 SECONDS = 10.0
@@ -64,7 +63,9 @@ def test_a_loop_whose_stream_failed_gets_nothing_of_the_next_one(handover: _Hand
         assert last.result(SECONDS) is None
 
 
-def test_a_loop_that_got_its_stream_is_told_so_whatever_happens_to_the_next_one(handover: _Handover, pool: ThreadPoolExecutor) -> None:
+def test_a_loop_that_got_its_stream_is_told_so_whatever_happens_to_the_next_one(
+    handover: _Handover, pool: ThreadPoolExecutor
+) -> None:
     with handover.taking() as me:
         handover.begin()
         loading = pool.submit(handover.load, batch("w"))
@@ -100,3 +101,19 @@ def test_an_abort_that_comes_just_before_the_stream_begins_is_not_forgotten(pool
     with pytest.raises(Aborted):
         pool.submit(move).result(SECONDS / 2)
     handover.close()
+
+
+def test_a_loop_is_told_why_its_stream_ended_though_the_call_was_withdrawn_before(
+    handover: _Handover, pool: ThreadPoolExecutor
+) -> None:
+    role = EngineRole(handover, ["inproc"], Host("here", "memory"))
+    with handover.taking() as me:
+        handover.begin()
+        loading = pool.submit(handover.load, batch("w"))
+        assert handover.take(me, Deadline(SECONDS)) is not None
+        role.receive(Pause("abort")).withdraw()
+        role.receive(Quarantine("no gather"))
+        with pytest.raises(Aborted):
+            loading.result(SECONDS)
+        with pytest.raises(RoundFailed, match="no gather"):
+            handover.take(me, Deadline(SECONDS))

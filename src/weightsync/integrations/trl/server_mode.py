@@ -111,14 +111,16 @@ class ServerModePublisher:
     def publish(self, generation: Any) -> None:  # noqa: ANN401 - TRL's
         """Bring the model as it is now to every replica. Raises what :class:`weightsync.Trainer` and its ``publish`` raise."""
         if self._gathered is not None:
-            if self._main:
-                if self.result is None:
-                    self._gathered.init_weight_transfer()
-                    self._closer = weakref.finalize(self, self._gathered.destroy)  # at the end of the process, too
-                self._gathered.send_weights(generation._iter_named_params())
-                self.result = self._gathered.result
-            else:
-                for _ in generation._iter_named_params():
+            weights = generation._iter_named_params()
+            try:
+                if self._main:
+                    if self.result is None:
+                        self._gathered.init_weight_transfer()
+                        self._closer = weakref.finalize(self, self._gathered.destroy)  # at the end of the process, too
+                    self._gathered.send_weights(weights)
+                    self.result = self._gathered.result
+            finally:
+                for _ in weights:  # the other ranks gather to the end, whatever fails here
                     pass
             return
         with _merged(generation.model) as state:

@@ -117,6 +117,8 @@ class WeightTransfer:
         """
         trainer = self._trainer
         if trainer is None:
+            for _ in iterator:  # the other ranks gather
+                pass
             raise Aborted("init_weight_transfer() comes before send_weights(), and destroy() after it")
         self.result = trainer.publish_stream(iterator, self._options.number(trainer), timeout=self._options.timeout)
 

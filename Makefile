@@ -50,6 +50,18 @@ $(VENV)/.installed: pyproject.toml $(addprefix locks/,$(addsuffix .txt,torch-cpu
 	@$(BIN)/python -c 'import weightsync.tensors.kernels'
 	@touch $@
 
+# What only the site and its pictures need.
+$(VENV)/.docs: $(VENV)/.installed locks/docs.txt
+	@$(PIP) $(INSTALL) $(LOCKED) -r locks/docs.txt >&2
+	@touch $@
+
+.PHONY: docs
+docs: $(VENV)/.docs ## the site, into build/site, and its pictures from docs/data; RECORD="demo round" records these anew
+	@$(if $(RECORD),$(BIN)/python -m tests.recording $(RECORD))
+	@$(BIN)/python -m tests.reference
+	@$(BIN)/python -m tests.pictures
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 # With vLLM as its engine the demo runs in vLLM's environment.
 DEMO_VENV := $(if $(or $(filter --engine=vllm,$(ARGS)),$(findstring --engine vllm,$(ARGS))),$(VLLM_VENV),$(VENV))
 demo: $(DEMO_VENV)/.installed ## train, serve and update on this machine; ARGS="--json" ends with one JSON line
@@ -133,7 +145,7 @@ lint: $(VENV)/.installed ## style, formatting, layers
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports --no-cache
 
-audit: $(VENV)/.installed ## what we depend on: pins, licences, and known vulnerabilities where an advisory service can be reached
+audit: $(VENV)/.docs ## what we depend on: pins, licences, and known vulnerabilities where an advisory service can be reached
 	@$(BIN)/python -m tests.audit
 
 types: $(VENV)/.installed ## mypy --strict over src and tests

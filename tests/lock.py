@@ -8,6 +8,7 @@ file in ``locks``             what it holds
 ``cuda.txt``                  libraries that builds of torch for GPUs need, and its builds for CPUs do not
 ``atheris.txt``, ...          packages that are left out where they have no build: Atheris, NIXL, Ray
 ``megatron.txt``              the same, for ``.venv`` and ``.venv-vllm``
+``docs.txt``                  what the site and its pictures need and nothing else does: for ``make docs`` and ``make test``
 ``vllm.txt``                  what ``.venv-vllm`` holds; made if that is there, and for its Python only
 ``verl.txt``                  ``constraints-verl.txt``: what ``.venv-verl`` holds on top of ``.venv``
 ============================  ==============================================================================================
@@ -94,13 +95,16 @@ def main() -> int:
     extras = [option for extra in every for option in ("--extra", extra)]
     pinned = [f"{name}=={version}" for name, version in pins().items()]
     entries = _compile(_BUILD_TOOLS, pinned, "pyproject.toml", *extras)
+    with_docs = _compile(_BUILD_TOOLS, pinned, "pyproject.toml", *extras, "--extra", "docs")
+    docs = {name: entry for name, entry in with_docs.items() if entries.get(name) != entry}
     del entries["pip"]  # comes with every environment
     head = [line for line in _PINS.read_text().splitlines() if line.startswith("#")]
     by_build = {name for name in entries if BY_BUILD.match(name) and name != "torch"}
-    named = [f"{name}=={version}" for name, (version, _, _) in sorted(entries.items()) if name not in by_build]
+    named = [f"{name}=={version}" for name, (version, _, _) in sorted((entries | docs).items()) if name not in by_build]
     _PINS.write_text("\n".join([*head, *named]) + "\n")
     for name, package in OPTIONAL.items():
         _write(name, {package: entries.pop(package)})
+    _write("docs", docs)
     _write("cuda", {name: entries.pop(name) for name in by_build})
     _write("main", entries)
     _local_torch(entries["torch"][0])

@@ -1,4 +1,4 @@
-"""Writes what the code knows into the docs: settings with their defaults, transports with their traits, and metrics.
+"""Writes what the code knows into the docs: settings with their defaults, commands, errors, transports with their traits, metrics.
 
 ``python -m tests.reference`` rewrites every block between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
 ``tests/unit/test_reference.py`` fails if a block is not current.
@@ -8,23 +8,29 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 from collections.abc import Callable, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import typer.main
+import yaml
 
-from weightsync import config
+from weightsync import config, errors
 from weightsync.bench.forecast.figures import calibration_of, figures, predictions
 from weightsync.bench.forecast.forecast import RefitForecast, Scenario, forecast_refit
 from weightsync.bench.forecast.mesh import Mesh
 from weightsync.bench.shapes import read_configuration
+from weightsync.cli.main import app as cli
+from weightsync.server import problems
 from weightsync.server.agent_metrics import AGENT_METRICS
 from weightsync.server.metrics import COORDINATOR_METRICS, Declared
 from weightsync.transports.registry import BUILT_IN, transport
 
-__all__ = ["BLOCKS", "PAGES", "current", "exposed_names"]
+__all__ = ["BLOCKS", "PAGES", "current", "exposed_names", "navigation"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -178,6 +184,71 @@ def _kimi() -> str:
     return "\n".join(rows)
 
 
+def _parameter(parameter: Any) -> str:
+    value = parameter.metavar or parameter.name.upper()
+    descriptor = getattr(parameter, "type_descriptor", None)
+    if isinstance(descriptor, type) and issubclass(descriptor, Enum):
+        value = "\\|".join(str(choice.value) for choice in descriptor)
+    if parameter.param_type_name == "argument":
+        name = value if parameter.required else f"[{value}{'...' if parameter.nargs == -1 else ''}]"
+    else:
+        name = ", ".join((*parameter.opts, *parameter.secondary_opts)) + ("" if parameter.is_flag else f" {value}")
+    default = getattr(parameter.default, "value", parameter.default)
+    shown = not (getattr(parameter, "is_flag", False) or default in (None, "", 0) or "default" in parameter.help)
+    needed = " Required." if parameter.required and name.startswith("-") else ""
+    return f"| `{name}` | {parameter.help}{needed}{f' Default: `{default}`.' if shown else ''} |"
+
+
+def _command(name: str, command: Any) -> str:
+    rows = [_parameter(parameter) for parameter in command.params if not parameter.hidden and parameter.help]
+    table = ["", "| argument or option | meaning |", "|---|---|", *rows] if rows else []
+    return "\n".join([f"## {name}", "", inspect.cleandoc(command.help), *table])
+
+
+def _commands() -> str:
+    group = typer.main.get_command(cli)
+    listed = [(f"weightsync {name}", command) for name, command in group.commands.items()]  # type: ignore[attr-defined]
+    return "\n\n".join(_command(name, command) for name, command in [("weightsync", group), *listed])
+
+
+def _errors() -> str:
+    rows = ["| class | derives from | HTTP status | meaning |", "|---|---|---|---|"]
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        if isinstance(kind, type):
+            bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
+            status = problems.status_of(kind())
+            rows.append(f"| `{name}` | {bases} | {status.value} | {inspect.cleandoc(kind.__doc__ or '')} |")
+    return "\n".join(rows)
+
+
+def _side_by_side() -> str:
+    rows = ["| way | move | pause to resume, verified |", "|---|---|---|"]
+    for row in json.loads((ROOT / "docs" / "data" / "peers.json").read_text())["rows"]:
+        cells = [" to ".join(f"{figure:,}" for figure in dict.fromkeys(row.get(column, ()))) for column in ("move", "pause_to_resume")]
+        name = f"**{row['way']}**" if row["of"] == "weightsync" else row["way"]
+        rows.append(f"| {name} ({row['detail']}) | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _pages(entries: list[dict[str, Any]], depth: int) -> list[str]:
+    lines = []
+    for title, value in (item for entry in entries for item in entry.items()):
+        if isinstance(value, str):
+            target = f"../{value}" if (ROOT / value).exists() else value
+            lines.append(f"{'    ' * depth}- [{title}]({target})")
+        else:
+            lines += [f"{'    ' * depth}- {title}", *_pages(value, depth + 1)]
+    return lines
+
+
+def navigation() -> list[dict[str, Any]]:
+    """Return the site's navigation, as ``mkdocs.yml`` has it."""
+    text = (ROOT / "mkdocs.yml").read_text()
+    entries: list[dict[str, Any]] = yaml.safe_load(text.partition("\nnav:\n")[2].partition("\n\n")[0])
+    return entries
+
+
 def exposed_names() -> set[str]:
     """Return the names of all samples of all metrics, as queries use them."""
     names = set()
@@ -192,6 +263,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "timeouts": lambda: _settings(config.Timeouts),
     "coordinator settings": lambda: _settings(config.ServerSettings),
     "coordinator limits": lambda: _settings(config.Limits),
+    "commands": _commands,
+    "errors": _errors,
+    "side by side": _side_by_side,
+    "pages": lambda: "\n".join(_pages(navigation()[1:], 0)),
     "transports": _transports,
     "coordinator metrics": lambda: _metrics(COORDINATOR_METRICS),
     "agent metrics": lambda: _metrics(AGENT_METRICS),

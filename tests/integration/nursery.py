@@ -30,6 +30,10 @@ class Child:
             os.close(its_input)
             os.close(its_output)
 
+    def type(self, text: str) -> None:
+        """Write to its standard input."""
+        os.write(self._input, text.encode())
+
     def kill(self) -> None:
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)

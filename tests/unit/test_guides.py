@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,23 @@ def _reference(checkpoint: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Te
     return o @ (torch.softmax((q @ x) * (k @ x), 0) * (v @ x))
 
 
-def test_readme_lists_every_guide_and_benchmark() -> None:
-    listed = set(re.findall(r"\]\((docs/[^)#]+\.md)\)", (DOCS.parent / "README.md").read_text().partition("## Documentation")[2]))
-    assert {page.relative_to(DOCS.parent).as_posix() for page in DOCS.rglob("*.md")} <= listed
+def test_the_list_of_pages_has_every_page() -> None:
+    listed = set(re.findall(r"\]\(([^)#]+\.md)\)", (DOCS / "README.md").read_text().partition("## Pages")[2]))
+    assert {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} - {"README.md"} <= listed
+    assert "](docs/README.md)" in (DOCS.parent / "README.md").read_text()
+
+
+def test_readme_is_two_screens() -> None:
+    assert len((DOCS.parent / "README.md").read_text().splitlines()) <= 90
+
+
+def test_the_figures_of_readme_are_those_of_the_data() -> None:
+    rows = json.loads((DOCS / "data" / "peers.json").read_text())["rows"]
+    measured = {f"{figure:,}" for row in rows for column in ("move", "pause_to_resume") for figure in row.get(column, ())}
+    (paragraph,) = re.findall(r"^- \*\*Fast\.\*\*.*?(?=^- )", (DOCS.parent / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    stated = set(re.findall(r"\b\d[\d,]{2,}\b", paragraph))
+    assert len(stated) > 6
+    assert stated <= measured, stated - measured
 
 
 @pytest.fixture(scope="module")
@@ -216,8 +231,12 @@ def _operations() -> str:
     return (DOCS / "guides/operations.md").read_text()
 
 
-def test_operations_guide_says_what_each_error_means() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]+ \|$", _operations().partition("## What each error means")[2], re.MULTILINE)
+def _errors() -> str:
+    return (DOCS / "reference/errors.md").read_text()
+
+
+def test_errors_page_says_what_to_do_about_each_error() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]+ \|$", _errors().partition("## What to do")[2], re.MULTILINE)
     classes = [name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)]
     assert sorted(rows) == sorted(classes)
 
@@ -230,7 +249,7 @@ def test_every_metric_on_a_page_exists(page: str) -> None:
 
 
 def test_operations_guide_names_options_and_settings_that_exist() -> None:
-    page = _operations()
+    page = _operations() + _errors()
     kinds = (config.ServerSettings, config.ClientSettings, config.Limits, config.Timeouts)
     known = {config.variable_of(kind, field.name) for kind in kinds for field in msgspec.structs.fields(kind)}
     assert set(re.findall(r"WEIGHTSYNC_[A-Z_]+", page)) <= known | {"WEIGHTSYNC_TOKEN_FILE"}

@@ -1,0 +1,97 @@
+"""The site builds strictly, its reference is whole, and its pictures show the data that is in the repository."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests import pictures, reference
+
+import weightsync
+from weightsync import errors
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+
+
+def _build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]  # --quiet would pass over warnings
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=55)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    built = tmp_path_factory.mktemp("site")
+    done = _build(ROOT, built)
+    assert done.returncode == 0, done.stderr
+    return built
+
+
+def test_every_page_is_built(site: Path) -> None:
+    pages = {page.relative_to(DOCS).with_suffix(".html").as_posix().replace("README", "index") for page in DOCS.rglob("*.md")}
+    assert pages | {"CHANGELOG.html", "CONTRIBUTING.html", "SECURITY.html"} <= {
+        page.relative_to(site).as_posix() for page in site.rglob("*.html")
+    }
+
+
+def test_the_site_makes_no_request_to_another_host(site: Path) -> None:
+    loaded = re.compile(r"""<(?:script|link|img|iframe)[^>]*(?:src|href)=["']?(https?:)?//[^>]*>""")
+    assert not [
+        match[0]
+        for page in site.rglob("*.html")
+        for match in loaded.finditer(page.read_text())
+        if 'rel="canonical"' not in match[0]
+    ]
+
+
+def test_links_that_leave_docs_lead_to_a_page_or_become_text(site: Path) -> None:
+    text = (site / "benchmarks" / "security.html").read_text()
+    assert 'href="../CHANGELOG.html"' in text
+    assert "examples/grpo</code> in the repository" in (site / "benchmarks" / "grpo.html").read_text()
+    assert 'href="architecture.html#one-sided-reads"' in (site / "CHANGELOG.html").read_text()
+
+
+def test_a_wrong_link_fails_the_build(tmp_path: Path) -> None:
+    shutil.copytree(DOCS, tmp_path / "docs")
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    for name in ("src", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    with (tmp_path / "docs" / "simulation.md").open("a") as page:
+        page.write("\n[a](nowhere.md) [b](settings.md#nowhere)\n")
+    (tmp_path / "docs" / "lonely.md").write_text("# A page that the navigation lacks\n")
+    done = _build(tmp_path, tmp_path / "site")
+    assert done.returncode != 0
+    for complaint in ("'nowhere.md'", "anchor '#nowhere'", "lonely.md"):
+        assert complaint in done.stderr
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    shown = set(re.findall(r"^::: weightsync\.(\w+)$", (DOCS / "reference" / "api.md").read_text(), re.MULTILINE))
+    assert shown == set(weightsync.__all__) - set(errors.__all__) - {"__version__"}
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_a_picture_shows_the_data_that_is_here(name: str) -> None:
+    assert (DOCS / "pictures" / f"{name}.svg").read_text().endswith(pictures.stamp(name)), "run `make docs`"
+
+
+def test_every_picture_is_drawn_and_shown() -> None:
+    assert {path.stem for path in (DOCS / "pictures").iterdir()} == set(pictures.PICTURES)
+    pages = "".join(page.read_text() for page in (*reference.PAGES, ROOT / "README.md"))
+    assert set(re.findall(r"!\[[^\]]+\]\([^)]*?(\w+)\.svg\)", pages)) == set(pictures.PICTURES)
+
+
+def test_a_picture_is_drawn_twice_alike() -> None:
+    assert pictures.drawn("waterfall") == pictures.drawn("waterfall") == (DOCS / "pictures" / "waterfall.svg").read_text()
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_a_picture_asks_no_other_host_and_runs_nothing(name: str) -> None:
+    text = (DOCS / "pictures" / f"{name}.svg").read_text()
+    assert not re.search(r"""<script|@import|@font-face|(?:href|src)=["']https?:|url\(["']?https?:""", text)

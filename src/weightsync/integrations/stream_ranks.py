@@ -10,6 +10,7 @@ environment of the ranks, or from a file of the user on this host.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 import threading
@@ -39,6 +40,7 @@ GRACE = 5.0
 """Seconds that a wait may exceed the update's own timeout, so that a more specific error can arrive first."""
 _MOST_WINDOW_BYTES = 256 << 20
 _SHOWN = 5
+_numbers = itertools.count(1)
 
 
 class Meeting(msgspec.Struct, frozen=True):
@@ -51,8 +53,9 @@ class Meeting(msgspec.Struct, frozen=True):
 
 
 def about_this_rank() -> dict[str, object]:
-    """What every rank says about itself."""
-    return {"name": f"{socket.gethostname()}-{os.getpid()}", "host": this_host().name}
+    """What a rank says about itself. The second one in a process gets another name than the first."""
+    number = next(_numbers)
+    return {"name": f"{socket.gethostname()}-{os.getpid()}{f'-{number}' if number > 1 else ''}", "host": this_host().name}
 
 
 def offer_coordinator(options: Options, owned: ExitStack) -> dict[str, object]:

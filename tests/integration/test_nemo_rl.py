@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import inspect
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -29,8 +30,8 @@ from tests.integration.refit_contract import (
     works,
 )
 
-from weightsync.config import Address
-from weightsync.errors import ConfigurationError, DeadlineExceeded
+from weightsync.config import Address, ServerSettings
+from weightsync.errors import ConfigurationError, DeadlineExceeded, WeightSyncError
 from weightsync.integrations.nemo_rl import Engine, releases
 from weightsync.integrations.nemo_rl.engine import NAME
 from weightsync.integrations.stream_options import Options
@@ -175,6 +176,28 @@ def test_a_coordinator_that_the_user_named_is_used_by_all_ranks(no_leaks: None) 
             assert {about["coordinator"] for about in local.metadata} == {server.url}
         finally:
             local.close()
+
+
+@pytest.mark.rare
+def test_a_coordinator_that_is_gone_is_an_error_on_all_ranks_and_its_successor_is_found(
+    monkeypatch: pytest.MonkeyPatch, no_leaks: None
+) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_TOKEN", "of-both-coordinators-0123456789")
+    first = BackgroundServer(ServerSettings.load({**os.environ, "WEIGHTSYNC_PORT": "0"}))
+    first.start()
+    local = LocalRefits(coordinator=first.url, timeout=12.0)
+    try:
+        works(local, 1)
+        first.stop()
+        policies, workers = local.fail(2)
+        assert all(isinstance(error, WeightSyncError) for error in [*policies, *workers]), (policies, workers)
+        assert local.walked() == [True] * POLICIES
+        with BackgroundServer(ServerSettings.load({**os.environ, "WEIGHTSYNC_PORT": str(first.address.port)})):
+            works(local, 3)
+            local.close()
+    finally:
+        local.close()
+        first.stop()
 
 
 def test_where_one_side_cannot_start_a_coordinator_that_of_the_other_is_used(

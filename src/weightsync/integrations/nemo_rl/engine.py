@@ -4,22 +4,19 @@ NeMo-RL makes one object of the same class on each policy rank and in each vLLM 
 returns to all of them, once. After that it asks all ranks for one update after the other. It says which side an object is on only
 after ``prepare``, so the first rank of each side offers a coordinator, and all but one of them take theirs back.
 
-Policy ranks and workers stay joined from one update to the next. A worker that did not take an update leaves, and joins again with
-the next one.
+Policy ranks and workers stay joined from one update to the next. A worker that did not take an update takes the next one.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import weakref
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from typing import Any
 
 import torch
 
-from weightsync.deadline import Deadline
 from weightsync.engine.receiver import Receiver
 from weightsync.errors import ConfigurationError, WeightSyncError
 from weightsync.integrations.nemo_rl.releases import check_interface, warn_if_untried
@@ -104,7 +101,7 @@ class RefitEngine:
         about = self._meet(train_world_size, rollout_world_size, metadata)
         self._leave()
         self._layout = about["weight_layout"] if self.shard_expert_weights else None
-        self._receiver = self._join()
+        self._receiver = join(str(self._about["name"]), self._meeting, self._options, self._options.staging())
 
     def _meet(self, policy: int, rollout: int, metadata: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Find out where to meet. Returns what NeMo-RL knows of this rank."""
@@ -137,9 +134,6 @@ class RefitEngine:
         if receiver is not None:
             receiver.close()
 
-    def _join(self) -> Receiver:
-        return join(str(self._about["name"]), self._meeting, self._options, self._options.staging())
-
     async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Stream ``weights`` from a policy rank to all vLLM workers: see :meth:`StreamSender.send`."""
         await self._sender.send(weights, self._meeting)
@@ -152,19 +146,13 @@ class RefitEngine:
             DeadlineExceeded: It did not come or go on in time.
             WeightSyncError: The coordinator cannot be reached, or refuses this worker.
         """
-        deadline = Deadline(self._meeting.seconds)
         if self._receiver is None:
-            self._receiver = await asyncio.to_thread(self._join)
-        received = False
-        try:
-            async for batch in self._receiver.receive_async(timeout=deadline.remaining("joining the coordinator") + GRACE):
+            raise ConfigurationError("this vLLM worker was not told where to meet: NeMo-RL did not initialize it")
+        async with aclosing(self._receiver.receive_async(timeout=self._meeting.seconds + GRACE)) as batches:
+            async for batch in batches:
                 own = self._cut(batch)
                 if own:
                     yield own
-            received = True
-        finally:
-            if not received:
-                await asyncio.to_thread(self._leave)
 
     def _cut(self, batch: Batch) -> Batch:
         """What this worker holds of the tensors of ``batch``."""

@@ -11,6 +11,7 @@ ARGS ?=
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 VERL_VENV ?= .venv-verl
+NEMO_RL_VENV ?= .venv-nemo-rl
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
 BIN := $(VENV)/bin
@@ -117,17 +118,17 @@ vllm-env: $(VLLM_VENV)/.installed ## an environment with vLLM's CPU build, for i
 vllm-test: $(VLLM_VENV)/.installed ## every test against a real vLLM, with those that `make test` leaves out
 	@$(VLLM_VENV)/bin/python -m pytest -m vllm $(ARGS)
 
-# verl needs older releases of a few packages than ours. They and verl lie in an environment on top of .venv, whose torch and Ray it
-# uses. verl installs its own tests as the package `tests`, which would hide ours.
-VERL_PIP := $(VERL_VENV)/bin/python -m pip --quiet --disable-pip-version-check
+# verl and NeMo-RL need older releases of a few packages than ours. These lie in an environment on top of .venv, whose torch and Ray
+# they use. verl installs its own tests as the package `tests`, which would hide ours.
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
-$(VERL_VENV)/.installed: $(VENV)/.installed locks/verl.txt
-	@echo "installing verl into $(VERL_VENV) (once; takes about a minute)" >&2
-	@$(BIN)/python -m venv $(VERL_VENV) >&2
-	@site=$$($(VERL_VENV)/bin/python -c '$(SITE)'); \
+ON_TOP = echo "installing into $(1) (once; takes about a minute)" >&2; \
+	$(BIN)/python -m venv $(1) >&2; \
+	site=$$($(1)/bin/python -c '$(SITE)'); \
 	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" >"$$site/on-top-of-weightsync.pth"; \
-	$(VERL_PIP) $(INSTALL) $(LOCKED) --no-build-isolation -r locks/verl.txt >&2; \
-	rm -r "$$site/tests"
+	$(1)/bin/python -m pip --quiet --disable-pip-version-check $(INSTALL) $(LOCKED) --no-build-isolation -r $(2) >&2; \
+	rm -rf "$$site/tests"
+$(VERL_VENV)/.installed: $(VENV)/.installed locks/verl.txt
+	@$(call ON_TOP,$(VERL_VENV),locks/verl.txt)
 	@touch $@
 
 .PHONY: verl-env verl-test
@@ -135,6 +136,17 @@ verl-env: $(VERL_VENV)/.installed ## an environment with verl, for its tests
 
 verl-test: $(VERL_VENV)/.installed ## every test against a real verl
 	@$(VERL_VENV)/bin/python -m pytest -m verl tests/integration/test_verl.py tests/integration/test_verl_faults.py $(ARGS)
+
+# NeMo-RL is in no package index: a checkout is needed. The environment holds what those of its modules import that the tests use.
+NEMO_RL ?=
+$(NEMO_RL_VENV)/.installed: $(VENV)/.installed locks/nemo-rl.txt
+	@$(call ON_TOP,$(NEMO_RL_VENV),locks/nemo-rl.txt)
+	@touch $@
+
+.PHONY: test-nemo-rl
+test-nemo-rl: $(NEMO_RL_VENV)/.installed ## NEMO_RL=path/to/checkout: every test against a real NeMo-RL
+	@[[ -d "$(NEMO_RL)/nemo_rl" ]] || { echo "make test-nemo-rl NEMO_RL=path: there is no checkout of NeMo-RL at '$(NEMO_RL)'" >&2; exit 1; }
+	@PYTHONPATH="$(abspath $(NEMO_RL))$${PYTHONPATH:+:$$PYTHONPATH}" $(NEMO_RL_VENV)/bin/python -m pytest -m nemo_rl tests/integration/test_nemo_rl_classes.py $(ARGS)
 
 .PHONY: test-vllm-matrix
 test-vllm-matrix: $(VLLM_VENV)/.installed ## the quick tests against each release of vLLM's CPU build; RELEASES="0.27.1" for some
@@ -155,7 +167,7 @@ types: $(VENV)/.installed ## mypy --strict over src and tests
 # their number of tests, as pytest-xdist would, those with few long ones come last, and at the end one process has nothing to do.
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-PYTEST_HERE = $(BIN)/python $(PYTEST) -m "not rare and not vllm and not verl" --cov --cov-report=term $(ARGS)
+PYTEST_HERE = $(BIN)/python $(PYTEST) -m "not rare and not vllm and not verl and not nemo_rl" --cov --cov-report=term $(ARGS)
 PYTEST_VLLM = python $(PYTEST) -m "vllm and not rare" $(ARGS)
 
 # vLLM is installed meanwhile, by a process group of its own that ends with this shell, however that ends. If ARGS narrow the tests,
@@ -187,7 +199,7 @@ test: ## every check and every test, with coverage, and vLLM's on its CPU build;
 .PHONY: test-all
 test-all: ## all that there is: make test, rare tests, every test against a real vLLM, its oldest release and verl, make faults, make simulate
 	@$(MAKE) test ARGS=
-	@$(BIN)/python $(PYTEST) -m "rare and not vllm and not verl"
+	@$(BIN)/python $(PYTEST) -m "rare and not vllm and not verl and not nemo_rl"
 	@$(MAKE) vllm-test ARGS=
 	@$(MAKE) verl-test ARGS=
 	@$(MAKE) test-vllm-matrix RELEASES=0.27.1
@@ -202,4 +214,4 @@ constraints: $(VENV)/.installed ## pin what constraints.txt does not, and list t
 	@$(BIN)/python -m tests.lock
 
 clean: ## remove the environment and every cache
-	@rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) .venv-vllm-releases .fuzz build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	@rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) $(NEMO_RL_VENV) .venv-vllm-releases .fuzz build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -11,6 +11,7 @@ file in ``locks``             what it holds
 ``docs.txt``                  what the site and its pictures need and nothing else does: for ``make docs`` and ``make test``
 ``vllm.txt``                  what ``.venv-vllm`` holds; made if that is there, and for its Python only
 ``verl.txt``                  ``constraints-verl.txt``: what ``.venv-verl`` holds on top of ``.venv``
+``nemo-rl.txt``               ``constraints-nemo-rl.txt``: what ``.venv-nemo-rl`` holds on top of ``.venv``
 ============================  ==============================================================================================
 
 They are installed with ``pip install --no-deps --require-hashes``. Versions are those of ``constraints.txt``, which gets what it
@@ -35,6 +36,8 @@ FOLDER = ROOT / "locks"
 _PINS = ROOT / "constraints.txt"
 OPTIONAL = {"atheris": "atheris", "megatron": "megatron-core", "nixl": "nixl-cu13", "ray": "ray"}
 """Package by file, where a Python or platform may have no build of it."""
+ON_TOP = ("verl", "nemo-rl")
+"""Frameworks with an environment on top of ``.venv``."""
 _BUILD_TOOLS = ("hatchling", "editables")
 _PYTHON = "3.11"
 _VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -108,8 +111,9 @@ def main() -> int:
     _write("cuda", {name: entries.pop(name) for name in by_build})
     _write("main", entries)
     _local_torch(entries["torch"][0])
-    on_top = [line for line in (ROOT / "constraints-verl.txt").read_text().splitlines() if not line.startswith("#")]
-    _write("verl", _compile(on_top, (), "--no-deps"))
+    for framework in ON_TOP:
+        pinned = [line for line in (ROOT / f"constraints-{framework}.txt").read_text().splitlines() if not line.startswith("#")]
+        _write(framework, _compile(pinned, (), "--no-deps"))
     if _VLLM_PYTHON.exists():
         command = [str(_VLLM_PYTHON), "-m", "pip", "freeze", "--disable-pip-version-check", "--all", "--exclude-editable"]
         frozen = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()

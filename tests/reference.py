@@ -225,7 +225,9 @@ def _errors() -> str:
 def _side_by_side() -> str:
     rows = ["| way | move | pause to resume, verified |", "|---|---|---|"]
     for row in json.loads((ROOT / "docs" / "data" / "peers.json").read_text())["rows"]:
-        cells = [" to ".join(f"{figure:,}" for figure in dict.fromkeys(row.get(column, ()))) for column in ("move", "pause_to_resume")]
+        cells = [
+            " to ".join(f"{figure:,}" for figure in dict.fromkeys(row.get(column, ()))) for column in ("move", "pause_to_resume")
+        ]
         name = f"**{row['way']}**" if row["of"] == "weightsync" else row["way"]
         rows.append(f"| {name} ({row['detail']}) | {' | '.join(cells)} |")
     return "\n".join(rows)

@@ -21,6 +21,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.utils.config import omega_conf_to_dataclass
 
 ROOT = Path(__file__).resolve().parents[2]
+_RAY_TOKEN = secrets.token_hex(32)  # Ray reads it once in a process, so its second cluster needs the same
 OPTION = "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.weightsync"
 LINE = "actor_rollout_ref.rollout.checkpoint_engine.backend=weightsync"
 ON_A_CPU = [
@@ -63,7 +64,7 @@ def cluster(folder: str) -> Iterator[None]:
         "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda",
         "VERL_USE_EXTERNAL_MODULES": "tests.integration.verl_platform",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_AUTH_TOKEN": _RAY_TOKEN,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "OMP_NUM_THREADS": "1",

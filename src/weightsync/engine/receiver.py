@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
@@ -215,7 +215,7 @@ class Receiver:
                 yield batch
                 del batch
 
-    async def receive_async(self, timeout: float | None = None) -> AsyncIterator[list[tuple[str, torch.Tensor]]]:
+    async def receive_async(self, timeout: float | None = None) -> AsyncGenerator[list[tuple[str, torch.Tensor]], None]:
         """Iterate as :meth:`receive` does, waiting in threads, so that this object is bound to no event loop."""
         deadline = Deadline(self._timeout if timeout is None else timeout)
         with self._handover.taking() as me:

@@ -26,7 +26,13 @@ def _trl() -> Iterator[Finding]:
     return findings()
 
 
-CHECKS: dict[str, Check] = {"trl": _trl, "verl": _verl}
+def _nemo_rl() -> Iterator[Finding]:
+    from weightsync.integrations.nemo_rl.check import findings
+
+    return findings()
+
+
+CHECKS: dict[str, Check] = {"nemo_rl": _nemo_rl, "trl": _trl, "verl": _verl}
 """Checks by the name of the framework, each imported when it is asked for. ``missing`` and ``unknown`` mean that it cannot work."""
 
 

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 import weightsync
 from weightsync.config import ClientSettings, token_source
 from weightsync.errors import WeightSyncError
-from weightsync.integrations.verl.options import server_settings
+from weightsync.integrations.stream_options import server_settings
 from weightsync.integrations.verl.releases import TRIED, is_tried
 from weightsync.server.findings import Finding, ask_coordinator
 from weightsync.server.server import BackgroundServer

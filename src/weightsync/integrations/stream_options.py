@@ -1,4 +1,4 @@
-"""What a user may write under ``checkpoint_engine.engine_kwargs.weightsync``, and how an actor rank finds the coordinator."""
+"""Options of a framework's ranks that stream whole tensors (:mod:`weightsync.integrations.stream_ranks`)."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ __all__ = ["Options", "cast", "server_settings"]
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of the checkpoint engine, the same on all ranks."""
+    """What a user may write in the framework's configuration, the same on all ranks."""
 
     coordinator: str | None = None
-    """URL of a coordinator that runs already; else ``WEIGHTSYNC_COORDINATOR`` of actor rank 0; else rank 0 starts one."""
+    """URL of a coordinator that runs already; else ``WEIGHTSYNC_COORDINATOR`` of rank 0; else rank 0 starts one."""
     timeout: Seconds | None = None
-    """Seconds for an update; else ``WEIGHTSYNC_PUBLISH_TIMEOUT``, else 300. What actor rank 0 has counts on all ranks."""
+    """Seconds for an update; else ``WEIGHTSYNC_PUBLISH_TIMEOUT``, else 300. What rank 0 has counts on all ranks."""
     dtype: str | dict[str, str] | None = None
     """dtype of floating-point tensors on the way, such as ``bfloat16``, or patterns of names and their dtypes; by default the
-    actor's own. The first pattern that fits a name decides, and a name that none fits is not converted."""
+    trainer's own. The first pattern that fits a name decides, and a name that none fits is not converted."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where windows of actor ranks and buckets of rollout ranks lie. GPU memory is read on one host, or by a named ``nccl``."""
+    """Where windows of trainer ranks and buckets of rollout ranks lie. GPU memory is read on one host, or by a named ``nccl``."""
     transports: tuple[str, ...] | None = None
     """Transports allowed, best first; by default all that both ends have."""
 
     @classmethod
-    def of(cls, given: Mapping[str, object]) -> Options:
-        """Check ``given``.
+    def of(cls, given: Mapping[str, object], where: str) -> Options:
+        """Check ``given``, which the user wrote at ``where`` of the framework's configuration.
 
         Raises:
             ConfigurationError: An option is unknown or has a wrong value.
@@ -42,11 +42,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         try:
             options = msgspec.convert(_builtins(plain), cls)
         except (msgspec.ValidationError, TypeError) as error:
-            raise ConfigurationError(
-                f"checkpoint_engine.engine_kwargs.weightsync: {error}; options: {', '.join(cls.__struct_fields__)}"
-            ) from None
+            raise ConfigurationError(f"{where}: {error}; options: {', '.join(cls.__struct_fields__)}") from None
         for name in [options.dtype] if isinstance(options.dtype, str) else (options.dtype or {}).values():
-            _dtype(name)
+            try:
+                _dtype(name)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{where}.dtype: {error}") from None
         return options
 
     def staging(self) -> torch.device | None:
@@ -64,7 +65,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return _dtype(self.dtype) if isinstance(self.dtype, str) else None
 
 
-def _builtins(value: Any) -> Any:  # noqa: ANN401 - verl gives dicts, or OmegaConf's containers, which look like them
+def _builtins(value: Any) -> Any:  # noqa: ANN401 - frameworks give dicts, or OmegaConf's containers, which look like them
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping):
@@ -75,7 +76,7 @@ def _builtins(value: Any) -> Any:  # noqa: ANN401 - verl gives dicts, or OmegaCo
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ConfigurationError(f"checkpoint_engine.engine_kwargs.weightsync.dtype: {name!r} is no floating-point dtype of torch")
+        raise ConfigurationError(f"{name!r} is no floating-point dtype of torch")
     return dtype
 
 
@@ -86,7 +87,7 @@ def cast(weights: Iterable[tuple[str, torch.Tensor]], options: Options) -> Itera
 
 
 def server_settings(node: str) -> ServerSettings:
-    """Settings of a coordinator on actor rank 0.
+    """Settings of a coordinator on rank 0.
 
     With a token in the environment it listens on ``node``, this node's address, because all nodes may know the token. Without one
     it listens on loopback and leaves a token in a file that only this user can read.

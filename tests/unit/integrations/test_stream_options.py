@@ -1,4 +1,4 @@
-"""What needs no verl: options of its checkpoint engine, releases that were tried, and the check of an installation."""
+"""What needs no framework: options of streams, releases of verl that were tried, and the check of an installation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from weightsync.errors import ConfigurationError
 from weightsync.integrations import __main__ as command
-from weightsync.integrations.verl.options import Options, cast, server_settings
+from weightsync.integrations.stream_options import Options, cast, server_settings
 from weightsync.integrations.verl.releases import is_tried
 from weightsync.server.findings import Finding
 
@@ -28,7 +28,7 @@ def test_other_releases(release: str) -> None:
 
 def _casted(dtype: object) -> dict[str, torch.dtype]:
     weights = {"gate.weight": torch.zeros(2), "up.weight": torch.zeros(2), "positions": torch.zeros(2, dtype=torch.int64)}
-    return {name: tensor.dtype for name, tensor in cast(weights.items(), Options.of({"dtype": dtype}))}
+    return {name: tensor.dtype for name, tensor in cast(weights.items(), Options.of({"dtype": dtype}, "engine.weightsync"))}
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,9 @@ def test_the_first_pattern_that_fits_a_name_decides_its_dtype(dtype: object, gat
 
 
 def test_one_dtype_for_all_is_left_to_the_trainer() -> None:
-    assert Options.of({"dtype": "bfloat16"}).whole_dtype() is torch.bfloat16
+    assert Options.of({"dtype": "bfloat16"}, "engine.weightsync").whole_dtype() is torch.bfloat16
     assert _casted("bfloat16")["up.weight"] is torch.float32
-    assert Options.of({}).whole_dtype() is None
+    assert Options.of({}, "engine.weightsync").whole_dtype() is None
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def test_one_dtype_for_all_is_left_to_the_trainer() -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_option_is_an_error_that_says_where_it_was_given(given: dict[str, object]) -> None:
-    with pytest.raises(ConfigurationError, match=r"engine_kwargs\.weightsync"):
-        Options.of(given)
+    with pytest.raises(ConfigurationError, match=r"^engine\.weightsync"):
+        Options.of(given, "engine.weightsync")
 
 
 def test_a_coordinator_listens_beyond_loopback_only_where_all_nodes_can_know_its_token(monkeypatch: pytest.MonkeyPatch) -> None:

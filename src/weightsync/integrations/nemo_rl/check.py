@@ -1,0 +1,66 @@
+"""Checks of ``python -m weightsync.integrations nemo_rl``: what NeMo-RL's workers find in this environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+
+import weightsync
+from weightsync.config import ClientSettings, token_source
+from weightsync.errors import WeightSyncError
+from weightsync.integrations.nemo_rl.engine import NAME, RefitEngine
+from weightsync.integrations.nemo_rl.releases import COMMIT, INTERFACE, TRIED, is_tried
+from weightsync.server.findings import Finding, ask_coordinator
+
+__all__ = ["findings"]
+
+
+def findings() -> Iterator[Finding]:
+    """Yield one finding after the other; that of the interface only where NeMo-RL can be imported."""
+    yield Finding("weightsync", "ok", weightsync.__version__)
+    if find_spec("nemo_rl") is None:
+        yield Finding(
+            "nemo_rl", "missing", "not importable in this environment",
+            "weightsync belongs into the environments of NeMo-RL's policy and vLLM workers; run this there",
+        )  # fmt: skip
+        return
+    yield _release()
+    yield _engine()
+    yield _token()
+    if os.environ.get("WEIGHTSYNC_COORDINATOR"):
+        yield ask_coordinator("coordinator", ClientSettings.load())
+
+
+def _release() -> Finding:
+    from nemo_rl import __version__ as release
+
+    if is_tried(str(release)):
+        return Finding("nemo_rl", "ok", str(release))
+    return Finding("nemo_rl", "limited", str(release), f"tried with {TRIED}, commit {COMMIT}; used if the interface fits")
+
+
+def _engine() -> Finding:
+    """Make an engine as NeMo-RL does."""
+    try:
+        interface = import_module("nemo_rl.utils.checkpoint_engines.base")
+        interface.create_checkpoint_engine(NAME, bucket_size_bytes=1 << 20, engine_kwargs={"release_after_refit": False})
+    except (ImportError, AttributeError, TypeError, WeightSyncError) as error:
+        return Finding("engine", "missing", f"{type(error).__name__}: {error}", f"{INTERFACE} makes none")
+    return Finding("engine", "ok", f"{RefitEngine.__name__} has what NeMo-RL calls. Use it by refit_transport: {NAME}")
+
+
+def _token() -> Finding:
+    source = token_source()
+    if source is None:
+        return Finding(
+            "token", "limited", "none in this environment: the rank that runs the coordinator leaves one in a file of this user",
+            "enough on one node. For several nodes set WEIGHTSYNC_TOKEN_FILE where the driver starts",
+        )  # fmt: skip
+    if source == "WEIGHTSYNC_TOKEN":
+        return Finding(
+            "token", "limited", f"from {source}",
+            "NeMo-RL's driver passes its environment to Ray, which stores it: set WEIGHTSYNC_TOKEN_FILE instead",
+        )  # fmt: skip
+    return Finding("token", "ok", f"from {source}; every node needs the same")

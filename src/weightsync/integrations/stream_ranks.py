@@ -1,0 +1,240 @@
+"""Ranks of a framework that gathers whole tensors with a generator on one side, and loads what arrives on the other.
+
+The framework makes one object on each rank, carries what each says about itself to the others, and decides when an update begins.
+Trainer ranks have a :class:`StreamSender`, rollout ranks a :class:`weightsync.Receiver` from :func:`join`.
+
+The coordinator's URL reaches all ranks as metadata of the framework. Its token never does: Ray would store it. It comes from the
+environment of the ranks, or from a file of the user on this host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import torch
+
+from weightsync.config import Address, ClientSettings
+from weightsync.deadline import Deadline
+from weightsync.engine.receiver import Receiver
+from weightsync.errors import ConfigurationError, DeadlineExceeded, MembershipError, RoundFailed, WeightSyncError
+from weightsync.integrations.stream_options import Options, cast, server_settings
+from weightsync.protocol.messages import RoundResult
+from weightsync.protocol.tokens import is_loopback
+from weightsync.server.server import BackgroundServer
+from weightsync.trainer.agent import Trainer
+from weightsync.trainer.stream import Stream
+from weightsync.transports.hostinfo import this_host
+
+__all__ = ["GRACE", "Meeting", "StreamSender", "about_this_rank", "arrange", "join", "offer_coordinator"]
+
+GRACE = 5.0
+"""Seconds that a wait may exceed the update's own timeout, so that a more specific error can arrive first."""
+_MOST_WINDOW_BYTES = 256 << 20
+_SHOWN = 5
+_numbers = itertools.count(1)
+
+
+class Meeting(msgspec.Struct, frozen=True):
+    """What every rank of an update knows: addresses and names only."""
+
+    coordinator: str
+    seconds: float
+    receivers: tuple[str, ...] = ()
+    """Replicas of this update: one for each rollout rank."""
+
+
+def about_this_rank() -> dict[str, object]:
+    """What a rank says about itself. The second one in a process gets another name than the first."""
+    number = next(_numbers)
+    return {"name": f"{socket.gethostname()}-{os.getpid()}{f'-{number}' if number > 1 else ''}", "host": this_host().name}
+
+
+def offer_coordinator(options: Options, owned: ExitStack) -> dict[str, object]:
+    """What the rank that offers a coordinator says beyond that. It starts one, owned by ``owned``, unless the user named one.
+
+    Raises:
+        ConfigurationError: The settings are wrong, or the address cannot be listened on.
+    """
+    given = options.coordinator or os.environ.get("WEIGHTSYNC_COORDINATOR")
+    if given:
+        url = Address.parse(given).url
+    else:
+        import ray
+
+        url = owned.enter_context(BackgroundServer(server_settings(ray.util.get_node_ip_address().strip("[]")))).url
+    return {"coordinator": url, "seconds": options.timeout or ClientSettings.load().timeouts.publish}
+
+
+def arrange(offer: Mapping[str, Any], metadata: Iterable[Mapping[str, Any]], rollouts: Sequence[Mapping[str, Any]]) -> Meeting:
+    """Where all ranks of ``metadata`` meet, where ``offer`` is of the one that offers a coordinator.
+
+    Raises:
+        ConfigurationError: Ranks on other hosts cannot reach the coordinator.
+        MembershipError: Two rollout ranks have one name.
+    """
+    url, host = Address.parse(str(offer["coordinator"])), str(offer["host"])
+    elsewhere = sorted({str(about["host"]) for about in metadata} - {host})
+    if elsewhere and is_loopback(url.host):
+        raise ConfigurationError(
+            f"the coordinator listens on {url.host} of {host}, because the process that runs it has no token, "
+            f"and {', '.join(elsewhere[:_SHOWN])} cannot reach it. Set WEIGHTSYNC_TOKEN_FILE (or WEIGHTSYNC_TOKEN) in the "
+            "environment of Ray on every node before `ray start`; the coordinator then listens on its node's address"
+        )
+    names = tuple(str(about["name"]) for about in rollouts)
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise MembershipError(f"two rollout ranks have one name: {', '.join(twice[:_SHOWN])}; each needs a process of its own")
+    return Meeting(url.url, float(offer["seconds"]), names)
+
+
+def join(name: str, meeting: Meeting, options: Options, device: torch.device | None) -> Receiver:
+    """Join the coordinator as a rollout rank, which is a replica of its own.
+
+    Raises:
+        WeightSyncError: The coordinator cannot be reached, or refuses this rank.
+    """
+    seconds, timeouts = meeting.seconds, ClientSettings.load().timeouts
+    limits = msgspec.structs.replace(timeouts, connect=min(timeouts.connect, seconds), version=seconds + GRACE)
+    return Receiver(name, meeting.coordinator, device=device, transports=options.transports, timeouts=limits)
+
+
+class StreamSender:
+    """Streams the framework's generator from one trainer rank, and stays joined from one update to the next.
+
+    ``kind`` is the framework's word for its trainer ranks. What it holds is closed with ``owned``, or by :meth:`leave`.
+    """
+
+    def __init__(self, options: Options, window_bytes: int, kind: str, owned: ExitStack) -> None:
+        self._options, self._kind = options, kind
+        self._window_bytes = min(window_bytes, _MOST_WINDOW_BYTES)
+        self._trainer: Trainer | None = None
+        self._role: tuple[object, ...] = ()
+        self._stuck: Future[RoundResult] | None = None
+        owned.callback(self.leave)
+
+    def join(self, coordinator: str, rank: int, world_size: int) -> None:
+        """Join, or stay joined.
+
+        Raises:
+            WeightSyncError: The coordinator cannot be reached, or refuses this rank.
+        """
+        self._check_walked()
+        role = (coordinator, rank, world_size)
+        if self._trainer is not None and self._role == role:
+            return
+        self.leave()
+        options = self._options
+        self._trainer = Trainer(
+            Stream(window_bytes=self._window_bytes, device=options.staging()),
+            coordinator,
+            rank=rank,
+            world_size=world_size,
+            dtype=options.whole_dtype(),
+            transports=options.transports,
+        )
+        self._role = role
+
+    def leave(self) -> None:
+        """Leave the coordinator and free the windows. Safe twice."""
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            trainer.close()
+
+    async def send(self, weights: Iterable[tuple[str, torch.Tensor]], meeting: Meeting, step: int | None = None) -> RoundResult:
+        """Stream ``weights`` to all receivers of ``meeting``, and walk them to their end in any case.
+
+        Every step of the walk is a collective of the trainer ranks. It runs on a thread of its own, so that this rank reports an
+        error at the deadline even if another rank does not take part in that collective.
+
+        Raises:
+            RoundFailed: A receiver did not take the weights.
+            DeadlineExceeded: The update took longer than its timeout.
+            WeightSyncError: What :meth:`weightsync.Trainer.publish_stream` raises.
+        """
+        self._check_walked()
+        trainer = self._trainer
+        if trainer is None:
+            raise ConfigurationError(f"this {self._kind} rank lacks its coordinator: the framework did not initialize it")
+        walk = _in_thread(trainer, meeting, cast(weights, self._options), step)
+        try:
+            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(walk)), meeting.seconds + GRACE)
+        except TimeoutError:
+            if walk.done():
+                raise
+            self._stuck = walk
+            raise DeadlineExceeded(
+                f"{self._kind} rank {trainer.rank} did not walk its weights within {meeting.seconds:g} s. Their walk is a "
+                f"collective: another {self._kind} rank does not take part in it, or the model's own gather hangs"
+            ) from None
+
+    def _check_walked(self) -> None:
+        if self._stuck is not None and not self._stuck.done():
+            raise ConfigurationError(
+                f"this {self._kind} rank is still in the walk of an update that failed, in a collective that another rank never "
+                f"joined: restart the {self._kind} ranks"
+            )
+
+
+def _publish(trainer: Trainer, meeting: Meeting, weights: Iterable[tuple[str, torch.Tensor]], step: int | None) -> RoundResult:
+    """Wait for all receivers, publish, and look whether all of them have it. If the wait fails, the walk is still done."""
+    deadline = Deadline(meeting.seconds)
+    try:
+        _wait_for(trainer, meeting.receivers, deadline)
+        seconds = deadline.remaining("waiting for the rollout ranks")
+    except WeightSyncError:
+        for _ in weights:
+            pass
+        raise
+    result = trainer.publish_stream(weights, step=step, timeout=seconds)
+    _check(result, meeting.receivers)
+    return result
+
+
+def _wait_for(trainer: Trainer, receivers: Iterable[str], deadline: Deadline) -> None:
+    missing = set(receivers)
+    count = len(missing)
+    while missing:
+        present = trainer.wait_for_replicas(count, deadline.remaining(f"waiting for {', '.join(sorted(missing)[:_SHOWN])}"))
+        missing -= set(present)
+        count = len(present) + 1  # others are there as well
+
+
+def _check(result: RoundResult, receivers: Iterable[str]) -> None:
+    """Raise if one of this update's ranks does not have the version, whatever the coordinator requires."""
+    taken = {replica.name: replica for replica in result.replicas}
+    failures = [
+        f"{name}: {taken[name].error if name in taken else 'it has left'}"
+        for name in receivers
+        if name not in taken or taken[name].error is not None
+    ]
+    if failures:
+        raise RoundFailed(f"version {result.version} did not reach {len(failures)} rollout ranks: {'; '.join(failures[:_SHOWN])}")
+
+
+def _in_thread(
+    trainer: Trainer, meeting: Meeting, weights: Iterable[tuple[str, torch.Tensor]], step: int | None
+) -> Future[RoundResult]:
+    """Publish in a daemon thread, on this thread's device and without gradients. The process can end while it hangs."""
+    done: Future[RoundResult] = Future()
+    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.accelerator.set_device_index(device)
+            with torch.no_grad():
+                done.set_result(_publish(trainer, meeting, weights, step))
+        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="weightsync-walk", daemon=True).start()
+    return done

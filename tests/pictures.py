@@ -118,7 +118,9 @@ def waterfall(data: Any) -> str:
     phases = {event["name"]: event for event in data["traceEvents"] if event.get("cat") == "replica"}
     paused, resumed = phases["move"]["ts"] - started, phases["commit"]["ts"] + phases["commit"]["dur"] - started
     axes.axvspan(paused / 1e3, resumed / 1e3, color="#fff3e0", zorder=0)
-    axes.text((resumed - 800) / 1e3, -0.3, f"the engine is paused, {(resumed - paused) / 1e3:.0f} ms", size=8, ha="right", va="center")
+    axes.text(
+        (resumed - 800) / 1e3, -0.3, f"the engine is paused, {(resumed - paused) / 1e3:.0f} ms", size=8, ha="right", va="center"
+    )
     other = data["otherData"]
     axes.set_xlim(0, resumed / 1e3)
     axes.set_yticks(range(len(rows)), [row.replace("bench/", "engine rank ").replace("trainer/", "trainer rank ") for row in rows])

@@ -261,8 +261,8 @@ async def test_the_demos_server() -> None:
         def complete(self, prompt: Sequence[int], budget: int, deadline: Deadline) -> Completion:
             asked.append((list(prompt), budget))
             if len(asked) == 1:
-                return Completion([5, 6], [1, 1], [0], "abort")
-            return Completion([7], [2], [0], "stop")
+                return Completion([5, 6], [1, 1], [0, 0], [0], "abort")
+            return Completion([7], [2], [0], [0], "stop")
 
     app = completions_app("a", Generator(), build_tokenizer(0))
     completions = Completions(stream=False)

@@ -78,6 +78,7 @@ bench: $(VENV)/.installed ## how far this machine is from the floor; ARGS="--jso
 SEEDS ?= 10000
 simulate: $(VENV)/.installed ## SEEDS=10000 random schedules with faults at every step, in virtual time; then planted bugs
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) $(ARGS)
+	@$(BIN)/python -m tests.simulation --streams --seeds $$(($(SEEDS) / 5)) $(ARGS)
 
 SECONDS ?= 300
 fuzz: $(VENV)/.installed ## SECONDS=300 of coverage-guided search in every parser; what it finds lies in .fuzz/findings

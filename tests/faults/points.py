@@ -53,7 +53,7 @@ STREAM_POINTS = (
     "engine.received.endstream",
     "round.window",
 )
-"""Further points of a round whose source is a stream. The campaign publishes no stream."""
+"""Further points of a round whose source is a stream. The campaign publishes no stream; the simulation does."""
 
 UPDATE_POINTS = (
     "rank.join",

@@ -76,7 +76,7 @@ def _join(world: World, fault: Fault) -> None:
         return
     world.hit(fault.name)
     name = f"r{len(world.shape)}"
-    world.shape[name] = (1, world.random.choice(("direct", "whole", "opaque")))
+    world.shape[name] = (1, world.random.choice(("receiver" if world.streams else "direct", "whole", "opaque")))
     world.start_engine(name, 0)
 
 

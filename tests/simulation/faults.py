@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from tests.faults.points import ENGINE_ALONE_POINTS, ENGINE_REPAIR_POINTS, ENGINE_TOGETHER_POINTS
+from tests.faults.points import ENGINE_ALONE_POINTS, ENGINE_REPAIR_POINTS, ENGINE_TOGETHER_POINTS, STREAM_POINTS
 from tests.simulation.transfer import CORRUPTIONS
 
-__all__ = ["ALL_FAULTS", "ALL_STATES", "CORRUPTING", "KILLS", "Fault", "Pending", "draw_faults"]
+__all__ = ["ALL_FAULTS", "ALL_STATES", "CORRUPTING", "KILLS", "STREAM_FAULTS", "Fault", "Pending", "draw_faults", "in_a_stream"]
 
 LOADER_DROP = "dropped by the loader"
 CORRUPTING = (*CORRUPTIONS, LOADER_DROP)
@@ -80,6 +80,10 @@ ALL_FAULTS = tuple(
         ]
     )
 )
+
+_STREAM_KINDS = {"trainer": _KINDS[:2] + _KINDS[3:], "engine": _KINDS[:2] + _KINDS[3:], "round": ("coordinator crash",)}
+STREAM_FAULTS = tuple(f"{kind} in {point}" for point in STREAM_POINTS for kind in _STREAM_KINDS[point.partition(".")[0]])
+"""What goes wrong in rounds whose source is a stream, and in no other."""
 
 ALL_STATES = (
     *(f"replica {state}" for state in ("registered", "loaded", "updating", "dirty", "lost")),
@@ -174,3 +178,15 @@ def draw_faults(draw: random.Random, engines: dict[str, str], trainers: list[str
         at = draw.choice((0.0, draw.uniform(0.0, 0.03), draw.uniform(0.0, 0.12), draw.uniform(0.0, 5.0)))
         timed.append(Fault(name, at, draw.choice(members), draw.uniform(0.5, 25.0)))
     return timed, pending
+
+
+def in_a_stream(draw: random.Random, planned: Pending) -> Pending:
+    """What happens instead of ``planned`` where the source is a stream: mostly something that happens only there."""
+    if draw.random() < 0.3:
+        return planned
+    point = draw.choice(STREAM_POINTS)
+    who = point.partition(".")[0]
+    member = "coordinator" if who == "round" else planned.member
+    if who != "round" and (who == "trainer") is not member.startswith("trainer"):
+        return planned
+    return Pending(member, point, draw.choice(_STREAM_KINDS[who]), planned.seconds or draw.uniform(0.05, 20.0))

@@ -20,14 +20,18 @@ import weightsync.engine.adapter_calls
 import weightsync.engine.fill.host_direct
 import weightsync.engine.fill.receive_ahead
 import weightsync.engine.fill.streamed
+import weightsync.engine.fill.windows
 import weightsync.engine.readers
+import weightsync.engine.receiver
 import weightsync.engine.rounds
 import weightsync.engine.session
 import weightsync.protocol.connection
 import weightsync.protocol.dial
 import weightsync.protocol.worker
 import weightsync.spans
+import weightsync.trainer.agent
 import weightsync.trainer.publisher
+import weightsync.trainer.stream
 from weightsync import failpoints
 from weightsync.coordinator.replicas import Replica, State
 
@@ -57,6 +61,7 @@ def installed(world: World) -> Iterator[None]:
         Lock=simulated.Lock, Event=simulated.Event, Thread=simulated.Thread, current_thread=threading.current_thread,
         Condition=threading.Condition,  # around a simulated lock; nobody here waits for one
     )  # fmt: skip
+    waiting = SimpleNamespace(Lock=simulated.Lock, Condition=simulated.Condition)
     # Trainers hand over manifest and shards, which stay where they are.
     followed: Callable[..., Any] = lambda state, **_: SimpleNamespace(now=lambda: state)  # noqa: E731
     become, make = Replica.become, Replica.__init__
@@ -86,7 +91,13 @@ def installed(world: World) -> Iterator[None]:
         (weightsync.engine.fill.streamed, "time", clock),
         (weightsync.engine.fill.receive_ahead, "time", clock),
         (weightsync.engine.fill.receive_ahead, "ThreadPoolExecutor", simulated.Executor),
+        (weightsync.engine.fill.windows, "time", clock),
+        (weightsync.engine.fill.windows, "ThreadPoolExecutor", simulated.Executor),
+        (weightsync.engine.receiver, "threading", waiting),
         (weightsync.spans, "time", clock),
+        (weightsync.trainer.agent, "time", clock),
+        (weightsync.trainer.agent, "wait", simulated.wait),
+        (weightsync.trainer.stream, "threading", waiting),
         (weightsync.trainer.publisher, "time", clock),
         (weightsync.trainer.publisher, "threading", locks),
         (weightsync.trainer.publisher, "FollowedShards", followed),

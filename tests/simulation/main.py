@@ -17,9 +17,10 @@ from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from typing import Any
 
-from tests.simulation.faults import ALL_FAULTS, ALL_STATES
+from tests.simulation.faults import ALL_FAULTS, ALL_STATES, STREAM_FAULTS
 from tests.simulation.mutants import MUTANTS
-from tests.simulation.schedule import Outcome, run_schedule
+from tests.simulation.mutants_stream import STREAM_MUTANTS
+from tests.simulation.schedule import STREAMS, Outcome, run_schedule
 
 __all__ = ["census", "hunt", "main", "run_all", "run_many"]
 
@@ -86,6 +87,7 @@ def run_many(seeds: Sequence[int]) -> Outcome:
 
 def hunt(name: str, first: int = 0, most: int = _MOST_SEEDS) -> tuple[str, int | None, str]:
     """Run schedules with a mutant until one notices it: its name, the number of schedules (``None``: not noticed), by what."""
+    first += STREAMS if name in STREAM_MUTANTS else 0
     with MUTANTS[name]():
         for count in range(most):
             failed = _run(first + count).failed
@@ -94,8 +96,10 @@ def hunt(name: str, first: int = 0, most: int = _MOST_SEEDS) -> tuple[str, int |
     return name, None, ""
 
 
-def census(total: Outcome) -> list[str]:
+def census(total: Outcome, *, streams: bool = False) -> list[str]:
     """What should have occurred and did not."""
+    if streams:
+        return [name for name in STREAM_FAULTS if not total.injected[name]]
     return [name for name in ALL_FAULTS if not total.injected[name]] + [name for name in ALL_STATES if not total.seen[name]]
 
 
@@ -147,27 +151,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first schedule's seed (default: %(default)s)")
     parser.add_argument("--seed", type=int, metavar="SEED", help="run this one schedule and print all that happened in it")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="processes (default: %(default)s)")
+    parser.add_argument("--streams", action="store_true", help=f"schedules of streams: their seeds begin at {STREAMS:,}")
     parser.add_argument("--no-mutants", action="store_true", help="do not plant bugs afterwards")
     given = parser.parse_args(arguments)
     if given.seed is not None:
         sys.exit(_one(given.seed))
-    sys.exit(_campaign(range(given.first, given.first + given.seeds), given.processes, not given.no_mutants))
+    first = given.first + (STREAMS if given.streams else 0)
+    sys.exit(_campaign(range(first, first + given.seeds), given.processes, not given.no_mutants))
 
 
 def _campaign(seeds: range, processes: int, mutants: bool) -> int:
+    streams = seeds.start >= STREAMS
     started = time.monotonic()
     total = run_all(seeds, processes)
     seconds = time.monotonic() - started
     caught: list[tuple[str, int | None, str]] = []
     if mutants:
         with _pool(processes) as pool:
-            caught = list(pool.map(hunt, MUTANTS))
+            caught = list(pool.map(hunt, STREAM_MUTANTS if streams else MUTANTS.keys() - STREAM_MUTANTS.keys()))
     _print_census(total)
     if caught:
         print("mutants:")
         for name, count, what in caught:
             print(f"  {name}: " + (f"caught by schedule {count}: {what[:90]}" if count else "NOT CAUGHT"))
-    missing = census(total) if len(seeds) >= _ENOUGH_FOR_ALL else []
+    missing = census(total, streams=streams) if len(seeds) >= _ENOUGH_FOR_ALL else []
     for name in missing:
         print(f"never occurred: {name}")
     _report(total.failed)

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from tests.simulation.installation import replaced
 from tests.simulation.mutants_of_calls import MUTANTS_OF_CALLS
 from tests.simulation.mutants_publication import PUBLICATION_MUTANTS
+from tests.simulation.mutants_stream import STREAM_MUTANTS
 from tests.simulation.transfer import SimulatedReader
 
 from weightsync import failpoints
@@ -307,5 +308,6 @@ MUTANTS: dict[str, Mutant] = {
     "pause answered before the engine stands": _pause_not_awaited,
     **PUBLICATION_MUTANTS,
     **MUTANTS_OF_CALLS,
+    **STREAM_MUTANTS,
 }
 """Name to what plants it for as long as a ``with`` block runs."""

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from tests.simulation.threads import Executor, Lock, Thread, threads
-from tests.simulation.weights import MANIFEST, MISFIT, Memory, Sharing
+from tests.simulation.weights import MANIFEST, MISFIT, Memory, Sharing, version_bytes
 
 from weightsync.config import Address, ClientSettings, Secret, Timeouts
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.agent import Engine
 from weightsync.engine.fill.filler import Filler
+from weightsync.engine.fill.windows import WindowReceiver
+from weightsync.engine.receiver import Receiver, _Handover
 from weightsync.engine.rounds import EngineRole
 from weightsync.errors import Aborted, DeadlineExceeded, LoadError, WeightSyncError
 from weightsync.forks import Origin
 from weightsync.model import Manifest, PauseMode, Version
 from weightsync.protocol.connection import CoordinatorConnection
 from weightsync.protocol.messages import Body, Delivery, Host, RoundResult, Welcome
-from weightsync.tensors.shards import Shard
+from weightsync.tensors.shards import Shard, torch_dtype
 from weightsync.trainer.agent import Trainer
 from weightsync.trainer.publisher import TrainerRole
+from weightsync.trainer.stream import Stream, StreamRole
 from weightsync.transports.host.region import EMPTY, PublishedRegion
 
 if TYPE_CHECKING:
@@ -35,6 +38,8 @@ __all__ = ["Agent", "EngineProcess", "Process", "TrainerProcess"]
 
 _LINK_GRACE = 1.0
 _PLACING_STEP = 0.25
+_HANDOVER_SECONDS, _LOOP_SECONDS, _CALM_LOOP_SECONDS = 30.0, 60.0, 1000.0
+_WINDOW_BYTES = 64
 _SETTINGS = ClientSettings(
     coordinator=Address("http", "127.0.0.1", 7400), token=Secret("simulated"), timeouts=Timeouts(reconnect=2.0)
 )
@@ -48,6 +53,8 @@ class Process:
         self.alive = True
         self.stalled_until = self.unreachable_until = 0.0
         self.clock_offset = 0.0
+        self.gathers_until = 0.0
+        """Until when the iterator of its stream takes its own time."""
         self.troubled_until = 0.0
         """Until when what it does may be late or wrong."""
         self.wires: list[Wire] = []
@@ -198,7 +205,7 @@ class EngineProcess(Agent):
     def __init__(self, world: World, name: str, rank: int, ranks: int, kind: str) -> None:
         super().__init__(world, name, rank, ranks)
         self.kind = kind
-        sharing: Sharing = "copies" if kind == "whole" else "rows"
+        sharing: Sharing = "copies" if kind in ("whole", "receiver") else "rows"
         self.memory = Memory(rank, ranks, sharing)
         self.label: Version | None = None
         self.generating = True  # with whatever it was built with; unlabelled, and nobody routes to it
@@ -210,7 +217,10 @@ class EngineProcess(Agent):
         self._stale = False
         self.engine = Engine.__new__(Engine)
         direct = kind not in ("opaque", "misfit")
-        role = EngineRole(_Adapter(self, direct), [self.world.scheme], self.host, progress=self._progress, member=self.member)
+        handover = _Handover(None, _HANDOVER_SECONDS) if kind == "receiver" else None
+        role = EngineRole(
+            handover or _Adapter(self, direct), [self.world.scheme], self.host, progress=self._progress, member=self.member
+        )
         delivery: Delivery = "direct" if kind == "direct" else "streamed"
         self.role = role
         fields = {
@@ -223,6 +233,41 @@ class EngineProcess(Agent):
         )
         self.link.process = self
         self.link.connect()
+        self._receiver: Receiver | None = None
+        if handover is not None:
+            self._receiver = Receiver.__new__(Receiver)
+            vars(self._receiver).update(_handover=handover, _engine=self.engine, _timeout=_HANDOVER_SECONDS)
+            Thread(self._consume, f"{self.member} application", owner=self).start()
+
+    def _consume(self) -> None:
+        """The application of a receiver: its own loader, for one publication after the other."""
+        receiver, world = self._receiver, self.world
+        while receiver is not None and not self.role.session.closed:
+            try:
+                for batch in receiver.receive(_CALM_LOOP_SECONDS if world.calm else _LOOP_SECONDS):
+                    self.generating, self.label = False, None
+                    self._take(batch)
+                self.label = receiver.serving
+                self.generating = self.label is not None
+                world.seen["stream received"] += 1
+                world.labelled(self)
+                if self.content is None:
+                    world.violated("torn", f"{self} was told that all of a stream arrived, and holds a mixture")
+            except WeightSyncError as error:
+                world.seen[f"receive raised {type(error).__name__}"] += 1
+                world.trouble(self, 0.0)  # its own time may be over in the middle of a stream
+                self.generating = False
+                threads().sleep(0.01)
+
+    def _take(self, batch: Iterable[tuple[str, torch.Tensor]]) -> None:
+        seconds, kind = self.world.at_point(self, "load", fast=0.004)
+        threads().sleep(seconds)
+        for name, tensor in batch:
+            threads().sleep(self.world.random.uniform(0.0, 0.001))
+            if kind == "fail":
+                raise LoadError(f"{self.member} was told to fail in load")
+            self.memory.load(name, tensor)
+            self.written(None)
 
     def _progress(self, nbytes: int) -> None:
         self.link.progress(nbytes)
@@ -251,17 +296,21 @@ class EngineProcess(Agent):
 
     def close(self, timeout: float = 5.0) -> None:
         """Leave in good order, as :meth:`weightsync.Engine.close` does."""
+        if self._receiver is not None:
+            self._receiver._handover.close()
         self.role.close(timeout)
         self.link.close(timeout)
 
     def crash(self) -> None:
         """See :meth:`Process.crash`. What the operating system would free is freed."""
-        filler = self.role._filler
+        filler, windows = self.role._filler, self.role._windows
         super().crash()
-        self.world.loop.call_later(0.0, self._free, filler)
+        self.world.loop.call_later(0.0, self._free, filler, windows)
 
-    def _free(self, filler: Filler | None) -> None:
+    def _free(self, filler: Filler | None, windows: WindowReceiver | None) -> None:
         self.role._drop_filler()
+        if windows is not None:
+            windows._release()  # as of a filler
         if filler is not None:
             filler._owned.close()  # which a filler puts off while its receiver thread runs; that thread died without an end
 
@@ -296,6 +345,14 @@ class _InPlaceRole(TrainerRole):
             self.region.header.invalidate()
 
 
+class _Tiny(Stream):
+    """With windows that are smaller than the largest tensor."""
+
+    @property
+    def capacity(self) -> int:
+        return _WINDOW_BYTES
+
+
 class TrainerProcess(Agent):
     """A trainer rank: the real :class:`~weightsync.Trainer` without its constructor, and a script that calls it."""
 
@@ -305,8 +362,13 @@ class TrainerProcess(Agent):
         self.memory = Memory(rank, ranks, sharing)
         self.scribble()
         prepared: Any = (MANIFEST, self.memory.shards)
-        role = self.role = (_InPlaceRole if world.in_place else TrainerRole)(prepared, [world.scheme], world.key, self.host)
-        role._placer = _Placer(self, role._placer)  # type: ignore[assignment]
+        role: TrainerRole | StreamRole
+        if world.streams:
+            role = StreamRole(_Tiny(windows=2 + world.salt % 2), [world.scheme], world.key, self.host, rank, ranks)
+        else:
+            role = (_InPlaceRole if world.in_place else TrainerRole)(prepared, [world.scheme], world.key, self.host)
+            role._placer = _Placer(self, role._placer)  # type: ignore[assignment]
+        self.role = role
         if not isinstance(role.region, PublishedRegion):
             raise RuntimeError("a simulated trainer rank publishes from host memory")
         self.region = role.region
@@ -317,7 +379,7 @@ class TrainerProcess(Agent):
         fields = {
             "rank": rank, "world_size": ranks, "_run": "", "_session": self.session, "_published": -1, "_host": self.host,
             "_origin": Origin(), "_role": role, "_publishing": Lock(), "_background": Executor(1, "publish"),
-            "_offload": None, "_restore": None, "_new_epoch": False, "_last": -1, "_calls": 0, "_missed": {},
+            "_asked": None, "_offload": None, "_restore": None, "_new_epoch": False, "_last": -1, "_calls": 0, "_missed": {},
         }  # fmt: skip
         vars(self.trainer).update(fields)
         self.link = _Link(_SETTINGS, hello=self.trainer._hello, handle=role.handle, name=self.member)
@@ -342,8 +404,11 @@ class TrainerProcess(Agent):
         world.numbers.add(number)
         started = world.loop.time()
         outcome: RoundResult | BaseException
+        tensors = self._gathered(number, timeout)
         try:
-            if snapshot and not self.role.live:
+            if world.streams:
+                outcome = self.trainer.publish_stream(tensors, number, timeout=timeout)
+            elif snapshot and not self.role.live:
                 future = self.trainer.publish_async(number, timeout=timeout)
                 self.scribble()
                 outcome = future.result(timeout + 2 * _LINK_GRACE)
@@ -353,9 +418,24 @@ class TrainerProcess(Agent):
             outcome = error
         except TimeoutError as error:
             outcome = error
+        if world.streams and next(tensors, None) is not None:
+            world.violated("undrained", f"{self} left its iterator: the other ranks would gather without it ({outcome!r})")
         self.scribble()
         self.publishing = False
         told(self, outcome, world.loop.time() - started)
+
+    def _gathered(self, number: int, timeout: float) -> Iterator[tuple[str, torch.Tensor]]:
+        world, tensors = self.world, list(zip(MANIFEST, version_bytes(number, self.world.salt), strict=True))
+        for spec, content in tensors:
+            seconds, kind = world.at_point(self, "place", fast=0.004)
+            self.gathers_until = world.loop.time() + seconds
+            threads().sleep(seconds)
+            if kind == "fail":
+                world.trouble(self, timeout)  # the others hear of it in the round, which may begin late
+                raise Aborted("gathering was told to fail")
+            lent = torch.from_numpy(content.copy())
+            yield spec.name, lent.view(torch_dtype(spec.dtype)).view(spec.shape)
+            lent.fill_(0)
 
     def close(self, timeout: float = 5.0) -> None:
         """Leave in good order."""

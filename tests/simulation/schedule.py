@@ -13,7 +13,7 @@ from tests.faults.points import ENGINE_REPAIR_POINTS
 from tests.simulation.acts import happen
 from tests.simulation.clock import run
 from tests.simulation.coordination import GRACE
-from tests.simulation.faults import draw_faults
+from tests.simulation.faults import draw_faults, in_a_stream
 from tests.simulation.installation import installed
 from tests.simulation.ranks import TrainerProcess
 from tests.simulation.threads import Thread
@@ -22,9 +22,11 @@ from tests.simulation.world import World
 from weightsync.errors import RoundFailed, WeightSyncError
 from weightsync.protocol.messages import RoundResult
 
-__all__ = ["Outcome", "run_schedule"]
+__all__ = ["STREAMS", "Outcome", "run_schedule"]
 
 KINDS = ("direct", "direct", "whole", "opaque")
+STREAMS = 1_000_000
+"""Schedules from this seed on publish streams."""
 _SLACK = 2.5  # seconds in which a publication that ran out of time is told so: answers, the link's own grace, wires
 _CALM_SECONDS = 150.0  # longer than anything that was drawn may hang, and than the longest round
 _LAST_SECONDS = 60.0
@@ -77,7 +79,8 @@ class _Publication:
 
         def told(process: TrainerProcess, outcome: Any, seconds: float) -> None:
             self.told[process.session] = outcome
-            late = seconds - (world.jumped - jumped) - self.timeout - _SLACK
+            ended = max(world.loop.time() - seconds + self.timeout, process.gathers_until)  # an iterator has to come to its end
+            late = world.loop.time() - ended - (world.jumped - jumped) - _SLACK
             if late > 0 and process.stalled_until <= stalled and not process.clock_offset:
                 world.violated("hang", f"{process} was told {late:.3f} s too late: {outcome!r}")
             self._note(outcome)
@@ -105,7 +108,9 @@ class _Publication:
         loop = self.world.loop
         jumped = self.world.jumped
         while not self.over.is_set():
-            resumed = max((one.stalled_until + self.timeout + 2 * _SLACK for one in self.asked.values()), default=0.0)
+            resumed = max(
+                (max(one.stalled_until, one.gathers_until) + self.timeout + 2 * _SLACK for one in self.asked.values()), default=0.0
+            )
             left = max(self._last, resumed) + (self.world.jumped - jumped) - loop.time()
             if left <= 0:
                 waiting = [trainer for session, trainer in self.asked.items() if session not in self.told and trainer.alive]
@@ -126,17 +131,19 @@ class _Schedule:
         self.number = self.draw.randrange(3)
         self.leaks = 0
         extra = random.Random(f"extra {seed}")  # apart from the script, so that what it draws stays what it was
-        self.gathering = extra.random() < 0.2
+        self.gathering = extra.random() < 0.2 and not world.streams  # a rank of a stream does not ask a second time
         """Three trainer ranks, of which one's connection breaks while they gather for the last publication."""
-        self.misfit = extra.random() < 0.15
+        self.misfit = extra.random() < 0.15 and not world.streams
 
     def cast(self) -> None:
         """Who takes part."""
         draw, world = self.draw, self.world
         world.trainer_shape = (draw.choice((1, 2, 2)), draw.choice(("rows", "rows", "copies")))
-        world.in_place = draw.random() < 0.2
+        world.in_place = draw.random() < 0.2 or world.streams
         for index in range(draw.choice((1, 2, 2, 3))):
             kind = draw.choice(KINDS)
+            if world.streams and kind == "direct":
+                kind = "receiver"
             world.shape[f"r{index}"] = (draw.choice((1, 2)), kind)
         if self.gathering:
             world.trainer_shape = (3, world.trainer_shape[1])
@@ -160,6 +167,8 @@ class _Schedule:
         engines = {f"{name}/{rank}": kind for name, (ranks, kind) in world.shape.items() for rank in range(ranks)}
         timed, pending = draw_faults(draw, engines, [f"trainer/{rank}" for rank in range(world.trainer_shape[0])])
         names = {fault.name for fault in timed}
+        if world.streams:
+            pending = [in_a_stream(draw, planned) for planned in pending]
         world.pending.clear()
         for one in pending:
             world.pending[one.member, one.point] = one
@@ -272,7 +281,7 @@ class _Schedule:
 
 
 async def _run(seed: int) -> Outcome:
-    world = World(seed)
+    world = World(seed, streams=seed >= STREAMS)
     schedule = _Schedule(world, seed)
     with installed(world):
         try:

@@ -23,6 +23,11 @@ QUICK = {
     "version attested while memory is followed": ("unusable",),
     "adapter paused twice": ("twice",),
     "seeded from memory that was withdrawn": ("spoiled",),
+    "windows of a stream are freed before they were read": ("infected", "stuck", "torn"),
+    "a replica that failed still holds windows": ("infected", "stuck"),
+    "digests of a stream are not compared": ("mislabelled", "torn"),
+    "a loop gets the next stream after its own failed": ("mislabelled", "torn", "infected", "stuck"),
+    "an iterator is left when its stream fails": ("undrained",),
 }
 
 

@@ -10,11 +10,12 @@ import subprocess
 import sys
 
 import pytest
-from tests.simulation.faults import ALL_FAULTS, ALL_STATES
+from tests.simulation.faults import ALL_FAULTS, ALL_STATES, STREAM_FAULTS
 from tests.simulation.main import census, main, run_all, run_many
-from tests.simulation.schedule import Outcome
+from tests.simulation.schedule import STREAMS, Outcome
 
 SCHEDULES = 200
+STREAM_SCHEDULES = 60
 RARE = 30
 """How many of all names a few hundred schedules may miss."""
 
@@ -26,12 +27,26 @@ def outcome() -> Outcome:
 
 @pytest.mark.timeout(180)
 def test_no_invariant_is_violated(outcome: Outcome) -> None:
+    check(outcome)
+    assert outcome.schedules == SCHEDULES
+
+
+@pytest.mark.timeout(180)
+def test_no_invariant_is_violated_by_streams() -> None:
+    outcome = run_all(range(STREAMS, STREAMS + STREAM_SCHEDULES), 2)
+    check(outcome)
+    assert len(census(outcome, streams=True)) <= len(STREAM_FAULTS) / 2
+    assert all(
+        outcome.seen[name] for name in ("stream received", "verified installed", "verified received", "replica failed alone")
+    )
+
+
+def check(outcome: Outcome) -> None:
     lines = [
         f"python -m tests.simulation --seed {seed}\n  " + "\n  ".join(line.rstrip() for line in found[:5])
         for seed, found in outcome.failed
     ]
     assert not lines, "\n".join(lines)
-    assert outcome.schedules == SCHEDULES
 
 
 def test_most_of_what_can_happen_did(outcome: Outcome) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future as ConcurrentFuture
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
         "the simulation needs greenlet: pip install '.[test]' in a clone of weightsync", name="greenlet"
     ) from error
 
-__all__ = ["Event", "Executor", "Future", "Killed", "Lock", "SimpleQueue", "Thread", "Threads", "threads"]
+__all__ = ["Condition", "Event", "Executor", "Future", "Killed", "Lock", "SimpleQueue", "Thread", "Threads", "threads", "wait"]
 
 T = TypeVar("T")
 
@@ -249,6 +249,40 @@ class Event(_Waiters):
         return self._set
 
 
+class Condition(_Waiters):
+    """Looks like :class:`threading.Condition` with a lock of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = Lock()
+
+    def wait_for(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Until ``ready()`` or ``timeout``; what ``ready()`` says then."""
+        world = threads()
+        until = None if timeout is None else world.loop.time() + timeout
+        while not (done := ready()):
+            left = None if until is None else until - world.loop.time()
+            if left is not None and left <= 0:
+                break
+            self._lock.release()
+            try:
+                self._wait(left)
+            finally:
+                self._lock.acquire()
+        return done
+
+    def notify_all(self) -> None:
+        """Let all who wait look again."""
+        self._notify()
+
+    def __enter__(self) -> Self:
+        self._lock.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._lock.release()
+
+
 class SimpleQueue(_Waiters, Generic[T]):
     """Looks like :class:`queue.SimpleQueue`."""
 
@@ -276,6 +310,19 @@ class Future(ConcurrentFuture[T]):
         if not self.done() and threads().current is not None:
             threads().wait(lambda wake: self.add_done_callback(lambda _: wake()), timeout)
         return super().result(0)
+
+
+def wait(futures: Iterable[ConcurrentFuture[Any]], timeout: float) -> None:
+    """Looks like :func:`concurrent.futures.wait`, of which nobody here wants the answer."""
+    world = threads()
+    until = world.loop.time() + timeout
+    for future in futures:
+
+        def register(wake: Callable[[], None], future: ConcurrentFuture[Any] = future) -> None:
+            future.add_done_callback(lambda _: wake())
+
+        if not future.done():
+            world.wait(register, until - world.loop.time())
 
 
 class Executor:

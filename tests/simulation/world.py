@@ -8,6 +8,7 @@ from collections import Counter
 from contextvars import Context, ContextVar, copy_context
 from typing import TYPE_CHECKING, Any, cast
 
+from tests.faults.points import STREAM_POINTS
 from tests.simulation.clock import VirtualTimeLoop
 from tests.simulation.coordination import CoordinatorProcess
 from tests.simulation.faults import CORRUPTING, GATES, KILLS, Pending
@@ -27,12 +28,16 @@ _BACK = 4.0  # seconds in which a connection that was lost has mostly come back
 
 
 class World:
-    """One schedule's world. All randomness comes from ``random``, seeded with the schedule's seed."""
+    """One schedule's world. All randomness comes from ``random``, seeded with the schedule's seed.
 
-    def __init__(self, seed: int) -> None:
+    Where the source ``streams``, trainer ranks publish iterators of whole tensors, and some replicas are receivers.
+    """
+
+    def __init__(self, seed: int, *, streams: bool = False) -> None:
+        self.streams = streams
         self.loop = cast("VirtualTimeLoop", asyncio.get_running_loop())
         self.random = random.Random(seed)
-        self.max_unavailable = 1 if seed % 3 == 0 else None  # a third of the schedules roll through the replicas
+        self.max_unavailable = 1 if seed % 3 == 0 and not streams else None  # a third of the schedules roll through the replicas
         self.salt = self.random.getrandbits(30)
         self.key = self.random.randbytes(32)
         self.threads = Threads(self.loop, _running.get)
@@ -231,9 +236,11 @@ class World:
 
     def reached(self, point: str) -> None:
         """The code of a process reached a point of :mod:`weightsync.failpoints`."""
-        process = self.threads.process() if point in GATES else None
+        process = self.threads.process() if point in GATES or point in STREAM_POINTS else None
         if process is not None and (process.member, point) in self.pending:
             seconds, _ = self.at_point(process, point, fast=0.002)
+            if point == "trainer.streaming":
+                process.gathers_until = self.loop.time() + seconds
             self.threads.sleep(seconds)
 
     def corrupted_at(self, engine: EngineProcess) -> None:
@@ -298,6 +305,8 @@ class World:
                 engine = self.engines.get(link.member)
                 if engine is None or not engine.alive or engine.session != link.node.rank.session:
                     continue  # requests fail there, and nobody answers them wrongly
+                if engine.kind == "receiver" and engine.content == replica.version.number:
+                    continue  # whether it generates already is its application's business
                 if not engine.generating:
                     self.violated("unusable", f"{replica} is routable, and {engine} does not generate ({engine.label})")
                 elif engine.content != replica.version.number or engine.label != replica.version:
@@ -315,7 +324,9 @@ class World:
                 self.violated("stuck", f"{replica} is free again, and nobody looks at it: {replica.error}")
             for link in replica.links.values():
                 engine = self.engines.get(link.member)
-                if engine is not None and engine.alive and engine.generating and engine.session == link.node.rank.session:
+                if engine is None or engine.kind == "receiver":
+                    continue
+                if engine.alive and engine.generating and engine.session == link.node.rank.session:
                     self.violated("dirty", f"{replica} is dirty, and {engine} generates {engine.label}: {replica.error}")
 
     def _seedable(self, coordinator: CoordinatorProcess) -> bool:

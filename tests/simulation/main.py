@@ -13,11 +13,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from typing import Any
 
 from tests.simulation.faults import ALL_FAULTS, ALL_STATES, STREAM_FAULTS
+from tests.simulation.fleet import run_fleet
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.mutants_stream import STREAM_MUTANTS
 from tests.simulation.schedule import STREAMS, Outcome, run_schedule
@@ -153,11 +155,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="processes (default: %(default)s)")
     parser.add_argument("--streams", action="store_true", help=f"schedules of streams: their seeds begin at {STREAMS:,}")
     parser.add_argument("--no-mutants", action="store_true", help="do not plant bugs afterwards")
+    parser.add_argument("--fleet", type=int, metavar="RANKS", help="one rolling round of so many engine ranks instead")
+    parser.add_argument("--failing", type=float, default=0.01, metavar="SHARE", help="of the fleet's hosts (default: %(default)s)")
     given = parser.parse_args(arguments)
+    if given.fleet is not None:
+        sys.exit(_fleet(given.fleet, given.failing))
     if given.seed is not None:
         sys.exit(_one(given.seed))
     first = given.first + (STREAMS if given.streams else 0)
     sys.exit(_campaign(range(first, first + given.seeds), given.processes, not given.no_mutants))
+
+
+def _fleet(ranks: int, failing: float) -> int:
+    _prepare(0)
+    outcome = run_fleet(ranks, failing=failing)
+    print(json.dumps(asdict(outcome)))
+    return 0 if outcome.round_ok and not outcome.violations else 1
 
 
 def _campaign(seeds: range, processes: int, mutants: bool) -> int:

@@ -154,7 +154,7 @@ class RefitContract:
         refits.set_faults(["", ""], ["raise", ""])
         policies, workers = refits.fail(10)
         assert all(isinstance(error, RoundFailed) and "1 rollout rank" in str(error) for error in policies), policies
-        assert "stopped in the middle" in str(policies[0])
+        assert "stopped iterating" in str(policies[0])
         assert "does not take this tensor" in str(workers[0])
         assert isinstance(workers[1], AssertionError)
         assert refits.loaded()[1] == expected(10)

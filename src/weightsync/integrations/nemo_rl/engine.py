@@ -147,7 +147,7 @@ class RefitEngine:
             WeightSyncError: The coordinator cannot be reached, or refuses this worker.
         """
         if self._receiver is None:
-            raise ConfigurationError("this vLLM worker was not told where to meet: NeMo-RL did not initialize it")
+            raise ConfigurationError("this vLLM worker lacks its coordinator: NeMo-RL did not initialize it")
         async with aclosing(self._receiver.receive_async(timeout=self._meeting.seconds + GRACE)) as batches:
             async for batch in batches:
                 own = self._cut(batch)

@@ -249,7 +249,10 @@ class NixlReader(ConnectedReader):
         return np.array(list(held.items()), np.int64)
 
     def _least_run(self, described: MemoryDescription, deadline: Deadline) -> int:
-        """Measure from how many bytes on a run is read directly: where pieces of that size reach four fifths of the rate of one."""
+        """Measure from how many bytes on a run is read directly: where pieces of that size reach the rate that frames reach.
+
+        That is three fifths of the rate of one large read (docs/benchmarks/gpu-rounds.md).
+        """
         largest = int(self._regions[:, 1].argmax()) if len(self._regions) else -1
         if largest < 0 or self._regions[largest, 1] < _PROBE_RUN:
             return _LEAST_RUN
@@ -273,7 +276,7 @@ class NixlReader(ConnectedReader):
                     transfer.wait(deadline)
                     took.append(time.perf_counter() - started)
                 seconds.append(min(took))
-            least = 4 * seconds[0] / _PROBES * _PROBE_RUN / seconds[1]
+            least = 1.5 * seconds[0] / _PROBES * _PROBE_RUN / seconds[1]
         finally:
             probe.close(deadline)
         return int(min(max(least, _LEAST_RUN), _MOST_RUN))

@@ -1,7 +1,7 @@
 """Records what the pictures of the docs show: ``python -m tests.recording demo`` and ``python -m tests.recording round``.
 
-``demo`` keeps the lines that the demo prints, each with its time. ``round`` keeps the trace of one local round: two trainer ranks, a
-replica of two engine ranks, shared memory. Both write to ``docs/data``; ``python -m tests.pictures`` draws from there.
+``demo`` keeps the lines that the demo prints, each with its time. ``round`` keeps the trace of one local round: two trainer ranks,
+a replica of two engine ranks, shared memory. Both write to ``docs/data``; ``python -m tests.pictures`` draws from there.
 """
 
 from __future__ import annotations

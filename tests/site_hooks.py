@@ -28,7 +28,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Drop the mark of code that no test runs. Rewrite links that leave ``docs``: to a page of the root where that is one, else to the path as text."""
+    """Rewrite links that leave ``docs``: to a page of the root, or to the path as text. Drop the mark of code that no test runs."""
     here = posixpath.dirname(page.file.src_uri)
     folder = here if page.file.src_uri in ROOT_PAGES else posixpath.join("docs", here)
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from tests.integration import stream_ranks
+from tests.integration.odd_tensors import Wrapper, freed
 
 from weightsync.config import ServerSettings
 from weightsync.deadline import Deadline
@@ -292,6 +293,8 @@ def test_a_generator_that_raises_before_the_first_window_was_sent_pauses_no_engi
         ([("w", torch.zeros(2)), ("w", torch.zeros(3))], ManifestMismatch, "two different"),
         ([("w", torch.zeros(2)), ("x", [1.0])], ConfigurationError, "a name and a tensor"),
         ([("w", torch.zeros(2)), ("x", torch.zeros(2, device="meta"))], ConfigurationError, "meta"),
+        ([("w", torch.zeros(2)), ("x", freed())], ConfigurationError, "freed"),
+        ([("w", torch.zeros(2)), ("x", Wrapper(torch.zeros(2)))], ConfigurationError, "wraps other tensors"),
         ([("w", torch.zeros(2)), ("x", torch.zeros(2, dtype=torch.complex64))], ConfigurationError, "cannot be published"),
         ([("w\n", torch.zeros(2))], ConfigurationError, "printable"),
     ],

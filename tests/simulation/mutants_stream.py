@@ -1,4 +1,4 @@
-"""Bugs planted in rounds whose source is a stream, and in the loop of a receiver."""
+"""Bugs planted in rounds whose source is a stream."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from tests.simulation.installation import replaced
 from weightsync.coordinator import stream_round
 from weightsync.coordinator.stream_round import WindowFlow
 from weightsync.deadline import Deadline
-from weightsync.engine.receiver import _Handover
 from weightsync.trainer.stream import StreamedPublication, _checked
 
 __all__ = ["STREAM_MUTANTS"]
@@ -29,10 +28,6 @@ def _digests_not_compared() -> AbstractContextManager[None]:
     return replaced((stream_round, "_compare", lambda *_: None), (stream_round, "_verify", lambda *_: None))
 
 
-def _next_stream_for_an_old_loop() -> AbstractContextManager[None]:
-    return replaced((_Handover, "_next_taker", property(lambda handover: handover._taker)))
-
-
 def _iterator_left() -> AbstractContextManager[None]:
     def broken(publication: StreamedPublication, tensors: Iterable[tuple[str, torch.Tensor]], deadline: Deadline) -> None:
         for item in tensors:
@@ -46,7 +41,6 @@ STREAM_MUTANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "windows of a stream are freed before they were read": _windows_freed_early,
     "a replica that failed still holds windows": _windows_never_freed,
     "digests of a stream are not compared": _digests_not_compared,
-    "a loop gets the next stream after its own failed": _next_stream_for_an_old_loop,
     "an iterator is left when its stream fails": _iterator_left,
 }
 """Name to what plants it for as long as a ``with`` block runs. Schedules of streams notice them."""

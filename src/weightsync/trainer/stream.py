@@ -415,7 +415,14 @@ def _checked(item: object) -> tuple[str, torch.Tensor]:
         case (str() as name, torch.Tensor() as tensor):
             if hasattr(tensor, "full_tensor"):
                 raise ConfigurationError(f"a stream brings whole tensors, and {name} is a DTensor: yield {name}.full_tensor()")
-            if tensor.layout != torch.strided or tensor.is_meta:
+            if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
                 raise ConfigurationError(f"{name} is not a plain tensor with memory ({tensor.layout}, {tensor.device})")
+            if hasattr(tensor, "__tensor_flatten__"):
+                if not hasattr(tensor, "trigger_wait"):  # of a collective that may still run: its copy waits
+                    raise ConfigurationError(
+                        f"{name} is a {type(tensor).__qualname__}, which wraps other tensors: yield a plain one"
+                    )
+            elif tensor.numel() and not tensor.untyped_storage().nbytes():
+                raise ConfigurationError(f"the memory of {name} was freed (a gathered parameter that was sharded again?)")
             return checkpoint_name(name), tensor
     raise ConfigurationError(f"a stream yields pairs of a name and a tensor, not {type(item).__name__}")

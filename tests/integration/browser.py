@@ -44,7 +44,7 @@ def check_accessibility(page: Page) -> None:
         page.emulate_media(color_scheme=scheme)
         found = Axe().run(page).response["violations"]
         listed = [(one["id"], one["help"], [(node["html"], node["failureSummary"]) for node in one["nodes"]]) for one in found]
-        assert listed == [], scheme
+        assert not listed, f"{scheme}: {listed}"
 
 
 def check_width(page: Page) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.integration.test_demo import Run, start
 
-__all__ = ["KILL", "CoordinatorOfDemo", "start"]
+__all__ = ["KILL", "CoordinatorOfDemo", "start", "token_file"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.rare]
 

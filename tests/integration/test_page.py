@@ -22,7 +22,7 @@ __all__ = ["page"]
 def text_with(page: Page, words: str) -> str:
     """The page's text once it contains ``words``."""
     page.get_by_text(words).first.wait_for()
-    return page.inner_text("body")
+    return str(page.inner_text("body"))
 
 
 def test_the_link_logs_in_and_the_page_follows_what_happens(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,6 +41,7 @@ def test_the_link_logs_in_and_the_page_follows_what_happens(page: Page, tmp_path
             shown = text_with(page, "16 B")
             assert re.search(r"mine-0\s+loaded\s+3\s+0\s+\d+ s\s+[0-9a-f]{16}\s+1/1", shown)
             assert re.search(r"\d+:\d\d:\d\d( [AP]M)?\s+1\s+3\s+ok\s+16 B", shown)
+            check_accessibility(page)
         page.locator("#replicas .left").wait_for()
         shown = page.inner_text("body")
         assert re.search(r"mine-0\s+left\s", shown), "it was closed on purpose, which is no error"

@@ -11,7 +11,8 @@ import httpx
 import pytest
 import torch
 from tests.integration.browser import Page, PageTimeout, check_accessibility, check_width, page, replica_rows
-from tests.integration.test_demo_kill import KILL, CoordinatorOfDemo, Run, start, token_file
+from tests.integration.test_demo import Run, start
+from tests.integration.test_demo_kill import KILL, CoordinatorOfDemo, token_file
 
 import weightsync
 from weightsync.config import Address, Secret
@@ -83,10 +84,10 @@ def test_the_page_shows_what_the_coordinator_says_of_a_killed_a_refused_and_a_sl
 ) -> None:
     from examples.demo.models import build_model
 
-    where = {"coordinator": watched.url, "token": token_file.read_text()}
+    url, token = watched.url, token_file.read_text()
     with (
-        weightsync.Engine(weightsync.ModuleAdapter(torch.nn.Linear(3, 3)), "refused-0", **where),
-        weightsync.Engine(SlowFlush(build_model("llama", tied=True, seed=3)), "slow-0", **where),
+        weightsync.Engine(weightsync.ModuleAdapter(torch.nn.Linear(3, 3)), "refused-0", url, token=token),
+        weightsync.Engine(SlowFlush(build_model("llama", tied=True, seed=3)), "slow-0", url, token=token),
     ):
         run.read_until("killing replica-1")
         run.read_until("round 2  version 2")

@@ -31,7 +31,7 @@ help: ## this list
 # already; the package index's build on Linux needs CUDA's libraries.
 LOCKED := --no-deps --require-hashes
 NEEDS_CUDA := import importlib.metadata, sys; sys.exit(not any(one.startswith("nvidia-") for one in importlib.metadata.requires("torch")))
-$(VENV)/.installed: pyproject.toml $(addprefix locks/,$(addsuffix .txt,torch-cpu main cuda atheris megatron nixl ray))
+$(VENV)/.installed: pyproject.toml $(addprefix locks/,$(addsuffix .txt,torch-cpu main cuda atheris megatron nixl playwright ray))
 	@[[ -n "$(PYTHON)" ]] || { echo "weightsync needs Python 3.11 or newer on the PATH (or: make PYTHON=/path/to/python3)" >&2; exit 1; }
 	@echo "installing into $(VENV) (once; takes a minute or two)" >&2
 	@$(PYTHON) -m venv $(VENV) >&2 || { echo "no virtual environment can be made; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
@@ -45,6 +45,8 @@ $(VENV)/.installed: pyproject.toml $(addprefix locks/,$(addsuffix .txt,torch-cpu
 		echo "no build of Ray for this Python: its tests are skipped" >&2
 	@$(PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/nixl.txt >&2 2>/dev/null || \
 		echo "no build of NIXL for this machine: its tests are skipped" >&2
+	@$(PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/playwright.txt >&2 2>/dev/null || \
+		echo "no build of Playwright for this machine: the status page's tests are skipped" >&2
 	@$(PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/megatron.txt >&2 2>/dev/null || \
 		echo "no build of Megatron-core for this Python: its tests are skipped" >&2
 	@echo "compiling the copy and digest kernels (once)" >&2

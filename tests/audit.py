@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = ("demo", "megatron", "nixl", "otel", "ray", "testing", "test", "fuzz", "docs", "dev")
+EXTRAS = ("demo", "megatron", "nixl", "otel", "ray", "testing", "test", "fuzz", "browser", "docs", "dev")
 NOT_PINNED = {"pip", "setuptools", "weightsync"}
 """Comes with Python's own environments, or is this project."""
 BY_BUILD = re.compile(r"nvidia-|cuda-|triton$|torch$")
@@ -29,7 +29,7 @@ PERMISSIVE = re.compile(
     r"\b(MIT|BSD|Apache|ISC|MPL|Mozilla Public|PSF|Python Software Foundation|Python-2\.0|Unlicense|0BSD|Zlib|CC0|HPND|BSL)\b",
     re.IGNORECASE,
 )
-UNNAMED = {"atheris": "Apache-2.0"}
+UNNAMED = {"atheris": "Apache-2.0", "axe-playwright-python": "MIT AND MPL-2.0"}
 """Licences that a package's repository has and its metadata lacks."""
 COPYLEFT = re.compile(r"\b(A?GPL|LGPL|GNU (Affero|General|Lesser)|SSPL|BUSL|Commons Clause)\b", re.IGNORECASE)
 _AUDIT_SECONDS = 300

@@ -6,7 +6,7 @@ file in ``locks``             what it holds
 ``torch-cpu.txt``             a build of torch without CUDA that does not come from the package index, if pip here knows one
 ``main.txt``                  everything that ``.venv`` needs, for every Python and platform that the packages have builds for
 ``cuda.txt``                  libraries that builds of torch for GPUs need, and its builds for CPUs do not
-``atheris.txt``, ...          packages that are left out where they have no build: Atheris, NIXL, Ray
+``atheris.txt``, ...          packages that are left out where they have no build: Atheris, NIXL, Playwright, Ray
 ``megatron.txt``              the same, for ``.venv`` and ``.venv-vllm``
 ``docs.txt``                  what the site and its pictures need and nothing else does: for ``make docs`` and ``make test``
 ``vllm.txt``                  what ``.venv-vllm`` holds; made if that is there, and for its Python only
@@ -34,7 +34,7 @@ __all__ = ["FOLDER", "hashes", "main"]
 
 FOLDER = ROOT / "locks"
 _PINS = ROOT / "constraints.txt"
-OPTIONAL = {"atheris": "atheris", "megatron": "megatron-core", "nixl": "nixl-cu13", "ray": "ray"}
+OPTIONAL = {"atheris": "atheris", "megatron": "megatron-core", "nixl": "nixl-cu13", "playwright": "playwright", "ray": "ray"}
 """Package by file, where a Python or platform may have no build of it."""
 ON_TOP = ("verl", "nemo-rl")
 """Frameworks with an environment on top of ``.venv``."""
@@ -94,7 +94,7 @@ def _local_torch(version: str) -> None:
 def main() -> int:
     """Write every lock."""
     FOLDER.mkdir(exist_ok=True)
-    every = ("demo", "otel", "testing", "test", "dev", "megatron", "nixl", "ray", "fuzz")
+    every = ("demo", "otel", "testing", "test", "dev", "megatron", "nixl", "ray", "fuzz", "browser")
     extras = [option for extra in every for option in ("--extra", extra)]
     pinned = [f"{name}=={version}" for name, version in pins().items()]
     entries = _compile(_BUILD_TOOLS, pinned, "pyproject.toml", *extras)

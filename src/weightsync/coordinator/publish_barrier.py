@@ -173,10 +173,16 @@ class PublishBarrier:
             failed.result.result()
 
     def _enter(self, member: str, number: int | None, place: _Arrival) -> _Gathering:
-        self._check_number(member, place.link, number)
-        if self._gathering is None:
-            self._gathering = _Gathering(number)
         gathering = self._gathering
+        try:
+            self._check_number(member, place.link, number)
+        except VersionError as error:
+            if gathering is not None and gathering.number == number:  # a replica reported it after the others had asked
+                self._fail(gathering, error)
+                gathering.owed.pop(member, None)
+            raise
+        if gathering is None:
+            gathering = self._gathering = _Gathering(number)
         if not gathering.same(number):
             others = ", ".join(gathering.places)
             error = VersionError(f"trainer ranks differ: {member} publishes version {number}, {others} version {gathering.number}")

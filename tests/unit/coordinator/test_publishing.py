@@ -131,6 +131,33 @@ async def test_all_ranks_are_waited_for_until_one_that_blinks_asks_again() -> No
 
 
 @virtual
+async def test_after_a_restart_no_rank_waits_for_a_number_that_a_replica_turns_out_to_serve() -> None:
+    world = World()
+    world.add_trainers(2)
+    world.add_replica("r")
+    await world.publish(1)
+    processes = [*world.trainers.values()]
+    for process in processes:
+        process.disconnect()
+        process.placed = process.last = None  # the coordinator was killed before it told them the result
+    (engine,) = world.replica("r")
+    engine.disconnect()
+    world.coordinator = World(world.settings).coordinator
+    processes[0].connect()
+    early = ask(world, 0, call=1)
+    await asyncio.sleep(1)
+    engine.connect()
+    processes[1].connect()
+    with pytest.raises(VersionError, match="last one is 1"):
+        await ask(world, 1, call=1)
+    with pytest.raises(VersionError, match="last one is 1"):
+        await early
+    assert asyncio.get_running_loop().time() < 5, "it did not wait for its deadline"
+    results = await asyncio.gather(*(ask(world, rank, 2, call=2) for rank in (0, 1)))
+    assert results[0].ok
+
+
+@virtual
 async def test_a_restarted_process_may_take_the_place_of_the_old_one() -> None:
     world = World()
     world.add_trainers(2)

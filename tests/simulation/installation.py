@@ -26,6 +26,7 @@ import weightsync.engine.session
 import weightsync.protocol.connection
 import weightsync.protocol.dial
 import weightsync.protocol.worker
+import weightsync.publishing.published_shards
 import weightsync.spans
 import weightsync.trainer.publisher
 from weightsync import failpoints
@@ -89,7 +90,7 @@ def installed(world: World) -> Iterator[None]:
         (weightsync.spans, "time", clock),
         (weightsync.trainer.publisher, "time", clock),
         (weightsync.trainer.publisher, "threading", locks),
-        (weightsync.trainer.publisher, "FollowedShards", followed),
+        (weightsync.publishing.published_shards, "FollowedShards", followed),
         (
             weightsync.engine.fill.host_direct,
             "row_groups",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from weightsync.coordinator.negotiation import negotiate, trainer_coverage
+from weightsync.coordinator.negotiation import negotiate, source_coverage
 from weightsync.coordinator.ranks import EngineRank, TrainerRank
 from weightsync.engine.rounds import EngineRole
 from weightsync.engines.module import ModuleAdapter
@@ -90,7 +90,9 @@ class Stage:
         assert isinstance(placed, Placed)
         digests = {"trainer/0": np.frombuffer(placed.digests, "<u8").astype(np.uint64)}
         manifest: Manifest = self.trainer.manifest
-        return Version("run", number, manifest.fingerprint, fold(trainer_coverage(manifest, self.sources).total(digests)))
+        return Version(
+            "run", number, manifest.fingerprint, fold(source_coverage(manifest, self.sources, "the trainer").total(digests))
+        )
 
     def update(self, version: Version) -> Updated:
         answer = self.engine.handle(Update(version, "keep"), SECONDS)

@@ -9,8 +9,8 @@ from the ranks that reconnect, by these rules:
   until they do, replicas that differ stay registered: they are neither trusted nor paused.
 * A replica whose ranks report different versions becomes dirty and is quarantined at once.
 * The contents of the trainer's regions cannot seed replicas, because their digests were lost with the old coordinator. Replicas
-  that serve their weights to others can, because the version that they report has a digest. Else the next publication brings all
-  replicas up to date. Its number must be above every number that a rank reports.
+  that serve their weights can. Else the next publication brings all replicas up to date. Its number must be above every number
+  that a rank reports.
 
 Rounds run one at a time. A publication does not wait for a re-seeding. It cancels it, which quarantines the replica in the middle
 of an update within the grace period, and updates the same replicas to the newer version.
@@ -43,6 +43,7 @@ from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import left_out
 from weightsync.coordinator.round import RoundContext, prepare, quarantine, run_round
 from weightsync.coordinator.round_trace import RoundTracer
+from weightsync.coordinator.sources import readable_replicas
 from weightsync.coordinator.status import Gauges, RankStatus, Status
 from weightsync.coordinator.stream_round import open_stream, run_stream_round
 from weightsync.coordinator.views import rank_status, replica_gauges, replica_status
@@ -201,30 +202,17 @@ class Coordinator:
             self._distrust(replica, f"its ranks report different versions: {', '.join(sorted(map(str, reported)))}")
         elif version is not None:
             self._weigh(version.order)
-        current = self._seedable()
-        if current is None or replica.version != current:
+        if replica.version is None or replica.version != self._seedable():
             self._wanted.add(replica.name)
         self._seed_wanted()
 
     def _seedable(self) -> Version | None:
         """Version with which replicas can be seeded now: the one that the trainer holds, or that replicas serve to others."""
         current = self._publications.current(self._members.trainers)
-        if current is not None:
-            return current.version
-        return next((replica.version for replica in self._readable()), None)
+        return current.version if current else next((replica.version for replica in self._readable()), None)
 
     def _readable(self) -> list[Replica]:
-        """Replicas that serve the last published version and from which others may read it."""
-        order = (self._publications.epoch, self._publications.last)
-        published = self._publications.published.get(order)
-        return [
-            replica
-            for replica in self._members.replicas.values()
-            if replica.readable
-            and replica.version is not None
-            and replica.version.order == order
-            and published in (None, replica.version)
-        ]
+        return readable_replicas(self._members.replicas.values(), self._publications)
 
     def _weigh(self, order: tuple[int, int]) -> None:
         """Trust or quarantine all replicas that report the version of this epoch and number."""

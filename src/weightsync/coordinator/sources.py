@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from weightsync.coordinator.publications import Publications
 from weightsync.coordinator.rank_handle import RoundDeadline, bounded
 from weightsync.coordinator.ranks import PublishingRank
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import Report
 from weightsync.errors import StaleSource
 
-__all__ = ["Source", "Sources"]
+__all__ = ["Source", "Sources", "readable_replicas"]
 
 _TRAINER = "trainer"
 _ELSEWHERE = 2
@@ -125,10 +126,8 @@ class Sources:
         return source is not self.trainer and (self.trainer is not None or bool(self._readable(_Reader(replica, source))))
 
     def _readable(self, reader: _Reader) -> list[Source]:
-        sources = self._replicas.values()
-        return [
-            source for source in sources if source.serves and source is not reader.failed and source.replica is not reader.replica
-        ]
+        others = (source for source in self._replicas.values() if source.replica is not reader.replica)
+        return [source for source in others if source.serves and source is not reader.failed]
 
     def _choose(self, reader: _Reader) -> Source | None:
         """The source for ``reader``; ``None`` if it must wait. Raises StaleSource if that would be in vain."""
@@ -174,6 +173,20 @@ class Sources:
             if source is not None:
                 source.readers += 1
                 reader.assigned.set_result(source)
+
+
+def readable_replicas(replicas: Iterable[Replica], publications: Publications) -> list[Replica]:
+    """Replicas that serve the last published version, and from which others may read it."""
+    order = (publications.epoch, publications.last)
+    published = publications.published.get(order)
+    return [
+        replica
+        for replica in replicas
+        if replica.readable
+        and replica.version is not None
+        and replica.version.order == order
+        and published in (None, replica.version)
+    ]
 
 
 def _preference(source: Source, reader: Replica) -> tuple[int, int, bool, str]:

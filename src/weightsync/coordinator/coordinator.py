@@ -43,7 +43,7 @@ from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import left_out
 from weightsync.coordinator.round import RoundContext, prepare, quarantine, run_round
 from weightsync.coordinator.round_trace import RoundTracer
-from weightsync.coordinator.sources import readable_replicas
+from weightsync.coordinator.sources import ranks_of, serving_weights
 from weightsync.coordinator.status import Gauges, RankStatus, Status
 from weightsync.coordinator.stream_round import open_stream, run_stream_round
 from weightsync.coordinator.views import rank_status, replica_gauges, replica_status
@@ -209,10 +209,8 @@ class Coordinator:
     def _seedable(self) -> Version | None:
         """Version with which replicas can be seeded now: the one that the trainer holds, or that replicas serve to others."""
         current = self._publications.current(self._members.trainers)
-        return current.version if current else next((replica.version for replica in self._readable()), None)
-
-    def _readable(self) -> list[Replica]:
-        return readable_replicas(self._members.replicas.values(), self._publications)
+        others = serving_weights(self._members, self._publications)
+        return current.version if current else next((replica.version for replica in others), None)
 
     def _weigh(self, order: tuple[int, int]) -> None:
         """Trust or quarantine all replicas that report the version of this epoch and number."""
@@ -354,7 +352,9 @@ class Coordinator:
             grace=grace,
             emit=self._feed.emit,
             planner=self._planner,
-            readable=[replica for replica in self._readable() if replica not in replicas] if seeding else (),
+            readable=[other for other in serving_weights(self._members, self._publications) if other not in replicas]
+            if seeding
+            else (),
             left_out=others,
             step=step,
         )
@@ -551,8 +551,7 @@ class Coordinator:
             if self._members.streams:
                 await open_stream(trainers, replica.members(), deadline)
             else:
-                ranks = {member: link.node.rank for member, link in trainers.items()}
-                await prepare(self._planner, ranks, replica, replica.members(), deadline)
+                await prepare(self._planner, ranks_of(trainers), replica, replica.members(), deadline)
         except WeightSyncError as error:
             _log.info("could not prepare %s ahead of its next round: %s", replica.name, readable(str(error)))
         finally:

@@ -34,7 +34,7 @@ from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, bounde
 from weightsync.coordinator.ranks import EngineNode, PublishingRank, TrainerNode
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import Report, round_result
-from weightsync.coordinator.sources import Source, Sources
+from weightsync.coordinator.sources import Source, Sources, ranks_of
 from weightsync.errors import (
     ConfigurationError,
     PeerLost,
@@ -92,7 +92,7 @@ class RoundContext:
         """Create as many permits as the settings allow; without a limit, one for each replica. Find the sources."""
         places = self.settings.max_unavailable or max(len(self.replicas), 1)
         object.__setattr__(self, "serving", asyncio.Semaphore(places))
-        trainer = Source({member: link.node.rank for member, link in self.trainers.items()})
+        trainer = Source(ranks_of(self.trainers))
         gone = self.seeding and self.publications.current(self.trainers) is None
         object.__setattr__(self, "sources", Sources(None if gone else trainer, self.readable, self.settings.fan_out))
 

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.publications import Publications
-from weightsync.coordinator.rank_handle import RoundDeadline, bounded
-from weightsync.coordinator.ranks import PublishingRank
+from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, bounded
+from weightsync.coordinator.ranks import PublishingRank, TrainerNode
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import Report
 from weightsync.errors import StaleSource
 
-__all__ = ["Source", "Sources", "readable_replicas"]
+__all__ = ["Source", "Sources", "ranks_of", "serving_weights"]
 
 _TRAINER = "trainer"
 _ELSEWHERE = 2
@@ -175,13 +176,18 @@ class Sources:
                 reader.assigned.set_result(source)
 
 
-def readable_replicas(replicas: Iterable[Replica], publications: Publications) -> list[Replica]:
+def ranks_of(trainers: Mapping[str, RankHandle[TrainerNode]]) -> dict[str, PublishingRank]:
+    """The trainer's ranks, by member."""
+    return {member: link.node.rank for member, link in trainers.items()}
+
+
+def serving_weights(members: Membership, publications: Publications) -> list[Replica]:
     """Replicas that serve the last published version, and from which others may read it."""
     order = (publications.epoch, publications.last)
     published = publications.published.get(order)
     return [
         replica
-        for replica in replicas
+        for replica in members.replicas.values()
         if replica.readable
         and replica.version is not None
         and replica.version.order == order

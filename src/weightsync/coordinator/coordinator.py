@@ -214,9 +214,8 @@ class Coordinator:
 
     def _weigh(self, order: tuple[int, int]) -> None:
         """Trust or quarantine all replicas that report the version of this epoch and number."""
-        for replica, why in weigh(
-            self._members.replicas.values(), self.settings.run, order, self._publications.published.get(order)
-        ):
+        published = self._publications.published.get(order)
+        for replica, why in weigh(self._members.replicas.values(), self.settings.run, order, published):
             self._distrust(replica, why)
 
     def _distrust(self, replica: Replica, why: str) -> None:
@@ -352,9 +351,7 @@ class Coordinator:
             grace=grace,
             emit=self._feed.emit,
             planner=self._planner,
-            readable=[other for other in serving_weights(self._members, self._publications) if other not in replicas]
-            if seeding
-            else (),
+            readable=serving_weights(self._members, self._publications, replicas) if seeding else (),
             left_out=others,
             step=step,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -181,14 +181,15 @@ def ranks_of(trainers: Mapping[str, RankHandle[TrainerNode]]) -> dict[str, Publi
     return {member: link.node.rank for member, link in trainers.items()}
 
 
-def serving_weights(members: Membership, publications: Publications) -> list[Replica]:
-    """Replicas that serve the last published version, and from which others may read it."""
+def serving_weights(members: Membership, publications: Publications, readers: Collection[Replica] = ()) -> list[Replica]:
+    """Replicas that serve the last published version, and from which others, the ``readers``, may read it."""
     order = (publications.epoch, publications.last)
     published = publications.published.get(order)
     return [
         replica
         for replica in members.replicas.values()
         if replica.readable
+        and replica not in readers
         and replica.version is not None
         and replica.version.order == order
         and published in (None, replica.version)

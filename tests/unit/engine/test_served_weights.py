@@ -140,7 +140,7 @@ def test_a_second_replica_reads_what_the_first_serves(stage: Serving) -> None:
         other.engine = EngineRole(other.adapter, [stage.scheme.name], this_host())
         owned.callback(other.engine.close)
         served = stage.served
-        other.sources = {  # type: ignore[dict-item]
+        other.sources = {
             "r/0": PublishingRank("r/0", 0, 1, "s", this_host(), stage.engine.manifest, served.layout, served.offers, served.key)
         }
         other.engine.handle(Prepare(other.plan()), SECONDS)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from weightsync.coordinator.negotiation import negotiate, source_coverage
-from weightsync.coordinator.ranks import EngineRank, TrainerRank
+from weightsync.coordinator.ranks import EngineRank, PublishingRank, TrainerRank
 from weightsync.engine.rounds import EngineRole
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import DeadlineExceeded, LayoutError, LoadError, ProtocolError
@@ -76,7 +76,8 @@ class Stage:
         self.engine = EngineRole(adapter, ["inproc"], here)
         owned.callback(self.engine.close)
         role = self.trainer
-        self.sources = {"trainer/0": TrainerRank("trainer/0", 0, 1, "s", here, role.manifest, role.layout, role.offers, role.key)}
+        trainer = TrainerRank("trainer/0", 0, 1, "s", here, role.manifest, role.layout, role.offers, role.key)
+        self.sources: dict[str, PublishingRank] = {"trainer/0": trainer}
         self.targets = {
             "r/0": EngineRank("r/0", "r", 0, 1, "s", here, self.engine.manifest, self.engine.layout, ("inproc",), "direct")
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ import weightsync.engine.fill.receive_ahead
 import weightsync.engine.fill.streamed
 import weightsync.engine.readers
 import weightsync.engine.rounds
+import weightsync.engine.served_weights
 import weightsync.engine.session
 import weightsync.protocol.connection
 import weightsync.protocol.dial
@@ -31,6 +32,7 @@ import weightsync.spans
 import weightsync.trainer.publisher
 from weightsync import failpoints
 from weightsync.coordinator.replicas import Replica, State
+from weightsync.tensors.shards import ShardedState
 
 __all__ = ["installed", "replaced"]
 
@@ -58,8 +60,12 @@ def installed(world: World) -> Iterator[None]:
         Lock=simulated.Lock, Event=simulated.Event, Thread=simulated.Thread, current_thread=threading.current_thread,
         Condition=threading.Condition,  # around a simulated lock; nobody here waits for one
     )  # fmt: skip
-    # Trainers hand over manifest and shards, which stay where they are.
-    followed: Callable[..., Any] = lambda state, **_: SimpleNamespace(now=lambda: state)  # noqa: E731
+
+    # Shards stay where they are. Trainers hand them over with the manifest.
+    def followed(state: Any, **_: Any) -> Any:
+        known = state.declare() if isinstance(state, ShardedState) else state
+        return SimpleNamespace(now=lambda: known)
+
     become, make = Replica.become, Replica.__init__
 
     def becoming(replica: Replica, state: State, *rest: Any, **named: Any) -> None:
@@ -80,6 +86,7 @@ def installed(world: World) -> Iterator[None]:
         (weightsync.engine.adapter_calls, "time", clock),
         (weightsync.engine.adapter_calls, "threading", locks),
         (weightsync.engine.rounds, "time", clock),
+        (weightsync.engine.served_weights, "time", clock),
         (weightsync.engine.session, "time", clock),
         (weightsync.engine.session, "threading", locks),
         (weightsync.engine.readers, "time", clock),

@@ -25,6 +25,7 @@ from weightsync.protocol.messages import Body, Delivery, Host, RoundResult, Welc
 from weightsync.tensors.shards import Shard
 from weightsync.trainer.agent import Trainer
 from weightsync.trainer.publisher import TrainerRole
+from weightsync.transports.base import LOOPBACK
 from weightsync.transports.host.region import EMPTY, PublishedRegion
 
 if TYPE_CHECKING:
@@ -123,6 +124,8 @@ class Agent(Process, ABC):
         self.name, self.rank, self.ranks = name, rank, ranks
         self.session = world.session()
         self.host = Host(f"host-{name}-{rank}", f"memory-{name}-{rank}")
+        self.stale = np.zeros(1, np.uint8)
+        """What the region held before, for pieces that never arrive."""
         world.now_starting = self
 
     def refused(self) -> None:
@@ -218,6 +221,10 @@ class EngineProcess(Agent):
             "_host": self.host, "_role": role,
         }  # fmt: skip
         vars(self.engine).update(fields)
+        if world.serving and direct:
+            served = self.engine._served = role.serve_weights([world.scheme], world.key, LOOPBACK)
+            served._shards._placer = _Placer(self, served._shards._placer)  # type: ignore[assignment]
+            self.stale = np.zeros(max(served.layout.regions[0], 1), np.uint8)
         self.link = _Link(
             _SETTINGS, hello=self.engine._hello, receive=role.receive, on_lost=lambda _: role.abort(), name=self.member
         )
@@ -261,7 +268,7 @@ class EngineProcess(Agent):
         self.world.loop.call_later(0.0, self._free, filler)
 
     def _free(self, filler: Filler | None) -> None:
-        self.role._drop_filler()
+        self.role._release()
         if filler is not None:
             filler._owned.close()  # which a filler puts off while its receiver thread runs; that thread died without an end
 
@@ -269,7 +276,7 @@ class EngineProcess(Agent):
 class _Placer:
     """The real placer, taking its time."""
 
-    def __init__(self, process: TrainerProcess, real: Any) -> None:
+    def __init__(self, process: Agent, real: Any) -> None:
         self._process, self._real = process, real
 
     def place(self, stop: Any, deadline: Any) -> Any:
@@ -311,7 +318,6 @@ class TrainerProcess(Agent):
             raise RuntimeError("a simulated trainer rank publishes from host memory")
         self.region = role.region
         self.stale = np.zeros(max(self.region.nbytes, 1), np.uint8)
-        """What the shelf held before, for pieces that never arrive."""
         self.publishing = False
         self.trainer = Trainer.__new__(Trainer)
         fields = {

@@ -13,7 +13,7 @@ from tests.faults.points import ENGINE_REPAIR_POINTS
 from tests.simulation.acts import happen
 from tests.simulation.clock import run
 from tests.simulation.coordination import GRACE
-from tests.simulation.faults import draw_faults
+from tests.simulation.faults import SOURCE_POINTS, draw_faults, source_fault
 from tests.simulation.installation import installed
 from tests.simulation.ranks import TrainerProcess
 from tests.simulation.threads import Thread
@@ -129,6 +129,7 @@ class _Schedule:
         self.gathering = extra.random() < 0.2
         """Three trainer ranks, of which one's connection breaks while they gather for the last publication."""
         self.misfit = extra.random() < 0.15
+        self.relayed = random.Random(f"relayed {seed}")
 
     def cast(self) -> None:
         """Who takes part."""
@@ -163,6 +164,9 @@ class _Schedule:
         world.pending.clear()
         for one in pending:
             world.pending[one.member, one.point] = one
+        if world.serving and self.relayed.random() < 0.4:
+            one = source_fault(self.relayed, list(engines))
+            world.pending[one.member, one.point] = one
         timers = [world.loop.call_later(fault.at, happen, world, fault) for fault in timed]
         timeout = draw.uniform(0.02, 3.0) if "publisher in a hurry" in names else draw.choice((12.0, 25.0, 40.0))
         if draw.random() < 0.85:
@@ -171,7 +175,8 @@ class _Schedule:
             await asyncio.sleep(draw.uniform(0.1, 5.0))
         for timer in timers:
             timer.cancel()
-        for key in [key for key in world.pending if key[1] not in ENGINE_REPAIR_POINTS]:  # a re-seed comes after the publication
+        later = {*ENGINE_REPAIR_POINTS, *SOURCE_POINTS}  # a re-seed comes after the publication
+        for key in [key for key in world.pending if key[1] not in later]:
             del world.pending[key]
         world.duplicating = False
         self.start_replica("r0")

@@ -196,7 +196,7 @@ async def _placed_at(context: RoundContext, source: Source) -> npt.NDArray[np.ui
     version = source.version
     await bounded(f"another reader of replica {source.name}", context.deadline, source.placing.acquire())
     try:
-        if source.digests is None and source.serves and source.replica is not None and version is not None:
+        if source.digests is None and not source.failed and source.serves and source.replica is not None and version is not None:
             limit, (epoch, number) = _half(context.deadline), version.order
             rows = await on_all("place", limit, source.links, lambda link, left: link.node.place(number, left, epoch))
             cover = await context.planner.cover(source.replica.manifest, source.ranks, limit, source.name)
@@ -205,11 +205,13 @@ async def _placed_at(context: RoundContext, source: Source) -> npt.NDArray[np.ui
                 raise VerificationError(f"it does not hold the bytes of {version}")
             source.digests = digests
     except WeightSyncError as error:
-        source.failed = True
         _log.warning("other replicas cannot read from replica %s: %s", source.name, error)
     finally:
         source.placing.release()
-    return source.digests if source.serves else None
+    if source.digests is None or not source.serves:
+        source.failed = True
+        return None
+    return source.digests
 
 
 @asynccontextmanager

@@ -48,7 +48,7 @@ class Source:
         replica = self.replica
         if replica is None:
             return True
-        return not self.failed and replica.readable and replica.version == self.version and replica.members() == self.links
+        return replica.readable and replica.version == self.version and replica.members() == self.links
 
     def distance(self, reader: Replica) -> int:
         """0 if they share memory, 1 if they are on one machine, else 2."""
@@ -128,7 +128,7 @@ class Sources:
 
     def _readable(self, reader: _Reader) -> list[Source]:
         others = (source for source in self._replicas.values() if source.replica is not reader.replica)
-        return [source for source in others if source.serves and source is not reader.failed]
+        return [source for source in others if source.serves and not source.failed and source is not reader.failed]
 
     def _choose(self, reader: _Reader) -> Source | None:
         """The source for ``reader``; ``None`` if it must wait. Raises StaleSource if that would be in vain."""

@@ -164,6 +164,8 @@ class RoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     require: Require = "any"
     max_unavailable: int | None = None
     """Replicas that may be out of service at a time (a rolling round); ``None``: all at once. Who serves nothing is not counted."""
+    fan_out: int | None = None
+    """Replicas that read from one source at a time; ``None``: all read from the trainer. See :class:`ServerSettings`."""
     timeout: float = 300.0
     """Seconds for a round without a timeout of its own, and the most that any round gets."""
     grace: float = 5.0
@@ -191,6 +193,8 @@ class RoundSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigurationError(f"{name} must be a positive number of seconds, not {value!r}")
         if self.max_unavailable is not None and self.max_unavailable < 1:
             raise ConfigurationError(f"max_unavailable is at least one replica, or None for all, not {self.max_unavailable!r}")
+        if self.fan_out is not None and self.fan_out < 1:
+            raise ConfigurationError(f"fan_out is at least one replica, or None for no limit, not {self.fan_out!r}")
         if self.plan_bytes is not None and self.plan_bytes < 1:
             raise ConfigurationError(f"plan_bytes is a positive number of bytes, not {self.plan_bytes}")
         if self.history < 1:
@@ -220,6 +224,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Replicas that a round needs to succeed: ``all`` that are known, ``any``, or a number."""
     max_unavailable: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Serving replicas that a round may take out of service at a time; by default all at once."""
+    fan_out: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Replicas that read from one source at a time. The others wait, and read from replicas that were updated before them and serve
+    their weights (``WEIGHTSYNC_SERVE_WEIGHTS``). By default all read from the trainer at once."""
     round_deadline: Seconds = 600.0
     """Seconds that a round may take from its start to its result."""
     heartbeat: Seconds = 10.0
@@ -304,6 +311,8 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     data_encryption: Literal["on", "off"] | None = None
     """Whether a trainer rank encrypts its data sockets; by default beyond loopback. With ``on``, an engine rank refuses sources on
     a network that do not; else it does as the trainer does."""
+    serve_weights: Literal["on", "off"] = "off"
+    """Whether engine ranks let other replicas read the version that they serve, where ``Engine(serve_weights=)`` is not given."""
     frame_bytes: Count = 512 << 20
     """Bytes of one message from the coordinator."""
     metrics_port: Port | None = None
@@ -330,6 +339,7 @@ def control_settings(settings: ServerSettings) -> RoundSettings:
         pause_mode=settings.pause_mode,
         require=settings.require,
         max_unavailable=settings.max_unavailable,
+        fan_out=settings.fan_out,
         timeout=settings.round_deadline,
         traces=settings.traces,
         plan_bytes=settings.limits.plan_bytes,

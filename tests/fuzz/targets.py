@@ -23,7 +23,7 @@ import typer
 
 from weightsync.cli.options import parse_size
 from weightsync.config import Address, ClientSettings, Secret, ServerSettings
-from weightsync.coordinator.negotiation import negotiate, trainer_coverage
+from weightsync.coordinator.negotiation import negotiate, source_coverage
 from weightsync.coordinator.ranks import EngineRank, TrainerRank
 from weightsync.coordinator.remote_ranks import rank_of
 from weightsync.deadline import Deadline
@@ -209,7 +209,7 @@ def _agreements(data: bytes) -> None:
     engine = rank_of(msgspec.structs.replace(_hello("engine"), layout=columns[2]), "run")
     if not isinstance(engine, EngineRank) or engine.layout is None or len(trainers) != 2:
         raise AssertionError("a rank is not what it says")
-    trainer_coverage(_MANIFEST, trainers)
+    source_coverage(_MANIFEST, trainers, "the trainer")
     (found,) = negotiate("a", trainers, {engine.member: engine}).slices.values()
     if found.nbytes != _MANIFEST.nbytes or found.nbytes != engine.layout.nbytes(_MANIFEST):
         raise AssertionError("a plan was agreed on that does not move every byte once")

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardOn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from weightsync.publishing.host_copy import HostPublisher
 from weightsync.tensors.memory import packed_layout
 from weightsync.tensors.shards import shards_of
-from weightsync.trainer.host_copy import HostPublisher
 
 Case = Callable[[int], nn.Module | dict[str, torch.Tensor]]
 

@@ -67,7 +67,13 @@ class Stage:
         program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "tests/integration/areal_ranks.py"]
         arguments = [str(self.folder), str(servers), *map(str, versions)]
         run = subprocess.run(
-            [sys.executable, *program, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, *program, *arguments],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
         assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
         return [json.loads((self.folder / f"rank{rank}.json").read_text()) for rank in range(2)]

@@ -41,6 +41,7 @@ class CoordinatorProcess(Process):
                 grace=GRACE,
                 timeout=_LONGEST,
                 max_unavailable=world.max_unavailable,
+                fan_out=world.fan_out,
                 require="all" if world.misfit is not None else "any",
             )
         )
@@ -131,6 +132,8 @@ class CoordinatorProcess(Process):
                 self._expected = set() if seeding else {replica.name for replica in known if not replica.departed}
             case ReplicaEnded(result=result) if result.error is None:
                 seen[f"delivery {result.delivery}"] += 1
+                fed = f"fed by {'the trainer' if result.source == 'trainer' else 'a replica'}"
+                seen[f"{fed}{' while seeding' if self._round[2] else ''}"] += 1
                 seen[f"verified {result.verified}"] += 1
             case RoundEnded(result=None, error=error):
                 self._ended()
@@ -146,7 +149,8 @@ class CoordinatorProcess(Process):
                 seen["replica failed alone"] += 0 < len(failed) < len(result.replicas)
                 for one in failed:
                     seen[f"replica left out: {one.state}"] += one.state in _LEFT_OUT
-                    if self._round[2] and world.in_place and one.state == "dirty" and "StaleSource" in str(one.error):
+                    of_trainer = self._round[2] and world.in_place and one.source in ("", "trainer")
+                    if of_trainer and one.state == "dirty" and "StaleSource" in str(one.error):
                         world.violated(
                             "spoiled", f"{one.name} was taken out of service for a version that nobody holds: {one.error}"
                         )

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from tests.faults.points import ENGINE_ALONE_POINTS, ENGINE_REPAIR_POINTS, ENGINE_TOGETHER_POINTS, STREAM_POINTS
 from tests.simulation.transfer import CORRUPTIONS
 
-__all__ = ["ALL_FAULTS", "ALL_STATES", "CORRUPTING", "KILLS", "STREAM_FAULTS", "Fault", "Pending", "draw_faults", "in_a_stream"]
+__all__ = [
+    "ALL_FAULTS", "ALL_STATES", "CORRUPTING", "KILLS", "STREAM_FAULTS", "Fault", "Pending", "draw_faults", "in_a_stream", "source_fault",
+]  # fmt: skip
 
 LOADER_DROP = "dropped by the loader"
 CORRUPTING = (*CORRUPTIONS, LOADER_DROP)
@@ -17,7 +19,9 @@ _EVERYWHERE = tuple(f"engine.received.{call}" for call in ("prepare", "quarantin
 _ONLY_ALONE = ENGINE_ALONE_POINTS
 _ONLY_TOGETHER = ENGINE_TOGETHER_POINTS
 
-GATES = frozenset({*_EVERYWHERE, *_ONLY_ALONE, *_ONLY_TOGETHER, "engine.pausing", "trainer.received.place"})
+GATES = frozenset(
+    {*_EVERYWHERE, *_ONLY_ALONE, *_ONLY_TOGETHER, "engine.pausing", "engine.received.place", "trainer.received.place"}
+)
 """Points of :mod:`weightsync.failpoints` at which a call has arrived, and nothing has changed yet."""
 
 POINTS = {
@@ -28,6 +32,9 @@ POINTS = {
     "trainer": ("place", "trainer.received.place"),
 }
 """Moments inside a rank at which something may happen to it."""
+
+SOURCE_POINTS = ("place", "engine.received.place")
+"""Moments inside an engine rank that serves its weights to others."""
 
 _KINDS = ("slow", "hang", "fail", "crash", "disconnect", "coordinator crash")
 
@@ -60,7 +67,7 @@ TIMED = (
 """What happens at a moment of virtual time, whatever runs then."""
 
 KILLS = (
-    *(f"crash in {point}" for names in POINTS.values() for point in names),
+    *(f"crash in {point}" for names in (*POINTS.values(), SOURCE_POINTS) for point in names),
     "engine crash",
     "trainer crash",
     "coordinator crash",
@@ -69,7 +76,7 @@ KILLS = (
 ALL_FAULTS = tuple(
     dict.fromkeys(
         [
-            *(f"{kind} in {point}" for names in POINTS.values() for point in names for kind in _kinds(point)),
+            *(f"{kind} in {point}" for names in (*POINTS.values(), SOURCE_POINTS) for point in names for kind in _kinds(point)),
             *(f"lost in {point}" for point in ("connect", "begin", "read")),
             "refused in flush",
             *(f"{kind} in read" for kind in CORRUPTIONS),
@@ -106,6 +113,8 @@ ALL_STATES = (
     "publish with a snapshot",
     "quarantine outside of a round",
     "agent refused",
+    "fed by a replica",
+    "fed by a replica while seeding",
     "delivery direct",
     "delivery streamed",
     "verified installed",
@@ -157,6 +166,12 @@ def _at_a_point(draw: random.Random, engines: dict[str, str], trainers: list[str
     kind = draw.choice(kinds)
     seconds = draw.choice([draw.uniform(0.05, 2.0), draw.uniform(2.0, 12.0)]) if kind == "slow" else draw.uniform(12.0, 45.0)
     return Pending(member, point, kind, seconds)
+
+
+def source_fault(draw: random.Random, members: list[str]) -> Pending:
+    """Something that goes wrong with an engine rank while it is a source."""
+    point = draw.choice(SOURCE_POINTS)
+    return Pending(draw.choice(members), point, draw.choice(_kinds(point)), draw.uniform(0.3, 30.0))
 
 
 def draw_faults(draw: random.Random, engines: dict[str, str], trainers: list[str]) -> tuple[list[Fault], list[Pending]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -24,16 +24,19 @@ import weightsync.engine.fill.windows
 import weightsync.engine.readers
 import weightsync.engine.receiver
 import weightsync.engine.rounds
+import weightsync.engine.served_weights
 import weightsync.engine.session
 import weightsync.protocol.connection
 import weightsync.protocol.dial
 import weightsync.protocol.worker
+import weightsync.publishing.published_shards
 import weightsync.spans
 import weightsync.trainer.agent
 import weightsync.trainer.publisher
 import weightsync.trainer.stream
 from weightsync import failpoints
 from weightsync.coordinator.replicas import Replica, State
+from weightsync.tensors.shards import ShardedState
 
 __all__ = ["installed", "replaced"]
 
@@ -62,8 +65,12 @@ def installed(world: World) -> Iterator[None]:
         Condition=threading.Condition,  # around a simulated lock; nobody here waits for one
     )  # fmt: skip
     waiting = SimpleNamespace(Lock=simulated.Lock, Condition=simulated.Condition)
-    # Trainers hand over manifest and shards, which stay where they are.
-    followed: Callable[..., Any] = lambda state, **_: SimpleNamespace(now=lambda: state)  # noqa: E731
+
+    # Shards stay where they are. Trainers hand them over with the manifest.
+    def followed(state: Any, **_: Any) -> Any:
+        known = state.declare() if isinstance(state, ShardedState) else state
+        return SimpleNamespace(now=lambda: known)
+
     become, make = Replica.become, Replica.__init__
 
     def becoming(replica: Replica, state: State, *rest: Any, **named: Any) -> None:
@@ -84,6 +91,7 @@ def installed(world: World) -> Iterator[None]:
         (weightsync.engine.adapter_calls, "time", clock),
         (weightsync.engine.adapter_calls, "threading", locks),
         (weightsync.engine.rounds, "time", clock),
+        (weightsync.engine.served_weights, "time", clock),
         (weightsync.engine.session, "time", clock),
         (weightsync.engine.session, "threading", locks),
         (weightsync.engine.readers, "time", clock),
@@ -100,7 +108,7 @@ def installed(world: World) -> Iterator[None]:
         (weightsync.trainer.stream, "threading", waiting),
         (weightsync.trainer.publisher, "time", clock),
         (weightsync.trainer.publisher, "threading", locks),
-        (weightsync.trainer.publisher, "FollowedShards", followed),
+        (weightsync.publishing.published_shards, "FollowedShards", followed),
         (
             weightsync.engine.fill.host_direct,
             "row_groups",

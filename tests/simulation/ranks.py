@@ -28,6 +28,7 @@ from weightsync.tensors.shards import Shard, torch_dtype
 from weightsync.trainer.agent import Trainer
 from weightsync.trainer.publisher import TrainerRole
 from weightsync.trainer.stream import Stream, StreamRole
+from weightsync.transports.base import LOOPBACK
 from weightsync.transports.host.region import EMPTY, PublishedRegion
 
 if TYPE_CHECKING:
@@ -130,6 +131,8 @@ class Agent(Process, ABC):
         self.name, self.rank, self.ranks = name, rank, ranks
         self.session = world.session()
         self.host = Host(f"host-{name}-{rank}", f"memory-{name}-{rank}")
+        self.stale = np.zeros(1, np.uint8)
+        """What the region held before, for pieces that never arrive."""
         world.now_starting = self
 
     def refused(self) -> None:
@@ -228,6 +231,10 @@ class EngineProcess(Agent):
             "_host": self.host, "_role": role,
         }  # fmt: skip
         vars(self.engine).update(fields)
+        if world.serving and direct:
+            served = self.engine._served = role.serve_weights([world.scheme], world.key, LOOPBACK)
+            served._shards._placer = _Placer(self, served._shards._placer)  # type: ignore[assignment]
+            self.stale = np.zeros(max(served.layout.regions[0], 1), np.uint8)
         self.link = _Link(
             _SETTINGS, hello=self.engine._hello, receive=role.receive, on_lost=lambda _: role.abort(), name=self.member
         )
@@ -308,7 +315,7 @@ class EngineProcess(Agent):
         self.world.loop.call_later(0.0, self._free, filler, windows)
 
     def _free(self, filler: Filler | None, windows: WindowReceiver | None) -> None:
-        self.role._drop_filler()
+        self.role._release()
         if windows is not None:
             windows._release()  # as of a filler
         if filler is not None:
@@ -318,7 +325,7 @@ class EngineProcess(Agent):
 class _Placer:
     """The real placer, taking its time."""
 
-    def __init__(self, process: TrainerProcess, real: Any) -> None:
+    def __init__(self, process: Agent, real: Any) -> None:
         self._process, self._real = process, real
 
     def place(self, stop: Any, deadline: Any) -> Any:
@@ -373,7 +380,6 @@ class TrainerProcess(Agent):
             raise RuntimeError("a simulated trainer rank publishes from host memory")
         self.region = role.region
         self.stale = np.zeros(max(self.region.nbytes, 1), np.uint8)
-        """What the shelf held before, for pieces that never arrive."""
         self.publishing = False
         self.trainer = Trainer.__new__(Trainer)
         fields = {

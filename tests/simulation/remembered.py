@@ -14,7 +14,7 @@ import weightsync.engine.fill.filler
 import weightsync.engine.read_back
 import weightsync.engine.rounds
 import weightsync.protocol.dial
-import weightsync.trainer.publisher
+import weightsync.publishing.published_shards
 import weightsync.transports.host.memory
 from weightsync.coordinator import negotiation
 from weightsync.model import Layout, Manifest
@@ -118,7 +118,7 @@ REMEMBERED: tuple[tuple[Any, str, Any], ...] = (
     (weightsync.engine.read_back, "layout_in_place", _in_place),
     (weightsync.engine.fill.filler, "coverage_of", _cover),
     (weightsync.engine.fill.filler, "tiles_of", _remembering(tiles_of, _tiles_key)),
-    (weightsync.trainer.publisher, "packed_layout", _remembering(packed_layout, _boxes)),
+    (weightsync.publishing.published_shards, "packed_layout", _remembering(packed_layout, _boxes)),
     (weightsync.transports.host.memory, "available_bytes", functools.cache(available_bytes)),
     (Layout, "_check", _remembering(Layout._check, _columns_of)),
     (Layout, "from_columns", staticmethod(_remembering(Layout.from_columns, lambda *given: given))),

@@ -13,7 +13,7 @@ from tests.faults.points import ENGINE_REPAIR_POINTS
 from tests.simulation.acts import happen
 from tests.simulation.clock import run
 from tests.simulation.coordination import GRACE
-from tests.simulation.faults import draw_faults, in_a_stream
+from tests.simulation.faults import SOURCE_POINTS, draw_faults, in_a_stream, source_fault
 from tests.simulation.installation import installed
 from tests.simulation.ranks import TrainerProcess
 from tests.simulation.threads import Thread
@@ -134,6 +134,7 @@ class _Schedule:
         self.gathering = extra.random() < 0.2 and not world.streams  # a rank of a stream does not ask a second time
         """Three trainer ranks, of which one's connection breaks while they gather for the last publication."""
         self.misfit = extra.random() < 0.15 and not world.streams
+        self.relayed = random.Random(f"relayed {seed}")
 
     def cast(self) -> None:
         """Who takes part."""
@@ -172,6 +173,9 @@ class _Schedule:
         world.pending.clear()
         for one in pending:
             world.pending[one.member, one.point] = one
+        if world.serving and self.relayed.random() < 0.4:
+            one = source_fault(self.relayed, list(engines))
+            world.pending[one.member, one.point] = one
         timers = [world.loop.call_later(fault.at, happen, world, fault) for fault in timed]
         timeout = draw.uniform(0.02, 3.0) if "publisher in a hurry" in names else draw.choice((12.0, 25.0, 40.0))
         if draw.random() < 0.85:
@@ -180,7 +184,8 @@ class _Schedule:
             await asyncio.sleep(draw.uniform(0.1, 5.0))
         for timer in timers:
             timer.cancel()
-        for key in [key for key in world.pending if key[1] not in ENGINE_REPAIR_POINTS]:  # a re-seed comes after the publication
+        later = {*ENGINE_REPAIR_POINTS, *SOURCE_POINTS}  # a re-seed comes after the publication
+        for key in [key for key in world.pending if key[1] not in later]:
             del world.pending[key]
         world.duplicating = False
         self.start_replica("r0")

@@ -17,7 +17,7 @@ from weightsync.transports.host.mapped import MappedReader
 from weightsync.transports.host.region import PublishedRegion
 
 if TYPE_CHECKING:
-    from tests.simulation.ranks import EngineProcess, TrainerProcess
+    from tests.simulation.ranks import Agent, EngineProcess
     from tests.simulation.world import World
 
 __all__ = ["CORRUPTIONS", "Simulated", "corrupted"]
@@ -50,10 +50,10 @@ def corrupted(payload: npt.NDArray[np.uint8], stale: npt.NDArray[np.uint8], kind
 
 
 class _Publisher:
-    """Lets readers map one simulated trainer rank's shelf."""
+    """Lets readers map the region of one simulated rank."""
 
-    def __init__(self, scheme: Simulated, shelf: PublishedRegion, trainer: TrainerProcess, here: Host) -> None:
-        self.region, self.trainer = shelf, trainer
+    def __init__(self, scheme: Simulated, shelf: PublishedRegion, owner: Agent, here: Host) -> None:
+        self.region, self.owner = shelf, owner
         self.open = True
         self.sources: list[SimulatedReader] = []
         self.offer = Offer(Simulated.name, f"shelf-{next(scheme.names)}", here, Simulated.traits)
@@ -73,7 +73,7 @@ class SimulatedReader(MappedReader):
 
     def __init__(self, world: World, owner: _Publisher, engine: EngineProcess) -> None:
         shelf = owner.region
-        super().__init__(shelf.memory, shelf.nbytes, shelf.layout_digest, owner.trainer.member)
+        super().__init__(shelf.memory, shelf.nbytes, shelf.layout_digest, owner.owner.member)
         self.world, self._owner_side, self.engine = world, owner, engine
         self.wake = Event()
         self._lost = False
@@ -121,7 +121,7 @@ class SimulatedReader(MappedReader):
         clean: Any = self._addresses
         if kind in CORRUPTIONS:
             shelf = self._owner_side.region
-            stale = self._owner_side.trainer.stale
+            stale = self._owner_side.owner.stale
             wrong = corrupted(shelf.payload, stale, str(kind), self.world.random)
             addresses: Any = np.array([wrong.ctypes.data], np.int64)
             self._addresses = addresses
@@ -156,7 +156,7 @@ class Simulated(Transport):
 
     def publish(self, shelf: PublishedRegion, key: bytes, here: Host, network: Network = LOOPBACK) -> _Publisher:
         """See :class:`weightsync.transports.base.Transport`."""
-        return _Publisher(self, shelf, self.world.starting_trainer(), here)
+        return _Publisher(self, shelf, self.world.starting(), here)
 
     def open(self, offer: Offer, key: bytes, deadline: Deadline) -> SimulatedReader:
         """See :class:`weightsync.transports.base.Transport`."""
@@ -165,7 +165,7 @@ class Simulated(Transport):
         threads().sleep(min(seconds, deadline.remaining("connecting")))
         owner = self.owners.get(offer.address)
         if owner is None or kind in ("fail", "lost"):
-            raise PeerLost("the trainer rank is gone")
+            raise PeerLost("the source is gone")
         source = SimulatedReader(self.world, owner, engine)
         owner.sources.append(source)
         return source

@@ -38,6 +38,10 @@ class World:
         self.loop = cast("VirtualTimeLoop", asyncio.get_running_loop())
         self.random = random.Random(seed)
         self.max_unavailable = 1 if seed % 3 == 0 and not streams else None  # a third of the schedules roll through the replicas
+        draw = random.Random(f"serving {seed}")  # apart, so that all other draws stay what they were
+        self.serving = draw.random() < 0.4 and not streams
+        """Whether engines serve their weights to others."""
+        self.fan_out = draw.choice((None, 1, 1, 2)) if self.serving else None
         self.salt = self.random.getrandbits(30)
         self.key = self.random.randbytes(32)
         self.threads = Threads(self.loop, _running.get)
@@ -114,10 +118,10 @@ class World:
             raise RuntimeError(f"{process} is no engine rank")
         return process
 
-    def starting_trainer(self) -> TrainerProcess:
-        """The trainer rank that is being made."""
-        if not isinstance(self.now_starting, TrainerProcess):
-            raise RuntimeError("no trainer rank is being made")
+    def starting(self) -> Agent:
+        """The rank that is being made."""
+        if self.now_starting is None:
+            raise RuntimeError("no rank is being made")
         return self.now_starting
 
     def monotonic(self) -> float:

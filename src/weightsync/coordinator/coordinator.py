@@ -8,8 +8,9 @@ from the ranks that reconnect, by these rules:
   a digest other than the published one is quarantined until it is seeded again. The trainer's ranks report what was published;
   until they do, replicas that differ stay registered: they are neither trusted nor paused.
 * A replica whose ranks report different versions becomes dirty and is quarantined at once.
-* The contents of the trainer's regions cannot seed replicas, because their digests were lost with the old coordinator. The next
-  publication brings all replicas up to date. Its number must be above every number that a rank reports.
+* The contents of the trainer's regions cannot seed replicas, because their digests were lost with the old coordinator. Replicas
+  that serve their weights can. Else the next publication brings all replicas up to date. Its number must be above every number
+  that a rank reports.
 
 Rounds run one at a time. A publication does not wait for a re-seeding. It cancels it, which quarantines the replica in the middle
 of an update within the grace period, and updates the same replicas to the newer version.
@@ -42,12 +43,13 @@ from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import left_out
 from weightsync.coordinator.round import RoundContext, prepare, quarantine, run_round
 from weightsync.coordinator.round_trace import RoundTracer
+from weightsync.coordinator.sources import ranks_of, serving_weights
 from weightsync.coordinator.status import Gauges, RankStatus, Status
 from weightsync.coordinator.stream_round import open_stream, run_stream_round
 from weightsync.coordinator.views import rank_status, replica_gauges, replica_status
 from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, VersionError, WeightSyncError, readable
 from weightsync.gc_pause import collecting_later
-from weightsync.model import FIRST_EPOCH
+from weightsync.model import FIRST_EPOCH, Version
 from weightsync.protocol.messages import ReplicaResult, RoundResult
 from weightsync.spans import recording, tracing
 
@@ -200,16 +202,20 @@ class Coordinator:
             self._distrust(replica, f"its ranks report different versions: {', '.join(sorted(map(str, reported)))}")
         elif version is not None:
             self._weigh(version.order)
-        current = self._publications.current(self._members.trainers)
-        if current is None or replica.version != current.version:
+        if replica.version is None or replica.version != self._seedable():
             self._wanted.add(replica.name)
-            self._seed_wanted()
+        self._seed_wanted()
+
+    def _seedable(self) -> Version | None:
+        """Version with which replicas can be seeded now: the one that the trainer holds, or that replicas serve to others."""
+        current = self._publications.current(self._members.trainers)
+        others = serving_weights(self._members, self._publications)
+        return current.version if current else next((replica.version for replica in others), None)
 
     def _weigh(self, order: tuple[int, int]) -> None:
         """Trust or quarantine all replicas that report the version of this epoch and number."""
-        for replica, why in weigh(
-            self._members.replicas.values(), self.settings.run, order, self._publications.published.get(order)
-        ):
+        published = self._publications.published.get(order)
+        for replica, why in weigh(self._members.replicas.values(), self.settings.run, order, published):
             self._distrust(replica, why)
 
     def _distrust(self, replica: Replica, why: str) -> None:
@@ -345,6 +351,7 @@ class Coordinator:
             grace=grace,
             emit=self._feed.emit,
             planner=self._planner,
+            readable=serving_weights(self._members, self._publications, replicas) if seeding else (),
             left_out=others,
             step=step,
         )
@@ -406,7 +413,7 @@ class Coordinator:
     # Re-seeding.
 
     async def seed(self, replicas: Iterable[str] | None = None, timeout: float | None = None) -> RoundResult:
-        """Deliver the version that the trainer holds again, without placing a new one.
+        """Deliver the version that the trainer holds, or that replicas serve to others, again. No new one is placed.
 
         Args:
             replicas: Names of the replicas; by default all that are dirty, new or behind.
@@ -414,7 +421,7 @@ class Coordinator:
 
         Raises:
             MembershipError: A replica is unknown, incomplete or refused, or none needs seeding.
-            StaleSource: No version can be read from the trainer.
+            StaleSource: No version can be read.
             Aborted: A publication took precedence. It updates these replicas.
         """
         self._check_open()
@@ -438,7 +445,8 @@ class Coordinator:
                 raise Aborted("a publication took precedence over re-seeding")
             targets = [self._members.replicas[name] for name in names if name in self._members.replicas]
             replicas = [replica for replica in targets if replica.complete and replica.refusal is None]
-            epoch, number = self._publications.require(self._members.trainers).version.order
+            version = self._seedable() or self._publications.require(self._members.trainers).version
+            epoch, number = version.order
             task: asyncio.Task[RoundResult] = self._spawn(
                 self._run(number, epoch, True, replicas, deadline, self.settings.grace, queued)
             )
@@ -454,12 +462,12 @@ class Coordinator:
                 self._seeding = None
 
     def _late(self) -> list[str]:
-        """Replicas that could be seeded and do not serve the version that the trainer holds."""
-        current = self._publications.current(self._members.trainers)
+        """Replicas that could be seeded and do not serve the version that can be read."""
+        current = self._seedable()
         return [
             replica.name
             for replica in self._members.replicas.values()
-            if replica.complete and replica.refusal is None and (current is None or replica.version != current.version)
+            if replica.complete and replica.refusal is None and (current is None or replica.version != current)
         ]
 
     def _seed_wanted(self) -> None:
@@ -467,13 +475,13 @@ class Coordinator:
 
         Each request gets one attempt. One that a publication cancelled does not count.
         """
-        ready = self._wanted and self._publications.current(self._members.trainers) and not self._closed
+        ready = self._wanted and self._seedable() is not None and not self._closed
         if ready and self._seeder is None:
             self._seeder = self._spawn(self._seed_in_background())
 
     async def _seed_in_background(self) -> None:
         try:
-            while self._publications.current(self._members.trainers) is not None:
+            while self._seedable() is not None:
                 names = [name for name in self._late() if name in self._wanted]
                 self._wanted.clear()
                 if not names:
@@ -531,7 +539,7 @@ class Coordinator:
         trainers = self._members.trainers_in_order()
         whole = bool(trainers) and not self._members.missing_trainers(set(trainers))
         possible = replica.complete and replica.refusal is None and replica.preparing is None and not self._lock.locked()
-        if whole and possible and self._publications.current(trainers) is None:
+        if whole and possible and self._seedable() is None:
             replica.preparing = self._spawn(self._prepare(replica, trainers))
 
     async def _prepare(self, replica: Replica, trainers: Mapping[str, RankHandle[TrainerNode]]) -> None:
@@ -540,7 +548,7 @@ class Coordinator:
             if self._members.streams:
                 await open_stream(trainers, replica.members(), deadline)
             else:
-                await prepare(self._planner, trainers, replica, replica.members(), deadline)
+                await prepare(self._planner, ranks_of(trainers), replica, replica.members(), deadline)
         except WeightSyncError as error:
             _log.info("could not prepare %s ahead of its next round: %s", replica.name, readable(str(error)))
         finally:

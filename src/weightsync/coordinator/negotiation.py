@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from weightsync.coordinator.ranks import EngineRank, TrainerRank
+from weightsync.coordinator.ranks import EngineRank, PublishingRank
 from weightsync.errors import ConfigurationError, LayoutError, PeerLost
 from weightsync.model import Layout, Manifest
 from weightsync.planning.buckets import staging_layout
@@ -17,11 +17,10 @@ from weightsync.planning.limits import Stop
 from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
 from weightsync.protocol.messages import PlanSlice, SourceAddress
 
-__all__ = ["MemoryClaim", "TransferPlan", "choose_delivery", "key_of", "negotiate", "trainer_coverage"]
+__all__ = ["MemoryClaim", "TransferPlan", "choose_delivery", "key_of", "negotiate", "source_coverage"]
 
 _Bytes = Callable[[int], None]
 
-_TRAINER = "the trainer"
 _PIECE_BYTES, _PIECE_BYTES_FOR_A_DIM = 20, 24
 """Of :class:`~weightsync.protocol.messages.PieceColumns`: two or three 64-bit numbers in each dimension, and what is there once."""
 _WHILE_PLANNING = 3
@@ -55,21 +54,21 @@ class TransferPlan:
     """How one replica gets its bytes. Valid for exactly the ranks behind ``key``."""
 
     key: str
-    """Says which trainer ranks and engine ranks, with which layouts, hosts and offers."""
+    """Says which source ranks and engine ranks, with which layouts, hosts and offers."""
     delivery: Literal["direct", "streamed"]
     reason: str
     slices: dict[str, PlanSlice]
     """What each rank must know, by member."""
     coverages: tuple[tuple[tuple[str, ...], Coverage], ...]
     """Members whose boxes together are every tensor exactly once: all ranks for direct delivery, each alone for streamed."""
-    parties: tuple[TrainerRank | EngineRank, ...]
+    parties: tuple[PublishingRank | EngineRank, ...]
     """The ranks themselves."""
     claim: MemoryClaim = field(default_factory=MemoryClaim)
     """The memory that ``slices`` takes."""
 
-    def holds_for(self, trainers: Mapping[str, TrainerRank], engines: Mapping[str, EngineRank]) -> bool:
+    def holds_for(self, sources: Mapping[str, PublishingRank], engines: Mapping[str, EngineRank]) -> bool:
         """Return True if the rank objects are identical, that is, if no rank has rejoined."""
-        now = (*trainers.values(), *engines.values())
+        now = (*sources.values(), *engines.values())
         return len(now) == len(self.parties) and all(map(operator.is_, now, self.parties))
 
     @property
@@ -78,24 +77,24 @@ class TransferPlan:
         return sum(piece.nbytes for piece in self.slices.values())
 
 
-def key_of(trainers: Mapping[str, TrainerRank], engines: Mapping[str, EngineRank]) -> str:
+def key_of(sources: Mapping[str, PublishingRank], engines: Mapping[str, EngineRank]) -> str:
     """Changes with anything that an agreement depends on: which ranks, their processes, hosts, layouts, offers."""
-    sources = [
-        (member, rank.session, rank.layout.digest, rank.host, rank.offers, rank.key) for member, rank in sorted(trainers.items())
+    readable = [
+        (member, rank.session, rank.layout.digest, rank.host, rank.offers, rank.key) for member, rank in sorted(sources.items())
     ]
     targets = [
         (member, rank.session, rank.layout and rank.layout.digest, rank.device_memory, rank.host, rank.delivery, rank.bucket_bytes)
         for member, rank in sorted(engines.items())
     ]
-    return hashlib.blake2b(repr((sources, targets)).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(repr((readable, targets)).encode(), digest_size=16).hexdigest()
 
 
 def choose_delivery(
-    trainers: Mapping[str, TrainerRank], engines: Mapping[str, EngineRank]
+    sources: Mapping[str, PublishingRank], engines: Mapping[str, EngineRank]
 ) -> tuple[Literal["direct", "streamed"], str]:
     """One delivery for all ranks of a replica, and why.
 
-    ``auto`` is direct where every rank offers a layout, in memory that can be written from where all the trainer's is.
+    ``auto`` is direct where every rank offers a layout, in memory that can be written from where all of the source's is.
     Raises :class:`~weightsync.errors.ConfigurationError` if ranks ask for different ones, or for direct delivery without a layout.
     """
     asked = {rank.delivery for rank in engines.values()} - {"auto"}
@@ -114,7 +113,7 @@ def choose_delivery(
     out_of_reach = [
         f"{rank.member} from {source.member}"
         for rank in engines.values()
-        for source in trainers.values()
+        for source in sources.values()
         if rank.device_memory and not _writes_on_device(source, rank)
     ]
     if out_of_reach:
@@ -122,7 +121,7 @@ def choose_delivery(
     return "direct", "auto: every rank offers a layout"
 
 
-def _writes_on_device(source: TrainerRank, engine: EngineRank) -> bool:
+def _writes_on_device(source: PublishingRank, engine: EngineRank) -> bool:
     return any(
         "cuda" in offer.traits.writes
         and offer.scheme in engine.transports
@@ -131,18 +130,18 @@ def _writes_on_device(source: TrainerRank, engine: EngineRank) -> bool:
     )
 
 
-def trainer_coverage(manifest: Manifest, trainers: Mapping[str, TrainerRank], stop: Stop | None = None) -> Coverage:
-    """The trainer's boxes. Raises :class:`~weightsync.errors.LayoutError` unless they are every tensor exactly once."""
-    return coverage_of(manifest, {member: rank.layout for member, rank in trainers.items()}, _TRAINER, stop=stop)
+def source_coverage(manifest: Manifest, sources: Mapping[str, PublishingRank], whose: str, stop: Stop | None = None) -> Coverage:
+    """The boxes of the ``sources``. Raises :class:`~weightsync.errors.LayoutError` unless they are every tensor exactly once."""
+    return coverage_of(manifest, {member: rank.layout for member, rank in sources.items()}, whose, stop=stop)
 
 
-def _address(rank: TrainerRank) -> SourceAddress:
+def _address(rank: PublishingRank) -> SourceAddress:
     return SourceAddress(rank.member, rank.layout.digest, rank.offers, rank.key)
 
 
 def negotiate(
     replica: str,
-    trainers: Mapping[str, TrainerRank],
+    sources: Mapping[str, PublishingRank],
     engines: Mapping[str, EngineRank],
     earlier: TransferPlan | None = None,
     claim: MemoryClaim | None = None,
@@ -156,18 +155,18 @@ def negotiate(
     after ``stop`` was set.
     """
     claim, stop = claim or MemoryClaim(), stop or Stop()
-    key = key_of(trainers, engines)
-    parties: tuple[TrainerRank | EngineRank, ...] = (*trainers.values(), *engines.values())
-    if not trainers:
+    key = key_of(sources, engines)
+    parties: tuple[PublishingRank | EngineRank, ...] = (*sources.values(), *engines.values())
+    if not sources:
         raise PeerLost(f"no trainer rank is connected any more: nothing can be planned for replica {replica}")
     if earlier is not None and earlier.key == key:
         return replace(earlier, parties=parties)
     if earlier is not None:
         earlier.claim.keep(0)  # it is not used again, and the next one needs its memory
-    manifest = next(iter(trainers.values())).manifest
+    manifest = next(iter(sources.values())).manifest
     for member, engine in engines.items():
         manifest.check_same(engine.manifest, member)
-    delivery, reason = choose_delivery(trainers, engines)
+    delivery, reason = choose_delivery(sources, engines)
     layouts: dict[str, Layout] = {}
     covers: tuple[tuple[tuple[str, ...], Coverage], ...]
     if delivery == "direct":
@@ -181,7 +180,7 @@ def negotiate(
     piece = _PIECE_BYTES + _PIECE_BYTES_FOR_A_DIM * manifest.dims
     plan = plan_transfer(
         manifest,
-        [SourceRank(member, rank.host, rank.layout) for member, rank in trainers.items()],
+        [SourceRank(member, rank.host, rank.layout) for member, rank in sources.items()],
         [TargetRank(member, engines[member].host, layout) for member, layout in layouts.items()],
         claim=lambda pieces: claim.take(_WHILE_PLANNING * piece * pieces),
         stop=stop,
@@ -193,7 +192,7 @@ def negotiate(
             digest=pieces.digest,
             delivery=delivery,
             reason=reason,
-            sources=tuple(_address(trainers[name]) for name in pieces.sources),
+            sources=tuple(_address(sources[name]) for name in pieces.sources),
             layout=layout.to_columns(),
             pieces=pieces.to_columns(),
             nbytes=plan.nbytes(member),

@@ -9,9 +9,9 @@ from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from weightsync.coordinator.negotiation import MemoryClaim, TransferPlan, key_of, negotiate, trainer_coverage
+from weightsync.coordinator.negotiation import MemoryClaim, TransferPlan, key_of, negotiate, source_coverage
 from weightsync.coordinator.rank_handle import RoundDeadline, bounded
-from weightsync.coordinator.ranks import EngineRank, TrainerRank
+from weightsync.coordinator.ranks import EngineRank, PublishingRank
 from weightsync.errors import ConfigurationError
 from weightsync.model import Manifest
 from weightsync.planning.coverage import Coverage
@@ -65,22 +65,25 @@ def _memory() -> int:
 
 
 class Planner:
-    """Agreements by replica, and the trainer's coverage. Not thread-safe: used on one event loop."""
+    """Agreements by replica, and the coverages of sources. Not thread-safe: used on one event loop."""
 
     def __init__(self, nbytes: int | None = None) -> None:
         self.agreed: dict[str, TransferPlan] = {}
         """Agreements of earlier rounds, reused while nothing that they depend on has changed."""
         self.room = PlanMemory(nbytes)
-        self._covered: dict[str, Coverage] = {}
+        self._covered: dict[str, tuple[str, Coverage]] = {}
+        """Key and coverage of each source, by the replica's name; empty for the trainer."""
         self._places = asyncio.Semaphore(_AT_ONCE)
 
     def forget_all_but(self, replicas: Container[str]) -> None:
-        """Drop the agreements of all replicas except ``replicas``."""
+        """Drop what is known of all replicas except ``replicas``."""
         for name in [name for name in self.agreed if name not in replicas]:
             self.agreed.pop(name).claim.keep(0)
+        for name in [name for name in self._covered if name and name not in replicas]:
+            del self._covered[name]
 
     async def agree(
-        self, replica: str, trainers: Mapping[str, TrainerRank], engines: Mapping[str, EngineRank], deadline: RoundDeadline
+        self, replica: str, sources: Mapping[str, PublishingRank], engines: Mapping[str, EngineRank], deadline: RoundDeadline
     ) -> TransferPlan:
         """Return the agreement for one replica, as :func:`~weightsync.coordinator.negotiation.negotiate` does, in a thread.
 
@@ -88,13 +91,13 @@ class Planner:
             DeadlineExceeded: ``deadline`` passed.
         """
         earlier = self.agreed.get(replica)
-        if earlier is not None and earlier.holds_for(trainers, engines):
+        if earlier is not None and earlier.holds_for(sources, engines):
             return earlier
 
         def work(stop: Stop) -> TransferPlan:
             claim = MemoryClaim(self.room.take, self.room.give)
             try:
-                return negotiate(replica, trainers, engines, earlier, claim, stop)
+                return negotiate(replica, sources, engines, earlier, claim, stop)
             except BaseException:
                 claim.keep(0)  # release it now: the traceback may keep the claim alive
                 raise
@@ -108,15 +111,22 @@ class Planner:
         self.agreed[replica] = agreed
         return agreed
 
-    async def cover(self, manifest: Manifest, trainers: Mapping[str, TrainerRank], deadline: RoundDeadline) -> Coverage:
-        """Return the trainer's coverage, see :func:`~weightsync.coordinator.negotiation.trainer_coverage`."""
-        key = key_of(trainers, {})
-        if key not in self._covered:
-            coverage = await self._run(
-                "checking the trainer's layouts", deadline, lambda stop: trainer_coverage(manifest, trainers, stop)
-            )
-            self._covered = {key: coverage}
-        return self._covered[key]
+    async def cover(
+        self, manifest: Manifest, sources: Mapping[str, PublishingRank], deadline: RoundDeadline, name: str = ""
+    ) -> Coverage:
+        """Return the coverage of the trainer, or of the replica ``name`` as a source.
+
+        See :func:`~weightsync.coordinator.negotiation.source_coverage`.
+        """
+        key, whose = key_of(sources, {}), f"replica {name}" if name else "the trainer"
+        earlier = self._covered.get(name)
+        if earlier is not None and earlier[0] == key:
+            return earlier[1]
+        coverage = await self._run(
+            f"checking the layouts of {whose}", deadline, lambda stop: source_coverage(manifest, sources, whose, stop)
+        )
+        self._covered[name] = key, coverage
+        return coverage
 
     async def _run(
         self, what: str, deadline: RoundDeadline, work: Callable[[Stop], T], drop: Callable[[T], None] = lambda unwanted: None

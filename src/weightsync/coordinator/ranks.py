@@ -27,12 +27,12 @@ from weightsync.protocol.messages import (
     WindowPlaced,
 )
 
-__all__ = ["EngineNode", "EngineRank", "TrainerNode", "TrainerRank"]
+__all__ = ["EngineNode", "EngineRank", "PublishingRank", "TrainerNode", "TrainerRank"]
 
 
 @dataclass(frozen=True)
-class TrainerRank:
-    """Self-description of a trainer rank, sent when it joined."""
+class PublishingRank:
+    """A rank from which engine ranks can read: of the trainer, or of a replica that serves its weights to others."""
 
     member: str
     rank: int
@@ -44,9 +44,15 @@ class TrainerRank:
     offers: tuple[Offer, ...]
     key: bytes = field(default=b"", repr=False)
     """Secret that readers of this rank's region must know. Each plan's ``SourceAddress`` carries it."""
-    published: int = -1
     live: bool = False
-    """Whether readers read the rank's own memory in place, which is possible only during a publication."""
+    """Whether readers read the rank's own memory in place. Of a trainer rank that is possible only during a publication."""
+
+
+@dataclass(frozen=True)
+class TrainerRank(PublishingRank):
+    """Self-description of a trainer rank, sent when it joined."""
+
+    published: int = -1
     epoch: int = 0
     """Epoch in which the rank publishes; 0 before it received one."""
     new_epoch: bool = False
@@ -81,6 +87,8 @@ class EngineRank:
     device_memory: bool = False
     takes_any: bool = False
     """Whether the rank takes whatever tensors a stream brings."""
+    source: PublishingRank | None = None
+    """What other replicas can read from it; ``None`` if it does not serve its weights."""
     pid: int = 0
     credential: str = field(default="", repr=False)
 
@@ -131,6 +139,14 @@ class EngineNode(Protocol):
 
         Raises:
             StaleSource: It cannot.
+        """
+        ...
+
+    async def place(self, number: int, timeout: float, epoch: int) -> npt.NDArray[np.uint64]:
+        """Make the version that it serves readable for other replicas. Returns the digest of each row of its source's layout.
+
+        Raises:
+            StaleSource: It does not serve version ``number`` of ``epoch``.
         """
         ...
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.coordinator.coordinator import Coordinator
-from weightsync.coordinator.ranks import EngineRank, TrainerRank
+from weightsync.coordinator.ranks import EngineRank, PublishingRank, TrainerRank
 from weightsync.errors import ConfigurationError, MembershipError, ProtocolError, readable
 from weightsync.model import Layout, Manifest, PauseMode, Version
 from weightsync.protocol.calls import Calls
@@ -119,6 +119,7 @@ def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
         )
     return EngineRank(
         member=member,
+        source=_source_of(hello, member, manifest),
         replica=hello.name,
         rank=hello.rank,
         world_size=hello.world_size,
@@ -136,6 +137,31 @@ def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
         serving=hello.serving,
         pid=hello.pid,
         credential=hello.credential,
+    )
+
+
+def _source_of(hello: Hello, member: str, manifest: Manifest) -> PublishingRank | None:
+    """What other replicas can read from an engine rank.
+
+    Raises:
+        ConfigurationError: It describes memory without saying how it is reached, or memory of no tensor.
+        LayoutError: The layout is invalid.
+    """
+    if hello.source_layout is None and not hello.offers:
+        return None
+    if hello.source_layout is None or not hello.offers or not len(manifest):
+        raise ConfigurationError(f"{member} must send the layout of the weights that it serves and at least one transport offer")
+    return PublishingRank(
+        member=member,
+        rank=hello.rank,
+        world_size=hello.world_size,
+        session=hello.session,
+        host=hello.host,
+        manifest=manifest,
+        layout=Layout.from_columns(manifest, hello.source_layout),
+        offers=hello.offers,
+        key=hello.key,
+        live=hello.live,
     )
 
 
@@ -194,10 +220,7 @@ class RemoteTrainer:
 
     async def place(self, number: int, timeout: float, epoch: int) -> npt.NDArray[np.uint64]:
         """Let the rank place version ``number``. Returns the digest of each row of its layout, ``uint64[rows]``."""
-        answer = await self._calls.call(Place(number, epoch), timeout)
-        if not isinstance(answer, Placed):
-            raise _unexpected(self._rank.member, "Place", answer)
-        return _digests(self._rank.member, answer.digests, len(self._rank.layout), "rows")
+        return await _placed(self._calls, self._rank, number, timeout, epoch)
 
     async def place_window(self, body: PlaceWindow, timeout: float) -> WindowPlaced:
         """Let the rank place a window. Returns what is in it, or the end of the stream."""
@@ -235,6 +258,12 @@ class RemoteEngine:
         _check_prepared(self._rank.member, answer, len(plan.sources))
         self._plan = plan
         return answer
+
+    async def place(self, number: int, timeout: float, epoch: int) -> npt.NDArray[np.uint64]:
+        """Let the rank serve version ``number`` to other replicas. Returns the digest of each row of its source's layout."""
+        if self._rank.source is None:
+            raise ProtocolError(f"{self._rank.member} does not serve its weights to other replicas")
+        return await _placed(self._calls, self._rank.source, number, timeout, epoch)
 
     async def check_sources(self, number: int, timeout: float) -> None:
         """Check that version ``number`` can be read."""
@@ -310,6 +339,13 @@ class RemoteEngine:
         answer = await self._calls.call(body, timeout)
         if not isinstance(answer, Done):
             raise _unexpected(self._rank.member, type(body).__name__, answer)
+
+
+async def _placed(calls: Calls, rank: PublishingRank, number: int, timeout: float, epoch: int) -> npt.NDArray[np.uint64]:
+    answer = await calls.call(Place(number, epoch), timeout)
+    if not isinstance(answer, Placed):
+        raise _unexpected(rank.member, "Place", answer)
+    return _digests(rank.member, answer.digests, len(rank.layout), "rows")
 
 
 def _unexpected(member: str, asked: str, answer: Body) -> ProtocolError:

@@ -72,6 +72,8 @@ class Replica:
         """Task that prepares the next round while no round runs. That round waits for it."""
         self.quarantining: asyncio.Task[Any] | None = None
         """Quarantine outside any round. The next round waits for it."""
+        self.fed_by = ""
+        """Name of the source of its last update, for which its ranks are prepared."""
 
     def __repr__(self) -> str:
         return f"<Replica {self.name} {self.state} {self.version or 'without version'} {len(self.links)}/{self.world_size} ranks>"
@@ -85,6 +87,11 @@ class Replica:
     def routable(self) -> bool:
         """Whether requests may be sent to the replica."""
         return self.state == "loaded" and self.complete
+
+    @property
+    def readable(self) -> bool:
+        """Whether other replicas may read its version from it: every rank serves it, to routers and to other replicas."""
+        return self.routable and self.refusal is None and all(link.node.rank.source is not None for link in self.links.values())
 
     @property
     def shown_state(self) -> str:

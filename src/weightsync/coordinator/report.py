@@ -33,6 +33,8 @@ class Report:
         self.replica = replica
         self.agreement: TransferPlan | None = None
         self.moved: Mapping[str, Moved] = {}
+        self.source = ""
+        """From whom the replica reads."""
         self._round = number
         self._emit = emit
         self._phases: dict[str, float] = {}
@@ -57,7 +59,7 @@ class Report:
             with span(name, self.replica.name):
                 yield
         finally:
-            self._phases[name] = asyncio.get_running_loop().time() - started
+            self._phases[name] = self._phases.get(name, 0.0) + asyncio.get_running_loop().time() - started
 
     def paused(self) -> None:
         """Record that the replica is told to pause."""
@@ -111,6 +113,7 @@ class Report:
                 if self.moved
             },
             epoch=None if version is None else version.epoch,
+            source=self.source,
             staleness=publications.behind(version),
         )
         self._emit(ReplicaEnded(self._round, result))

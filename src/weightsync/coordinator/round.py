@@ -31,10 +31,19 @@ from weightsync.coordinator.negotiation import TransferPlan
 from weightsync.coordinator.planner import Planner
 from weightsync.coordinator.publications import Placement, Publications
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, bounded, in_thread, on_all
-from weightsync.coordinator.ranks import EngineNode, TrainerNode
+from weightsync.coordinator.ranks import EngineNode, PublishingRank, TrainerNode
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import Report, round_result
-from weightsync.errors import ConfigurationError, PeerLost, PlanMismatch, ProtocolError, VerificationError, WeightSyncError
+from weightsync.coordinator.sources import Source, Sources, ranks_of
+from weightsync.errors import (
+    ConfigurationError,
+    PeerLost,
+    PlanMismatch,
+    ProtocolError,
+    StaleSource,
+    VerificationError,
+    WeightSyncError,
+)
 from weightsync.model import Version, fold
 from weightsync.protocol.messages import Moved, PlanSlice, ReplicaResult, RoundResult
 from weightsync.spans import span
@@ -43,6 +52,7 @@ __all__ = ["RoundContext", "commit", "out_of_service", "pause", "prepare", "quar
 
 Trainers = Mapping[str, RankHandle[TrainerNode]]
 Engines = Mapping[str, RankHandle[EngineNode]]
+_Placing = asyncio.Task[tuple[Placement, float]]
 
 _log = logging.getLogger(__name__)
 _ROWS_AT_ONCE = 1 << 17  # comparing up to this many digests (1 ms at most) is faster than handing them to a thread
@@ -67,6 +77,8 @@ class RoundContext:
     grace: float
     """Seconds that a quarantine may take, even after ``deadline``. At most the settings' value."""
     emit: Watcher
+    readable: Sequence[Replica] = ()
+    """For seeding, replicas that serve the version and from which others can read it."""
     left_out: Sequence[ReplicaResult] = ()
     """Results of replicas that cannot take part. The round's result lists and counts them."""
     step: int | None = None
@@ -74,11 +86,15 @@ class RoundContext:
     planner: Planner = field(default_factory=Planner)
     serving: asyncio.Semaphore = field(init=False)
     """One permit for each replica that may be out of service at a time."""
+    sources: Sources = field(init=False)
 
     def __post_init__(self) -> None:
-        """Create as many permits as the settings allow; without a limit, one for each replica."""
+        """Create as many permits as the settings allow; without a limit, one for each replica. Find the sources."""
         places = self.settings.max_unavailable or max(len(self.replicas), 1)
         object.__setattr__(self, "serving", asyncio.Semaphore(places))
+        trainer = Source(ranks_of(self.trainers))
+        gone = self.seeding and self.publications.current(self.trainers) is None
+        object.__setattr__(self, "sources", Sources(None if gone else trainer, self.readable, self.settings.fan_out))
 
     def absent(self) -> list[ReplicaResult]:
         """Return the results of replicas that cannot take part, as they are at the end of the round."""
@@ -117,29 +133,85 @@ async def run_round(context: RoundContext) -> RoundResult:
     return round_result(context.round, placement.version, context.settings.require, results, place_seconds, seconds, context.step)
 
 
-async def _update_replica(context: RoundContext, report: Report, placing: asyncio.Task[tuple[Placement, float]]) -> ReplicaResult:
+async def _update_replica(context: RoundContext, report: Report, placing: _Placing) -> ReplicaResult:
     """Take one replica through the whole round. Never raises except for cancellation: errors become the replica's result."""
-    replica, limit = report.replica, context.deadline
-    engines = replica.members()
+    replica, sources = report.replica, context.sources
     try:
-        with report.phase("agree"):
-            agreed = report.agreement = await agree(context, replica, engines)
-        failpoints.reached("round.agreed")
-        placement, _ = placing.result() if placing.done() else await bounded("placing", limit, asyncio.shield(placing))
-        failpoints.reached("round.placed")
-        if context.seeding:  # do not pause a serving replica for a version that is gone
-            number = placement.version.number
-            await on_all("check", limit, engines, lambda link, left: link.node.check_sources(number, left))
-        bring = _at_once if len(engines) == 1 else _step_by_step
-        async with _availability(context, report), out_of_service(context, report, engines) as serves:
-            await bring(context, report, engines, agreed, placement)
-            serves(placement.version)
+        failed, updated = None, False
+        while not updated:
+            async with sources.lease(report, context.deadline, failed) as source:
+                if source.replica is not None and await _placed_at(context, source) is None:
+                    continue
+                report.source = replica.fed_by = source.name
+                final = failed is not None or not sources.alternative(source, replica)
+                try:
+                    await _update_from(context, report, placing, source, final)
+                    updated = True
+                except WeightSyncError as error:
+                    if final:
+                        raise
+                    failed = source
+                    _log.warning("replica %s could not be updated from replica %s: %s", replica.name, source.name, error)
+        sources.add(replica)
     except WeightSyncError as error:
         report.failed(error)
     except Exception as error:  # noqa: BLE001 - becomes this replica's result: a bug here must not fail other replicas
         _log.exception("round %d failed in replica %s: unexpected error", context.round, replica.name)
         report.failed(error)
     return report.result(context.publications)
+
+
+def _half(deadline: RoundDeadline) -> RoundDeadline:
+    """Half of the time that is left: a replica that hangs must leave enough to read from another source."""
+    return RoundDeadline(deadline.remaining("reading from a replica") / 2)
+
+
+async def _update_from(context: RoundContext, report: Report, placing: _Placing, source: Source, final: bool) -> None:
+    """Update one replica from ``source``, in half of the time that is left if the attempt is not the ``final`` one."""
+    replica, engines = report.replica, report.replica.members()
+
+    def patience() -> RoundDeadline:
+        return context.deadline if final else _half(context.deadline)
+
+    with report.phase("agree"):
+        agreed = report.agreement = await agree(context, replica, engines, source, patience())
+    failpoints.reached("round.agreed")
+    placement, _ = placing.result() if placing.done() else await bounded("placing", context.deadline, asyncio.shield(placing))
+    failpoints.reached("round.placed")
+    if context.seeding:  # do not pause a serving replica for a version that is gone
+        number = placement.version.number
+        await on_all("check", patience(), engines, lambda link, left: link.node.check_sources(number, left))
+    bring = _at_once if len(engines) == 1 else _step_by_step
+    async with _availability(context, report), out_of_service(context, report, engines) as serves:
+        await bring(context, report, engines, agreed, placement, patience())
+        serves(placement.version)
+
+
+async def _placed_at(context: RoundContext, source: Source) -> npt.NDArray[np.uint64] | None:
+    """Let the ranks of a replica make the version that it serves readable, once for all readers of a round.
+
+    Returns:
+        The digest of each tensor, ``uint64[tensors]``, of what can be read there now; ``None`` if nothing can.
+    """
+    version = source.version
+    await bounded(f"another reader of replica {source.name}", context.deadline, source.placing.acquire())
+    try:
+        if source.digests is None and not source.failed and source.serves and source.replica is not None and version is not None:
+            limit, (epoch, number) = _half(context.deadline), version.order
+            rows = await on_all("place", limit, source.links, lambda link, left: link.node.place(number, left, epoch))
+            cover = await context.planner.cover(source.replica.manifest, source.ranks, limit, source.name)
+            digests = await in_thread("adding up a replica's digests", limit, lambda: cover.total(rows))
+            if fold(digests) != version.digest:
+                raise VerificationError(f"it does not hold the bytes of {version}")
+            source.digests = digests
+    except WeightSyncError as error:
+        _log.warning("other replicas cannot read from replica %s: %s", source.name, error)
+    finally:
+        source.placing.release()
+    if source.digests is None or not source.serves:
+        source.failed = True
+        return None
+    return source.digests
 
 
 @asynccontextmanager
@@ -173,9 +245,11 @@ async def place(context: RoundContext) -> tuple[Placement, float]:
         ProtocolError: A rank sent digests of the wrong shape or dtype.
         StaleSource: For seeding, no version can be read from the trainer.
     """
-    if context.seeding:
-        return context.publications.require(context.trainers), 0.0
     started, limit = asyncio.get_running_loop().time(), context.deadline
+    if context.seeding:
+        if context.sources.trainer is None and context.readable:
+            return await _placement_of_replica(context), asyncio.get_running_loop().time() - started
+        return context.publications.require(context.trainers), 0.0
     ranks = {member: link.node.rank for member, link in context.trainers.items()}
     if not ranks:
         raise PeerLost("no trainer rank is connected any more: nothing can be published")
@@ -202,33 +276,45 @@ async def place(context: RoundContext) -> tuple[Placement, float]:
     return placement, asyncio.get_running_loop().time() - started
 
 
-async def agree(context: RoundContext, replica: Replica, engines: Engines) -> TransferPlan:
+async def _placement_of_replica(context: RoundContext) -> Placement:
+    """The version that replicas serve to others, from the first of them that makes it readable.
+
+    Raises:
+        StaleSource: None does.
+    """
+    for source in context.sources.nearest(context.replicas[0]) if context.replicas else ():
+        digests = await _placed_at(context, source)
+        if digests is not None and source.version is not None:
+            return Placement(source.version, digests, {}, live=True)
+    raise StaleSource("no replica serves this version to others any more; the next publication updates this one")
+
+
+async def agree(context: RoundContext, replica: Replica, engines: Engines, source: Source, deadline: RoundDeadline) -> TransferPlan:
     """Negotiate a plan for one replica and prepare its ranks for it, while the replica still serves.
 
-    Afterwards trainer and replica hold the same manifest, their layouts cover it, and every engine rank is ready for its slice of
+    Afterwards source and replica hold the same manifest, their layouts cover it, and every engine rank is ready for its slice of
     the plan.
 
     Raises:
-        WeightSyncError: The replica is incomplete, or its ranks cannot agree with the trainer's.
+        WeightSyncError: The replica is incomplete, or its ranks cannot agree with the source's.
     """
     if replica.missing:
         absent = replica.missing_in_words
         raise WeightSyncError(f"replica {replica.name} is not complete: rank {absent} of {replica.world_size} is missing")
     await settled(context, replica)
     if replica.preparing is not None:
-        await asyncio.wait([replica.preparing], timeout=context.deadline.remaining("preparing ahead of the round"))
-    return await prepare(context.planner, context.trainers, replica, engines, context.deadline)
+        await asyncio.wait([replica.preparing], timeout=deadline.remaining("preparing ahead of the round"))
+    return await prepare(context.planner, source.ranks, replica, engines, deadline)
 
 
 async def prepare(
-    planner: Planner, trainers: Trainers, replica: Replica, engines: Engines, deadline: RoundDeadline
+    planner: Planner, sources: Mapping[str, PublishingRank], replica: Replica, engines: Engines, deadline: RoundDeadline
 ) -> TransferPlan:
     """Plan the transfer to ``engines``; ranks that are not ready for that plan connect, map memory and build copy tables.
 
     Raises:
         PlanMismatch: A rank acknowledged another plan than the one it was sent.
     """
-    sources = {member: link.node.rank for member, link in trainers.items()}
     ranks = {member: link.node.rank for member, link in engines.items()}
     with span("plan", replica.name):
         agreed = await planner.agree(replica.name, sources, ranks, deadline)
@@ -289,15 +375,15 @@ async def out_of_service(context: RoundContext, report: Report, engines: Engines
 
 
 async def _step_by_step(
-    context: RoundContext, report: Report, engines: Engines, agreed: TransferPlan, placement: Placement
+    context: RoundContext, report: Report, engines: Engines, agreed: TransferPlan, placement: Placement, limit: RoundDeadline
 ) -> None:
     """Run each step in all ranks before the next step in any rank.
 
     So no rank moves weights while another generates, and none resumes before all have committed.
     """
-    version, limit = placement.version, context.deadline
+    version = placement.version
     with report.phase("pause"):
-        await pause(engines, context)
+        await pause(engines, context, limit)
     failpoints.reached("round.paused")
     with report.phase("move"):
         moved = report.moved = await move(engines, version.number, agreed, limit)
@@ -312,7 +398,9 @@ async def _step_by_step(
     failpoints.reached("round.resumed")
 
 
-async def _at_once(context: RoundContext, report: Report, engines: Engines, agreed: TransferPlan, placement: Placement) -> None:
+async def _at_once(
+    context: RoundContext, report: Report, engines: Engines, agreed: TransferPlan, placement: Placement, limit: RoundDeadline
+) -> None:
     """Run all steps in one exchange, for a replica of a single rank. The rank compares the digests with the version's itself.
 
     The coordinator checks the reported digests again, tensor by tensor, so that it can name tensors that differ and need not trust
@@ -322,12 +410,12 @@ async def _at_once(context: RoundContext, report: Report, engines: Engines, agre
     report.enter("pause")  # routers must know before the engine pauses
     failpoints.reached("round.paused")
     with report.phase("move"):
-        updated = await on_all("update", context.deadline, engines, lambda link, left: link.node.update(version, mode, left))
+        updated = await on_all("update", limit, engines, lambda link, left: link.node.update(version, mode, left))
     failpoints.reached("round.moved")
     [(member, answer)] = updated.items()
     report.moved = _whole(agreed, {member: answer.moved})
     with report.phase("verify"):
-        await verify(agreed, report.moved, placement, context.deadline)
+        await verify(agreed, report.moved, placement, limit)
     failpoints.reached("round.verified")
     if not answer.committed:
         raise VerificationError(f"{member} reported that it installed the weights but did not commit them")

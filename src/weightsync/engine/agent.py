@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from weightsync.config import ClientSettings, Secret, Timeouts, replica_name
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.rounds import EngineRole
+from weightsync.engine.served_weights import ServedWeights
 from weightsync.errors import ConfigurationError
 from weightsync.forks import Origin
 from weightsync.launch import place_in_world
@@ -20,6 +22,7 @@ from weightsync.model import Version
 from weightsync.protocol.connection import CoordinatorConnection
 from weightsync.protocol.messages import PROTOCOL, Delivery, Hello
 from weightsync.protocol.round_log import LoggedCalls
+from weightsync.publishing.published_shards import network_of, publishing_transports
 from weightsync.transports.base import Transport
 from weightsync.transports.hostinfo import this_host
 
@@ -38,7 +41,10 @@ class Engine(Closeable):
     ``delivery`` is ``"direct"`` (into the adapter's shards), ``"streamed"`` (through its loader) or ``"auto"``. ``bucket_bytes`` is
     the size of one of the ``staging_buckets`` (2, or 1) of streamed delivery; a tensor larger than that gets a bucket of
     its own size. Not given: 256 MiB; where the buckets are GPU memory, a 32nd of what is free there, from 64 MiB to 1 GiB.
-    ``transports`` are the schemes allowed, best first. Close it, or use it in a ``with``.
+    ``transports`` are the schemes allowed, best first. With ``serve_weights`` (or ``WEIGHTSYNC_SERVE_WEIGHTS=on``) other replicas
+    may read a version from this engine while it serves it, so that they need no trainer. That takes an adapter with ``shards``,
+    and host memory for a copy of them, unless they are on one CUDA device and a transport reads them there. Close it, or use it in
+    a ``with``.
 
     Raises :class:`~weightsync.errors.CoordinatorUnreachable`, :class:`~weightsync.errors.AuthenticationError`,
     :class:`~weightsync.errors.MembershipError` (the name is in use),
@@ -49,6 +55,8 @@ class Engine(Closeable):
 
         engine = weightsync.Engine(weightsync.ModuleAdapter(model), replica="mine-0", coordinator="http://head:7400")
     """
+
+    _served: ServedWeights | None = None
 
     def __init__(
         self,
@@ -65,6 +73,7 @@ class Engine(Closeable):
         staging_buckets: int = 2,
         timeouts: Timeouts | None = None,
         transports: Sequence[Transport | str] | None = None,
+        serve_weights: bool | None = None,
     ) -> None:
         if not isinstance(adapter, EngineAdapter):
             raise ConfigurationError(
@@ -107,6 +116,11 @@ class Engine(Closeable):
             )
             owned.callback(self._link.close)
             owned.callback(self._role.close)  # first: it ends what a call is still doing
+            if settings.serve_weights == "on" if serve_weights is None else serve_weights:
+                network = network_of(settings)
+                self._served = self._role.serve_weights(
+                    publishing_transports(transports, network), secrets.token_bytes(32), network
+                )
             if settings.metrics_port is not None:
                 from weightsync.server.agent_metrics import agent_metrics
 
@@ -120,6 +134,7 @@ class Engine(Closeable):
     def _hello(self) -> Hello:
         role = self._role
         direct = role.layout is not None and self._delivery != "streamed"
+        served = self._served
         return Hello(
             protocol=PROTOCOL, run=self._run, role="engine", name=self.replica, rank=self.rank, world_size=self.world_size,
             session=self._session, host=self._host, pid=os.getpid(), manifest=role.manifest.tensors,
@@ -128,6 +143,9 @@ class Engine(Closeable):
             transports=tuple(transport.name for transport in role.transports),
             delivery=self._delivery, bucket_bytes=role.bucket_bytes, adapter=role.adapter.name,
             serving=role.attests, takes_any=role.adapter.takes_any,
+            offers=served.offers if served is not None else (), key=served.key if served is not None else b"",
+            source_layout=served.layout.to_columns() if served is not None else None,
+            live=served is not None and served.live,
         )  # fmt: skip
 
     @property

@@ -17,6 +17,7 @@ from weightsync.engine.fill.filler import FillContext, Filled, Filler
 from weightsync.engine.fill.streamed import bucket_bytes_for
 from weightsync.engine.fill.windows import WindowReceiver
 from weightsync.engine.readers import writing
+from weightsync.engine.served_weights import ServedWeights
 from weightsync.engine.session import EngineSession, Ticket
 from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError
 from weightsync.gc_pause import gc_paused
@@ -34,6 +35,8 @@ from weightsync.protocol.messages import (
     MoveWindow,
     OpenStream,
     Pause,
+    Place,
+    Placed,
     PlanSlice,
     Prepare,
     Prepared,
@@ -46,7 +49,7 @@ from weightsync.protocol.messages import (
 from weightsync.tensors.device_memory import device_of
 from weightsync.tensors.memory import layout_in_place
 from weightsync.tensors.shards import Views
-from weightsync.transports.base import Transport
+from weightsync.transports.base import Network, Transport
 from weightsync.transports.select import transports_for
 
 __all__ = ["EngineRole", "ReceivedCall"]
@@ -107,7 +110,8 @@ class EngineRole:
         self._filler: Filler | None = None
         self._preparing: Filler | None = None
         self._windows: WindowReceiver | None = None
-        self.session = EngineSession(adapter, member, self._abort_fillers)
+        self._served: ServedWeights | None = None
+        self.session = EngineSession(adapter, member, self._abort_work, self._withdraw)
         self.transports = transports_for(transports, encrypted)
         self.here = here
         self.manifest: Manifest = self.session.manifest
@@ -148,6 +152,29 @@ class EngineRole:
             return None
         return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
+    def serve_weights(self, transports: Sequence[Transport], key: bytes, network: Network) -> ServedWeights:
+        """Let other replicas read what this rank serves, by ``transports``, from now on.
+
+        Raises:
+            ConfigurationError: It is not known where every byte of a version is in this engine's memory, or that memory may be gone
+                while the engine serves; or a transport cannot encrypt where it must.
+            TransportUnavailable: No transport can publish the memory.
+        """
+        name, reason = self.adapter.name, self.adapter.no_source
+        if self.layout is None:
+            reason = f"it has no shards() that can be written in place{_because(self.adapter.no_shards)}"
+        alone = [transport for transport in transports if not transport.traits.shared_fate]
+        if not alone:
+            reason = f"{', '.join(transport.name for transport in transports)} reads only from trainers: allow another transport"
+        if reason:
+            raise ConfigurationError(f"the {name} adapter cannot serve its weights to other replicas: {reason}")
+        self._served = ServedWeights(self.session, alone, key, self.here, network)
+        return self._served
+
+    def _withdraw(self) -> None:
+        if self._served is not None:
+            self._served.withdraw()
+
     def receive(self, body: Body) -> ReceivedCall:
         """Take note of a call when it arrives, before it waits for its turn. Never blocks. A :class:`Quarantine` aborts here."""
         aborts = isinstance(body, Quarantine)
@@ -174,7 +201,7 @@ class EngineRole:
                 return self._answer(call.body, deadline)
             finally:
                 if self.session.closed:  # meanwhile: close() does not wait for this to end
-                    self._drop_filler()
+                    self._release()
 
     def _answer(self, body: Body, deadline: Deadline) -> Body:
         match body:
@@ -186,6 +213,8 @@ class EngineRole:
                 return self._move_window(body, deadline)
             case EndStream():
                 return self._end_stream(body, deadline)
+            case Place():
+                return self._place(body, deadline)
             case CheckSources():
                 self._check_sources(body.number, deadline)
             case Pause():
@@ -289,6 +318,13 @@ class EngineRole:
             raise ProtocolError("looking for a version needs a prepared plan")
         self._filler.require(number, deadline)
 
+    def _place(self, body: Place, deadline: Deadline) -> Placed:
+        if self._served is None:
+            raise ProtocolError(f"{self.session.member} does not serve its weights to other replicas")
+        placed = self._served.place(body, deadline)
+        failpoints.reached("engine.placed")
+        return placed
+
     def _pause(self, body: Pause, deadline: Deadline) -> None:
         with self.session.leaving_service():
             failpoints.reached("engine.pausing")
@@ -388,8 +424,8 @@ class EngineRole:
         """See :meth:`EngineSession.abort`."""
         self.session.abort()
 
-    def _abort_fillers(self) -> None:
-        for held in (self._filler, self._preparing, self._windows):
+    def _abort_work(self) -> None:
+        for held in (self._filler, self._preparing, self._windows, self._served):
             if held is not None:
                 held.abort()
 
@@ -398,7 +434,16 @@ class EngineRole:
 
         What runs longer than that (a loader that hangs) frees them itself when it ends.
         """
-        self.session.close(timeout, self._drop_filler)
+        self.session.close(timeout, self._release)
+
+    def _release(self) -> None:
+        self._drop_filler()
+        if self._served is not None:
+            self._served.close()
+
+
+def _because(reason: str) -> str:
+    return f" ({reason})" if reason else ""
 
 
 def _moved(nbytes: int, filled: Filled) -> Moved:

@@ -62,7 +62,8 @@ class EngineSession:
     * A write that fails leaves the rank quarantined: paused, with no version, until another update pauses it again.
     * A quarantine is carried out even if it gave up waiting for its turn: by the call that holds the turn, when that ends.
 
-    ``member`` names this rank in errors. ``on_abort`` is called by :meth:`abort`, on any thread, and must not block. A speculative
+    ``member`` names this rank in errors. ``on_abort`` is called by :meth:`abort`, on any thread, and must not block.
+    ``on_leaving`` is called when the rank leaves service, before anything changes, and must not block. A speculative
     decoder's own model may be updated with the engine: ``draft`` takes the tensors whose names begin with ``draft_prefix``.
 
     Methods below :meth:`turn` are called within a turn, except for properties.
@@ -73,11 +74,12 @@ class EngineSession:
         adapter: EngineAdapter,
         member: str,
         on_abort: Callable[[], None] = lambda: None,
+        on_leaving: Callable[[], None] = lambda: None,
         *,
         draft: EngineAdapter | None = None,
         draft_prefix: str = "mtp.",
     ) -> None:
-        self.member, self._on_abort = member, on_abort
+        self.member, self._on_abort, self._on_leaving = member, on_abort, on_leaving
         self._adapters = (adapter,) if draft is None else (adapter, draft)
         self._draft_prefix = None if draft is None else draft_prefix
         self._calls = AdapterCalls(self._adapters, member, self._taken)
@@ -220,6 +222,8 @@ class EngineSession:
         """Enter ``state``, unless the current call was aborted: then raise, and change nothing."""
         with self._changing:
             self.check_abort()
+            if self.state == "serving" != state:
+                self._on_leaving()
             self.state = state
             self._changing.notify_all()
 
@@ -231,6 +235,7 @@ class EngineSession:
     def _forget(self) -> None:
         """Attest nothing; without a pause this rank is not written."""
         with self._changing:
+            self._on_leaving()
             self.state, self.serving = "quarantined", None
 
     @contextmanager

@@ -48,7 +48,9 @@ class PublishesShards:
             WeightSyncError: What :class:`weightsync.Trainer` raises.
         """
         if self.config.use_lora:
-            raise ConfigurationError("weightsync publishes whole models, and AReaL sends LoRA adapters alone: set actor.use_lora=false")
+            raise ConfigurationError(
+                "weightsync publishes whole models, and AReaL sends LoRA adapters alone: set actor.use_lora=false"
+            )
         if meta.type != "xccl" or meta.gen_allocation is None:
             raise ConfigurationError(
                 f"weightsync replaces AReaL's updates of type xccl, and this one is {meta.type}: set actor.weight_update_mode=xccl"

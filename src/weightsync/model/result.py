@@ -47,6 +47,8 @@ class ReplicaResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Epoch of ``version``."""
     staleness: int = 0
     """Publications that are newer than ``version``; all that are known, if no version is served."""
+    source: str = ""
+    """Who fed it: ``trainer``, or the name of a replica that serves its weights to others."""
 
     @property
     def guarantee(self) -> str:

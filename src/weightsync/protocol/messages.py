@@ -76,7 +76,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Protocol version. An agent and a coordinator whose versions differ refuse each other, in a message that names both versions."""
 
 UNREADABLE: tuple[type[Exception], ...] = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -143,7 +143,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SourceAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A trainer rank in a plan: its name, the layout for which the plan was made, and its offers, best first."""
+    """A rank from which a plan reads: its name, the layout for which the plan was made, and its offers, best first."""
 
     member: str
     layout_digest: str
@@ -213,8 +213,11 @@ class Hello(_Struct, frozen=True):
     device_memory: bool = False
     """The layout is in GPU memory. If no transport that writes CUDA memory reaches it, this rank can be streamed to instead."""
     offers: Annotated[tuple[Offer, ...], _Few] = ()
+    """How a trainer rank's shards are reached, or those that an engine rank serves to other replicas."""
     key: Annotated[bytes, msgspec.Meta(max_length=1024)] = b""
-    """Secret of a trainer rank's data sockets, random per process. Engines receive it with their plan."""
+    """Secret of the data sockets behind the offers, random per process. Engines receive it with their plan."""
+    source_layout: LayoutColumns | None = None
+    """Layout of the memory that an engine rank serves to other replicas; ``None`` if it serves none."""
     transports: Annotated[tuple[_Name, ...], _Few] = ()
     """Schemes with which this engine rank can and may read, best first."""
     delivery: Delivery = "auto"
@@ -272,11 +275,14 @@ class Refused(_Struct, frozen=True):
     message: _Text
 
 
-# Bodies of calls, coordinator to trainer.
+# Bodies of calls, coordinator to trainer; Place also to an engine.
 
 
 class Place(_Struct, frozen=True):
-    """Copy the shards to the published region, under this number. Answered by :class:`Placed`."""
+    """Copy the shards to the published region, under this number. Answered by :class:`Placed`.
+
+    An engine rank that serves its weights answers only for the version that it serves, else it fails with StaleSource.
+    """
 
     number: _Number
     epoch: _Epoch = FIRST_EPOCH
@@ -284,7 +290,7 @@ class Place(_Struct, frozen=True):
 
 
 class Placed(_Struct, frozen=True):
-    """Digest of every row of the trainer rank's layout (uint64, little-endian), computed from its own memory while it placed."""
+    """Digest of every row of the published layout (uint64, little-endian), computed from the rank's own memory while it placed."""
 
     digests: bytes
     seconds: float

@@ -37,7 +37,7 @@ def wait_for_devices(shards: Sequence[Shard], deadline: Deadline) -> None:
     """
     for device in {shard.tensor.device for shard in shards}:
         if device.type == "cuda":
-            wait_until_idle(device, deadline, f"waiting for work that this trainer rank has queued on {device}")
+            wait_until_idle(device, deadline, f"waiting for work that this rank has queued on {device}")
 
 
 def forms_of(tensors: Sequence[torch.Tensor]) -> list[Form]:

@@ -1,1 +1,1 @@
-"""What runs in a trainer's process: the agent, the publisher, the copy on the host, and memory in place."""
+"""What runs in a trainer's process: the agent, a rank's part of a round, and streams."""

@@ -49,14 +49,13 @@ from weightsync.protocol.messages import (
     Welcome,
 )
 from weightsync.protocol.round_log import log_result
-from weightsync.protocol.tokens import is_loopback
+from weightsync.publishing.published_shards import network_of, publishing_transports
 from weightsync.server.server import BackgroundServer
 from weightsync.tensors.shards import ShardedState
 from weightsync.trainer.publisher import Placing, TrainerRole
 from weightsync.trainer.stream import Stream, StreamedPublication, StreamRole
-from weightsync.transports.base import LOOPBACK, Network, Transport
-from weightsync.transports.hostinfo import own_address, reachable_address, this_host
-from weightsync.transports.select import transports_for
+from weightsync.transports.base import Transport
+from weightsync.transports.hostinfo import this_host
 
 __all__ = ["Trainer"]
 
@@ -140,8 +139,8 @@ class Trainer(Closeable):
         with ExitStack() as owned:
             settings = self._settings = self._find_coordinator(coordinator, token, timeouts, owned)
             self.coordinator = settings.coordinator.url
-            key, network = secrets.token_bytes(32), _network(settings)
-            allowed = transports_for(transports, not is_loopback(network.address) if network.encrypt is None else network.encrypt)
+            key, network = secrets.token_bytes(32), network_of(settings)
+            allowed = publishing_transports(transports, network)
             self._role: TrainerRole | StreamRole
             if isinstance(state, Stream):
                 self._role = StreamRole(state, allowed, key, self._host, self.rank, self.world_size, network=network, dtype=dtype)
@@ -469,14 +468,6 @@ def _stop(publication: StreamedPublication, asked: Future[RoundResult]) -> None:
     error = asked.exception()
     if error is not None:
         publication.stop(error)
-
-
-def _network(settings: ClientSettings) -> Network:
-    """Where engine ranks of other hosts reach this one, if the coordinator can be reached from there."""
-    where = own_address(settings.data_host) if settings.data_host is not None else None
-    if where is None and not is_loopback(settings.coordinator.host):
-        where = reachable_address(settings.coordinator.host, settings.coordinator.port)
-    return Network(where or LOOPBACK.address, None if settings.data_encryption is None else settings.data_encryption == "on")
 
 
 def _version_number(number: int) -> int:

@@ -21,13 +21,13 @@ from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, Tra
 from weightsync.model import Layout, Manifest, TensorSpec
 from weightsync.model.window import ALIGNMENT, StreamedTensors, WindowPart, window_layout
 from weightsync.protocol.messages import Body, Done, Host, Memory, Offer, PlaceWindow, WindowPlaced
+from weightsync.publishing.host_copy import chunks
+from weightsync.publishing.published_shards import publish_region
 from weightsync.spans import span
 from weightsync.tensors.cuda.digest import LayoutDigest
 from weightsync.tensors.cuda.waiting import wait_for_event
 from weightsync.tensors.digest import digest_rows
 from weightsync.tensors.shards import DTypes, checkpoint_name, dtype_name
-from weightsync.trainer.host_copy import chunks
-from weightsync.trainer.publisher import publish_region
 from weightsync.transports.base import LOOPBACK, Key, Network, Publisher, Transport
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import EMPTY, PublishedRegion

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from weightsync.config import RoundSettings
 from weightsync.coordinator import Coordinator
-from weightsync.coordinator.ranks import EngineRank, TrainerRank
+from weightsync.coordinator.ranks import EngineRank, PublishingRank, TrainerRank
 from weightsync.coordinator.status import ReplicaStatus
 from weightsync.errors import Aborted, LoadError, PeerLost, StaleSource
 from weightsync.model import Layout, Manifest, PauseMode, TensorSpec, Version
@@ -123,6 +123,10 @@ class World:
     """Trainers' memory is read in place: gone when a publication is over."""
     tells: bool = True
     """Whether they say so when they join."""
+    serving: tuple[str, ...] = ()
+    """Replicas that serve their weights to others."""
+    apart: bool = False
+    """Every replica has a machine of its own."""
     windows: int = 0
     """Trainers stream :data:`STREAMED`, with so many windows on each rank."""
 
@@ -156,6 +160,11 @@ class World:
         process = EngineProcess(self, name, rank, ranks, self.session(), delivery, manifest)
         process.connect()
         return process
+
+    def holder(self, member: str) -> TrainerProcess | EngineProcess | None:
+        """The process from whose memory readers of ``member`` read."""
+        engine = self.engines.get(member)
+        return self.trainers.get(member) or (engine if engine is not None and engine.connected else None)
 
     def replica(self, name: str) -> list[EngineProcess]:
         return [process for process in self.engines.values() if process.name == name]
@@ -366,13 +375,21 @@ class EngineProcess(_Process):
         self.plan: PlanSlice | None = None
         self.sources: list[str] = []
         self.layout: Layout | None = None
+        self.placed: int | None = None
+        """Version that other replicas can read here."""
         self.manifest = manifest
         self.credential = ""
         own = None if delivery == "streamed" else rows_layout(manifest, rank, ranks)
+        host = Host(name, name) if world.apart else HOST
+        offers = (Offer("memory", f"{self.member}'s", host),)
+        source = None
+        if name in world.serving:
+            layout = rows_layout(manifest, rank, ranks)
+            source = PublishingRank(self.member, rank, ranks, session, host, manifest, layout, offers)
         self.make: Callable[[], EngineRank] = lambda: EngineRank(
-            self.member, name, rank, ranks, session, HOST, manifest, own, ("memory",), delivery, 64, "fake",
+            self.member, name, rank, ranks, session, host, manifest, own, ("memory",), delivery, 64, "fake",
             self.label if self.generating else None,  # a rank that is paused serves nothing
-            credential=self.credential, takes_any=not len(manifest),
+            credential=self.credential, takes_any=not len(manifest), source=source,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -393,7 +410,7 @@ class EngineProcess(_Process):
 
     def disconnect(self, node: Any = None) -> None:
         if self.connected:
-            self.connected = False
+            self.connected, self.placed = False, None
             self.epoch += 1
             self.world.coordinator.leave(node or self.node)
 
@@ -433,11 +450,22 @@ class FakeEngine:
     async def check_sources(self, number: int, timeout: float) -> None:
         await self._enter("check")
         for source in [] if self.process.plan is None else self.process.plan.sources:
-            trainer = self.process.world.trainers.get(source.member)
-            if trainer is None or trainer.placed != number:
+            holder = self.process.world.holder(source.member)
+            if holder is None or holder.placed != number:
                 raise StaleSource(f"{source.member} does not hold {number}")
 
+    async def place(self, number: int, timeout: float, epoch: int) -> npt.NDArray[np.uint64]:
+        kind = await self._enter("place")
+        process, source = self.process, self._rank.source
+        assert source is not None
+        if not process.generating or process.label is None or process.label.order != (epoch, number):
+            raise StaleSource(f"{process.member} does not serve {number}")
+        process.placed = number
+        content = np.full(len(source.layout), number + (kind == "corrupt"), np.int64)
+        return row_digests(source.layout, content)
+
     async def pause(self, mode: PauseMode, timeout: float) -> None:
+        self.process.placed = None
         await self._enter("pause")
         self.process.generating = False
 
@@ -456,11 +484,11 @@ class FakeEngine:
             if process.generating:
                 world.alarm(f"{process.member} generates while its weights change")
             for source in plan.sources:
-                trainer = world.trainers.get(source.member)
-                if trainer is None:
+                holder = world.holder(source.member)
+                if holder is None:
                     raise PeerLost(f"{source.member} is gone")
-                if trainer.placed != number:
-                    raise StaleSource(f"{source.member} holds {trainer.placed}, not {number}")
+                if holder.placed != number:
+                    raise StaleSource(f"{source.member} holds {holder.placed}, not {number}")
             process.content[row] = number
         if kind == "corrupt":
             process.content[0] = number + 1
@@ -544,5 +572,5 @@ class FakeEngine:
         await asyncio.sleep(self.process.world.delays.get((self.process.member, "before quarantine"), 0))
         self.process.epoch += 1
         self.process.generating = False  # takes effect even where the answer does not arrive
-        self.process.label = None
+        self.process.label = self.process.placed = None
         await self._enter("quarantine")

@@ -20,7 +20,7 @@ async def test_a_plan_whose_round_ended_is_stopped_and_its_place_is_free(monkeyp
     begun, ended = threading.Semaphore(0), threading.Semaphore(0)
     running = 0
 
-    def endless(manifest: Any, trainers: Any, stop: Stop) -> None:
+    def endless(manifest: Any, sources: Any, whose: str, stop: Stop) -> None:
         nonlocal running
         running += 1
         begun.release()
@@ -32,7 +32,7 @@ async def test_a_plan_whose_round_ended_is_stopped_and_its_place_is_free(monkeyp
             running -= 1
             ended.release()
 
-    monkeypatch.setattr(planners, "trainer_coverage", endless)
+    monkeypatch.setattr(planners, "source_coverage", endless)
     monkeypatch.setattr(planners, "key_of", lambda trainers, engines: "key")
     planner = Planner()
     waiting = [asyncio.ensure_future(planner.cover(MANIFEST, {}, RoundDeadline(0.5))) for _ in range(8)]
@@ -45,14 +45,14 @@ async def test_a_plan_whose_round_ended_is_stopped_and_its_place_is_free(monkeyp
     assert await asyncio.to_thread(ended.acquire, timeout=10)
     assert running == 0
     made: Any = object()
-    monkeypatch.setattr(planners, "trainer_coverage", lambda manifest, trainers, stop: made)
+    monkeypatch.setattr(planners, "source_coverage", lambda manifest, sources, whose, stop: made)
     assert await planner.cover(MANIFEST, {}, RoundDeadline(5)) is made
 
 
 async def test_a_cancelled_round_stops_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, ended = threading.Event(), threading.Event()
 
-    def endless(manifest: Any, trainers: Any, stop: Stop) -> None:
+    def endless(manifest: Any, sources: Any, whose: str, stop: Stop) -> None:
         begun.set()
         try:
             while True:
@@ -62,7 +62,7 @@ async def test_a_cancelled_round_stops_its_plan(monkeypatch: pytest.MonkeyPatch)
             ended.set()
             raise
 
-    monkeypatch.setattr(planners, "trainer_coverage", endless)
+    monkeypatch.setattr(planners, "source_coverage", endless)
     waiting = asyncio.ensure_future(Planner().cover(MANIFEST, {}, RoundDeadline(60)))
     assert await asyncio.to_thread(begun.wait, 10)
     waiting.cancel()

@@ -14,7 +14,7 @@ from weightsync.coordinator.round_trace import RoundTracer
 from weightsync.model import RoundTrace, SlowestSpan
 from weightsync.spans import Span, SpanRecorder, recording, span
 
-ROUND: Any = SimpleNamespace(round=3, number=7, epoch=1, seeding=False, trainers={})
+ROUND: Any = SimpleNamespace(round=3, number=7, epoch=1, seeding=False, trainers={}, replicas=(), readable=())
 
 
 def started() -> RoundTracer:

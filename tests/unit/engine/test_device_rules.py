@@ -9,9 +9,9 @@ from weightsync.deadline import Deadline
 from weightsync.engine.readers import connect
 from weightsync.errors import LayoutError, TransportUnavailable
 from weightsync.protocol.messages import Offer, SourceAddress
+from weightsync.publishing.in_place import _local, obstacle_to_in_place
 from weightsync.tensors.device_memory import device_of, forms_of, layout_by_shard
 from weightsync.tensors.shards import Shard, shards_of
-from weightsync.trainer.in_place import _local, obstacle_to_in_place
 from weightsync.trainer.publisher import TrainerRole
 from weightsync.transports.base import Transport
 from weightsync.transports.cuda.ipc import CudaIpc

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from weightsync.coordinator.negotiation import negotiate, trainer_coverage
-from weightsync.coordinator.ranks import EngineRank, TrainerRank
+from weightsync.coordinator.negotiation import negotiate, source_coverage
+from weightsync.coordinator.ranks import EngineRank, PublishingRank, TrainerRank
 from weightsync.engine.rounds import EngineRole
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import DeadlineExceeded, LayoutError, LoadError, ProtocolError
@@ -76,7 +76,8 @@ class Stage:
         self.engine = EngineRole(adapter, ["inproc"], here)
         owned.callback(self.engine.close)
         role = self.trainer
-        self.sources = {"trainer/0": TrainerRank("trainer/0", 0, 1, "s", here, role.manifest, role.layout, role.offers, role.key)}
+        trainer = TrainerRank("trainer/0", 0, 1, "s", here, role.manifest, role.layout, role.offers, role.key)
+        self.sources: dict[str, PublishingRank] = {"trainer/0": trainer}
         self.targets = {
             "r/0": EngineRank("r/0", "r", 0, 1, "s", here, self.engine.manifest, self.engine.layout, ("inproc",), "direct")
         }
@@ -90,7 +91,9 @@ class Stage:
         assert isinstance(placed, Placed)
         digests = {"trainer/0": np.frombuffer(placed.digests, "<u8").astype(np.uint64)}
         manifest: Manifest = self.trainer.manifest
-        return Version("run", number, manifest.fingerprint, fold(trainer_coverage(manifest, self.sources).total(digests)))
+        return Version(
+            "run", number, manifest.fingerprint, fold(source_coverage(manifest, self.sources, "the trainer").total(digests))
+        )
 
     def update(self, version: Version) -> Updated:
         answer = self.engine.handle(Update(version, "keep"), SECONDS)

@@ -122,7 +122,9 @@ async def test_a_trace_adds_what_the_slowest_ranks_did() -> None:
     metrics = CoordinatorMetrics()
     offers = (SimpleNamespace(scheme="tcp"),)
     trainer = SimpleNamespace(node=SimpleNamespace(rank=SimpleNamespace(offers=offers)))
-    context: Any = SimpleNamespace(round=1, number=1, epoch=1, seeding=False, trainers={"trainer/0": trainer})
+    context: Any = SimpleNamespace(
+        round=1, number=1, epoch=1, seeding=False, trainers={"trainer/0": trainer}, replicas=(), readable=()
+    )
     traced = RoundTracer("run", context)
     sent = asyncio.get_running_loop().time()
     await asyncio.sleep(3.0)

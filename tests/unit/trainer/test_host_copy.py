@@ -9,11 +9,11 @@ from tests.unit.tensors.samples import DTYPES, MEMORIES, random_bits, raw, store
 
 from weightsync.errors import Aborted, LayoutError
 from weightsync.model import Layout, Manifest
+from weightsync.publishing.host_copy import HostPublisher
 from weightsync.tensors.digest import digest_box, digest_rows
 from weightsync.tensors.memory import layout_in_place, packed_layout
 from weightsync.tensors.shards import Shard, shard, shards_of, torch_dtype
 from weightsync.tensors.staging import Staging
-from weightsync.trainer.host_copy import HostPublisher
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (33,), (3, 5), (2, 3, 4), (0, 4), (5, 0), (2, 1, 3, 9), (3, 8200))
 

@@ -1,0 +1,181 @@
+"""Engines that serve their weights feed other engines over the real service and real transports, without a trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from tests.integration.nursery import NURSERY, Child
+
+from weightsync.config import ServerSettings
+from weightsync.engine.adapter import EngineAdapter
+from weightsync.engine.agent import Engine
+from weightsync.engines.module import ModuleAdapter
+from weightsync.errors import ConfigurationError, DeadlineExceeded
+from weightsync.model import Manifest, TensorSpec
+from weightsync.server.server import BackgroundServer
+from weightsync.tensors.shards import Shard, shard
+from weightsync.trainer.agent import Trainer
+
+SECONDS = 20.0
+ROWS = 6
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+class Run:
+    """A coordinator, and agents that are closed at the end."""
+
+    def __init__(self, stack: ExitStack, **settings: Any) -> None:
+        self._stack = stack
+        self.server = stack.enter_context(BackgroundServer(ServerSettings.load({}, port=0, **settings)))
+
+    def trainer(self, state: torch.nn.Module, **options: Any) -> Trainer:
+        return self._stack.enter_context(Trainer(state, self.server.url, token=self.server.token, **options))
+
+    def engine(self, adapter: EngineAdapter, name: str, **options: Any) -> Engine:
+        return self._stack.enter_context(Engine(adapter, name, self.server.url, token=self.server.token, **options))
+
+    def process(self, name: str) -> Child:
+        """An engine that serves its weights, in a process of its own."""
+        child = Child("tests.integration.serving_engine", json.dumps([self.server.url, self.server.token, name]))
+        self._stack.callback(child.close)
+        return child
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nursery() -> None:
+    NURSERY.start()
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    with ExitStack() as stack:
+        yield Run(stack)
+
+
+def linear(seed: int) -> torch.nn.Linear:
+    torch.manual_seed(seed)
+    return torch.nn.Linear(40, ROWS)
+
+
+def same(one: torch.nn.Linear, other: torch.nn.Linear) -> bool:
+    return torch.equal(one.weight, other.weight) and torch.equal(one.bias, other.bias)
+
+
+@pytest.mark.parametrize("delivery", ["direct", "streamed"])
+@pytest.mark.parametrize("transport", ["inproc", "shared_memory", "tcp"])
+def test_a_late_joiner_is_seeded_by_an_engine_when_the_trainer_is_gone(run: Run, transport: str, delivery: str) -> None:
+    source, target = linear(1), linear(2)
+    trainer = run.trainer(source, transports=[transport])
+    run.engine(ModuleAdapter(linear(3)), "a", transports=[transport], delivery=delivery, serve_weights=True)
+    version = trainer.publish(7, timeout=SECONDS).version
+    trainer.close()
+    late = run.engine(ModuleAdapter(target), "late", transports=[transport], delivery=delivery)
+    assert late.wait_for_version(7, SECONDS) == version
+    assert same(source, target)
+
+
+class Half(EngineAdapter):
+    """Holds half of the rows of :func:`linear`'s weight."""
+
+    name = "half"
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.weight, self.bias = torch.zeros(ROWS // 2, 40), torch.zeros(ROWS)
+
+    def manifest(self) -> Manifest:
+        return Manifest((TensorSpec("weight", (ROWS, 40), "float32"), TensorSpec("bias", (ROWS,), "float32")))
+
+    def shards(self) -> Sequence[Shard]:
+        half = shard("weight", self.weight, (ROWS, 40), (self._rank * ROWS // 2, 0))
+        return [half, shard("bias", self.bias, (ROWS,), (0,))]
+
+
+def test_ranks_of_a_replica_feed_a_replica_of_other_ranks_and_are_fed_by_it(run: Run) -> None:
+    source, whole = linear(1), linear(2)
+    trainer = run.trainer(source)
+    for rank in range(2):
+        run.engine(Half(rank), "halves", rank=rank, world_size=2, serve_weights=True)
+    trainer.publish(1, timeout=SECONDS)
+    trainer.close()
+    run.engine(ModuleAdapter(whole), "whole", serve_weights=True).wait_for_version(1, SECONDS)
+    assert same(source, whole)
+    adapters = [Half(0), Half(1)]
+    engines = [run.engine(adapters[rank], "again", rank=rank, world_size=2) for rank in range(2)]
+    for engine in engines:
+        engine.wait_for_version(1, SECONDS)
+    assert torch.equal(torch.cat([adapter.weight for adapter in adapters]), source.weight)
+
+
+def test_a_publication_reaches_replicas_in_waves(run: Run) -> None:
+    with ExitStack() as stack:
+        waves = Run(stack, fan_out=1)
+        source, targets = linear(1), [linear(seed) for seed in range(2, 6)]
+        trainer = waves.trainer(source, transports=["tcp"])
+        for number, target in enumerate(targets):
+            waves.engine(ModuleAdapter(target), f"r{number}", transports=["tcp"], serve_weights=True)
+        for number in (1, 2):
+            with torch.no_grad():
+                source.weight.add_(1.0)
+            result = trainer.publish(number, timeout=SECONDS)
+            assert len(result.updated) == 4
+            assert all(same(source, target) for target in targets)
+            assert all(replica.source for replica in result.replicas)
+
+
+def test_an_engine_in_another_process_feeds_a_joiner_and_its_death_is_noticed(run: Run) -> None:
+    source, target = linear(1), linear(2)
+    child = run.process("a")
+    trainer = run.trainer(source)
+    trainer.wait_for_replicas(1, SECONDS)
+    version = trainer.publish(3, timeout=SECONDS).version
+    trainer.close()
+    assert run.engine(ModuleAdapter(target), "late").wait_for_version(3, SECONDS) == version
+    assert same(source, target)
+    child.kill()
+    assert not child.output.read()
+    another = run.engine(ModuleAdapter(linear(4)), "too late")
+    with pytest.raises(DeadlineExceeded):
+        another.wait_for_version(3, 0.5)
+
+
+class Loads(ModuleAdapter):
+    """Says nothing of where its parameters are."""
+
+    no_shards = "a test says so"
+
+    def shards(self) -> None:  # type: ignore[override]
+        return None
+
+
+class Sleeps(ModuleAdapter):
+    no_source = "it may sleep"
+
+
+@pytest.mark.parametrize(
+    ("adapter", "options", "message"),
+    [
+        (Loads(linear(1)), {}, r"no shards\(\).*a test says so"),
+        (Sleeps(linear(1)), {}, "it may sleep"),
+        (ModuleAdapter(linear(1)), {"transports": ["collective"]}, "collective reads only from trainers"),
+    ],
+)
+def test_an_engine_that_cannot_serve_its_weights_says_why(
+    run: Run, adapter: EngineAdapter, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        run.engine(adapter, "a", serve_weights=True, **options)
+
+
+def test_the_environment_can_ask_for_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "WEIGHTSYNC_SERVE_WEIGHTS", "on")
+    with pytest.raises(ConfigurationError, match="it may sleep"):
+        run.engine(Sleeps(linear(1)), "a")
+    run.engine(Sleeps(linear(1)), "a", serve_weights=False)

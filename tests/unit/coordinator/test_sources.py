@@ -1,0 +1,249 @@
+"""Replicas that serve their weights feed others: joiners without a trainer, and replicas of a publication in waves."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from tests.unit.coordinator.fakes import GRACE, World
+from tests.virtual_time import virtual
+
+from weightsync.config import RoundSettings
+from weightsync.errors import StaleSource
+from weightsync.protocol.messages import RoundResult
+
+MOVE = 10.0
+
+
+def sources(result: RoundResult) -> dict[str, str]:
+    return {replica.name: replica.source for replica in result.replicas}
+
+
+async def served(*replicas: str, serving: tuple[str, ...] = ("a",), ranks: int = 1, live: bool = False) -> World:
+    """Version 1 is published, and the trainer is gone."""
+    world = World(live=live, serving=serving)
+    world.add_trainers(2)
+    for name in replicas or ("a",):
+        world.add_replica(name, ranks)
+    assert (await world.publish(1)).ok
+    for trainer in list(world.trainers.values()):
+        trainer.disconnect()
+    return world
+
+
+def last(world: World) -> RoundResult:
+    return world.coordinator.status().rounds[-1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@virtual
+async def test_a_joiner_is_seeded_by_a_replica_when_the_trainer_is_gone(ranks: int) -> None:
+    world = await served(ranks=ranks)
+    world.add_replica("new", 3 - ranks)
+    await world.settle()
+    assert world.states() == {"a": ("loaded", 1), "new": ("loaded", 1)}
+    assert sources(last(world)) == {"new": "a"}
+    assert not [entry for entry in world.log if entry[1].startswith("a/") and entry[2] == "pause" and entry[0] > MOVE]
+    world.check()
+
+
+@virtual
+async def test_a_joiner_is_seeded_when_the_trainers_own_memory_has_changed() -> None:
+    world = World(live=True, serving=("a",))
+    world.add_trainers(2)
+    world.add_replica("a", 2)
+    assert (await world.publish(1)).ok
+    world.add_replica("new")
+    await world.settle()
+    assert world.states()["new"] == ("loaded", 1)
+    assert sources(last(world)) == {"new": "a"}
+    world.check()
+
+
+@virtual
+async def test_the_trainer_feeds_a_joiner_while_it_can_be_read() -> None:
+    world = World(serving=("a",))
+    world.add_trainers(2)
+    world.add_replica("a")
+    assert (await world.publish(1)).ok
+    world.add_replica("new")
+    await world.settle()
+    assert sources(last(world)) == {"new": "trainer"}
+
+
+@virtual
+async def test_a_replica_that_does_not_serve_its_weights_feeds_nobody() -> None:
+    world = await served(serving=())
+    world.add_replica("new")
+    await world.settle()
+    assert world.states()["new"] == ("registered", None)
+    with pytest.raises(StaleSource, match="no trainer is connected"):
+        await world.coordinator.seed(["new"])
+
+
+@virtual
+async def test_a_replica_that_is_not_serving_is_no_source() -> None:
+    world = await served("a", "b", serving=("a", "b"))
+    world.coordinator._distrust(world.coordinator._members.replicas["a"], "a test says so")
+    world.add_replica("new")
+    await world.settle()
+    assert sources(last(world)) == {"new": "b"}
+    assert world.states()["new"] == ("loaded", 1)
+    world.check()
+
+
+@virtual
+async def test_a_replica_with_an_older_version_is_no_source() -> None:
+    world = World(serving=("late",), live=True)
+    world.add_trainers(1)
+    world.add_replica("late")
+    world.add_replica("b")
+    assert (await world.publish(1)).ok
+    (late,) = world.replica("late")
+    late.disconnect()
+    await world.publish(2)
+    late.connect()
+    world.add_replica("new")
+    await world.settle()
+    assert world.states()["late"] == ("loaded", 1)
+    assert world.states()["new"] == ("registered", None)
+    world.check()
+
+
+@virtual
+async def test_a_source_whose_bytes_are_wrong_feeds_nobody() -> None:
+    world = await served("a", "b", serving=("a", "b"))
+    world.faults["a/0", "place"] = "corrupt"
+    world.add_replica("new")
+    await world.settle()
+    assert world.states()["new"] == ("loaded", 1)
+    assert not [entry for entry in world.log if entry[2] == "quarantine"]
+    world.check()
+
+
+@pytest.mark.parametrize("kind", ["fail", "hang", "lost", "stubborn"])
+@virtual
+async def test_another_source_is_asked_if_the_first_cannot_place(kind: str) -> None:
+    world = await served("a", "b", serving=("a", "b"))
+    world.faults["a/0", "place"] = kind
+    world.add_replica("new")
+    await world.settle(1500.0)
+    assert world.states()["new"] == ("loaded", 1)
+    assert sources(last(world)) == {"new": "b"}
+    world.check()
+
+
+@pytest.mark.parametrize("event", ["killed", "quarantined"])
+@virtual
+async def test_a_reader_whose_source_ends_in_the_middle_serves_nothing_until_it_is_seeded(event: str) -> None:
+    world = await served("a", "b", serving=("a", "b"))
+    world.add_replica("new")
+    world.delays["new/0", "move"] = MOVE
+    await world.settle(MOVE / 2)
+    assert world.states()["new"] == ("updating", None)
+    for name in "ab":  # whichever feeds it
+        if event == "killed":
+            world.replica(name)[0].disconnect()
+        else:
+            world.coordinator._distrust(world.coordinator._members.replicas[name], "a test says so")
+    await world.settle()
+    assert world.states()["new"] == ("dirty", None)
+    assert not world.engines["new/0"].generating
+    world.check()
+    world.add_trainers(2, published=1)
+    assert (await world.publish(2)).ok
+    assert world.states()["new"] == ("loaded", 2)
+    world.check()
+
+
+@virtual
+async def test_after_a_restart_of_the_coordinator_replicas_still_feed_each_other() -> None:
+    world = await served("a", "b", serving=("a",))
+    processes = list(world.engines.values())
+    again = World(serving=("a",), sessions=100)
+    for process in processes:
+        process.world = again
+        process.connect()
+    again.add_replica("new")
+    await again.settle()
+    assert again.states() == {"a": ("loaded", 1), "b": ("loaded", 1), "new": ("loaded", 1)}
+    again.check()
+
+
+def waves(count: int, fan_out: int | None, serving: int | None = None) -> World:
+    world = World(RoundSettings(run="test", grace=GRACE, timeout=600.0, fan_out=fan_out), apart=True)
+    names = [f"r{index}" for index in range(count)]
+    world.serving = tuple(names[: count if serving is None else serving])
+    world.add_trainers(1)
+    for name in names:
+        world.add_replica(name)
+        world.delays[f"{name}/0", "move"] = MOVE
+    return world
+
+
+@pytest.mark.parametrize(("count", "fan_out", "steps"), [(8, 1, 4), (10, 1, 4), (1, 1, 1), (9, 2, 3)])
+@virtual
+async def test_replicas_are_fed_in_waves(count: int, fan_out: int, steps: int) -> None:
+    world = waves(count, fan_out)
+    result = await world.publish(1, timeout=500.0)
+    assert result.ok
+    fed = Counter(sources(result).values())
+    assert fed["trainer"] <= fan_out + 1
+    assert steps * MOVE <= result.seconds < (steps + 0.5) * MOVE
+    world.check()
+    result = await world.publish(2, timeout=500.0)
+    assert result.ok
+    assert set(world.states().values()) == {("loaded", 2)}
+
+
+@virtual
+async def test_without_a_limit_all_read_from_the_trainer() -> None:
+    world = waves(6, None)
+    result = await world.publish(1, timeout=500.0)
+    assert set(sources(result).values()) == {"trainer"}
+    assert result.seconds < 1.5 * MOVE
+
+
+@virtual
+async def test_where_no_replica_serves_its_weights_the_trainer_feeds_all_in_turns() -> None:
+    world = waves(4, 2, serving=0)
+    result = await world.publish(1, timeout=500.0)
+    assert result.ok
+    assert set(sources(result).values()) == {"trainer"}
+    assert 2 * MOVE <= result.seconds < 2.5 * MOVE
+
+
+@pytest.mark.parametrize("kind", ["killed", "quarantined", "place hangs", "place corrupt"])
+@virtual
+async def test_the_trainer_feeds_those_whose_source_fails(kind: str) -> None:
+    world = waves(4, 1, serving=1)
+    if kind.startswith("place"):
+        world.faults["r0/0", "place"] = kind.partition(" ")[2].removesuffix("s")
+    publishing = world.coordinator._spawn(world.publish(1, timeout=300.0))
+    await world.settle(1.5 * MOVE)
+    assert not publishing.done()
+    source = next(iter(world.serving))
+    if kind == "killed":
+        world.replica(source)[0].disconnect()
+    elif kind == "quarantined":
+        world.coordinator._distrust(world.coordinator._members.replicas[source], "a test says so")
+    result = await publishing
+    assert {name: state for name, state in world.states().items() if name != source} == dict.fromkeys(
+        ("r1", "r2", "r3"), ("loaded", 1)
+    )
+    assert result.seconds < 300.0
+    world.check()
+
+
+@virtual
+async def test_a_replica_that_waits_too_long_for_a_source_serves_on() -> None:
+    world = waves(3, 1, serving=0)
+    for name in ("r0", "r1", "r2"):
+        world.delays[f"{name}/0", "move"] = 0.01
+    assert (await world.publish(1)).ok
+    for name in ("r0", "r1", "r2"):
+        world.delays[f"{name}/0", "move"] = 25.0
+    result = await world.publish(2, timeout=40.0)
+    assert Counter(world.states().values()) == {("loaded", 2): 1, ("dirty", None): 1, ("loaded", 1): 1}
+    assert [replica for replica in result.replicas if "wait: DeadlineExceeded" in str(replica.error)]
+    world.check()

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.megatron_layouts import MegatronLayouts, stages
 from weightsync.bench.sharding import tensor_parallel
-from weightsync.coordinator.negotiation import negotiate, trainer_coverage
+from weightsync.coordinator.negotiation import negotiate, source_coverage
 from weightsync.coordinator.ranks import EngineRank, TrainerRank
 from weightsync.model import Layout, Manifest
 from weightsync.protocol.messages import Host
@@ -73,7 +73,7 @@ def measure() -> dict[str, float]:
     replicas = {f"vllm-{number}": _engines(model.manifest, f"vllm-{number}") for number in range(_REPLICAS)}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.perf_counter()
-    trainer_coverage(model.manifest, trainers)
+    source_coverage(model.manifest, trainers, "the trainer")
     covered = time.perf_counter()
     plans = [negotiate(replica, trainers, engines) for replica, engines in replicas.items()]
     ended = time.perf_counter()

@@ -9,7 +9,8 @@ from tests.faults.points import ENGINE_ALONE_POINTS, ENGINE_REPAIR_POINTS, ENGIN
 from tests.simulation.transfer import CORRUPTIONS
 
 __all__ = [
-    "ALL_FAULTS", "ALL_STATES", "CORRUPTING", "KILLS", "STREAM_FAULTS", "Fault", "Pending", "draw_faults", "in_a_stream", "source_fault",
+    "ALL_FAULTS", "ALL_STATES", "CORRUPTING", "KILLS", "STREAM_FAULTS", "Fault", "Pending", "draw_faults", "in_a_stream",
+    "source_fault",
 ]  # fmt: skip
 
 LOADER_DROP = "dropped by the loader"

@@ -185,10 +185,10 @@ class PublishBarrier:
             gathering = self._gathering = _Gathering(number)
         if not gathering.same(number):
             others = ", ".join(gathering.places)
-            error = VersionError(f"trainer ranks differ: {member} publishes version {number}, {others} version {gathering.number}")
+            differ = VersionError(f"trainer ranks differ: {member} publishes version {number}, {others} version {gathering.number}")
             gathering.places.setdefault(member, place)
-            self._fail(gathering, error)
-            raise error
+            self._fail(gathering, differ)
+            raise differ
         held = gathering.places.get(member)
         if held is not None and held.link is place.link:
             raise VersionError(f"{member} is already publishing {gathering.what}")

@@ -1,7 +1,7 @@
 """A program: AReaL's own FSDP2 engine on this CPU, updated through weightsync as AReaL's trainer does; prints what became of it.
 
-``python -m torch.distributed.run areal_ranks.py MODEL SERVERS VERSION...``. Before each version the weights change. At the end every
-rank writes down its result, and rank 0 the whole model in the dtype that is published.
+``python -m torch.distributed.run areal_ranks.py MODEL SERVERS VERSION...``. Before each version the weights change. At the end
+every rank writes down its result, and rank 0 the whole model in the dtype that is published.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from areal.engine import FSDPEngine, RemotevLLMEngine
 from safetensors.torch import save_file
 
 from weightsync.errors import WeightSyncError
-from weightsync.integrations.areal import PublishesShards
+from weightsync.integrations.areal.actor import PublishesShards
 
 
 class Engine(PublishesShards, FSDPEngine):  # type: ignore[misc]
@@ -48,9 +48,8 @@ def updated(engine: Any, rollout: Any, meta: Any, versions: list[int]) -> dict[s
 
 def main(model: str, servers: str, *versions: str) -> None:
     torch.set_num_threads(1)
-    config = TrainEngineConfig(
-        path=model, experiment_name="weightsync", trial_name="test", backend="fsdp:d2", attn_impl="sdpa", optimizer=OptimizerConfig(),
-    )  # fmt: skip
+    names = {"experiment_name": "weightsync", "trial_name": "test"}
+    config = TrainEngineConfig(path=model, backend="fsdp:d2", attn_impl="sdpa", optimizer=OptimizerConfig(), **names)
     engine: Any = Engine(config)
     engine.create_process_group()
     engine.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=4, train_batch_size=2))

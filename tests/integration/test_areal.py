@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 import weightsync
 from weightsync.config import ServerSettings
+from weightsync.integrations.__main__ import main as check_installation
 from weightsync.server.server import BackgroundServer
 
 pytestmark = [pytest.mark.areal, pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
@@ -126,3 +127,28 @@ def test_updates_that_are_not_of_a_whole_model_over_the_network_are_refused(stag
         assert report["disk"]["error"] == report["error"] == "ConfigurationError"
         assert "actor.weight_update_mode=xccl" in report["disk"]["message"]
         assert "actor.use_lora=false" in report["message"]
+
+
+def test_enable_replaces_the_actor_that_areals_trainer_looks_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    import areal.engine
+
+    from weightsync.integrations.areal import enable
+    from weightsync.integrations.areal.actor import PublishingFSDPActor
+
+    monkeypatch.setattr(areal.engine, "FSDPPPOActor", areal.engine.FSDPPPOActor)
+    enable()
+    enable()
+    assert areal.engine.FSDPPPOActor is PublishingFSDPActor
+    path = f"{PublishingFSDPActor.__module__}.{PublishingFSDPActor.__name__}"  # what AReaL's controllers tell their workers
+    assert path == "weightsync.integrations.areal.actor.PublishingFSDPActor"
+
+
+def test_the_check_of_an_installation_finds_the_engine(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_COORDINATOR", stage.coordinator.url)
+    monkeypatch.setenv("WEIGHTSYNC_TOKEN", str(stage.coordinator.token))
+    assert check_installation(["areal"]) == 0
+    printed = capsys.readouterr().out
+    assert "FSDPEngine has what weightsync replaces and calls" in printed
+    assert stage.coordinator.url in printed

@@ -14,6 +14,12 @@ from weightsync.server.findings import Finding
 Check = Callable[[], Iterator[Finding]]
 
 
+def _areal() -> Iterator[Finding]:
+    from weightsync.integrations.areal.check import findings
+
+    return findings()
+
+
 def _verl() -> Iterator[Finding]:
     from weightsync.integrations.verl.check import findings
 
@@ -32,7 +38,7 @@ def _nemo_rl() -> Iterator[Finding]:
     return findings()
 
 
-CHECKS: dict[str, Check] = {"nemo_rl": _nemo_rl, "trl": _trl, "verl": _verl}
+CHECKS: dict[str, Check] = {"areal": _areal, "nemo_rl": _nemo_rl, "trl": _trl, "verl": _verl}
 """Checks by the name of the framework, each imported when it is asked for. ``missing`` and ``unknown`` mean that it cannot work."""
 
 

@@ -1,10 +1,8 @@
-"""AReaL: its FSDP actor publishes its own shards, instead of gathering whole tensors for an NCCL group or a file.
-
-Call :func:`enable` before ``PPOTrainer`` is made. See ``docs/integrations/areal.md``.
+"""AReaL's FSDP engine with weightsync's weight transfer.
 
 AReaL decides when workflows pause and resume, and counts the versions. A round of weightsync pauses each server for as short as it
-can, and resumes it. So AReaL's own calls for that, within ``update_weights``, are left out: they would also resume a server that did
-not take the weights.
+can, and resumes it. So AReaL's own calls for that, within ``update_weights``, are left out: they would also resume a server that
+did not take the weights.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import areal.engine
 from areal.engine.fsdp_engine import FSDPPPOActor
 
 from weightsync.config import ClientSettings
@@ -20,7 +17,7 @@ from weightsync.errors import ConfigurationError, RoundFailed
 from weightsync.protocol.messages import RoundResult
 from weightsync.trainer.agent import Trainer
 
-__all__ = ["PublishesShards", "PublishingFSDPActor", "enable"]
+__all__ = ["PublishesShards", "PublishingFSDPActor", "missing_methods"]
 
 _log = logging.getLogger(__name__)
 
@@ -80,9 +77,8 @@ class PublishesShards:
             self.result = result = trainer.publish(meta.version)
         if len(result.updated) < self._servers:
             failures = "; ".join(f"{replica.name}: {replica.error}" for replica in result.missed)
-            raise RoundFailed(
-                f"version {result.version} reached {len(result.updated)} of {self._servers} servers ({failures or 'the others left'})"
-            )
+            reached = f"{len(result.updated)} of {self._servers} servers"
+            raise RoundFailed(f"version {result.version} reached {reached} ({failures or 'the others have left'})")
 
     def destroy(self) -> None:
         """Leave the coordinator, and do what AReaL does. Servers keep their weights."""
@@ -96,6 +92,14 @@ class PublishingFSDPActor(PublishesShards, FSDPPPOActor):  # type: ignore[misc]
     """AReaL's FSDP actor with :class:`PublishesShards`. AReaL's controllers name it to their workers by its path."""
 
 
-def enable() -> None:
-    """Make AReaL's trainers use :class:`PublishingFSDPActor` for actors whose backend is ``fsdp``. Idempotent."""
-    areal.engine.FSDPPPOActor = PublishingFSDPActor
+def missing_methods() -> list[str]:
+    """What :class:`PublishesShards` replaces or calls, and this AReaL does not have."""
+    needed = (
+        "connect_engine",
+        "update_weights",
+        "destroy",
+        "_compute_dtype",
+        "_offload_aware_context",
+        "_check_rollout_engine_connected",
+    )
+    return [name for name in needed if not callable(getattr(FSDPPPOActor, name, None))]

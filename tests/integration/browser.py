@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("axe_playwright_python", reason="Playwright and axe are not installed here: pip install '.[browser]'")
+pytest.importorskip("playwright.sync_api", reason="Playwright is not installed here: pip install '.[browser]'")
 
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, sync_playwright

@@ -18,6 +18,8 @@ from weightsync.server.server import BackgroundServer
 
 __all__ = ["page"]
 
+pytestmark = pytest.mark.timeout(180)
+
 
 def text_with(page: Page, words: str) -> str:
     """The page's text once it contains ``words``."""

@@ -49,9 +49,9 @@ class Stage:
 
         self.owned, self.folder = owned, folder
         torch.manual_seed(0)
-        Qwen2ForCausalLM(Qwen2Config(**SHAPE)).to(torch.bfloat16).save_pretrained(folder)
+        Qwen2ForCausalLM(Qwen2Config(**SHAPE)).to(torch.bfloat16).save_pretrained(folder)  # type: ignore[arg-type]
         words: Any = Tokenizer(models.WordLevel({"<pad>": 0, "<unk>": 1, "<eos>": 2}, unk_token="<unk>"))
-        PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
+        PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)  # type: ignore[no-untyped-call]
         self.coordinator = owned.enter_context(BackgroundServer(ServerSettings.load({}, port=0)))
 
     def serve(self, name: str, kind: type[weightsync.ModuleAdapter] = weightsync.ModuleAdapter) -> tuple[weightsync.Engine, Any]:

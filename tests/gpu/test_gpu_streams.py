@@ -73,6 +73,28 @@ def test_batches_lie_on_the_receivers_device(server: BackgroundServer, device: t
             assert all(torch.equal(arrived[name].to(DEVICES[0]), sent[name]) for name in sent)
 
 
+def test_tensors_may_be_yielded_on_cuda_streams_of_their_own(server: BackgroundServer) -> None:
+    """The last tensor of a window comes on an idle stream, while those before it are still being copied on busy ones."""
+    sent = weights(1, DEVICES[0])
+    side = [torch.cuda.Stream(DEVICES[0]) for _ in range(2)]  # type: ignore[no-untyped-call]
+
+    def scattered() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, (name, tensor) in enumerate(sent.items()):
+            with torch.cuda.stream(side[number % 2]):
+                if not number % 2:
+                    torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
+                yield name, tensor.clone()
+
+    with ExitStack() as owned:
+        stream = Stream(window_bytes=1 << 18, device=DEVICES[0])
+        trainer = owned.enter_context(Trainer(stream, server.url, token=server.token, rank=0, world_size=1))
+        receiver = owned.enter_context(Receiver("r", server.url, token=server.token, device=DEVICES[0]))
+        coming = owned.enter_context(ThreadPoolExecutor(1)).submit(received, receiver)
+        trainer.publish_stream(scattered(), timeout=SECONDS)
+        arrived = coming.result(SECONDS)
+    assert all(torch.equal(arrived[name], sent[name]) for name in sent)
+
+
 def test_host_windows_take_tensors_of_a_gpu(server: BackgroundServer) -> None:
     with ExitStack() as owned:
         trainer = owned.enter_context(Trainer(Stream(window_bytes=1 << 18), server.url, token=server.token, rank=0, world_size=1))

@@ -80,6 +80,8 @@ class _Window:
     parts: list[WindowPart] = field(default_factory=list)
     nbytes: int = 0
     copied: torch.cuda.Event | None = None
+    stream: torch.cuda.Stream | None = None
+    """The CUDA stream of the last copy into it, which all copies before it precede."""
 
 
 class StreamedPublication:
@@ -176,9 +178,18 @@ class StreamedPublication:
         window.parts.append(WindowPart(part.name, part.shape, part.dtype, offset, part.starts, part.stops))
         window.nbytes = self._used
         if part.nbytes:
+            if self._memory.is_cuda:
+                self._follow(window)
             first = window.offset + offset
             target = self._memory[first : first + part.nbytes].view(dtype)
             target.view(tensor.shape).copy_(tensor.detach())
+
+    def _follow(self, window: _Window) -> None:
+        """Order the next copy after those before it: an iterator may yield each tensor on a CUDA stream of its own."""
+        current = torch.cuda.current_stream(self._memory.device)
+        if window.stream is not None and window.stream != current:
+            current.wait_stream(window.stream)
+        window.stream = current
 
     def _open(self, deadline: Deadline) -> _Window:
         """The next window of this rank, when its memory is free."""
@@ -196,7 +207,7 @@ class StreamedPublication:
         if window is not None:
             if self._memory.is_cuda:
                 window.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                window.copied.record(torch.cuda.current_stream(self._memory.device))
+                window.copied.record(window.stream or torch.cuda.current_stream(self._memory.device))
             with self._changed:
                 self._full[self._number] = window
                 self._changed.notify_all()

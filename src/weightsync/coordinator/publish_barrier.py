@@ -176,9 +176,9 @@ class PublishBarrier:
         gathering = self._gathering
         try:
             self._check_number(member, place.link, number)
-        except VersionError as error:
+        except VersionError as refusal:
             if gathering is not None and gathering.number == number:  # a replica reported it after the others had asked
-                self._fail(gathering, error)
+                self._fail(gathering, refusal)
                 gathering.owed.pop(member, None)
             raise
         if gathering is None:

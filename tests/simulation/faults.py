@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from tests.faults.points import ENGINE_ALONE_POINTS, ENGINE_REPAIR_POINTS, ENGINE_TOGETHER_POINTS
 from tests.simulation.transfer import CORRUPTIONS
 
-__all__ = ["ALL_FAULTS", "ALL_STATES", "CORRUPTING", "KILLS", "Fault", "Pending", "draw_faults", "source_fault"]
+__all__ = [
+    "ALL_FAULTS",
+    "ALL_STATES",
+    "CORRUPTING",
+    "KILLS",
+    "SOURCE_CRASH",
+    "SOURCE_POINTS",
+    "Fault",
+    "Pending",
+    "draw_faults",
+    "source_fault",
+]
 
 LOADER_DROP = "dropped by the loader"
 CORRUPTING = (*CORRUPTIONS, LOADER_DROP)
@@ -33,6 +44,10 @@ POINTS = {
 
 SOURCE_POINTS = ("place", "engine.received.place")
 """Moments inside an engine rank that serves its weights to others."""
+
+SOURCE_CRASH = "source crash"
+SOURCE_FAULTS = (SOURCE_CRASH, "source driven by another front")
+"""What happens to an engine rank while another reads from it."""
 
 _KINDS = ("slow", "hang", "fail", "crash", "disconnect", "coordinator crash")
 
@@ -69,6 +84,7 @@ KILLS = (
     "engine crash",
     "trainer crash",
     "coordinator crash",
+    SOURCE_CRASH,
 )
 
 ALL_FAULTS = tuple(
@@ -82,6 +98,7 @@ ALL_FAULTS = tuple(
             *(name for name in TIMED if name != "duplicated frames"),
             "duplicated frame",
             "trainer rank blinks while ranks gather",
+            *SOURCE_FAULTS,
         ]
     )
 )
@@ -164,7 +181,9 @@ def _at_a_point(draw: random.Random, engines: dict[str, str], trainers: list[str
 
 def source_fault(draw: random.Random, members: list[str]) -> Pending:
     """Something that goes wrong with an engine rank while it is a source."""
-    point = draw.choice(SOURCE_POINTS)
+    point = draw.choice((*SOURCE_POINTS, "source", "source"))
+    if point == "source":
+        return Pending(draw.choice(members), point, draw.choice(SOURCE_FAULTS), 0.0)
     return Pending(draw.choice(members), point, draw.choice(_kinds(point)), draw.uniform(0.3, 30.0))
 
 

@@ -12,12 +12,14 @@ import pytest
 import torch
 from tests.integration.nursery import NURSERY, Child
 
-from weightsync.config import ServerSettings
+from weightsync import failpoints
+from weightsync.config import ClientSettings, Secret, ServerSettings
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.agent import Engine
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import ConfigurationError, DeadlineExceeded
 from weightsync.model import Manifest, TensorSpec
+from weightsync.server.client import Client
 from weightsync.server.server import BackgroundServer
 from weightsync.tensors.shards import Shard, shard
 from weightsync.trainer.agent import Trainer
@@ -144,6 +146,31 @@ def test_an_engine_in_another_process_feeds_a_joiner_and_its_death_is_noticed(ru
     another = run.engine(ModuleAdapter(linear(4)), "too late")
     with pytest.raises(DeadlineExceeded):
         another.wait_for_version(3, 0.5)
+
+
+def test_a_source_killed_while_it_is_read_is_replaced_by_another(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target, reading = linear(1), linear(2), list[str]()
+    child = run.process("a")
+    trainer = run.trainer(source, transports=["tcp"])
+    run.engine(ModuleAdapter(linear(3)), "b", serve_weights=True)
+    trainer.wait_for_replicas(2, SECONDS)
+    version = trainer.publish(3, timeout=SECONDS).version
+    trainer.close()
+
+    def gate(name: str) -> None:
+        if name == "engine.move" and not reading:
+            reading.append(name)
+            child.kill()
+            child.output.read()
+
+    monkeypatch.setattr(failpoints, "_gate", gate)
+    assert run.engine(ModuleAdapter(target), "late").wait_for_version(3, SECONDS) == version
+    assert same(source, target)
+    assert reading
+    monkeypatch.setattr(failpoints, "_gate", None)
+    with Client(ClientSettings.load({}, coordinator=run.server.url, token=Secret(run.server.token))) as client:
+        (late,) = client.status().rounds[-1].replicas
+    assert (late.name, late.source, late.error) == ("late", "b", None)
 
 
 class Loads(ModuleAdapter):

@@ -182,8 +182,9 @@ class CoordinatorProcess(Process):
         if world.jumped != jumped or self._limit < _ROOMY or (seeding and name is None):
             return
         waited = error.startswith("wait: DeadlineExceeded")
-        ranks: list[Process] = [engine for engine in world.engines.values() if engine.name == name or waited]
-        if not waited and any(isinstance(rank, EngineProcess) and rank.ranks != len(ranks) for rank in ranks):
+        anybody = waited or (seeding and world.serving)  # perhaps there is no trainer to read from instead
+        ranks: list[Process] = [engine for engine in world.engines.values() if engine.name == name or anybody]
+        if not anybody and any(isinstance(rank, EngineProcess) and rank.ranks != len(ranks) for rank in ranks):
             return
         if any(one.troubled_until + _MARGIN > started for one in (*ranks, *world.trainers.values(), self)):
             return

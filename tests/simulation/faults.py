@@ -9,8 +9,8 @@ from tests.faults.points import ENGINE_ALONE_POINTS, ENGINE_REPAIR_POINTS, ENGIN
 from tests.simulation.transfer import CORRUPTIONS
 
 __all__ = [
-    "ALL_FAULTS", "ALL_STATES", "CORRUPTING", "KILLS", "STREAM_FAULTS", "Fault", "Pending", "draw_faults", "in_a_stream",
-    "source_fault",
+    "ALL_FAULTS", "ALL_STATES", "CORRUPTING", "KILLS", "SOURCE_CRASH", "SOURCE_POINTS", "STREAM_FAULTS", "Fault", "Pending",
+    "draw_faults", "in_a_stream", "source_fault",
 ]  # fmt: skip
 
 LOADER_DROP = "dropped by the loader"
@@ -36,6 +36,10 @@ POINTS = {
 
 SOURCE_POINTS = ("place", "engine.received.place")
 """Moments inside an engine rank that serves its weights to others."""
+
+SOURCE_CRASH = "source crash"
+SOURCE_FAULTS = (SOURCE_CRASH, "source driven by another front")
+"""What happens to an engine rank while another reads from it."""
 
 _KINDS = ("slow", "hang", "fail", "crash", "disconnect", "coordinator crash")
 
@@ -72,6 +76,7 @@ KILLS = (
     "engine crash",
     "trainer crash",
     "coordinator crash",
+    SOURCE_CRASH,
 )
 
 ALL_FAULTS = tuple(
@@ -85,6 +90,7 @@ ALL_FAULTS = tuple(
             *(name for name in TIMED if name != "duplicated frames"),
             "duplicated frame",
             "trainer rank blinks while ranks gather",
+            *SOURCE_FAULTS,
         ]
     )
 )
@@ -171,7 +177,9 @@ def _at_a_point(draw: random.Random, engines: dict[str, str], trainers: list[str
 
 def source_fault(draw: random.Random, members: list[str]) -> Pending:
     """Something that goes wrong with an engine rank while it is a source."""
-    point = draw.choice(SOURCE_POINTS)
+    point = draw.choice((*SOURCE_POINTS, "source", "source"))
+    if point == "source":
+        return Pending(draw.choice(members), point, draw.choice(SOURCE_FAULTS), 0.0)
     return Pending(draw.choice(members), point, draw.choice(_kinds(point)), draw.uniform(0.3, 30.0))
 
 

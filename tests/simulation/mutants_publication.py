@@ -9,7 +9,7 @@ from tests.simulation.installation import replaced
 
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.publish_barrier import PublishBarrier
-from weightsync.coordinator.sources import Source, Sources
+from weightsync.coordinator.sources import Sources
 from weightsync.errors import PeerLost
 
 __all__ = ["PUBLICATION_MUTANTS"]
@@ -32,17 +32,9 @@ def _not_fed_again() -> AbstractContextManager[None]:
     return replaced((Sources, "alternative", lambda sources, source, replica: False))
 
 
-def _sources_unchecked() -> AbstractContextManager[None]:
-    """A source stays one when it was quarantined or lost, and nobody feeds its readers again."""
-    return replaced(
-        (Sources, "alternative", lambda sources, source, replica: False), (Source, "serves", property(lambda source: True))
-    )
-
-
 PUBLICATION_MUTANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "a rank that blinks while ranks gather loses its place": _place_not_kept,
     "a replica whose source failed is not fed again": _not_fed_again,
-    "a replica that left service stays a source": _sources_unchecked,
     "replicas that are lost or refused are dropped from results": _left_out_dropped,
 }
 """Name to what plants it for as long as a ``with`` block runs."""

@@ -146,6 +146,8 @@ class _Schedule:
             if world.streams and kind == "direct":
                 kind = "receiver"
             world.shape[f"r{index}"] = (draw.choice((1, 2)), kind)
+        while world.fan_out and len(world.shape) < 3:  # waves, and somebody who waits for them
+            world.shape[f"r{len(world.shape)}"] = (self.relayed.choice((1, 1, 2)), self.relayed.choice(("direct", "whole")))
         if self.gathering:
             world.trainer_shape = (3, world.trainer_shape[1])
         if self.misfit:
@@ -173,7 +175,7 @@ class _Schedule:
         world.pending.clear()
         for one in pending:
             world.pending[one.member, one.point] = one
-        if world.serving and self.relayed.random() < 0.4:
+        if world.serving and self.relayed.random() < 0.7:
             one = source_fault(self.relayed, list(engines))
             world.pending[one.member, one.point] = one
         timers = [world.loop.call_later(fault.at, happen, world, fault) for fault in timed]
@@ -184,7 +186,7 @@ class _Schedule:
             await asyncio.sleep(draw.uniform(0.1, 5.0))
         for timer in timers:
             timer.cancel()
-        later = {*ENGINE_REPAIR_POINTS, *SOURCE_POINTS}  # a re-seed comes after the publication
+        later = {*ENGINE_REPAIR_POINTS, *SOURCE_POINTS, "source"}  # a re-seed comes after the publication
         for key in [key for key in world.pending if key[1] not in later]:
             del world.pending[key]
         world.duplicating = False

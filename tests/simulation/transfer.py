@@ -94,6 +94,8 @@ class SimulatedReader(MappedReader):
     def _pass(self, point: str, deadline: Deadline) -> str | None:
         """Time passes, and whatever the schedule wants to happen here."""
         world, engine = self.world, self.engine
+        if point == "read":
+            world.at_source(engine, self._owner_side.owner)
         seconds, kind = world.at_point(engine, point, fast=0.002)
         if kind == "lost":
             self._lost = True

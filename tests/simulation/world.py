@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from tests.faults.points import STREAM_POINTS
 from tests.simulation.clock import VirtualTimeLoop
 from tests.simulation.coordination import CoordinatorProcess
-from tests.simulation.faults import CORRUPTING, GATES, KILLS, Pending
+from tests.simulation.faults import CORRUPTING, GATES, KILLS, SOURCE_CRASH, Pending
 from tests.simulation.ranks import Agent, EngineProcess, Process, TrainerProcess
 from tests.simulation.threads import Threads, threads
 from tests.simulation.transfer import Simulated
@@ -237,6 +237,18 @@ class World:
         if kind in ("disconnect", "coordinator crash") and (point in GATES or self.random.random() < 0.5):
             seconds += self.random.uniform(0.0, _BACK)  # connected again, it is still in the middle of this
         return seconds, kind
+
+    def at_source(self, reader: EngineProcess, source: Agent) -> None:
+        """What goes wrong with ``source`` while ``reader`` reads from it, if it is an engine rank."""
+        pending = self.pending.get((reader.member, "source"))
+        if pending is None or self.calm or not isinstance(source, EngineProcess):
+            return
+        del self.pending[reader.member, "source"]
+        self.hit(pending.kind, source)
+        if pending.kind == SOURCE_CRASH:
+            self.crash(source)
+        else:
+            source.role.session._taken()
 
     def reached(self, point: str) -> None:
         """The code of a process reached a point of :mod:`weightsync.failpoints`."""

@@ -1,0 +1,80 @@
+"""SkyRL: its trainer publishes through weightsync instead of NCCL, where its user asks for that by calling :func:`enable`.
+
+SkyRL chooses an engine of vLLM's trainer interface by a name from a closed list. It registers its own engine under a name only if
+that name is free. :func:`enable` takes the name ``skyrl_nccl`` first. See ``docs/integrations/skyrl.md``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+from vllm.distributed.weight_transfer.base import WeightSource
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+from weightsync.config import ClientSettings
+from weightsync.engines.vllm.trainer import WeightsyncTrainerEngine, WeightsyncTrainerInitInfo
+from weightsync.errors import ConfigurationError
+
+__all__ = ["NAME", "SkyRLTrainerEngine", "enable"]
+
+NAME = "skyrl_nccl"
+"""What SkyRL's ``weight_sync_backend: nccl`` means in its trainer, where trainer and inference do not share GPUs."""
+
+
+class SkyRLTrainerEngine(WeightsyncTrainerEngine):
+    """Publishes what SkyRL's ``WeightSource`` yields. The environment names the coordinator; SkyRL's NCCL address is unused."""
+
+    skyrl_handles_prefix_cache_reset: ClassVar[bool] = True
+    """A round drops the cache itself."""
+    skyrl_force_disable_expandable_segments: ClassVar[bool] = False
+    """Weights are copied to host memory."""
+    skyrl_empty_cache_after_send: ClassVar[bool] = True
+    skyrl_draft_source: WeightSource | None = None
+    """SkyRL assigns it. See :meth:`send_weights`."""
+
+    @classmethod
+    def trainer_init(
+        cls,
+        init_info: Any,  # noqa: ANN401 - SkyRL's
+        *,
+        client: Any,  # noqa: ANN401 - SkyRL's
+        source: WeightSource | None = None,
+        config: object = None,
+    ) -> Self:
+        """Join the coordinator. SkyRL calls it on every trainer rank.
+
+        Raises:
+            ConfigurationError: ``source`` is missing or not supported.
+            WeightSyncError: :class:`weightsync.Trainer` raised it.
+        """
+        own = WeightsyncTrainerInitInfo(rank=init_info.rank, timeout=ClientSettings.load().timeouts.publish)
+        return super().trainer_init(own, client=client, source=source, config=config)
+
+    def send_weights(self) -> None:
+        """Publish. SkyRL calls it on every trainer rank.
+
+        Raises:
+            ConfigurationError: SkyRL wants a draft model updated, too.
+            WeightSyncError: See :meth:`WeightsyncTrainerEngine.send_weights`.
+        """
+        if self.skyrl_draft_source is not None:
+            raise ConfigurationError("weightsync does not update the draft model of SkyRL's speculative decoding")
+        super().send_weights()
+
+
+def enable() -> None:
+    """Take the name ``skyrl_nccl`` in vLLM's factory of trainer engines.
+
+    Call it in every trainer process, before SkyRL's first sync. Idempotent.
+
+    Raises:
+        ConfigurationError: SkyRL has registered its own engine in this process, so it is too late.
+    """
+    held = WeightTransferTrainerFactory._registry.get(NAME)
+    if held is None:
+        WeightTransferTrainerFactory.register_engine(NAME, SkyRLTrainerEngine)
+    elif held() is not SkyRLTrainerEngine:
+        raise ConfigurationError(
+            f"{NAME} is registered already in this process: call weightsync.integrations.skyrl.enable() before SkyRL's first sync, "
+            "for example as Ray's worker_process_setup_hook"
+        )

@@ -65,8 +65,7 @@ class Fleet(World):
 
     def __init__(self, seed: int, replicas: int, max_unavailable: int | None) -> None:
         super().__init__(seed)
-        self.max_unavailable = max_unavailable
-        self.serving, self.fan_out = False, None
+        self.max_unavailable, self.serving, self.fan_out = max_unavailable, False, None
         self.trainer_shape = (_TRAINERS, "rows")
         self.shape = {f"r{index}": (_HOST_RANKS, "direct") for index in range(replicas)}
         self.frames = 0

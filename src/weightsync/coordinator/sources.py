@@ -182,13 +182,17 @@ def ranks_of(trainers: Mapping[str, RankHandle[TrainerNode]]) -> dict[str, Publi
 
 
 def serving_weights(members: Membership, publications: Publications, readers: Collection[Replica] = ()) -> list[Replica]:
-    """Replicas that serve the last published version, and from which others, the ``readers``, may read it."""
+    """Replicas that serve the last published version, and from which others, the ``readers``, may read it.
+
+    There are none while the trainer publishes streams: a round from a stream has no plan, and readers are not prepared for another.
+    """
     order = (publications.epoch, publications.last)
     published = publications.published.get(order)
     return [
         replica
         for replica in members.replicas.values()
-        if replica.readable
+        if not members.streams
+        and replica.readable
         and replica not in readers
         and replica.version is not None
         and replica.version.order == order

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from tests.unit.coordinator.fakes import GRACE, World
+from tests.unit.coordinator.fakes import GRACE, STREAMED, World
 from tests.virtual_time import virtual
 
 from weightsync.config import RoundSettings
 from weightsync.errors import StaleSource
+from weightsync.model import Manifest
 from weightsync.protocol.messages import RoundResult
 
 MOVE = 10.0
@@ -168,6 +169,20 @@ async def test_after_a_restart_of_the_coordinator_replicas_still_feed_each_other
     await again.settle()
     assert again.states() == {"a": ("loaded", 1), "b": ("loaded", 1), "new": ("loaded", 1)}
     again.check()
+
+
+@virtual
+async def test_replicas_feed_nobody_while_the_trainer_publishes_streams() -> None:
+    world = World(windows=2, serving=("a",))
+    world.add_trainers(1, manifest=Manifest(()))
+    world.add_replica("a", delivery="streamed", manifest=STREAMED)
+    assert (await world.publish(1)).ok
+    world.add_replica("late", delivery="streamed", manifest=STREAMED)
+    await world.settle()
+    assert world.states() == {"a": ("loaded", 1), "late": ("registered", None)}
+    assert not [entry for entry in world.log if entry[2] == "place"]
+    assert (await world.publish(2)).ok
+    world.check()
 
 
 def waves(count: int, fan_out: int | None, serving: int | None = None) -> World:

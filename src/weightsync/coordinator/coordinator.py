@@ -363,7 +363,8 @@ class Coordinator:
                 tracing(tracer),
                 recording(None if tracer is None else tracer.recorder),
             ):
-                result = await (run_stream_round(order) if self._members.streams else run_round(order))
+                streamed = self._members.streams and not seeding  # its windows have passed
+                result = await (run_stream_round(order) if streamed else run_round(order))
         except BaseException as error:
             why = f"{type(error).__name__}: {error}"
             self._keep_trace(tracer, why)

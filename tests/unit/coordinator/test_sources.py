@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from tests.unit.coordinator.fakes import GRACE, World
+from tests.unit.coordinator.fakes import GRACE, STREAMED, World
 from tests.virtual_time import virtual
 
 from weightsync.config import RoundSettings
@@ -246,4 +246,17 @@ async def test_a_replica_that_waits_too_long_for_a_source_serves_on() -> None:
     result = await world.publish(2, timeout=40.0)
     assert Counter(world.states().values()) == {("loaded", 2): 1, ("dirty", None): 1, ("loaded", 1): 1}
     assert [replica for replica in result.replicas if "wait: DeadlineExceeded" in str(replica.error)]
+    world.check()
+
+
+@virtual
+async def test_a_replica_that_holds_the_tensors_of_a_stream_seeds_others_while_the_trainer_is_there() -> None:
+    world = World(live=True, windows=2, serving=("a",))
+    world.add_trainers(1, STREAMED)
+    world.add_replica("a", manifest=STREAMED)
+    assert (await world.publish(1)).ok
+    world.add_replica("new", manifest=STREAMED)
+    await world.settle()
+    assert world.states() == {"a": ("loaded", 1), "new": ("loaded", 1)}
+    assert sources(last(world)) == {"new": "a"}
     world.check()

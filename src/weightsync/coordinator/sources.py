@@ -185,6 +185,8 @@ def serving_weights(members: Membership, publications: Publications, readers: Co
     """Replicas that serve the last published version, and from which others, the ``readers``, may read it."""
     order = (publications.epoch, publications.last)
     published = publications.published.get(order)
+    if published is None and publications.published:
+        return []  # only ranks of replicas report it, and what was published is known
     return [
         replica
         for replica in members.replicas.values()

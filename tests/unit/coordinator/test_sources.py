@@ -271,6 +271,20 @@ async def test_a_version_that_the_trainer_did_not_publish_seeds_nobody() -> None
     assert honest.holds(1)
 
 
+@pytest.mark.parametrize("kind", ["hang", "stubborn"])
+@pytest.mark.parametrize("phase", ["prepare", "move"])
+@virtual
+async def test_a_replica_that_hangs_does_not_keep_the_others_from_a_source(kind: str, phase: str) -> None:
+    world = waves(6, 1)
+    world.faults["r0/0", phase] = kind
+    result = await world.publish(1, timeout=200.0)
+    assert {name: state for name, state in world.states().items() if name != "r0"} == dict.fromkeys(
+        ("r1", "r2", "r3", "r4", "r5"), ("loaded", 1)
+    )
+    assert [replica.name for replica in result.replicas if replica.error is not None] == ["r0"]
+    world.check()
+
+
 @virtual
 async def test_a_replica_that_holds_the_tensors_of_a_stream_seeds_others_while_the_trainer_is_there() -> None:
     world = World(live=True, windows=2, serving=("a",))

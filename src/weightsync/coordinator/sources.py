@@ -33,6 +33,8 @@ class Source:
         self.replica = replica
         self.readers = 0
         """Replicas that read from it now."""
+        self.overdue = 0
+        """Readers among them that took half of the round. Others no longer wait for them."""
         self.placing = asyncio.Lock()
         """Held while a replica makes its version readable."""
         self.digests: npt.NDArray[np.uint64] | None = None
@@ -72,8 +74,8 @@ class Sources:
     """Assigns the readers of one round to sources: near ones first, then those with few readers. Used on one event loop.
 
     Without ``fan_out`` all replicas read from the trainer, if it can be read. With it, a source has at most so many readers at a
-    time, the others wait, and replicas that serve their weights become sources when they are updated. From then on the trainer gets
-    no further readers, except from its own machine.
+    time, not counting those that take longer than half of the round. The others wait, and replicas that serve their weights become
+    sources when they are updated. From then on the trainer gets no further readers, except from its own machine.
 
     Args:
         trainer: The trainer; ``None`` if it cannot be read.
@@ -117,9 +119,20 @@ class Sources:
                 source = await self._wait(reader, deadline)
         else:
             source.readers += 1
+        overdue = False
+
+        def admit_another() -> None:
+            nonlocal overdue
+            overdue = True
+            source.overdue += 1
+            self._assign()
+
+        timer = asyncio.get_running_loop().call_later(deadline.seconds / 2, admit_another)
         try:
             yield source
         finally:
+            timer.cancel()
+            source.overdue -= overdue
             self._release(source)
 
     def alternative(self, source: Source, replica: Replica) -> bool:
@@ -141,7 +154,7 @@ class Sources:
             sources.append(trainer)
         elif not sources and not any(source.readers for source in self._replicas.values()):
             raise StaleSource("no replica serves this version to others any more; the next publication updates this one")
-        free = [source for source in sources if self._fan_out is None or source.readers < self._fan_out]
+        free = [source for source in sources if self._fan_out is None or source.readers - source.overdue < self._fan_out]
         return min(free, key=lambda source: _preference(source, reader.replica), default=None)
 
     async def _wait(self, reader: _Reader, deadline: RoundDeadline) -> Source:
@@ -188,6 +201,8 @@ def serving_weights(members: Membership, publications: Publications, readers: Co
     """
     order = (publications.epoch, publications.last)
     published = publications.published.get(order)
+    if published is None and publications.published:
+        return []  # only ranks of replicas report it, and what was published is known
     return [
         replica
         for replica in members.replicas.values()

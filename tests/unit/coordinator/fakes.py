@@ -129,6 +129,8 @@ class World:
     """Every replica has a machine of its own."""
     windows: int = 0
     """Trainers stream :data:`STREAMED`, with so many windows on each rank."""
+    publishing: bool = False
+    """Whether trainers are inside of a publication."""
 
     def __post_init__(self) -> None:
         self.coordinator = Coordinator(self.settings)
@@ -174,7 +176,9 @@ class World:
     async def publish(self, number: int, timeout: float = 60.0) -> RoundResult:
         """As all trainer ranks do."""
         asking = [self.coordinator.publish(member, number, timeout) for member in list(self.trainers)]
+        self.publishing = True
         results = await asyncio.gather(*asking, return_exceptions=True)
+        self.publishing = False
         for trainer in self.trainers.values():
             trainer.placed = None if self.live else trainer.placed
         for result in results:
@@ -340,6 +344,8 @@ class FakeTrainer:
         await process.fault("window", self)
         if epoch != process.epoch:
             raise Aborted("a newer window took over")
+        if not world.publishing:
+            raise Aborted("this trainer rank is not publishing")
         if body.window >= len(STREAMED):
             short = world.faults.pop((process.member, "end"), None) == "short"
             return WindowPlaced(windows=len(STREAMED) - short, manifest=STREAMED.fingerprint, stamp=body.number)
@@ -357,7 +363,7 @@ class FakeTrainer:
 
 def streamed_digest(number: int, content: int) -> int:
     """Of tensor ``number`` of :data:`STREAMED`, as version ``content``."""
-    return (number * 0x9E3779B97F4A7C15 + content * 0xBF58476D1CE4E5B9 + 1) % 2**64
+    return int(row_digests(rows_layout(STREAMED, 0, 1), np.full(len(STREAMED), content, np.int64))[number])
 
 
 class EngineProcess(_Process):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
-from tests.unit.coordinator.fakes import GRACE, STREAMED, World
+from tests.unit.coordinator.fakes import GRACE, MANIFEST, STREAMED, EngineProcess, World, row_digests, rows_layout
 from tests.virtual_time import virtual
 
 from weightsync.config import RoundSettings
 from weightsync.errors import StaleSource
-from weightsync.model import Manifest
+from weightsync.model import Manifest, Version, fold
 from weightsync.protocol.messages import RoundResult
 
 MOVE = 10.0
@@ -261,4 +262,38 @@ async def test_a_replica_that_waits_too_long_for_a_source_serves_on() -> None:
     result = await world.publish(2, timeout=40.0)
     assert Counter(world.states().values()) == {("loaded", 2): 1, ("dirty", None): 1, ("loaded", 1): 1}
     assert [replica for replica in result.replicas if "wait: DeadlineExceeded" in str(replica.error)]
+    world.check()
+
+
+@virtual
+async def test_a_version_that_the_trainer_did_not_publish_seeds_nobody() -> None:
+    world = World(live=True, serving=("liar",))
+    world.add_trainers(1)
+    world.add_replica("a")
+    assert (await world.publish(1)).ok
+    version = Version("test", 9, MANIFEST.fingerprint, fold(row_digests(rows_layout(MANIFEST, 0, 1), np.full(3, 9, np.int64))))
+    liar = EngineProcess(world, "liar", 0, 1, world.session(), "auto", MANIFEST)
+    liar.content, liar.label = np.full(3, 9, np.int64), version
+    liar.connect()
+    (honest,) = world.replica("a")
+    honest.disconnect()
+    honest.connect()
+    world.add_replica("new")
+    await world.settle()
+    assert world.states()["a"] == ("loaded", 1)
+    assert world.states()["new"] == ("registered", None)
+    assert honest.holds(1)
+
+
+@pytest.mark.parametrize("kind", ["hang", "stubborn"])
+@pytest.mark.parametrize("phase", ["prepare", "move"])
+@virtual
+async def test_a_replica_that_hangs_does_not_keep_the_others_from_a_source(kind: str, phase: str) -> None:
+    world = waves(6, 1)
+    world.faults["r0/0", phase] = kind
+    result = await world.publish(1, timeout=200.0)
+    assert {name: state for name, state in world.states().items() if name != "r0"} == dict.fromkeys(
+        ("r1", "r2", "r3", "r4", "r5"), ("loaded", 1)
+    )
+    assert [replica.name for replica in result.replicas if replica.error is not None] == ["r0"]
     world.check()

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from rich import box
 from rich.bar import Bar
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -43,9 +44,12 @@ _COLOR = {
     "refused": "red",
 }  # fmt: skip
 _SHOWN_ROUNDS = 5
+_OPTIONAL_COLUMNS = ("by transport", "GB/s", "bytes", "pause", "replicas", "version", "ended")  # of rounds, the first to hide first
+_RANK_WIDTH = 12  # a longer name is shortened before a column is hidden
+_UNLIMITED = 1 << 20  # columns
 _KIB = 1024
 _HALF_A_DAY = 43200.0
-_KILO, _WHOLE_SECONDS, _BAR_WIDTH = 1000, 100, 24
+_KILO, _WHOLE_SECONDS, _WHOLE_MILLISECONDS, _BAR_WIDTH = 1000, 100, 10, 24
 _SCHEMES = {"gathered": "gather whole tensors first", "broadcast": "broadcast everything to everybody"}
 
 
@@ -156,6 +160,11 @@ def age(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
+def _milliseconds(seconds: float) -> str:
+    value = 1000 * seconds
+    return f"{value:.1f} ms" if value < _WHOLE_MILLISECONDS else f"{value:.0f} ms"
+
+
 def _clock(when: float, now: float) -> str:
     """Local time of day, with the date in front if ``when`` is more than half a day from ``now``."""
     return time.strftime("%H:%M:%S" if abs(now - when) < _HALF_A_DAY else "%m-%d %H:%M", time.localtime(when))
@@ -182,7 +191,7 @@ def _rounds(status: Status) -> Iterator[RenderableType]:
         table.add_row(
             _clock(result.ended, status.now), str(result.round), _number(result.version.number, result.version.epoch),
             _size(result.nbytes), f"{result.seconds:.3f}", gigabytes_per_second(result.nbytes, result.seconds),
-            f"{1000 * result.longest_pause:.0f} ms",
+            _milliseconds(result.longest_pause),
             _colored("ok" if result.ok else "failed"),
         )  # fmt: skip
     yield table
@@ -198,29 +207,65 @@ def rounds_view(records: Sequence[RoundRecord]) -> RenderableType:
     """Rounds of the history, one line each. Errors follow the table."""
     if not records:
         return Text("no round has ended yet", style="dim")
-    table = _table("rounds")
-    for heading in ("ended", "round", "version", "bytes", "seconds", "GB/s", "pause", "replicas"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("outcome", "slowest phase", "at rank"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("by transport", overflow="fold")
-    for record in records:
-        slowest = record.slowest
-        rate = f"{record.gigabytes_per_second:.2f}" if record.nbytes else ""
-        table.add_row(
-            _clock(record.ended, records[-1].ended), str(record.round), _number(record.number, record.epoch),
-            _size(record.nbytes), f"{record.seconds:.3f}", rate, f"{1000 * record.pause_seconds:.0f} ms",
-            f"{record.updated}/{record.replicas}",
-            _colored("ok" if record.ok else "failed") + _plain_text(" (seed)" if record.kind == "seed" else "", "dim"),
-            _plain_text("" if slowest is None else f"{slowest.phase} {1000 * slowest.seconds:.0f} ms"),
-            _plain_text("" if slowest is None else slowest.rank),
-            _plain_text(", ".join(f"{name} {_size(nbytes)}" for name, nbytes in sorted(record.transports.items()))),
-        )  # fmt: skip
+    rows = [_cells(record, records[-1].ended) for record in records]
     failed: dict[str, list[str]] = {}
     for record in records:
         if record.error:
             failed.setdefault(record.error, []).append(str(record.round))
-    return Group(table, *_notes((f"round {', '.join(numbers)}", _plain_text(error, "red")) for error, numbers in failed.items()))
+    return Group(
+        _RoundsTable(rows),
+        *_notes((f"round {', '.join(numbers)}", _plain_text(error, "red")) for error, numbers in failed.items()),
+    )
+
+
+def _cells(record: RoundRecord, now: float) -> dict[str, Text]:
+    """Cells of a round by heading."""
+    slowest = record.slowest
+    return {
+        "ended": _plain_text(_clock(record.ended, now)),
+        "round": _plain_text(str(record.round)),
+        "version": _plain_text(_number(record.number, record.epoch)),
+        "bytes": _plain_text(_size(record.nbytes)),
+        "seconds": _plain_text(f"{record.seconds:.3f}"),
+        "GB/s": _plain_text(f"{record.gigabytes_per_second:.2f}" if record.nbytes else ""),
+        "pause": _plain_text(_milliseconds(record.pause_seconds)),
+        "replicas": _plain_text(f"{record.updated}/{record.replicas}"),
+        "outcome": _colored("ok" if record.ok else "failed") + _plain_text(" (seed)" if record.kind == "seed" else "", "dim"),
+        "slowest": _plain_text("" if slowest is None else f"{slowest.phase} {_milliseconds(slowest.seconds)}"),
+        "at rank": _plain_text("" if slowest is None else slowest.rank),
+        "by transport": _plain_text(", ".join(f"{name} {_size(nbytes)}" for name, nbytes in sorted(record.transports.items()))),
+    }
+
+
+class _RoundsTable:
+    """One line a round, whatever the width: hides columns until the others fit, and names them below the table."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Text]]) -> None:
+        self._rows = rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        width = options.max_width + max(0, max(row["at rank"].cell_len for row in self._rows) - _RANK_WIDTH)
+        hidden: list[str] = []
+        table = self._without(hidden)
+        for heading in _OPTIONAL_COLUMNS:
+            if Measurement.get(console, options.update(max_width=_UNLIMITED), table).maximum <= width:
+                break
+            hidden.append(heading)
+            table = self._without(hidden)
+        yield table
+        if hidden:
+            yield Text(f"hidden at this width: {', '.join(heading for heading in self._rows[0] if heading in hidden)}", style="dim")
+
+    def _without(self, hidden: Collection[str]) -> Table:
+        table = _table("rounds")
+        headings = [heading for heading in self._rows[0] if heading not in hidden]
+        for heading in headings:
+            # Rich shortens a column that may wrap first; its overflow keeps the line whole.
+            left, shortened = heading in ("outcome", "slowest", "at rank", "by transport"), heading == "at rank"
+            table.add_column(heading, justify="left" if left else "right", no_wrap=not shortened, overflow="ellipsis")
+        for row in self._rows:
+            table.add_row(*(row[heading] for heading in headings))
+        return table
 
 
 def _failure(result: RoundResult, shown: Collection[tuple[str, str | None]]) -> str:

@@ -10,11 +10,12 @@ import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
-from weightsync.cli.tables import age, event_line, round_view, status_view
+from weightsync.cli.tables import age, event_line, round_view, rounds_view, status_view
 from weightsync.coordinator.events import RoundEnded
 from weightsync.coordinator.status import RankStatus, ReplicaStatus, Status
-from weightsync.model import Version
+from weightsync.model import SlowestSpan, Version
 from weightsync.protocol.messages import ReplicaResult, RoundResult
+from weightsync.server.history import RoundRecord
 
 NOW = time.mktime((2030, 5, 6, 14, 0, 0, 0, 0, -1))
 ERROR = "ManifestMismatch: replica mine-1: 21 tensors differ in dtype: float32 at the trainer, bfloat16 here: " + "words " * 40
@@ -86,6 +87,43 @@ def test_a_round_takes_one_line_a_replica(error: str | None) -> None:
     assert re.search(r"^mine-0 +(loaded|dirty) +16.0 GiB +(12345.6 *){6}$", text, re.MULTILINE)
     assert ("  mine-0: direct by shared_memory, tcp, verified as installed" in text) == (error is None)
     assert text.count("21 tensors differ in dtype") == (error is not None)
+
+
+def record(number: int, rank: str = "policy-0/0", **changes: object) -> RoundRecord:
+    """The round of a large model in a long run; every cell is wide."""
+    whole = RoundRecord(
+        run="run", round=number, kind="publish", number=123456, epoch=1, started=NOW - 72.5, ended=NOW - 60, seconds=112.5,
+        queued=0.0, ok=True, replicas=16, updated=16, nbytes=61 << 30, gigabytes_per_second=0.58, pause_seconds=12.5,
+        place_seconds=0.1, transports={"shared_memory": 60 << 30, "tcp": 1 << 30}, slowest=SlowestSpan(rank, "verify", 12.345),
+    )  # fmt: skip
+    return msgspec.structs.replace(whole, **changes)
+
+
+def test_the_history_takes_one_whole_line_a_round_at_80_columns_and_names_what_it_hides() -> None:
+    failed = record(10, ok=False, kind="seed", updated=1, error=ERROR, slowest=None, transports={})
+    text = shown(rounds_view([record(8), record(9), failed]))
+    assert re.search(r"^13:59:00 +9 +123456 +112.500 +ok +verify 12345 ms +policy-0/0 *$", text, re.MULTILINE)
+    assert re.search(r"^13:59:00 +10 +123456 +112.500 +failed \(seed\) *$", text, re.MULTILINE)
+    assert "\nhidden at this width: bytes, GB/s, pause, replicas, by transport\n" in text
+    assert text.count("21 tensors differ in dtype") == 1
+    table = text.partition("hidden at")[0]
+    assert "0.4 ms" in shown(rounds_view([record(9, slowest=SlowestSpan("coordinator", "plan", 0.0004))]))
+    assert len(table.splitlines()) == 7, "a blank line, the title, the headings and their rule, and a line a round"
+    assert "\u2026" not in table
+
+
+def test_a_wide_terminal_shows_every_column_of_the_history() -> None:
+    text = shown(rounds_view([record(9)]), 160)
+    assert re.search(
+        r" 61.0 GiB +112.500 +0.58 +12500 ms +16/16 +ok .* policy-0/0 +shared_memory 60.0 GiB, tcp 1.0 GiB *$", text, re.MULTILINE
+    )
+    assert "hidden" not in text
+
+
+@pytest.mark.parametrize(("width", "cells"), [(60, "9 +112.500"), (80, "13:59:00 +9 +123456 +112.500"), (100, "13:59:00 .* 16/16")])
+def test_a_long_name_of_a_rank_is_shortened_before_other_columns_are_hidden(width: int, cells: str) -> None:
+    text = shown(rounds_view([record(9, "policy-" + "x" * 200)]), width)
+    assert re.search(rf"^ *{cells} +ok +verify 12345 ms +policy-x+\u2026 *$", text, re.MULTILINE)
 
 
 def test_text_from_agents_is_no_markup() -> None:

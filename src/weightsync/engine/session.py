@@ -185,7 +185,10 @@ class EngineSession:
             pass  # its end carries out what is due
 
     def close(self, timeout: float, last: Callable[[], None]) -> None:
-        """Abort what runs, refuse every later call, and call ``last`` in a turn if one comes within ``timeout`` seconds."""
+        """Abort what runs, refuse every later call, and call ``last`` in a turn if one comes within ``timeout`` seconds.
+
+        If none comes, another front may drive the engine on, so this session leaves service.
+        """
         self.abort()
         with self._changing:
             self.closed = True
@@ -195,6 +198,8 @@ class EngineSession:
                 last()
             finally:
                 self._calls.turn.release()
+        else:
+            self._forget()
 
     def wait_for_version(self, version: int | Version, deadline: Deadline) -> Version:
         """Wait until this rank serves ``version`` (a number, or a version with its epoch) or a later one, and return that.

@@ -17,6 +17,7 @@ from weightsync.coordinator.ranks import PublishingRank
 from weightsync.deadline import Deadline
 from weightsync.engine.rounds import EngineRole
 from weightsync.engine.served_weights import ServedWeights
+from weightsync.engine.session import EngineSession
 from weightsync.errors import Aborted, PeerLost, PlanMismatch, ProtocolError, StaleSource
 from weightsync.model import Version, fold
 from weightsync.protocol.messages import CheckSources, Pause, Place, Placed, Prepare, Quarantine
@@ -110,6 +111,18 @@ def test_a_closed_engine_is_gone(stage: Serving) -> None:
     reader = stage.reader()
     stage.engine.close()
     with pytest.raises((PeerLost, StaleSource)):
+        reader.begin(1, Deadline(SECONDS))
+        reader.end(Deadline(SECONDS))
+
+
+def test_an_engine_that_is_closed_while_another_front_drives_it_is_not_read(stage: Serving) -> None:
+    stage.asked()
+    reader = stage.reader()
+    other = EngineSession(stage.adapter, "another front")
+    with other.turn(other.receive("an update from outside", 1), Deadline(SECONDS)):
+        stage.engine.close(0.05)
+    assert stage.engine.attests is None
+    with pytest.raises(StaleSource):
         reader.begin(1, Deadline(SECONDS))
         reader.end(Deadline(SECONDS))
 

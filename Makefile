@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo bench simulate faults fuzz audit test lint types check format constraints clean
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
 
 # Every archive is compared with its hash in a lock, which names all that is needed: pip resolves nothing. Only our own package has
 # no hash. Torch's build for CPUs is taken where pip knows one (PIP_FIND_LINKS, or an extra index), and so is what is installed

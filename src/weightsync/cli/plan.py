@@ -51,7 +51,7 @@ def plan(
     dtype: Annotated[str, typer.Option(help="Element type that is published, as torch calls it.")] = "bfloat16",
     placement: Annotated[
         PlacementOption,
-        typer.Option(help="Engines on hosts of their `separate` own, on `shared` hosts, or `colocated` on the trainer's GPUs."),
+        typer.Option(help="Engines on hosts of their own (`separate`), on the trainer's (`shared`), or on its GPUs (`colocated`)."),
     ] = PlacementOption.separate,
     nic: Annotated[float, typer.Option(metavar="GBITS", help="NIC of one GPU in Gb/s, one direction.")] = 400.0,
     nvlink: Annotated[float, typer.Option(metavar="GBYTES", help="NVLink of one GPU in GB/s, one direction.")] = 396.0,

@@ -53,7 +53,7 @@ def _hints(settings: ServerSettings, address: Address, token: Secret, run: str) 
     else:
         yield "status page", f"{address.url}/ (it asks for the token; `weightsync token` prints a link with it)"
     if settings.token is None:
-        yield "token", f"{token_path(address.port)} (read by your own processes on this machine)"
+        yield "token", f"{token_path(address.port)} (your processes find it)"
     if not settings.run:
         yield "to restart", f"use --run {run} so that replicas keep their versions"
 

@@ -10,6 +10,7 @@ from weightsync.model.version import Version
 __all__ = ["GUARANTEES", "ReplicaResult", "RoundResult"]
 
 _SHOWN, _LINE = 8, 320  # items, and characters of each, in a summary
+_MEGABYTE = 10**6
 
 GUARANTEES = {
     "installed": "the digests of the engine's own parameters equal the published ones",
@@ -121,16 +122,20 @@ class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if (names := [replica.name for replica in updated if replica.verified == kind])
         ]
         failed = _shown([f"{replica.name} ({replica.state}: {_one_line(replica.error)})" for replica in missed])
-        rate = f" ({self.gigabytes_per_second:.2f} GB/s)" if self.nbytes else ""
+        rate = f" ({self.gigabytes_per_second:.2f} GB/s)" if self.nbytes >= _MEGABYTE else ""
         return "\n".join(
             (
                 f"round {self.round}, version {self.version}: {'ok' if self.ok else 'failed'}, {len(updated)} of "
-                f"{len(self.replicas)} replicas, {self.nbytes / 1e6:,.1f} MB in {self.seconds:.3f} s{rate}, "
+                f"{len(self.replicas)} replicas, {_size(self.nbytes)} in {self.seconds:.3f} s{rate}, "
                 f"longest pause {self.longest_pause:.3f} s{f', slowest: {self.slowest}' if self.slowest else ''}",
                 f"  updated: {'; '.join(verified) or 'none'}",
                 f"  not updated: {'; '.join(failed) or 'none'}",
             )
         )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / _MEGABYTE:,.1f} MB" if nbytes >= _MEGABYTE else f"{nbytes:,} bytes"
 
 
 def _shown(items: list[str]) -> list[str]:

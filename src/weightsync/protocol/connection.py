@@ -33,6 +33,7 @@ from weightsync.errors import (
     ProtocolError,
     WeightSyncError,
     from_wire,
+    readable,
 )
 from weightsync.forks import Origin
 from weightsync.protocol.calls import AnswerWatcher, Calls
@@ -359,7 +360,7 @@ class CoordinatorConnection(Closeable):
             await socket.close(1002, str(error)[:100])
             return str(error)
         except ConnectionClosed as error:
-            return str(error)
+            return readable(error.rcvd.reason) if error.rcvd and error.rcvd.reason else str(error)
 
     async def _dispatch(self, body: Body, timeout: float) -> Body:
         call, what = self._receive(body), type(body).__name__

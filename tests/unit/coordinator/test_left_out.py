@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import msgspec
 import pytest
 from tests.unit.coordinator.fakes import GRACE, MANIFEST, SPECS, World
 from tests.virtual_time import virtual
@@ -188,6 +189,7 @@ def test_a_result_reads_as_three_lines() -> None:
     result = RoundResult(3, version, True, 30_000_000, 0.25, {}, replicas)
     first, second, third = str(result).splitlines()
     assert first == "round 3, version run@7: ok, 2 of 3 replicas, 30.0 MB in 0.250 s (0.12 GB/s), longest pause 0.000 s"
+    assert ": ok, 2 of 3 replicas, 2,720 bytes in 0.250 s, longest" in str(msgspec.structs.replace(result, nbytes=2720))
     assert "mine-0 (installed: " in second
     assert "mine-1 (received: weaker" in second
     assert third == "  not updated: odd (refused: first; second)"

@@ -23,7 +23,10 @@ def findings() -> Iterator[Finding]:
         release = version("areal")
     except PackageNotFoundError:
         yield Finding(
-            "areal", "missing", "not installed in this environment", "weightsync belongs into the environment that AReaL is in"
+            "areal",
+            "missing",
+            "not installed in this environment",
+            "install weightsync in AReaL's environment; run this there",
         )
         return
     if release.startswith(f"{TRIED}."):

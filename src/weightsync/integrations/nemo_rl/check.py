@@ -23,7 +23,7 @@ def findings() -> Iterator[Finding]:
     if find_spec("nemo_rl") is None:
         yield Finding(
             "nemo_rl", "missing", "not importable in this environment",
-            "weightsync belongs into the environments of NeMo-RL's policy and vLLM workers; run this there",
+            "install weightsync in the environments of NeMo-RL's policy and vLLM workers; run this there",
         )  # fmt: skip
         return
     yield _release()

@@ -23,7 +23,10 @@ def findings() -> Iterator[Finding]:
         release = version("trl")
     except PackageNotFoundError:
         yield Finding(
-            "trl", "missing", "not installed in this environment", "weightsync belongs into the environment that TRL is in"
+            "trl",
+            "missing",
+            "not installed in this environment",
+            "install weightsync in TRL's environment; run this there",
         )
         return
     if release.startswith(f"{TRIED}."):

@@ -29,7 +29,10 @@ def findings() -> Iterator[Finding]:
         release = version("verl")
     except PackageNotFoundError:
         yield Finding(
-            "verl", "missing", "not installed in this environment", "weightsync belongs into the environment that verl is in"
+            "verl",
+            "missing",
+            "not installed in this environment",
+            "install weightsync in verl's environment; run this there",
         )
         return
     if is_tried(release):

@@ -165,6 +165,10 @@ class Engine(Closeable):
             raise ConfigurationError(f"a version to wait for is a number from 0, or a Version, not {version!r}")
         return self._role.session.wait_for_version(version, Deadline(self._timeouts.version if timeout is None else timeout))
 
+    def settle(self, timeout: float) -> None:
+        """Wait until what the coordinator asked of this rank is answered, up to ``timeout`` seconds."""
+        self._link.settle(timeout)
+
     def close(self) -> None:
         """Leave the coordinator. The engine keeps the weights that it has. Safe twice. In a forked child: nothing."""
         if self._origin.elsewhere:

@@ -23,6 +23,8 @@ __all__ = ["Receiver"]
 
 Batch = list[tuple[str, torch.Tensor]]
 
+_ANSWER_SECONDS = 2.0
+
 
 class _Handover(EngineAdapter):
     """Lends each bucket to the consumer, and gets it back when the next one is requested. A stream has one consumer."""
@@ -143,6 +145,12 @@ class _Handover(EngineAdapter):
             self._lent = True
             return self._batch
 
+    @property
+    def busy(self) -> bool:
+        """Whether a stream is being received."""
+        with self._changed:
+            return self._running
+
     def close(self) -> None:
         """Nothing is taken any more."""
         with self._changed:
@@ -225,6 +233,8 @@ class Receiver:
 
     def close(self) -> None:
         """Leave the coordinator; a thread that receives gets :class:`~weightsync.errors.Aborted`. Safe twice."""
+        if not self._handover.busy:
+            self._engine.settle(_ANSWER_SECONDS)  # a loop ends shortly before the coordinator hears of it
         self._handover.close()
         self._engine.close()
 

@@ -134,6 +134,11 @@ class Calls:
             case _:
                 raise ProtocolError(f"a {type(frame).__name__} frame is not allowed after the handshake")
 
+    async def settled(self) -> None:
+        """Wait until every request that has arrived is answered."""
+        while running := [handler for handler in self._handlers.values() if not handler.done()]:
+            await asyncio.wait(running)
+
     def notify(self, text: str) -> None:
         """Send a :class:`~weightsync.protocol.messages.Notice` if the connection is open. Never waits."""
         self._post(Notice(text[:_NOTICE_CHARS]))

@@ -211,6 +211,16 @@ class CoordinatorConnection(Closeable):
         except RuntimeError:
             return  # the loop has just closed
 
+    def settle(self, timeout: float) -> None:
+        """Wait until each call of the coordinator is answered, up to ``timeout`` seconds. Not on the thread of all links."""
+        loop, calls = self._loop, self._calls
+        if loop is None or calls is None or self._origin.elsewhere:
+            return
+        with contextlib.suppress(RuntimeError):  # the loop has just closed
+            settling = asyncio.run_coroutine_threadsafe(calls.settled(), loop)
+            wait([settling], timeout)
+            settling.cancel()
+
     def close(self, timeout: float = 5.0) -> None:
         """Leave the coordinator and end this link's threads. Safe twice and from any thread.
 

@@ -292,7 +292,7 @@ def test_a_trainers_own_coordinator_takes_no_other_port(monkeypatch: pytest.Monk
         monkeypatch.delenv("WEIGHTSYNC_COORDINATOR", raising=False)
         monkeypatch.setattr("weightsync.config.DEFAULT_PORT", taken.getsockname()[1])
         monkeypatch.setenv("WEIGHTSYNC_PORT", str(taken.getsockname()[1]))
-        with pytest.raises(ConfigurationError, match=r"port \d+.*Another coordinator.*WEIGHTSYNC_PORT"):
+        with pytest.raises(ConfigurationError, match=r"port \d+: Address already in use\. Another coordinator.*WEIGHTSYNC_PORT"):
             Trainer(linear())
 
 

@@ -350,9 +350,9 @@ def forecast_view(forecast: RefitForecast) -> RenderableType:
     refit, usable = forecast.refit, [transport for transport in forecast.transports if not transport.unusable]
     views: list[RenderableType] = [
         Text(
-            f"{refit.tensors:,} tensors, {_decimal(refit.nbytes)}; trainer GPUs on {refit.trainer_hosts} hosts, engine GPUs on "
-            f"{refit.engine_hosts}. An engine GPU receives {_decimal(refit.received)} in {refit.pieces:,} pieces, half of the "
-            f"bytes in runs of at most {_decimal(refit.run)}. A trainer GPU sends {_decimal(refit.sent)}."
+            f"{refit.tensors:,} tensors, {_decimal(refit.nbytes)}; hosts with trainer GPUs: {refit.trainer_hosts}, with "
+            f"engine GPUs: {refit.engine_hosts}. An engine GPU receives {_decimal(refit.received)} in {refit.pieces:,} pieces, "
+            f"half of the bytes in runs of at most {_decimal(refit.run)}. A trainer GPU sends {_decimal(refit.sent)}."
         )
     ]
     if forecast.refused:

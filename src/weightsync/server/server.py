@@ -43,8 +43,9 @@ def _listen(settings: ServerSettings) -> socket.socket:
         everywhere = family == socket.AF_INET6 and _unspecified(str(where[0])) and socket.has_dualstack_ipv6()
         return socket.create_server((str(where[0]), settings.port), family=family, backlog=_BACKLOG, dualstack_ipv6=everywhere)
     except OSError as error:
+        reason = (error.strerror or str(error)).partition(" (while ")[0]
         raise ConfigurationError(
-            f"cannot listen on {host} port {settings.port}: {error.strerror or error}. Another coordinator may hold it "
+            f"cannot listen on {host} port {settings.port}: {reason}. Another coordinator may hold it "
             "(`weightsync serve`, or that of another trainer on this machine), or another program. For a trainer to use the "
             f"coordinator there, set WEIGHTSYNC_COORDINATOR=http://{f'[{host}]' if ':' in host else host}:{settings.port}. "
             "WEIGHTSYNC_PORT or --port chooses a port, 0 takes a free one; WEIGHTSYNC_HOST or --host chooses the address"

@@ -23,7 +23,7 @@ from tests.integration.odd_tensors import Wrapper, freed
 from weightsync.config import ServerSettings
 from weightsync.deadline import Deadline
 from weightsync.engine.agent import Engine
-from weightsync.engine.receiver import Receiver, _Handover
+from weightsync.engine.receiver import Receiver
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import (
     Aborted,
@@ -138,21 +138,6 @@ def test_every_tensor_arrives_in_every_round(world: World, transport: str) -> No
         assert {replica.transports for replica in result.replicas} == {(transport,)}
         assert [receiver.serving for receiver in receivers] == [result.version] * 2
         assert all(replica.nbytes == sum(t.nbytes for t in weights(seed).values()) for replica in result.replicas)
-
-
-def test_a_receiver_that_is_closed_after_its_loop_has_taken_the_version(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    resume = _Handover.resume
-
-    def slow(handover: _Handover) -> None:
-        resume(handover)  # ends the loop
-        time.sleep(0.3)  # before the coordinator hears of it
-
-    monkeypatch.setattr(_Handover, "resume", slow)
-    trainer, receiver = world.trainer(), world.receiver()
-    publishing = world.pool.submit(trainer.publish_stream, lent(weights(0)), timeout=SECONDS)
-    assert same(received(receiver), weights(0))
-    receiver.close()
-    assert [replica.error for replica in publishing.result(SECONDS).replicas] == [None]
 
 
 @pytest.mark.parametrize(("windows", "order"), [(2, (0, 1, 2)), (5, (0, 1, 2)), (2, (2, 0, 1))])

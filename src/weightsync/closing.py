@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Self
 
 __all__ = ["Closeable"]
 
 
-class Closeable:
+class Closeable(ABC):
     """Base of what is closed at the end of a ``with`` block."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release what this object owns. Safe twice."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self

@@ -92,7 +92,7 @@ class Sources:
             self.add(replica)
 
     def add(self, replica: Replica) -> None:
-        """Let others read from ``replica`` if it serves its weights. Whoever waits for a source may get it at once."""
+        """Let others read from ``replica`` if it serves its weights. Waiting replicas may get it at once."""
         if replica.readable:
             ranks = {link.member: link.node.rank.source for link in replica.links.values()}
             self._replicas[replica.name] = Source({name: rank for name, rank in ranks.items() if rank is not None}, replica)

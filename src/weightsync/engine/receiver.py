@@ -92,7 +92,7 @@ class _Handover(EngineAdapter):
 
     @property
     def _next_taker(self) -> int:
-        """The consumer, if its loop may get the next stream: one whose stream has ended may still be busy. 0: nobody."""
+        """The consumer, if its loop may get the next stream: one whose stream has ended may still be busy. 0: none."""
         return 0 if self._taker == self._ended[0] else self._taker
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:

@@ -131,7 +131,7 @@ class EngineSession:
     def abort(self, reason: str | None = "") -> None:
         """End every call that has arrived, soon: its callers have given up. Never blocks; an engine that is paused stays paused.
 
-        The adapter is told with ``None`` only when the quarantine comes that follows, because that has the reason.
+        With ``None``, the adapter is notified by the quarantine that follows, because that has the reason.
         """
         with self._changing:
             self._aborts = next(self._abort_numbers)

@@ -29,7 +29,7 @@ __all__ = [
 
 _Positive = Annotated[float, Meta(gt=0)]
 Scheme = Literal["sharded", "gathered", "broadcast", "direct", "operations"]
-"""``sharded`` readers pull what they need from whoever holds it. ``gathered`` systems make whole tensors first and send parts.
+"""``sharded`` readers pull what they need from ranks that hold it. ``gathered`` systems make whole tensors first and send parts.
 ``broadcast`` systems send everything to everybody. ``direct`` is one-sided over NVLink, ``operations`` a list of descriptors."""
 
 GIGABIT = 1e9 / 8

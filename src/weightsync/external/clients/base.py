@@ -6,7 +6,7 @@ it: the request from a thread, the bytes through the group meanwhile, and no wai
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -47,7 +47,7 @@ class Bucket(NamedTuple):
         return [self.memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
-class UpdateClient(Closeable, ABC):
+class UpdateClient(Closeable):
     """One engine to be updated. Derive from it for a kind of engine; methods that it does not have raise ``ConfigurationError``.
 
     An update is ``check``, ``join``, ``pause``, ``begin``, ``update`` for every bucket (``last`` with the last), ``commit``,

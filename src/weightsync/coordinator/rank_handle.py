@@ -28,6 +28,11 @@ class RoundDeadline:
         self.seconds = seconds
         self.at = asyncio.get_running_loop().time() + seconds if at is None else at
 
+    @property
+    def passed(self) -> bool:
+        """Whether no time is left."""
+        return self.at <= asyncio.get_running_loop().time()
+
     def remaining(self, what: str) -> float:
         """Return the seconds left, which are above zero.
 

@@ -39,6 +39,7 @@ class Report:
         self._emit = emit
         self._phases: dict[str, float] = {}
         self._current = ""
+        self._failed_in = ""
         self._error: str | None = None
         self._paused_at: float | None = None
         self._paused_seconds = 0.0
@@ -58,6 +59,9 @@ class Report:
         try:
             with span(name, self.replica.name):
                 yield
+        except BaseException:
+            self._failed_in = name
+            raise
         finally:
             self._phases[name] = self._phases.get(name, 0.0) + asyncio.get_running_loop().time() - started
 
@@ -81,8 +85,7 @@ class Report:
     def failed(self, error: BaseException) -> None:
         """Record the error that ended the update."""
         kind, message = to_wire(error)
-        phase = list(self._phases)[-1] if self._phases else self._current
-        self._error = f"{phase}: {kind}: {message}"
+        self._error = f"{self._failed_in or self._current}: {kind}: {message}"
         self.replica.error = self._error
 
     def result(self, publications: Publications) -> ReplicaResult:

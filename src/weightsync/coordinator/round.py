@@ -148,7 +148,7 @@ async def _update_replica(context: RoundContext, report: Report, placing: _Placi
                     await _update_from(context, report, placing, source, final)
                     updated = True
                 except WeightSyncError as error:
-                    if final:
+                    if final or context.deadline.passed:
                         raise
                     failed = source
                     _log.warning("replica %s could not be updated from replica %s: %s", replica.name, source.name, error)

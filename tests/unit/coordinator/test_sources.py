@@ -186,8 +186,9 @@ async def test_replicas_feed_nobody_while_the_trainer_publishes_streams() -> Non
     world.check()
 
 
-def waves(count: int, fan_out: int | None, serving: int | None = None) -> World:
-    world = World(RoundSettings(run="test", grace=GRACE, timeout=600.0, fan_out=fan_out), apart=True)
+def waves(count: int, fan_out: int | None, serving: int | None = None, max_unavailable: int | None = None) -> World:
+    settings = RoundSettings(run="test", grace=GRACE, timeout=600.0, fan_out=fan_out, max_unavailable=max_unavailable)
+    world = World(settings, apart=True)
     names = [f"r{index}" for index in range(count)]
     world.serving = tuple(names[: count if serving is None else serving])
     world.add_trainers(1)
@@ -262,6 +263,19 @@ async def test_a_replica_that_waits_too_long_for_a_source_serves_on() -> None:
     result = await world.publish(2, timeout=40.0)
     assert Counter(world.states().values()) == {("loaded", 2): 1, ("dirty", None): 1, ("loaded", 1): 1}
     assert [replica for replica in result.replicas if "wait: DeadlineExceeded" in str(replica.error)]
+    world.check()
+
+
+@pytest.mark.parametrize("serving", [0, 1])
+@virtual
+async def test_an_error_names_the_phase_in_which_the_time_ran_out(serving: int) -> None:
+    world = waves(3, 2 - serving, serving=serving, max_unavailable=1)
+    assert (await world.publish(1)).ok
+    world.faults[f"r{serving}/0", "move"] = "hang"
+    result = await world.publish(2, timeout=40.0)
+    errors = {replica.name: str(replica.error) for replica in result.replicas if replica.error is not None}
+    assert errors["r2"].startswith("wait: DeadlineExceeded: waiting for its turn"), errors
+    assert world.states()["r2"] == ("loaded", 1)
     world.check()
 
 

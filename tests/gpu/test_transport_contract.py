@@ -1,12 +1,12 @@
 """The transports between GPUs under the contract, faults included. Publishers are on the first GPU, readers on the last.
 
-NCCL's classes fail the census on H200s (torch 2.11, 2026-11-22), and nothing else: each communicator that was aborted leaves one
-socket in either process. Torch alone leaves none when both ranks of a communicator abort it, but for pipes and sockets of the first
-one, which :func:`start_nccl` opens beforehand. Where ours differs is not known.
+The census of NCCL's classes needs NCCL's own supervision (RAS) switched off: it connects all processes that share communicators, by
+sockets that stay until the processes end.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
@@ -43,6 +43,7 @@ def start_nixl() -> None:
 
 def start_nccl() -> None:
     """NCCL keeps what the first communicator of two ranks opens, for the life of the process."""
+    os.environ["NCCL_RAS_ENABLE"] = "0"
     start_cuda()
     deadline = Deadline(60.0)
     listening = StoreRendezvous("127.0.0.1", 2, deadline)

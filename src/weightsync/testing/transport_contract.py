@@ -334,7 +334,7 @@ class TransportContract:
                 thread.start()
             for thread in threads:
                 thread.join(30)
-            assert not failures
+            assert not failures, failures
 
     # Requests that must be rejected.
 

@@ -34,9 +34,12 @@ from weightsync.transports.net.requests import (
 from weightsync.transports.nixl.agent import Agent, Transfer, span_of
 from weightsync.transports.nixl.frames import BUFFERS, TILE_BYTES, Copies, Frames, StagingBuffers, copies, split
 
-__all__ = ["NixlReader"]
+__all__ = ["POSTING_THREADS", "NixlReader"]
 
 Int64 = npt.NDArray[np.int64]
+
+POSTING_THREADS = 2
+"""More gain nothing between two GPUs (docs/benchmarks/gpu-rounds.md)."""
 
 _DESCRIPTION_BYTES = 64 << 20  # a million regions
 _SETTLE_SECONDS = 10.0
@@ -251,7 +254,8 @@ class NixlReader(ConnectedReader):
     def _least_run(self, described: MemoryDescription, deadline: Deadline) -> int:
         """Measure from how many bytes on a run is read directly: where pieces of that size reach the rate that frames reach.
 
-        That is three fifths of the rate of one large read (docs/benchmarks/gpu-rounds.md).
+        That is three fifths of the rate of one large read (docs/benchmarks/gpu-rounds.md). The probe's pieces are too few to be
+        divided among the threads.
         """
         largest = int(self._regions[:, 1].argmax()) if len(self._regions) else -1
         if largest < 0 or self._regions[largest, 1] < _PROBE_RUN:
@@ -276,7 +280,7 @@ class NixlReader(ConnectedReader):
                     transfer.wait(deadline)
                     took.append(time.perf_counter() - started)
                 seconds.append(min(took))
-            least = 1.5 * seconds[0] / _PROBES * _PROBE_RUN / seconds[1]
+            least = 1.5 * seconds[0] / _PROBES / POSTING_THREADS * _PROBE_RUN / seconds[1]
         finally:
             probe.close(deadline)
         return int(min(max(least, _LEAST_RUN), _MOST_RUN))

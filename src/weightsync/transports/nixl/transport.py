@@ -23,12 +23,14 @@ from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.nixl.agent import Agent, network_devices, nixl_problem, rdma_devices
 from weightsync.transports.nixl.publisher import NixlPublisher
-from weightsync.transports.nixl.reader import NixlReader
+from weightsync.transports.nixl.reader import POSTING_THREADS, NixlReader
 from weightsync.transports.tcp.transport import dialer, parse_address, reaches
 
 __all__ = ["Nixl"]
 
 _sharing = threading.Lock()
+_POSTING = {"num_threads": str(POSTING_THREADS), "split_batch_size": "64"}
+"""Parameters of a reader's agent: many pieces are posted by several threads, as posting one takes as long as copying megabytes."""
 
 
 class Nixl(Transport):
@@ -95,7 +97,7 @@ class Nixl(Transport):
         """Return the agent that all readers of this transport share: an agent holds threads, and some twenty descriptors."""
         with _sharing:
             if self._agent is None:
-                self._agent = Agent(self.options)
+                self._agent = Agent({**_POSTING, **self.options})
             self._readers += 1
             return self._agent
 

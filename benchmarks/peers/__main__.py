@@ -23,6 +23,7 @@ import msgspec
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import weightsync
 from benchmarks.peers.movers import RankJob
@@ -110,7 +111,7 @@ class _Run:
                 at = time.monotonic() + _AHEAD
                 rounds.append(1000 * max(together(peers, deadline.remaining(what), do="move", at=at)))
                 together(peers, deadline.remaining(what), do="check", seed=seed)
-                self.console.print(f"{what}: round {seed}: {rounds[-1]:.1f} ms", style="dim", highlight=False)
+                self.console.print(f"{what}: round {seed}: {rounds[-1]:.1f} ms", style="dim", highlight=False, markup=False)
         return {
             "detail": opened[0]["detail"],
             "rounds_ms": [round(ms, 2) for ms in rounds[1:]],
@@ -159,8 +160,9 @@ def _environment(device: str) -> dict[str, Any]:
 def _report(run: _Run, rows: list[dict[str, Any]]) -> dict[str, Any]:
     facts = _environment(run.device)
     place = f"one {facts['device']} to another of the same host" if run.device == "cuda" else "one process to another, without GPUs"
+    size = f"{run.nbytes / 1e9:.0f} GB" if run.nbytes >= 1e9 else f"{run.nbytes:,} bytes"
     return {
-        "what": f"{run.nbytes / 1e9:.3g} GB in {len(run.specs):,} tensors ({run.model}, bfloat16) from {place}",
+        "what": f"{size} in {len(run.specs):,} tensors ({run.model}, bfloat16) from {place}",
         "unit": "milliseconds",
         "date": str(facts["date"])[:10],
         "conditions": (
@@ -181,7 +183,7 @@ def _table(report: dict[str, Any]) -> Table:
         ranges = [" to ".join(f"{ms:,}" for ms in dict.fromkeys(row.get(column, ()))) for column in ("move", "pause_to_resume")]
         rounds = [ms for variant in row.get("variants", ()) for ms in variant.get("rounds_ms", ())]
         median = f"{statistics.median(rounds):,.1f}" if rounds else ""
-        table.add_row(row["way"], *ranges, median, problem or row["detail"])
+        table.add_row(row["way"], *ranges, median, Text(problem or row["detail"]))
     return table
 
 
@@ -227,7 +229,7 @@ def main(arguments: Sequence[str]) -> int:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(_report(run, rows), indent=1) + "\n")
             state = rows[-1].get("absent") or rows[-1].get("error") or rows[-1]["move"]
-            console.print(f"{way.label}: {state} ({rows[-1]['seconds']} s)", highlight=False)
+            console.print(f"{way.label}: {state} ({rows[-1]['seconds']} s)", highlight=False, markup=False)
         console.print(_table(_report(run, rows)))
     return 1 if any("error" in row for row in rows) else 0
 

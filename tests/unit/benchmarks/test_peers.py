@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def test_a_way_is_measured_and_one_that_is_absent_says_so(tmp_path: Path) -> Non
     assert len(by_tensor["variants"][0]["rounds_ms"]) == 2
     low, high = by_tensor["move"]
     assert 0 < low <= high
-    assert report["what"].startswith("0.0000")
+    assert report["what"].startswith("26,880 bytes in 14 tensors (")
     assert report["environment"]["torch"]
 
 
@@ -93,7 +94,7 @@ def test_another_systems_engine_is_loaded_from_its_folder(tmp_path: Path) -> Non
     [
         (("post_unpack_func([(name", "name == 'lm_head.weight' or post_unpack_func([(name"), "1 tensors did not arrive"),
         (("group.broadcast(received, src=src)", "import threading; threading.Event().wait()"), "did not finish within"),
-        (("group.broadcast(received, src=src)", "import os; os._exit(3)"), "PeerLost"),
+        (("group.broadcast(received, src=src)", "import os; os._exit(3)"), "rank-1 ended|[Cc]onnection (closed|reset)"),
     ],
     ids=["wrong", "hangs", "dies"],
 )
@@ -107,6 +108,6 @@ def test_an_engine_that_fails_is_a_row_and_the_next_one_runs(
     status, report = _measured(tmp_path, "--nemo-rl", str(tmp_path))
     assert status == 1
     row, by_tensor = report["rows"]
-    assert problem in row["error"]
+    assert re.search(problem, row["error"])
     assert "move" not in row
     assert by_tensor["move"]

@@ -148,7 +148,7 @@ def peers(data: Any) -> str:
     for tick, (row, *_) in zip(axes.get_yticklabels(), bars, strict=True):
         tick.set_weight("bold" if row["of"] == "weightsync" else "normal")
     axes.invert_yaxis()
-    axes.set_xlim(0, 2800)
+    axes.set_xlim(0, 1.13 * max(high for _, _, high, _ in bars))
     axes.set_title(data["what"], loc="right", size=10)
     axes.set_xlabel(f"milliseconds, less is better; the light part is the range over runs; {data['date']}")
     _plain(axes)

@@ -1,7 +1,9 @@
 """An engine rank in a process of its own: ``python -m tests.gpu.engine_process REPLICA DEVICE [STOP [DELIVERY [TRANSPORT]]]``.
 
-The environment says where the coordinator is. Prints ``joined``, then answers every line with the SHA-256 of its parameters. With
-``STOP`` (``pause`` or ``finish``), it says so when a round gets there, and stands still, to be killed.
+The environment says where the coordinator is, and whether other replicas may read what this one serves. Prints ``joined``. Then it
+answers each line: ``?`` with the SHA-256 of its parameters, ``wait NUMBER`` with the version that it serves then, ``take`` after
+another front of the same engine has overwritten them. With ``STOP`` (``pause`` or ``finish``), it says so when a round gets there,
+and stands still, to be killed.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ from typing import Literal
 
 import torch
 
+from weightsync.deadline import Deadline
+from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.agent import Engine
+from weightsync.engine.session import EngineSession
 from weightsync.engines.module import ModuleAdapter
 from weightsync.model import PauseMode, Version
 
@@ -65,14 +70,34 @@ class Stopping(ModuleAdapter):
         super().finish(version)
 
 
+@torch.no_grad()
+def take(adapter: EngineAdapter, module: torch.nn.Module) -> None:
+    """Overwrite all parameters by way of another front."""
+    front = EngineSession(adapter, "another front")
+    with front.turn(front.receive("an update from outside"), Deadline(20)):
+        front.pause("abort", 20)
+        with front.writing():
+            for parameter in module.parameters():
+                parameter.fill_(7)
+            torch.cuda.synchronize()
+
+
 def main() -> None:
     replica, device, stop, delivery, transport = [*sys.argv[1:], *["", "", "auto", ""][len(sys.argv) - 2 :]]
     model = Model().to(f"cuda:{device}")
     how: Literal["auto", "streamed"] = "streamed" if delivery == "streamed" else "auto"
-    with Engine(Stopping(model, stop), replica, delivery=how, transports=[transport] if transport else None):
+    adapter = Stopping(model, stop)
+    with Engine(adapter, replica, delivery=how, transports=[transport] if transport else None) as engine:
         print("joined", flush=True)
-        for _ in sys.stdin:
-            print(fingerprint(model), flush=True)
+        for line in sys.stdin:
+            match line.split():
+                case ["wait", number]:
+                    print(engine.wait_for_version(int(number), 30).number, flush=True)
+                case ["take"]:
+                    take(adapter, model)
+                    print("taken", flush=True)
+                case _:
+                    print(fingerprint(model), flush=True)
 
 
 if __name__ == "__main__":

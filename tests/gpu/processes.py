@@ -18,7 +18,7 @@ from weightsync.protocol.messages import Offer
 from weightsync.server.server import BackgroundServer
 from weightsync.trainer.agent import Trainer
 
-__all__ = ["Joined", "OwnerProcess", "change", "end_of", "far", "fingerprint_of", "line_of"]
+__all__ = ["Joined", "OwnerProcess", "change", "end_of", "far", "fingerprint_of", "line_of", "told"]
 
 
 class OwnerProcess:
@@ -84,12 +84,13 @@ class Joined:
         return self._owned.enter_context(made)
 
     def process(
-        self, replica: str, stop: str = "", delivery: str = "auto", transport: str = "", device: str = ""
+        self, replica: str, stop: str = "", delivery: str = "auto", transport: str = "", device: str = "", *, serve: bool = False
     ) -> subprocess.Popen[str]:
-        """An engine in another process, joined when this returns."""
+        """An engine in another process, joined when this returns. With ``serve`` other replicas may read from it."""
         where = (device or far())[5:]
         command = [sys.executable, "-W", "ignore", "-m", "tests.gpu.engine_process", replica, where, stop, delivery, transport]
         environment = {**os.environ, "WEIGHTSYNC_COORDINATOR": self.server.url, "WEIGHTSYNC_TOKEN": self.server.token}
+        environment["WEIGHTSYNC_SERVE_WEIGHTS"] = "on" if serve else "off"
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         self._owned.callback(end_of, process)
         assert line_of(process) == "joined"
@@ -101,11 +102,16 @@ def line_of(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def fingerprint_of(process: subprocess.Popen[str]) -> str:
+def told(process: subprocess.Popen[str], line: str) -> str:
+    """Its answer to ``line``."""
     assert process.stdin is not None
-    process.stdin.write("?\n")
+    process.stdin.write(line + "\n")
     process.stdin.flush()
     return line_of(process)
+
+
+def fingerprint_of(process: subprocess.Popen[str]) -> str:
+    return told(process, "?")
 
 
 def end_of(process: subprocess.Popen[str]) -> None:

@@ -73,6 +73,7 @@ class DeviceDirect(Filler):
                 if reader.stream_ordered:
                     with self._readers.reading(reader, 0):
                         completion.wait(deadline)
+                    failpoints.reached("engine.group")
             received = time.perf_counter()
             with span("digest"):
                 digests = self._digest.taken()

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, WeightSyncError
 from weightsync.tensors.cuda.waiting import wait_for_event
@@ -86,6 +87,7 @@ class LaunchAhead:
                     for reader, read in zip(self._readers, reads, strict=True):
                         with self._reading(reader, bucket):
                             read.wait(deadline)  # the next bucket is under way: the device has work meanwhile
+                        failpoints.reached("engine.group")
                     waited += time.perf_counter() - started
                     done(bucket)
                 if loaded:

@@ -228,6 +228,8 @@ def _side_by_side() -> str:
         cells = [
             " to ".join(f"{figure:,}" for figure in dict.fromkeys(row.get(column, ()))) for column in ("move", "pause_to_resume")
         ]
+        if "error" in row:
+            cells[0] = f"failed: {row['error']}"
         name = f"**{row['way']}**" if row["of"] == "weightsync" else row["way"]
         rows.append(f"| {name} ({row['detail']}) | {' | '.join(cells)} |")
     return "\n".join(rows)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import pytest
@@ -77,8 +78,13 @@ class TestCudaIpc(TransportContract):
     warm_up = START_CUDA
 
 
+class NcclContract(TransportContract):
+    def on_reading_thread(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(torch.cuda.device_count() - 1)  # NCCL sends to the current device
+
+
 @two_gpus
-class TestNccl(TransportContract):
+class TestNccl(NcclContract):
     where = "weightsync.transports.broadcast.nccl:Nccl"
     arguments: ClassVar[dict[str, Any]] = {"buffer_bytes": 2 << 20, "gather_seconds": 0.2}
     warm_up = START_NCCL
@@ -87,7 +93,7 @@ class TestNccl(TransportContract):
 
 
 @two_gpus
-class TestNcclFromHostMemory(TransportContract):
+class TestNcclFromHostMemory(NcclContract):
     where = "weightsync.transports.broadcast.nccl:Nccl"
     arguments: ClassVar[dict[str, Any]] = {"buffer_bytes": 2 << 20, "gather_seconds": 0.2}
     warm_up = START_NCCL

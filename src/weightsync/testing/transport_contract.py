@@ -22,7 +22,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -135,6 +135,10 @@ class TransportContract:
 
     def big(self, nbytes: int, groups: int) -> Wanted:
         return big(nbytes, groups, allocate_in(self.buffer))
+
+    def on_reading_thread(self) -> AbstractContextManager[object]:
+        """Return what a test's own thread enters before it opens readers: a library may keep its device for each thread."""
+        return nullcontext()
 
     @contextmanager
     def owner(self, nbytes: int = SMALL, digest: str = DIGEST, key: bytes = KEY) -> Iterator[OwnerHere | OwnerProcess]:
@@ -321,7 +325,7 @@ class TransportContract:
         def read(seed: int) -> None:
             try:
                 wanted = self.odd_shapes(1 << 22, seed, tiles=500, groups=20)
-                with self.prepared(owner, wanted) as source:
+                with self.on_reading_thread(), self.prepared(owner, wanted) as source:
                     for _ in range(3):
                         self.transfer(source, wanted, 1)
             except BaseException as error:  # noqa: BLE001 (checked by the test's thread)

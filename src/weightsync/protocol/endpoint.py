@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import ssl
+from http import HTTPStatus
 
 from weightsync.config import ClientSettings
 from weightsync.errors import ConfigurationError
@@ -21,6 +22,8 @@ __all__ = [
     "CLOSE_TOO_BIG",
     "FRAME_LIMIT_HEADER",
     "SUBPROTOCOL",
+    "TRANSIENT_STATUS",
+    "no_challenge",
     "reason",
     "tls_context",
     "unreachable",
@@ -43,6 +46,15 @@ CLOSE_RESTART = 1012
 """The closing side connects again at once. :data:`CLOSE_NORMAL` would be a goodbye."""
 
 
+TRANSIENT_STATUS = (
+    HTTPStatus.TOO_MANY_REQUESTS,
+    HTTPStatus.BAD_GATEWAY,
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    HTTPStatus.GATEWAY_TIMEOUT,
+)
+"""Answers after which another attempt may succeed."""
+
+
 def tls_context(settings: ClientSettings) -> ssl.SSLContext | None:
     """How to check an https coordinator's certificate; ``None`` for plain http."""
     if settings.coordinator.scheme != "https":
@@ -58,6 +70,14 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
     return re.sub(r"^\[Errno -?[0-9]+\] ", "", str(error)) or type(error).__name__
+
+
+def no_challenge(settings: ClientSettings, status: int) -> str:
+    """The message for a server that answers the request for a challenge with another ``status`` than 200."""
+    return (
+        f"what answers at {settings.coordinator} is not a weightsync coordinator, or one of an older release: it gives no "
+        f"challenge (HTTP {status})"
+    )
 
 
 def unreachable(settings: ClientSettings, why: object) -> str:

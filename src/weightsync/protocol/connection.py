@@ -43,7 +43,7 @@ from weightsync.protocol.event_loop import shared_loop
 from weightsync.protocol.messages import Body, Confirmed, Frame, Hello, Progress, Quarantine, Welcome, decode, encode
 from weightsync.protocol.notices import tell
 from weightsync.protocol.wait_notices import NOTICE_SECONDS, reminding
-from weightsync.protocol.worker import Handler, Received, Worker, received_for
+from weightsync.protocol.worker import Received, Worker
 
 __all__ = ["ConnectionLost", "CoordinatorConnection"]
 
@@ -72,9 +72,9 @@ def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
 class CoordinatorConnection(Closeable):
     """One rank's connection to the coordinator.
 
-    ``hello`` is asked before every attempt, so that what the rank serves or published is current. ``handle`` runs the
-    coordinator's calls and may block; or ``receive`` is given each call when it arrives, and returns what runs it. ``on_welcome``
-    and ``on_lost`` tell of every connection made and lost. ``hello``, ``receive`` and the two callbacks run on the thread of all
+    ``hello`` is asked before every attempt, so that what the rank serves or published is current. ``receive`` is given each call of
+    the coordinator when it arrives, and returns what runs it, which may block. ``on_welcome`` and ``on_lost`` tell of every
+    connection made and lost. ``hello``, ``receive`` and the two callbacks run on the thread of all
     links: they must return at once and not call back into the link, but for :meth:`progress`. The order of calls is
     :meth:`connect` once, then anything, then :meth:`close`.
     """
@@ -84,8 +84,7 @@ class CoordinatorConnection(Closeable):
         settings: ClientSettings,
         *,
         hello: Callable[[], Hello],
-        handle: Handler | None = None,
-        receive: Callable[[Body], Received] | None = None,
+        receive: Callable[[Body], Received],
         on_welcome: Callable[[Welcome], None] | None = None,
         on_lost: Callable[[str], None] | None = None,
         on_notice: Callable[[str], None] | None = None,
@@ -94,10 +93,6 @@ class CoordinatorConnection(Closeable):
         self._origin = Origin()
         self._settings, self._name = settings, name
         self._hello, self._on_welcome, self._on_lost = hello, on_welcome, on_lost
-        if receive is None:
-            if handle is None:
-                raise ConfigurationError("a link needs handle or receive, to answer the coordinator's calls")
-            receive = received_for(handle)
         self._receive = receive
         self.on_answer: AnswerWatcher | None = None
         """Called after every call of the coordinator that was answered, on the thread of all links."""
@@ -224,7 +219,7 @@ class CoordinatorConnection(Closeable):
     def close(self, timeout: float = 5.0) -> None:
         """Leave the coordinator and end this link's threads. Safe twice and from any thread.
 
-        A call that ``handle`` still runs is waited for up to ``timeout`` seconds: abort it first. In a forked child: nothing.
+        A call that still runs is waited for up to ``timeout`` seconds: abort it first. In a forked child: nothing.
         """
         if self._origin.elsewhere:
             return

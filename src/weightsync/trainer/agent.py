@@ -49,6 +49,7 @@ from weightsync.protocol.messages import (
     Welcome,
 )
 from weightsync.protocol.round_log import MissedReplicas, log_result
+from weightsync.protocol.worker import received_for
 from weightsync.publishing.published_shards import network_of, publishing_transports
 from weightsync.server.server import BackgroundServer
 from weightsync.tensors.shards import ShardedState
@@ -152,7 +153,11 @@ class Trainer(Closeable):
             self._background = ThreadPoolExecutor(1, thread_name_prefix="weightsync-publish")
             owned.callback(self._background.shutdown, wait=False, cancel_futures=True)
             self._link = CoordinatorConnection(
-                settings, hello=self._hello, handle=self._role.handle, on_welcome=self._welcomed, name=f"trainer/{self.rank}"
+                settings,
+                hello=self._hello,
+                receive=received_for(self._role.handle),
+                on_welcome=self._welcomed,
+                name=f"trainer/{self.rank}",
             )
             owned.callback(self._link.close)
             if settings.metrics_port is not None:

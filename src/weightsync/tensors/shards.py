@@ -414,7 +414,7 @@ class FollowedShards:
         self,
         state: Mapping[str, torch.Tensor] | torch.nn.Module | ShardedState,
         *,
-        dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+        dtype: DTypes = None,
         include_buffers: bool = False,
     ) -> None:
         self._state, self._dtype, self._include_buffers = state, dtype, include_buffers

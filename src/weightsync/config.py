@@ -181,7 +181,7 @@ class RoundSettings(_Checked, frozen=True, kw_only=True):
     grace: Seconds = 5.0
     """Seconds that a quarantine may take after a failure, even after the round's deadline or while the round is cancelled."""
     retry: bool = True
-    """Whether replicas that a publication left dirty get one more attempt at once, in the background, from the shelves."""
+    """Whether replicas that a publication left dirty get one more attempt at once, in the background, from the regions."""
     history: Count = 32
     """Ended rounds that status shows."""
     traces: Annotated[int, msgspec.Meta(ge=0)] = 16

@@ -78,8 +78,7 @@ class PublishedShards:
             self._live = None if reason else InPlacePublisher(self.manifest, state, shards)
             if self._live is not None:
                 owned.callback(self._live.region.close)
-                region = self._live.region
-                self._publishers, reason = publish_region(region, "cuda", transports, key, local_host, network, owned)
+                self._publishers, reason = publish_region(self._live.region, "cuda", transports, key, local_host, network, owned)
                 if not self._publishers:
                     owned.close()
                     self._live = None
@@ -99,11 +98,11 @@ class PublishedShards:
                     )
                 self._shards = shards
                 self.layout = packed_layout(self.manifest, shards)
-                shelf = PublishedRegion(self.layout.regions[0] if self.layout.regions else 0, self.layout.digest)
-                owned.callback(shelf.close)
-                self._region_address = shelf.address
-                self.region, self._placer = shelf, HostPublisher(self.manifest, shards, self.layout, shelf.address)
-                self._publishers, _ = publish_region(shelf, "host", transports, key, local_host, network, owned)
+                region = PublishedRegion(self.layout.regions[0] if self.layout.regions else 0, self.layout.digest)
+                owned.callback(region.close)
+                self._region_address = region.address
+                self.region, self._placer = region, HostPublisher(self.manifest, shards, self.layout, region.address)
+                self._publishers, _ = publish_region(region, "host", transports, key, local_host, network, owned)
             self._owned = owned.pop_all()
 
     @property

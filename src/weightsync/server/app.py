@@ -60,7 +60,7 @@ OPERATIONS = (
     Operation(
         "post",
         "/v1/rounds",
-        "Bring replicas to the version that the trainer's shelves hold; answers when the round is over.",
+        "Bring replicas to the version that the trainer's regions hold; answers when the round is over.",
         answer=RoundResult,
         body=RoundRequest,
         errors=(*_CONFLICTS, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),

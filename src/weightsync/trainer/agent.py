@@ -448,7 +448,7 @@ class Trainer(Closeable):
             raise Aborted("this trainer was closed and cannot publish any more: publish before close(), or make a new Trainer")
 
     def close(self) -> None:
-        """Leave the coordinator, stop serving shards, free the shelf. Replicas keep what they have. Safe twice.
+        """Leave the coordinator, stop serving shards, free the region. Replicas keep what they have. Safe twice.
 
         In a forked child (a data loader's worker) this does nothing: the trainer is its parent's.
         """

@@ -122,6 +122,6 @@ class TrainerRole(PublishedShards):
             return self._last
 
     def close(self) -> None:
-        """Stop serving and free the shelf. Safe twice."""
+        """Stop serving and free the region. Safe twice."""
         self.disarm()
         self._owned.close()

@@ -342,8 +342,8 @@ class StreamRole:
         self._publishers: list[Publisher]
         with ExitStack() as owned:
             if stream.device is None:
-                self.region = shelf = PublishedRegion(nbytes, self.layout.digest)
-                self._memory = torch.from_numpy(shelf.payload)
+                self.region = region = PublishedRegion(nbytes, self.layout.digest)
+                self._memory = torch.from_numpy(region.payload)
             else:
                 device = torch.device(stream.device)
                 device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)

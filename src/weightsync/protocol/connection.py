@@ -20,6 +20,7 @@ from concurrent.futures import Future, wait
 import msgspec
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
+from websockets.frames import CloseCode
 
 from weightsync.closing import Closeable
 from weightsync.config import ClientSettings
@@ -38,7 +39,7 @@ from weightsync.errors import (
 from weightsync.forks import Origin
 from weightsync.protocol.calls import AnswerWatcher, Calls
 from weightsync.protocol.dial import dial
-from weightsync.protocol.endpoint import CLOSE_INTERNAL, CLOSE_NORMAL, CLOSE_RESTART, unreachable
+from weightsync.protocol.endpoint import unreachable
 from weightsync.protocol.event_loop import shared_loop
 from weightsync.protocol.messages import Body, Confirmed, Frame, Hello, Progress, Quarantine, Welcome, decode, encode
 from weightsync.protocol.notices import tell
@@ -302,7 +303,7 @@ class CoordinatorConnection(Closeable):
         if self._first.done():
             self._on_notice(f"rounds leave this rank out: {welcome.refusal}")
             return
-        await socket.close(CLOSE_NORMAL, "its process closed it")
+        await socket.close(CloseCode.NORMAL_CLOSURE, "its process closed it")
         raise from_wire(*welcome.refusal.split(": ", 1))
 
     def _note(self, trouble: str) -> None:
@@ -336,8 +337,8 @@ class CoordinatorConnection(Closeable):
             self._calls = self._send = self._socket = None
             lost = f"the connection to the coordinator at {self._settings.coordinator} ended: {reason}"
             calls.close(ConnectionLost(lost))
-            leaves = CLOSE_NORMAL, "its process closed it"
-            await socket.close(*(leaves if self._closed else (CLOSE_INTERNAL, "its link failed")))
+            leaves = CloseCode.NORMAL_CLOSURE, "its process closed it"
+            await socket.close(*(leaves if self._closed else (CloseCode.INTERNAL_ERROR, "its link failed")))
         self._lost_at = time.monotonic()
         self._note(lost)
         if self._on_lost is not None:
@@ -362,7 +363,7 @@ class CoordinatorConnection(Closeable):
                     raise ProtocolError("a text frame from the coordinator")
                 calls.feed(decode(data))
         except ProtocolError as error:
-            await socket.close(1002, str(error)[:100])
+            await socket.close(CloseCode.PROTOCOL_ERROR, str(error)[:100])
             return str(error)
         except ConnectionClosed as error:
             return readable(error.rcvd.reason) if error.rcvd and error.rcvd.reason else str(error)
@@ -408,7 +409,8 @@ class CoordinatorConnection(Closeable):
             socket = self._socket
             # Not if another connection was made since the last refusal, or if the coordinator calls again already.
             if socket is not None and socket is self._refused_on and not self._answering:
-                await socket.close(CLOSE_RESTART, "this rank answers again")
+                # It connects again at once: a normal closure would say that it leaves.
+                await socket.close(CloseCode.SERVICE_RESTART, "this rank answers again")
 
     async def _ask(self, body: Body, deadline: Deadline) -> Body:
         what = f"{type(body).__name__} to the coordinator at {self._settings.coordinator}"

@@ -1,4 +1,4 @@
-"""What both ends of the coordinator's address agree on: paths, the socket's subprotocol, close codes, TLS."""
+"""What both ends of the coordinator's address agree on: paths, the socket's subprotocol, TLS."""
 
 from __future__ import annotations
 
@@ -13,13 +13,6 @@ from weightsync.protocol.messages import PROTOCOL
 
 __all__ = [
     "AGENTS_PATH",
-    "CLOSE_INTERNAL",
-    "CLOSE_NORMAL",
-    "CLOSE_POLICY",
-    "CLOSE_PROTOCOL",
-    "CLOSE_RESTART",
-    "CLOSE_SHUTDOWN",
-    "CLOSE_TOO_BIG",
     "FRAME_LIMIT_HEADER",
     "SUBPROTOCOL",
     "TRANSIENT_STATUS",
@@ -34,17 +27,6 @@ FRAME_LIMIT_HEADER = "X-Weightsync-Frame-Bytes"
 """In the answer to an agent's upgrade: the largest frame that the coordinator takes, for agents to respect."""
 SUBPROTOCOL = f"weightsync.{PROTOCOL}"
 """Offered by every agent, so that two ends of different protocols part before a frame is read."""
-
-# RFC 6455, section 7.4.1
-CLOSE_NORMAL = 1000
-CLOSE_SHUTDOWN = 1001
-CLOSE_PROTOCOL = 1002
-CLOSE_POLICY = 1008
-CLOSE_TOO_BIG = 1009
-CLOSE_INTERNAL = 1011
-CLOSE_RESTART = 1012
-"""The closing side connects again at once. :data:`CLOSE_NORMAL` would be a goodbye."""
-
 
 TRANSIENT_STATUS = (
     HTTPStatus.TOO_MANY_REQUESTS,

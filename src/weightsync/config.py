@@ -7,14 +7,13 @@ gives it; a wrong value is a :class:`~weightsync.errors.ConfigurationError` that
 from __future__ import annotations
 
 import hmac
-import math
 import os
 import re
 import secrets
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -49,8 +48,7 @@ _PREFIX = "WEIGHTSYNC_"
 _MAX_TOKEN = 4096
 _HOST = re.compile(r"[A-Za-z0-9._~:%-]{1,255}")
 
-_MOST_SECONDS = 86400.0
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=_MOST_SECONDS)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
@@ -147,7 +145,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     rank reads, and three times that while it is made."""
 
 
-Require = Literal["all", "any"] | int
+Require = Literal["all", "any"] | Annotated[int, msgspec.Meta(ge=0)]
 """Which replicas a round needs to be ``ok``: all that are known, at least one, or at least so many (0: none).
 
 A replica is known from its first connection on, also while it is lost, refused (its tensors differ) or not complete. It is
@@ -155,52 +153,41 @@ forgotten when all of its ranks were closed on purpose (``Engine.close()``, also
 """
 
 
-class RoundSettings(msgspec.Struct, frozen=True, kw_only=True):
+class _Checked(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings that code makes, not only the environment. Each value is checked against its type."""
+
+    def __post_init__(self) -> None:
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            try:
+                msgspec.convert(value, field.type)
+            except msgspec.ValidationError as error:
+                raise ConfigurationError(f"{field.name}={value!r}: {error}") from None
+
+
+class RoundSettings(_Checked, frozen=True, kw_only=True):
     """How rounds are run. Raises :class:`~weightsync.errors.ConfigurationError` for values that make no sense."""
 
-    run: str
+    run: Annotated[str, msgspec.Meta(min_length=1)]
     """The run's id, part of every version."""
     pause_mode: PauseMode = "abort"
     require: Require = "any"
-    max_unavailable: int | None = None
+    max_unavailable: Count | None = None
     """Replicas that may be out of service at a time (a rolling round); ``None``: all at once. Who serves nothing is not counted."""
-    fan_out: int | None = None
+    fan_out: Count | None = None
     """Replicas that read from one source at a time; ``None``: all read from the trainer. See :class:`ServerSettings`."""
-    timeout: float = 300.0
+    timeout: Seconds = 300.0
     """Seconds for a round without a timeout of its own, and the most that any round gets."""
-    grace: float = 5.0
+    grace: Seconds = 5.0
     """Seconds that a quarantine may take after a failure, even after the round's deadline or while the round is cancelled."""
     retry: bool = True
-    """Whether replicas that a publication left dirty get one more attempt at once, in the background, from the shelves."""
-    history: int = 32
+    """Whether replicas that a publication left dirty get one more attempt at once, in the background, from the regions."""
+    history: Count = 32
     """Ended rounds that status shows."""
-    traces: int = 16
+    traces: Annotated[int, msgspec.Meta(ge=0)] = 16
     """Rounds whose traces are kept; 0: no round is traced."""
-    plan_bytes: int | None = None
+    plan_bytes: Count | None = None
     """Memory that plans may take, together; ``None``: half of this machine's."""
-
-    def __post_init__(self) -> None:
-        """Check each value."""
-        if not self.run:
-            raise ConfigurationError("a coordinator needs the id of its run")
-        if self.pause_mode not in get_args(PauseMode):
-            raise ConfigurationError(f"pause mode {self.pause_mode!r} is none of {', '.join(get_args(PauseMode))}")
-        if self.require not in ("all", "any") and not (type(self.require) is int and self.require >= 0):
-            raise ConfigurationError(f"require is 'all', 'any' or a number of replicas, not {self.require!r}")
-        for name in ("timeout", "grace"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigurationError(f"{name} must be a positive number of seconds, not {value!r}")
-        if self.max_unavailable is not None and self.max_unavailable < 1:
-            raise ConfigurationError(f"max_unavailable is at least one replica, or None for all, not {self.max_unavailable!r}")
-        if self.fan_out is not None and self.fan_out < 1:
-            raise ConfigurationError(f"fan_out is at least one replica, or None for no limit, not {self.fan_out!r}")
-        if self.plan_bytes is not None and self.plan_bytes < 1:
-            raise ConfigurationError(f"plan_bytes is a positive number of bytes, not {self.plan_bytes}")
-        if self.history < 1:
-            raise ConfigurationError(f"history must be at least one round, not {self.history}")
-        if self.traces < 0:
-            raise ConfigurationError(f"traces is a number of rounds, not {self.traces}")
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,7 +207,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the run, part of every version; by default a new one. With the same id, a restarted coordinator knows its replicas."""
     pause_mode: PauseMode = "abort"
     """What a pause does to running requests: ``abort``, ``wait`` or ``keep``."""
-    require: Literal["all", "any"] | Annotated[int, msgspec.Meta(ge=0)] = "any"
+    require: Require = "any"
     """Replicas that a round needs to succeed: ``all`` that are known, ``any``, or a number."""
     max_unavailable: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Serving replicas that a round may take out of service at a time; by default all at once."""
@@ -267,7 +254,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.state_dir is None or self.state_dir == "off" else Path(self.state_dir)
 
 
-class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
+class Timeouts(_Checked, frozen=True, kw_only=True):
     """How many seconds trainers and engines wait where a call gives no timeout. A wrong value is a ``ConfigurationError``.
 
     ``Trainer(..., timeouts=Timeouts(publish=60))``. A field ``publish`` is read from ``WEIGHTSYNC_PUBLISH_TIMEOUT`` where no object
@@ -286,14 +273,6 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that ``Trainer.wait_for_replicas`` waits."""
     version: Seconds = 600.0
     """Seconds that ``Engine.wait_for_version`` waits."""
-
-    def __post_init__(self) -> None:
-        for field in self.__struct_fields__:
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST_SECONDS:
-                raise ConfigurationError(
-                    f"the timeout {field}={value!r} is not a number of seconds above 0, {_MOST_SECONDS:g} at most"
-                )
 
 
 class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -409,10 +388,9 @@ def _token(environment: Mapping[str, str]) -> Secret | None:
     return read_token(path, "WEIGHTSYNC_TOKEN_FILE=") if path else None
 
 
-def token_source(environment: Mapping[str, str] | None = None) -> str | None:
+def token_source() -> str | None:
     """The variable or file that the environment's token comes from; ``None`` if the environment has none."""
-    source = os.environ if environment is None else environment
-    return "WEIGHTSYNC_TOKEN" if source.get("WEIGHTSYNC_TOKEN") else source.get("WEIGHTSYNC_TOKEN_FILE") or None
+    return "WEIGHTSYNC_TOKEN" if os.environ.get("WEIGHTSYNC_TOKEN") else os.environ.get("WEIGHTSYNC_TOKEN_FILE") or None
 
 
 def read_token(path: str, named: str) -> Secret:
@@ -473,9 +451,9 @@ def launched_place(environment: Mapping[str, str] | None = None) -> tuple[int, i
     return None
 
 
-def replica_name(environment: Mapping[str, str] | None = None) -> str | None:
+def replica_name() -> str | None:
     """The replica that this process is a rank of, if its environment says so."""
-    return (os.environ if environment is None else environment).get("WEIGHTSYNC_REPLICA") or None
+    return os.environ.get("WEIGHTSYNC_REPLICA") or None
 
 
 def update_networks(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:

@@ -39,6 +39,7 @@ from weightsync.protocol.messages import (
     decode,
     encode,
 )
+from weightsync.protocol.worker import received_for
 from weightsync.server.server import BackgroundServer
 
 HERE = Host("host", "memory")
@@ -174,7 +175,12 @@ class Agent:
             return handle(body, timeout)
 
         self.link = CoordinatorConnection(
-            settings, hello=said, handle=handled, on_welcome=self.welcomes.put, on_lost=self.losses.put, name=hello().name
+            settings,
+            hello=said,
+            receive=received_for(handled),
+            on_welcome=self.welcomes.put,
+            on_lost=self.losses.put,
+            name=hello().name,
         )
 
     def wait_for(self, kind: type[Body], timeout: float = 10.0) -> Body:

@@ -23,6 +23,7 @@ from weightsync.coordinator import round as protocol
 from weightsync.coordinator.coordinator import Coordinator
 from weightsync.coordinator.rank_handle import RoundDeadline
 from weightsync.coordinator.replicas import Replica
+from weightsync.coordinator.report import Report
 from weightsync.coordinator.round import Engines
 from weightsync.deadline import Deadline
 from weightsync.engine.rounds import EngineRole
@@ -256,15 +257,15 @@ def _one_word_for_all() -> AbstractContextManager[None]:
 
 
 def _one_fails_all() -> AbstractContextManager[None]:
-    real = protocol._update_replica
+    real = Report.result
 
-    async def broken(order: Any, report: Any, placing: Any) -> Any:
-        result = await real(order, report, placing)
+    def broken(report: Report, publications: Any) -> Any:
+        result = real(report, publications)
         if result.error is not None:
             raise DeadlineExceeded(result.error)
         return result
 
-    return replaced((protocol, "_update_replica", broken))
+    return replaced((Report, "result", broken))
 
 
 def _rounds_at_the_same_time() -> AbstractContextManager[None]:

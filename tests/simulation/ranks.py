@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ from weightsync.forks import Origin
 from weightsync.model import Manifest, PauseMode, Version
 from weightsync.protocol.connection import CoordinatorConnection
 from weightsync.protocol.messages import Body, Delivery, Host, RoundResult, Welcome
+from weightsync.protocol.round_log import MissedReplicas
+from weightsync.protocol.worker import received_for
 from weightsync.tensors.shards import Shard, torch_dtype
 from weightsync.trainer.agent import Trainer
 from weightsync.trainer.publisher import TrainerRole
@@ -385,10 +388,11 @@ class TrainerProcess(Agent):
         fields = {
             "rank": rank, "world_size": ranks, "_run": "", "_session": self.session, "_published": -1, "_host": self.host,
             "_origin": Origin(), "_role": role, "_publishing": Lock(), "_background": Executor(1, "publish"),
-            "_asked": None, "_offload": None, "_restore": None, "_new_epoch": False, "_last": -1, "_calls": 0, "_missed": {},
+            "_asked": None, "_offload": None, "_restore": None, "_new_epoch": False, "_last": -1, "_calls": 0,
+            "_missed": MissedReplicas(logging.getLogger(__name__)),
         }  # fmt: skip
         vars(self.trainer).update(fields)
-        self.link = _Link(_SETTINGS, hello=self.trainer._hello, handle=role.handle, name=self.member)
+        self.link = _Link(_SETTINGS, hello=self.trainer._hello, receive=received_for(role.handle), name=self.member)
         self.link.process = self
         self.trainer._link = self.link
         self.link.connect()

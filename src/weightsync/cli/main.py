@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json as jsonlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -179,9 +178,9 @@ def status(
     weightsync status --json | jq '.replicas[] | select(.state != "loaded")'
     ```
     """
-    from weightsync.cli.status import show
+    from weightsync.cli.status import show_status
 
-    show(client_settings(coordinator, token_file, ca_file), as_json=json, watch=watch)
+    show_status(client_settings(coordinator, token_file, ca_file), as_json=json, watch=watch)
 
 
 @app.command("round", cls=Command)
@@ -324,17 +323,11 @@ def doctor(coordinator: Coordinator = None, token_file: TokenFile = None, ca_fil
     weightsync doctor --json | jq '.checks[] | select(.status != "ok")'
     ```
     """
-    import msgspec
-
     from weightsync.cli.doctor import examine
+    from weightsync.cli.tables import doctor_table, show
 
     findings = examine(client_settings(coordinator, token_file, ca_file))
-    if json:
-        typer.echo(jsonlib.dumps({"checks": msgspec.to_builtins(findings)}))
-        return
-    from weightsync.cli.tables import doctor_table, show_table
-
-    show_table(doctor_table(findings))
+    show({"checks": findings}, lambda _: doctor_table(findings), as_json=json)
 
 
 @app.command(cls=Command)

@@ -81,7 +81,7 @@ def plan(
     from weightsync.bench.forecast.forecast import Scenario, forecast_refit
     from weightsync.bench.forecast.mesh import Mesh
     from weightsync.bench.shapes import read_configuration
-    from weightsync.cli.tables import forecast_view, links_view, show_table
+    from weightsync.cli.tables import forecast_view, links_view, show
 
     scenario = Scenario(
         model=read_configuration(model), source=Mesh.parse(source), target=Mesh.parse(target), dtype=dtype, nic=nic, nvlink=nvlink,
@@ -99,11 +99,8 @@ def plan(
             svg.write_text(console.export_svg(title=f"{model}: {source} to {target}", code_format=_PICTURE), encoding="utf-8")
         except OSError as error:
             raise ConfigurationError(f"cannot write {str(svg)!r}: {error.strerror or error}") from None
-    if json:
-        transports = [
-            {**msgspec.to_builtins(transport), **({} if transport.unusable else {"pause": transport.pause})}
-            for transport in forecast.transports
-        ]
-        typer.echo(msgspec.json.encode({**msgspec.to_builtins(forecast), "transports": transports}).decode())
-    else:
-        show_table(forecast_view(forecast))
+    transports = [
+        {**msgspec.to_builtins(transport), **({} if transport.unusable else {"pause": transport.pause})}
+        for transport in forecast.transports
+    ]
+    show({**msgspec.to_builtins(forecast), "transports": transports}, lambda _: forecast_view(forecast), as_json=json)

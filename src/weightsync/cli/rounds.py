@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import typer
 
-from weightsync.cli.tables import rounds_view, show_table
+from weightsync.cli.tables import rounds_view, show
 from weightsync.config import ClientSettings
 from weightsync.errors import ConfigurationError
 from weightsync.model import RoundTrace, Track
@@ -22,11 +22,7 @@ __all__ = ["chrome_trace", "list_rounds", "write_trace"]
 def list_rounds(settings: ClientSettings, count: int, *, as_json: bool) -> None:
     """Print the last ``count`` rounds."""
     with Client(settings) as client:
-        records = client.rounds(count)
-    if as_json:
-        typer.echo(msgspec.json.encode(records).decode())
-    else:
-        show_table(rounds_view(records))
+        show(client.rounds(count), rounds_view, as_json=as_json)
 
 
 def write_trace(settings: ClientSettings, number: int | None, path: Path) -> None:

@@ -8,22 +8,22 @@ import msgspec
 import typer
 from rich.console import Console
 
-from weightsync.cli.tables import event_line, round_view, show_table, status_view
+from weightsync.cli.tables import event_line, round_view, show, status_view
 from weightsync.config import ClientSettings
 from weightsync.coordinator.events import ReplicaBytes
 from weightsync.server.client import Client
 
-__all__ = ["seed", "send_away", "show"]
+__all__ = ["seed", "send_away", "show_status"]
 
 
-def show(settings: ClientSettings, *, as_json: bool, watch: bool) -> None:
+def show_status(settings: ClientSettings, *, as_json: bool, watch: bool) -> None:
     """Print the status once. With ``watch``, then print every event until the coordinator or the user ends it."""
     with Client(settings) as client:
         if not watch:
-            _print(client, as_json)
+            show(client.status(), status_view, as_json=as_json)
             return
         with client.events() as events:  # subscribed before the status is read, so that no event is missed
-            _print(client, as_json)
+            show(client.status(), status_view, as_json=as_json)
             for event in events:
                 if as_json:
                     typer.echo(msgspec.json.encode(event).decode())
@@ -31,22 +31,11 @@ def show(settings: ClientSettings, *, as_json: bool, watch: bool) -> None:
                     Console().print(f"{time.strftime('%H:%M:%S')}  {event_line(event)}", markup=False, highlight=False)
 
 
-def _print(client: Client, as_json: bool) -> None:
-    status = client.status()
-    if as_json:
-        typer.echo(msgspec.json.encode(status).decode())
-    else:
-        show_table(status_view(status))
-
-
 def seed(settings: ClientSettings, replicas: tuple[str, ...], timeout: float | None, *, as_json: bool) -> bool:
     """Start a round and print its result. Returns whether it succeeded."""
     with Client(settings) as client:
         result = client.start_round(replicas or None, timeout)
-    if as_json:
-        typer.echo(msgspec.json.encode(result).decode())
-    else:
-        show_table(round_view(result))
+    show(result, round_view, as_json=as_json)
     return result.ok
 
 

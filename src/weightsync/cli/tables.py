@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+import typer
 from rich import box
 from rich.bar import Bar
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -19,6 +21,7 @@ from weightsync.coordinator.status import ReplicaStatus, Status
 from weightsync.errors import readable
 from weightsync.model import FIRST_EPOCH
 from weightsync.protocol.messages import RoundResult
+from weightsync.protocol.round_log import size
 from weightsync.server.findings import Finding
 from weightsync.server.history import RoundRecord
 
@@ -34,9 +37,11 @@ __all__ = [
     "links_view",
     "round_view",
     "rounds_view",
-    "show_table",
+    "show",
     "status_view",
 ]
+
+T = TypeVar("T")
 
 _COLOR = {
     "ok": "green", "limited": "yellow", "missing": "dim", "unknown": "magenta",
@@ -47,23 +52,17 @@ _SHOWN_ROUNDS = 5
 _OPTIONAL_COLUMNS = ("by transport", "GB/s", "bytes", "pause", "replicas", "version", "ended")  # of rounds, the first to hide first
 _RANK_WIDTH = 12  # a longer name is shortened before a column is hidden
 _UNLIMITED = 1 << 20  # columns
-_KIB = 1024
 _HALF_A_DAY = 43200.0
 _KILO, _WHOLE_SECONDS, _WHOLE_MILLISECONDS, _BAR_WIDTH = 1000, 100, 10, 24
 _SCHEMES = {"gathered": "gather whole tensors first", "broadcast": "broadcast everything to everybody"}
 
 
-def show_table(view: RenderableType) -> None:
-    """Print to standard output in the width of the terminal."""
-    Console().print(view)
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < _KIB or unit == "GiB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= _KIB
-    raise RuntimeError("unreachable")
+def show(value: T, view: Callable[[T], RenderableType], *, as_json: bool) -> None:
+    """Print ``value`` to standard output: its view in the width of the terminal, or one JSON object."""
+    if as_json:
+        typer.echo(msgspec.json.encode(value).decode())
+    else:
+        Console().print(view(value))
 
 
 def gigabytes_per_second(nbytes: int, seconds: float) -> str:
@@ -154,9 +153,9 @@ def _notes(notes: Iterable[tuple[str, Text]]) -> Iterator[RenderableType]:
 
 def age(seconds: float) -> str:
     """Format a duration in its largest unit: ``12 s``, ``3 min``, ``2 h``, ``5 d``."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
     return f"{max(0.0, seconds):.0f} s"
 
 
@@ -190,7 +189,7 @@ def _rounds(status: Status) -> Iterator[RenderableType]:
     for result in rounds:
         table.add_row(
             _clock(result.ended, status.now), str(result.round), _number(result.version.number, result.version.epoch),
-            _size(result.nbytes), f"{result.seconds:.3f}", gigabytes_per_second(result.nbytes, result.seconds),
+            size(result.nbytes), f"{result.seconds:.3f}", gigabytes_per_second(result.nbytes, result.seconds),
             _milliseconds(result.longest_pause),
             _colored("ok" if result.ok else "failed"),
         )  # fmt: skip
@@ -225,7 +224,7 @@ def _cells(record: RoundRecord, now: float) -> dict[str, Text]:
         "ended": _plain_text(_clock(record.ended, now)),
         "round": _plain_text(str(record.round)),
         "version": _plain_text(_number(record.number, record.epoch)),
-        "bytes": _plain_text(_size(record.nbytes)),
+        "bytes": _plain_text(size(record.nbytes)),
         "seconds": _plain_text(f"{record.seconds:.3f}"),
         "GB/s": _plain_text(f"{record.gigabytes_per_second:.2f}" if record.nbytes else ""),
         "pause": _plain_text(_milliseconds(record.pause_seconds)),
@@ -233,7 +232,7 @@ def _cells(record: RoundRecord, now: float) -> dict[str, Text]:
         "outcome": _colored("ok" if record.ok else "failed") + _plain_text(" (seed)" if record.kind == "seed" else "", "dim"),
         "slowest": _plain_text("" if slowest is None else f"{slowest.phase} {_milliseconds(slowest.seconds)}"),
         "at rank": _plain_text("" if slowest is None else slowest.rank),
-        "by transport": _plain_text(", ".join(f"{name} {_size(nbytes)}" for name, nbytes in sorted(record.transports.items()))),
+        "by transport": _plain_text(", ".join(f"{name} {size(nbytes)}" for name, nbytes in sorted(record.transports.items()))),
     }
 
 
@@ -292,7 +291,7 @@ def round_view(result: RoundResult) -> RenderableType:
     ways: dict[str, list[str]] = {}
     for replica in result.replicas:
         milliseconds = [f"{1000 * replica.phases[name]:.1f}" if name in replica.phases else "" for name in phases]
-        table.add_row(_plain_text(replica.name), _colored(replica.state), _size(replica.nbytes), *milliseconds)
+        table.add_row(_plain_text(replica.name), _colored(replica.state), size(replica.nbytes), *milliseconds)
         if replica.verified:
             way = f"{replica.delivery} by {', '.join(replica.transports)}, verified as {replica.verified}"
             ways.setdefault(way, []).append(replica.name)
@@ -330,7 +329,7 @@ def _event_line(event: Event) -> str:
         case ReplicaPhase():
             return f"round {event.round}: {event.replica}: {event.phase}"
         case ReplicaBytes():
-            return f"{event.replica}: {_size(event.nbytes)} of {_size(event.total)}"
+            return f"{event.replica}: {size(event.nbytes)} of {size(event.total)}"
         case ReplicaEnded():
             result = event.result
             how = f" ({result.verified})" if result.verified else ""
@@ -342,7 +341,7 @@ def _event_line(event: Event) -> str:
             nbytes, seconds = event.result.nbytes, event.result.seconds
             rate = f" ({gigabytes_per_second(nbytes, seconds)} GB/s)" if nbytes else ""
             outcome, why = ("ok", "") if event.result.ok else ("failed", f": {event.error}")
-            return f"round {event.round}: {outcome}, {_size(nbytes)} in {seconds:.3f} s{rate}{why}"
+            return f"round {event.round}: {outcome}, {size(nbytes)} in {seconds:.3f} s{rate}{why}"
 
 
 def forecast_view(forecast: RefitForecast) -> RenderableType:

@@ -51,6 +51,7 @@ from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, Versio
 from weightsync.gc_pause import collecting_later
 from weightsync.model import FIRST_EPOCH, Version
 from weightsync.protocol.messages import ReplicaResult, RoundResult
+from weightsync.protocol.round_log import MissedReplicas
 from weightsync.spans import recording, tracing
 
 __all__ = ["Coordinator"]
@@ -81,7 +82,7 @@ class Coordinator:
         self._wanted: set[str] = set()  # replicas to seed in the background
         self._tasks: set[asyncio.Task[Any]] = set()
         self._rounds = 0
-        self._without: dict[str, str] = {}  # states of the replicas that the last publication did not update
+        self._missed = MissedReplicas(_log)
         self._history: deque[RoundResult] = deque(maxlen=settings.history)
         self.traces: deque[RoundTracer] = deque(maxlen=settings.traces)
         """Traces of the last rounds, newest last."""
@@ -300,23 +301,13 @@ class Coordinator:
                     raise
                 finally:
                     self._publications.publication_ended()
-                self._warn_of_failures(result)
+                self._missed.warn(result)
                 if self.settings.retry:
                     self._wanted.update(replica.name for replica in replicas if replica.state == "dirty")
                 return result
         finally:
             self._pending_publications -= 1
             self._seed_wanted()
-
-    def _warn_of_failures(self, result: RoundResult) -> None:
-        """Log which replicas the publication did not update, unless they are the same as after the last one."""
-        without = {replica.name: replica.state for replica in result.replicas if replica.error is not None}
-        if without and without != self._without:
-            listed = "; ".join(
-                f"{replica.name} ({replica.state}): {replica.error}" for replica in result.replicas if replica.error is not None
-            )
-            _log.warning("version %s did not reach %s", result.version, listed)
-        self._without = without
 
     def _updating(self) -> str:
         """Replicas that the running round is updating, for messages."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +58,9 @@ _DEFAULT_BUCKET = 256 << 20
 _LONGEST = 200
 _FEWEST_WINDOWS = 2
 _HEX = re.compile(r"[0-9a-f]{0,128}")
+
+A = TypeVar("A")
+R = TypeVar("R", TrainerRank, EngineRank)
 
 
 def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
@@ -201,165 +205,126 @@ def answer_agent(coordinator: Coordinator, rank: TrainerRank | EngineRank) -> Ca
     return handle
 
 
-class RemoteTrainer:
-    """A trainer rank at the other end of ``calls``. ``dismiss`` closes its connection with a reason."""
+class _RemoteRank(Generic[R]):
+    """A rank at the other end of ``calls``. ``dismiss`` closes its connection with a reason."""
 
-    def __init__(self, rank: TrainerRank, calls: Calls, dismiss: Callable[[str], None]) -> None:
-        self._rank = rank
-        self._calls = calls
-        self.dismiss = dismiss
-
-    @property
-    def rank(self) -> TrainerRank:
+    def __init__(self, rank: R, calls: Calls, dismiss: Callable[[str], None]) -> None:
+        self.rank: R = rank
         """Self-description of the rank."""
-        return self._rank
+        self.dismiss = dismiss
+        self._calls = calls
 
     def notify(self, text: str) -> None:
         """Send ``text`` as a notice."""
         self._calls.notify(text)
+
+    async def _ask(self, body: Body, kind: type[A], timeout: float) -> A:
+        """Send ``body``, whose answer is a ``kind``."""
+        answer = await self._calls.call(body, timeout)
+        if not isinstance(answer, kind):
+            raise ProtocolError(f"{self.rank.member} answered {type(body).__name__} with {type(answer).__name__}")
+        return answer
+
+    async def _place(self, body: Place, rows: int, timeout: float) -> npt.NDArray[np.uint64]:
+        placed = await self._ask(body, Placed, timeout)
+        return _digests(self.rank.member, placed.digests, rows, "rows")
+
+
+class RemoteTrainer(_RemoteRank[TrainerRank]):
+    """A trainer rank at the other end of a connection."""
 
     async def place(self, number: int, timeout: float, epoch: int) -> npt.NDArray[np.uint64]:
         """Let the rank place version ``number``. Returns the digest of each row of its layout, ``uint64[rows]``."""
-        return await _placed(self._calls, self._rank, number, timeout, epoch)
+        return await self._place(Place(number, epoch), len(self.rank.layout), timeout)
 
     async def place_window(self, body: PlaceWindow, timeout: float) -> WindowPlaced:
         """Let the rank place a window. Returns what is in it, or the end of the stream."""
-        answer = await self._calls.call(body, timeout)
-        if not isinstance(answer, WindowPlaced):
-            raise _unexpected(self._rank.member, "PlaceWindow", answer)
-        if len(answer.digests) != 8 * len(answer.parts) or not 0 <= answer.nbytes <= body.window_bytes:
-            raise ProtocolError(f"{self._rank.member} described a window of {answer.nbytes:,} bytes wrongly")
-        return answer
+        placed = await self._ask(body, WindowPlaced, timeout)
+        if len(placed.digests) != 8 * len(placed.parts) or not 0 <= placed.nbytes <= body.window_bytes:
+            raise ProtocolError(f"{self.rank.member} described a window of {placed.nbytes:,} bytes wrongly")
+        return placed
 
 
-class RemoteEngine:
-    """An engine rank at the other end of ``calls``. ``dismiss`` closes its connection with a reason."""
+class RemoteEngine(_RemoteRank[EngineRank]):
+    """An engine rank at the other end of a connection."""
 
-    def __init__(self, rank: EngineRank, calls: Calls, dismiss: Callable[[str], None]) -> None:
-        self._rank = rank
-        self._calls = calls
-        self.dismiss = dismiss
-        self._plan: PlanSlice | None = None
-
-    @property
-    def rank(self) -> EngineRank:
-        """Self-description of the rank."""
-        return self._rank
-
-    def notify(self, text: str) -> None:
-        """Send ``text`` as a notice."""
-        self._calls.notify(text)
+    _plan: PlanSlice | None = None
 
     async def prepare(self, plan: PlanSlice, timeout: float) -> Prepared:
         """Send the plan and wait until the rank is ready for it."""
-        answer = await self._calls.call(Prepare(plan), timeout)
-        if not isinstance(answer, Prepared):
-            raise _unexpected(self._rank.member, "Prepare", answer)
-        _check_prepared(self._rank.member, answer, len(plan.sources))
+        prepared = self._checked(await self._ask(Prepare(plan), Prepared, timeout), len(plan.sources))
         self._plan = plan
-        return answer
+        return prepared
 
     async def place(self, number: int, timeout: float, epoch: int) -> npt.NDArray[np.uint64]:
         """Let the rank serve version ``number`` to other replicas. Returns the digest of each row of its source's layout."""
-        if self._rank.source is None:
-            raise ProtocolError(f"{self._rank.member} does not serve its weights to other replicas")
-        return await _placed(self._calls, self._rank.source, number, timeout, epoch)
+        if self.rank.source is None:
+            raise ProtocolError(f"{self.rank.member} does not serve its weights to other replicas")
+        return await self._place(Place(number, epoch), len(self.rank.source.layout), timeout)
 
     async def check_sources(self, number: int, timeout: float) -> None:
         """Check that version ``number`` can be read."""
-        await self._do(CheckSources(number), timeout)
+        await self._ask(CheckSources(number), Done, timeout)
 
     async def pause(self, mode: PauseMode, timeout: float) -> None:
         """Stop generation."""
-        await self._do(Pause(mode), timeout)
+        await self._ask(Pause(mode), Done, timeout)
 
     async def move(self, number: int, timeout: float) -> Moved:
         """Move version ``number`` into place."""
-        answer = await self._planned(Move(number), timeout)
-        if not isinstance(answer, Moved):
-            raise _unexpected(self._rank.member, "Move", answer)
-        return self._checked(answer)
+        rows = self._rows()
+        return self._whole(await self._ask(Move(number), Moved, timeout), rows)
 
     async def open_stream(self, body: OpenStream, timeout: float) -> Prepared:
         """Let the rank connect to the trainer's windows."""
-        answer = await self._calls.call(body, timeout)
-        if not isinstance(answer, Prepared):
-            raise _unexpected(self._rank.member, "OpenStream", answer)
-        _check_prepared(self._rank.member, answer, len(body.sources))
-        return answer
+        return self._checked(await self._ask(body, Prepared, timeout), len(body.sources))
 
     async def move_window(self, body: MoveWindow, timeout: float) -> npt.NDArray[np.uint64]:
         """Move a window into place. Returns the digest of each of its parts, ``uint64[parts]``."""
-        answer = await self._calls.call(body, timeout)
-        if not isinstance(answer, WindowMoved):
-            raise _unexpected(self._rank.member, "MoveWindow", answer)
-        return _digests(self._rank.member, answer.digests, len(body.placed.parts), "tensors")
+        moved = await self._ask(body, WindowMoved, timeout)
+        return _digests(self.rank.member, moved.digests, len(body.placed.parts), "tensors")
 
     async def end_stream(self, body: EndStream, timeout: float) -> Moved:
         """Let the rank load what is left. The answer holds the digest of each tensor of the stream."""
-        answer = await self._calls.call(body, timeout)
-        if not isinstance(answer, Moved):
-            raise _unexpected(self._rank.member, "EndStream", answer)
-        return answer
+        return await self._ask(body, Moved, timeout)
 
     async def commit(self, version: Version, timeout: float) -> None:
         """Finish loading, flush caches and set the version label."""
-        await self._do(Commit(version), timeout)
+        await self._ask(Commit(version), Done, timeout)
 
     async def resume(self, timeout: float) -> None:
         """Resume generation."""
-        await self._do(Resume(), timeout)
+        await self._ask(Resume(), Done, timeout)
 
     async def update(self, version: Version, mode: PauseMode, timeout: float) -> Updated:
         """Pause, move, commit and resume in one exchange."""
-        answer = await self._planned(Update(version, mode), timeout)
-        if not isinstance(answer, Updated):
-            raise _unexpected(self._rank.member, "Update", answer)
-        self._checked(answer.moved)
-        return answer
+        rows = self._rows()
+        updated = await self._ask(Update(version, mode), Updated, timeout)
+        self._whole(updated.moved, rows)
+        return updated
 
     async def quarantine(self, reason: str, timeout: float) -> None:
         """Abort the running update and stay paused."""
-        await self._do(Quarantine(reason), timeout)
+        await self._ask(Quarantine(reason), Done, timeout)
 
-    async def _planned(self, body: Move | Update, timeout: float) -> Body:
+    def _rows(self) -> int:
         if self._plan is None:
-            raise ProtocolError(f"{self._rank.member} has no plan yet")
-        return await self._calls.call(body, timeout)
+            raise ProtocolError(f"{self.rank.member} has no plan yet")
+        return self._plan.layout.rows
 
-    def _checked(self, moved: Moved) -> Moved:
-        rows = 0 if self._plan is None else self._plan.layout.rows
-        if len(moved.digests) != 8 * rows:
-            raise ProtocolError(
-                f"{self._rank.member} sent {len(moved.digests)} bytes of digests, expected 8 for each of {rows} rows"
-            )
+    def _whole(self, moved: Moved, rows: int) -> Moved:
+        _digests(self.rank.member, moved.digests, rows, "rows")
         return moved
 
-    async def _do(self, body: CheckSources | Pause | Commit | Resume | Quarantine, timeout: float) -> None:
-        answer = await self._calls.call(body, timeout)
-        if not isinstance(answer, Done):
-            raise _unexpected(self._rank.member, type(body).__name__, answer)
-
-
-async def _placed(calls: Calls, rank: PublishingRank, number: int, timeout: float, epoch: int) -> npt.NDArray[np.uint64]:
-    answer = await calls.call(Place(number, epoch), timeout)
-    if not isinstance(answer, Placed):
-        raise _unexpected(rank.member, "Place", answer)
-    return _digests(rank.member, answer.digests, len(rank.layout), "rows")
-
-
-def _unexpected(member: str, asked: str, answer: Body) -> ProtocolError:
-    return ProtocolError(f"{member} answered {asked} with {type(answer).__name__}")
+    def _checked(self, answer: Prepared, sources: int) -> Prepared:
+        if len(answer.transports) > sources:
+            raise ProtocolError(f"{self.rank.member} names {len(answer.transports)} transports for {sources} sources")
+        if not all(map(str.isprintable, (answer.digest, *answer.transports))):
+            raise ProtocolError(f"{self.rank.member} sent a plan digest or transport name that is not printable")
+        return answer
 
 
 def _digests(member: str, packed: bytes, count: int, of: str) -> npt.NDArray[np.uint64]:
     if len(packed) != 8 * count:
         raise ProtocolError(f"{member} sent {len(packed)} bytes of digests, expected 8 for each of {count} {of}")
     return np.frombuffer(packed, "<u8").astype(np.uint64, copy=False)
-
-
-def _check_prepared(member: str, answer: Prepared, sources: int) -> None:
-    if len(answer.transports) > sources:
-        raise ProtocolError(f"{member} names {len(answer.transports)} transports for {sources} sources")
-    if not all(map(str.isprintable, (answer.digest, *answer.transports))):
-        raise ProtocolError(f"{member} sent a plan digest or transport name that is not printable")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from weightsync.coordinator.rank_handle import RankHandle
 from weightsync.coordinator.ranks import EngineNode
-from weightsync.errors import MembershipError, PeerLost
+from weightsync.errors import MembershipError, PeerLost, WeightSyncError
 from weightsync.model import Manifest, Version
 
 __all__ = ["TRANSITIONS", "Replica", "State"]
@@ -115,6 +115,13 @@ class Replica:
         """The ranks in :attr:`missing`, and the number of further missing ranks."""
         more = self.world_size - len(self.links) - _SHOWN
         return ", ".join(map(str, self.missing)) + (f" and {more:,} more" if more > 0 else "")
+
+    def require_complete(self) -> None:
+        """Raise WeightSyncError if a rank is missing."""
+        if self.missing:
+            raise WeightSyncError(
+                f"replica {self.name} is not complete: rank {self.missing_in_words} of {self.world_size} is missing"
+            )
 
     def members(self) -> dict[str, RankHandle[EngineNode]]:
         """Handles of its ranks by member name, in rank order."""

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,14 +46,28 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.model import Version, fold
-from weightsync.protocol.messages import Moved, PlanSlice, ReplicaResult, RoundResult
+from weightsync.protocol.messages import Moved, PlanSlice, Prepared, ReplicaResult, RoundResult
 from weightsync.spans import span
 
-__all__ = ["RoundContext", "commit", "out_of_service", "pause", "prepare", "quarantine", "resume", "run_round", "settled"]
+__all__ = [
+    "Placing",
+    "RoundContext",
+    "acknowledged",
+    "commit",
+    "conduct",
+    "out_of_service",
+    "pause",
+    "prepare",
+    "quarantine",
+    "resume",
+    "run_round",
+    "settled",
+]
 
 Trainers = Mapping[str, RankHandle[TrainerNode]]
 Engines = Mapping[str, RankHandle[EngineNode]]
-_Placing = asyncio.Task[tuple[Placement, float]]
+Placing = asyncio.Task[tuple[Placement, float]]
+"""A task that places the version. Its result holds the seconds that it took as well."""
 
 _log = logging.getLogger(__name__)
 _ROWS_AT_ONCE = 1 << 17  # comparing up to this many digests (1 ms at most) is faster than handing them to a thread
@@ -104,24 +119,45 @@ class RoundContext:
 async def run_round(context: RoundContext) -> RoundResult:
     """Bring every replica of ``context`` to the version, each independently.
 
-    The round ends at most ``context.grace`` seconds after ``context.deadline``. If it is cancelled, it first quarantines the
-    replicas that are in the middle of an update.
-
     Returns:
         The result of the round, with one result for each replica. Failed replicas are results, not errors.
 
     Raises:
         WeightSyncError: Placing failed, so no version exists and no replica was paused.
     """
+    return await conduct(context, place, _update_replica)
+
+
+async def conduct(
+    context: RoundContext,
+    place: Callable[[RoundContext], Coroutine[Any, Any, tuple[Placement, float]]],
+    update: Callable[[RoundContext, Report, Placing], Coroutine[Any, Any, None]],
+) -> RoundResult:
+    """Run a round: ``place`` the version, and meanwhile ``update`` every replica to it.
+
+    The round ends at most ``context.grace`` seconds after ``context.deadline``. If it is cancelled, or placing fails, it first
+    quarantines the replicas that are in the middle of an update. An error of ``update`` becomes the result of that replica alone.
+    """
     started = asyncio.get_running_loop().time()
     failpoints.reached("round.start")
     names = tuple(replica.name for replica in context.replicas)
     context.emit(RoundStarted(context.round, context.number, names, context.seeding, context.epoch))
     reports = [Report(replica, context.round, context.emit) for replica in context.replicas]
+
+    async def updated(report: Report) -> ReplicaResult:
+        try:
+            await update(context, report, placing)
+        except WeightSyncError as error:
+            report.failed(error)
+        except Exception as error:  # noqa: BLE001 - becomes this replica's result: a bug here must not fail other replicas
+            _log.exception("round %d failed in replica %s: unexpected error", context.round, report.replica.name)
+            report.failed(error)
+        return report.result(context.publications)
+
     try:
         async with asyncio.TaskGroup() as group:
             placing = group.create_task(place(context))
-            ended = [group.create_task(_update_replica(context, report, placing)) for report in reports]
+            ended = [group.create_task(updated(report)) for report in reports]
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from failed.exceptions[0].__cause__
     finally:
@@ -133,32 +169,25 @@ async def run_round(context: RoundContext) -> RoundResult:
     return round_result(context.round, placement.version, context.settings.require, results, place_seconds, seconds, context.step)
 
 
-async def _update_replica(context: RoundContext, report: Report, placing: _Placing) -> ReplicaResult:
-    """Take one replica through the whole round. Never raises except for cancellation: errors become the replica's result."""
+async def _update_replica(context: RoundContext, report: Report, placing: Placing) -> None:
+    """Update one replica from the nearest source, and from another one if that fails."""
     replica, sources = report.replica, context.sources
-    try:
-        failed, updated = None, False
-        while not updated:
-            async with sources.lease(report, context.deadline, failed) as source:
-                if source.replica is not None and await _placed_at(context, source) is None:
-                    continue
-                report.source = replica.fed_by = source.name
-                final = failed is not None or not sources.alternative(source, replica)
-                try:
-                    await _update_from(context, report, placing, source, final)
-                    updated = True
-                except WeightSyncError as error:
-                    if final or context.deadline.passed:
-                        raise
-                    failed = source
-                    _log.warning("replica %s could not be updated from replica %s: %s", replica.name, source.name, error)
-        sources.add(replica)
-    except WeightSyncError as error:
-        report.failed(error)
-    except Exception as error:  # noqa: BLE001 - becomes this replica's result: a bug here must not fail other replicas
-        _log.exception("round %d failed in replica %s: unexpected error", context.round, replica.name)
-        report.failed(error)
-    return report.result(context.publications)
+    failed, updated = None, False
+    while not updated:
+        async with sources.lease(report, context.deadline, failed) as source:
+            if source.replica is not None and await _placed_at(context, source) is None:
+                continue
+            report.source = replica.fed_by = source.name
+            final = failed is not None or not sources.alternative(source, replica)
+            try:
+                await _update_from(context, report, placing, source, final)
+                updated = True
+            except WeightSyncError as error:
+                if final or context.deadline.passed:
+                    raise
+                failed = source
+                _log.warning("replica %s could not be updated from replica %s: %s", replica.name, source.name, error)
+    sources.add(replica)
 
 
 def _half(deadline: RoundDeadline) -> RoundDeadline:
@@ -166,7 +195,7 @@ def _half(deadline: RoundDeadline) -> RoundDeadline:
     return RoundDeadline(deadline.remaining("reading from a replica") / 2)
 
 
-async def _update_from(context: RoundContext, report: Report, placing: _Placing, source: Source, final: bool) -> None:
+async def _update_from(context: RoundContext, report: Report, placing: Placing, source: Source, final: bool) -> None:
     """Update one replica from ``source``, in half of the time that is left if the attempt is not the ``final`` one."""
     replica, engines = report.replica, report.replica.members()
 
@@ -298,12 +327,8 @@ async def agree(context: RoundContext, replica: Replica, engines: Engines, sourc
     Raises:
         WeightSyncError: The replica is incomplete, or its ranks cannot agree with the source's.
     """
-    if replica.missing:
-        absent = replica.missing_in_words
-        raise WeightSyncError(f"replica {replica.name} is not complete: rank {absent} of {replica.world_size} is missing")
-    await settled(context, replica)
-    if replica.preparing is not None:
-        await asyncio.wait([replica.preparing], timeout=deadline.remaining("preparing ahead of the round"))
+    replica.require_complete()
+    await settled(replica, deadline)
     return await prepare(context.planner, source.ranks, replica, engines, deadline)
 
 
@@ -319,22 +344,39 @@ async def prepare(
     with span("plan", replica.name):
         agreed = await planner.agree(replica.name, sources, ranks, deadline)
     slices, key = agreed.slices, agreed.key
-    unprepared = {member: link for member, link in engines.items() if link.prepared != key}
-    for link in unprepared.values():
-        link.prepared = None  # even if this fails: a rank drops its plan before it prepares another
-    answers = await on_all("prepare", deadline, unprepared, lambda link, left: link.node.prepare(slices[link.member], left))
-    for member, answer in answers.items():
-        if answer.digest != slices[member].digest:
-            wanted = slices[member].digest
-            raise PlanMismatch(f"{member} acknowledged plan {answer.digest} instead of {wanted}: do both run the same weightsync?")
-        engines[member].prepared, engines[member].transports = key, answer.transports
+    digests = {member: piece.digest for member, piece in slices.items()}
+    await acknowledged(key, digests, engines, deadline, lambda link, left: link.node.prepare(slices[link.member], left))
     return agreed
 
 
-async def settled(context: RoundContext, replica: Replica) -> None:
-    """Wait for a quarantine that runs outside any round: it would abort calls of this round in the ranks."""
-    if replica.quarantining is not None:
-        await asyncio.wait([replica.quarantining], timeout=context.deadline.remaining("an earlier quarantine"))
+async def acknowledged(
+    key: str,
+    digests: Mapping[str, str],
+    engines: Engines,
+    deadline: RoundDeadline,
+    prepare: Callable[[RankHandle[EngineNode], float], Coroutine[Any, Any, Prepared]],
+) -> None:
+    """Let the ranks ``prepare`` what ``key`` names, except those that have. Each acknowledges its one of ``digests``.
+
+    Raises:
+        PlanMismatch: A rank acknowledged another digest.
+    """
+    unprepared = {member: link for member, link in engines.items() if link.prepared != key}
+    for link in unprepared.values():
+        link.prepared = None  # even if this fails: a rank drops its plan before it prepares another
+    for member, answer in (await on_all("prepare", deadline, unprepared, prepare)).items():
+        if answer.digest != digests[member]:
+            raise PlanMismatch(
+                f"{member} acknowledged plan {answer.digest} instead of {digests[member]}: do both run the same weightsync?"
+            )
+        engines[member].prepared, engines[member].transports = key, answer.transports
+
+
+async def settled(replica: Replica, deadline: RoundDeadline) -> None:
+    """Wait for what runs outside any round: a quarantine, which would abort calls of this round, and a preparation."""
+    for task, what in ((replica.quarantining, "an earlier quarantine"), (replica.preparing, "preparing ahead of the round")):
+        if task is not None:
+            await asyncio.wait([task], timeout=deadline.remaining(what))
 
 
 class _Permit:
@@ -356,7 +398,7 @@ async def out_of_service(context: RoundContext, report: Report, engines: Engines
     dirty.
     """
     replica, links = report.replica, dict(engines)
-    await settled(context, replica)
+    await settled(replica, context.deadline)
     replica.begin(links)
     permit = _Permit()
     report.paused()

@@ -15,22 +15,31 @@ pauses at once: it serves nothing itself, and a failure must reach it too.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsync import failpoints
-from weightsync.coordinator.events import RoundStarted
 from weightsync.coordinator.negotiation import TransferPlan, key_of
 from weightsync.coordinator.publications import Placement
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, bounded, on_all
 from weightsync.coordinator.ranks import EngineNode, TrainerNode
-from weightsync.coordinator.report import Report, round_result
-from weightsync.coordinator.round import RoundContext, commit, out_of_service, pause, resume, settled
-from weightsync.errors import ConfigurationError, PeerLost, PlanMismatch, ProtocolError, VerificationError, WeightSyncError
+from weightsync.coordinator.report import Report
+from weightsync.coordinator.round import (
+    Placing,
+    RoundContext,
+    acknowledged,
+    commit,
+    conduct,
+    out_of_service,
+    pause,
+    resume,
+    settled,
+)
+from weightsync.errors import ConfigurationError, PeerLost, ProtocolError, VerificationError, WeightSyncError
 from weightsync.model import Version, fold
 from weightsync.model.window import StreamedTensors
 from weightsync.protocol.messages import (
@@ -39,7 +48,6 @@ from weightsync.protocol.messages import (
     MoveWindow,
     OpenStream,
     PlaceWindow,
-    ReplicaResult,
     RoundResult,
     SourceAddress,
     WindowPlaced,
@@ -50,7 +58,6 @@ __all__ = ["open_stream", "run_stream_round"]
 Trainers = Mapping[str, RankHandle[TrainerNode]]
 Engines = Mapping[str, RankHandle[EngineNode]]
 
-_log = logging.getLogger(__name__)
 _LEAST_WINDOW = 4096  # whatever buckets an engine asks for
 _DIFFERENT = "the trainer's ranks did not iterate over the same tensors: every rank's iterator yields all of them, in one order"
 _REASON = "the trainer publishes a stream"
@@ -59,14 +66,14 @@ _REASON = "the trainer publishes a stream"
 class WindowFlow:
     """Windows on their way: who has placed which, and which replicas still need them. Nothing is polled."""
 
-    def __init__(self, replicas: int) -> None:
+    def __init__(self, replicas: Iterable[str]) -> None:
         self.placed: list[WindowPlaced] = []
         """Windows in order. Their number in the stream is their index."""
         self.tensors = StreamedTensors()
         self.nbytes = 0
         """Bytes of all placed windows' tensors."""
         self._early: dict[int, WindowPlaced] = {}
-        self._needed = {replica: 0 for replica in range(replicas)}
+        self._needed = dict.fromkeys(replicas, 0)
         self._ended = False
         self._windows: int | None = None
         self._news = asyncio.Event()
@@ -115,12 +122,12 @@ class WindowFlow:
         self._ended = True
         self._changed()
 
-    def took(self, replica: int, windows: int) -> None:
+    def took(self, replica: str, windows: int) -> None:
         """A replica needs no window before number ``windows`` any more."""
         self._needed[replica] = windows
         self._changed()
 
-    def leave(self, replica: int) -> None:
+    def leave(self, replica: str) -> None:
         """A replica needs no more windows."""
         self._needed.pop(replica, None)
         self._changed()
@@ -157,31 +164,15 @@ async def run_stream_round(context: RoundContext) -> RoundResult:
     Raises:
         WeightSyncError: The stream failed, so no version exists. Replicas that had begun to take it are quarantined.
     """
-    started = asyncio.get_running_loop().time()
-    failpoints.reached("round.start")
-    names = tuple(replica.name for replica in context.replicas)
+    names = [replica.name for replica in context.replicas]
     limit = context.settings.max_unavailable
     if limit and limit < len(names):
         raise ConfigurationError(
             f"a stream passes once, so all {len(names)} replicas take it together, and at most {limit} may be out of service: "
             "raise or remove max_unavailable"
         )
-    context.emit(RoundStarted(context.round, context.number, names, context.seeding, context.epoch))
-    reports = [Report(replica, context.round, context.emit) for replica in context.replicas]
-    flow = WindowFlow(len(reports))
-    try:
-        async with asyncio.TaskGroup() as group:
-            placing = group.create_task(_place(context, flow))
-            ended = [group.create_task(_update_replica(context, flow, at, report, placing)) for at, report in enumerate(reports)]
-    except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from failed.exceptions[0].__cause__
-    finally:
-        del reports
-    placement, place_seconds = placing.result()
-    failpoints.reached("round.end")
-    seconds = asyncio.get_running_loop().time() - started
-    results = [*(task.result() for task in ended), *context.absent()]
-    return round_result(context.round, placement.version, context.settings.require, results, place_seconds, seconds, context.step)
+    flow = WindowFlow(names)
+    return await conduct(context, partial(_place, flow), partial(_update_replica, flow))
 
 
 def _window_bytes(trainers: Trainers, engines: Mapping[str, RankHandle[EngineNode]]) -> int:
@@ -193,7 +184,7 @@ def _window_bytes(trainers: Trainers, engines: Mapping[str, RankHandle[EngineNod
 # The trainer's side.
 
 
-async def _place(context: RoundContext, flow: WindowFlow) -> tuple[Placement, float]:
+async def _place(flow: WindowFlow, context: RoundContext) -> tuple[Placement, float]:
     """Let the trainer's ranks place their windows, to the end of the stream: then its version exists."""
     started, limit = asyncio.get_running_loop().time(), context.deadline
     if not context.trainers:
@@ -256,16 +247,12 @@ async def _place_rank(
 # The replicas' side.
 
 
-async def _update_replica(
-    context: RoundContext, flow: WindowFlow, at: int, report: Report, placing: asyncio.Task[tuple[Placement, float]]
-) -> ReplicaResult:
-    """Take one replica through the round. Never raises except for cancellation: errors become the replica's result."""
+async def _update_replica(flow: WindowFlow, context: RoundContext, report: Report, placing: Placing) -> None:
+    """Take one replica through the stream."""
     replica = report.replica
     engines = replica.members()
     try:
-        if replica.missing:
-            absent = replica.missing_in_words
-            raise WeightSyncError(f"replica {replica.name} is not complete: rank {absent} of {replica.world_size} is missing")
+        replica.require_complete()
         if not replica.takes_any:
             await _agree(context, flow, report, engines)
             await flow.get(0, context.deadline)
@@ -277,7 +264,7 @@ async def _update_replica(
                     await pause(engines, context, _patience(context, flow))
                 failpoints.reached("round.paused")
                 with report.phase("move"):
-                    placement = await _move(context, flow, at, report, engines, placing)
+                    placement = await _move(context, flow, report, engines, placing)
                 failpoints.reached("round.moved")
             except asyncio.CancelledError:
                 failure = placing.exception() if placing.done() and not placing.cancelled() else None
@@ -285,7 +272,7 @@ async def _update_replica(
                     raise
                 raise WeightSyncError(str(failure)) from failure  # what ended this is sent to the replica's ranks
             finally:
-                flow.leave(at)  # before a quarantine, for which the others need not wait
+                flow.leave(replica.name)  # before a quarantine, for which the others need not wait
             with report.phase("verify"):
                 _verify(report.moved, placement)
             failpoints.reached("round.verified")
@@ -295,14 +282,8 @@ async def _update_replica(
                 await resume(engines, context.deadline)
             failpoints.reached("round.resumed")
             serves(placement.version)
-    except WeightSyncError as error:
-        report.failed(error)
-    except Exception as error:  # noqa: BLE001 - becomes this replica's result: a bug here must not fail other replicas
-        _log.exception("round %d failed in replica %s: unexpected error", context.round, replica.name)
-        report.failed(error)
     finally:
-        flow.leave(at)
-    return report.result(context.publications)
+        flow.leave(replica.name)
 
 
 def _patience(context: RoundContext, flow: WindowFlow) -> RoundDeadline:
@@ -313,9 +294,7 @@ def _patience(context: RoundContext, flow: WindowFlow) -> RoundDeadline:
 
 async def _agree(context: RoundContext, flow: WindowFlow, report: Report, engines: Engines) -> None:
     with report.phase("agree"):
-        await settled(context, report.replica)
-        if report.replica.preparing is not None:
-            await asyncio.wait([report.replica.preparing], timeout=_patience(context, flow).remaining("preparing ahead"))
+        await settled(report.replica, _patience(context, flow))
         report.agreement = await open_stream(context.trainers, engines, _patience(context, flow))
     failpoints.reached("round.agreed")
 
@@ -331,25 +310,11 @@ async def open_stream(trainers: Trainers, engines: Engines, deadline: RoundDeadl
     key = key_of(sources, ranks)
     addresses = tuple(SourceAddress(member, rank.layout.digest, rank.offers, rank.key) for member, rank in sources.items())
     body = OpenStream(key, addresses, _window_bytes(trainers, engines))
-    unprepared = {member: link for member, link in engines.items() if link.prepared != key}
-    for link in unprepared.values():
-        link.prepared = None
-    answers = await on_all("prepare", deadline, unprepared, lambda link, left: link.node.open_stream(body, left))
-    for member, answer in answers.items():
-        if answer.digest != key:
-            raise PlanMismatch(f"{member} acknowledged {answer.digest} instead of {key}: do both run the same weightsync?")
-        engines[member].prepared, engines[member].transports = key, answer.transports
+    await acknowledged(key, dict.fromkeys(engines, key), engines, deadline, lambda link, left: link.node.open_stream(body, left))
     return TransferPlan(key, "streamed", _REASON, {}, (), (*sources.values(), *ranks.values()))
 
 
-async def _move(
-    context: RoundContext,
-    flow: WindowFlow,
-    at: int,
-    report: Report,
-    engines: Engines,
-    placing: asyncio.Task[tuple[Placement, float]],
-) -> Placement:
+async def _move(context: RoundContext, flow: WindowFlow, report: Report, engines: Engines, placing: Placing) -> Placement:
     """Bring every window to every rank, in order, and compare the digests of each at once."""
     number, world_size = 0, len(context.trainers)
     while (window := await flow.get(number, context.deadline)) is not None:
@@ -363,7 +328,7 @@ async def _move(
         for member, digests in arrived.items():
             _compare(member, window, digests, published)
         number += 1
-        flow.took(at, number)
+        flow.took(report.replica.name, number)
     placement, _ = await bounded("ending the stream", context.deadline, asyncio.shield(placing))
     end = EndStream(placement.version.manifest)
     moved = await on_all("move", context.deadline, engines, lambda link, left: link.node.end_stream(end, left))

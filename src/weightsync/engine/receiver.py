@@ -6,11 +6,10 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Self
 
 import torch
 
+from weightsync.closing import Closeable
 from weightsync.config import ClientSettings, Timeouts
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
@@ -158,7 +157,7 @@ class _Handover(EngineAdapter):
             self._changed.notify_all()
 
 
-class Receiver:
+class Receiver(Closeable):
     """Receives the streams of a trainer (:meth:`weightsync.Trainer.publish_stream`) for somebody else's loader.
 
     For frameworks whose process that gets the weights holds no model, or whose loader is their own business. Takes whatever tensors
@@ -237,9 +236,3 @@ class Receiver:
             self._engine.settle(_ANSWER_SECONDS)  # a loop ends shortly before the coordinator hears of it
         self._handover.close()
         self._engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()

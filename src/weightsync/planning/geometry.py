@@ -15,7 +15,7 @@ import numpy.typing as npt
 from weightsync.errors import LayoutError
 from weightsync.model import Layout, Manifest
 
-__all__ = ["Geometries", "Rows", "ShardingIndex", "geometries", "ranges"]
+__all__ = ["Geometries", "Rows", "ShardingIndex", "geometries", "ranges", "spread"]
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -55,6 +55,11 @@ def ranges(first: Int64, count: Int64) -> Int64:
     ends = np.cumsum(count)
     total = int(ends[-1]) if len(ends) else 0
     return np.repeat(first - (ends - count), count) + np.arange(total, dtype=np.int64)
+
+
+def spread(counts: Int64) -> tuple[Int64, Int64]:
+    """Split each row ``i`` into ``counts[i]`` parts. Returns the row of every part and its number within the row."""
+    return np.repeat(np.arange(len(counts), dtype=np.int64), counts), ranges(np.zeros_like(counts), counts)
 
 
 @dataclass(frozen=True, eq=False)

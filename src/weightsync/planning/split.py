@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.model import Layout, Manifest
-from weightsync.planning.geometry import ranges
+from weightsync.planning.geometry import spread
 
 __all__ = ["split_rows"]
 
@@ -51,8 +51,7 @@ def split_rows(manifest: Manifest, layout: Layout, max_bytes: int) -> Layout:
     count = np.prod(parts, axis=1)
     if np.prod(parts.astype(np.float64), axis=1).sum() > _MOST_ROWS:
         raise LayoutError(f"splitting a layout into blocks of {max_bytes} bytes would give more than {_MOST_ROWS} rows")
-    row = np.repeat(np.arange(rows), count)
-    place = ranges(np.zeros(rows, np.int64), count)
+    row, place = spread(count)
     starts = np.empty((len(row), dims), np.int64)
     stops = np.empty_like(starts)
     offset = layout.offset[row]

@@ -20,6 +20,7 @@ from concurrent.futures import Future, wait
 import msgspec
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
+from websockets.frames import CloseCode
 
 from weightsync.closing import Closeable
 from weightsync.config import ClientSettings
@@ -38,12 +39,12 @@ from weightsync.errors import (
 from weightsync.forks import Origin
 from weightsync.protocol.calls import AnswerWatcher, Calls
 from weightsync.protocol.dial import dial
-from weightsync.protocol.endpoint import CLOSE_INTERNAL, CLOSE_NORMAL, CLOSE_RESTART, unreachable
+from weightsync.protocol.endpoint import unreachable
 from weightsync.protocol.event_loop import shared_loop
 from weightsync.protocol.messages import Body, Confirmed, Frame, Hello, Progress, Quarantine, Welcome, decode, encode
 from weightsync.protocol.notices import tell
 from weightsync.protocol.wait_notices import NOTICE_SECONDS, reminding
-from weightsync.protocol.worker import Handler, Received, Worker, received_for
+from weightsync.protocol.worker import Received, Worker
 
 __all__ = ["ConnectionLost", "CoordinatorConnection"]
 
@@ -72,9 +73,9 @@ def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
 class CoordinatorConnection(Closeable):
     """One rank's connection to the coordinator.
 
-    ``hello`` is asked before every attempt, so that what the rank serves or published is current. ``handle`` runs the
-    coordinator's calls and may block; or ``receive`` is given each call when it arrives, and returns what runs it. ``on_welcome``
-    and ``on_lost`` tell of every connection made and lost. ``hello``, ``receive`` and the two callbacks run on the thread of all
+    ``hello`` is asked before every attempt, so that what the rank serves or published is current. ``receive`` is given each call of
+    the coordinator when it arrives, and returns what runs it, which may block. ``on_welcome`` and ``on_lost`` tell of every
+    connection made and lost. ``hello``, ``receive`` and the two callbacks run on the thread of all
     links: they must return at once and not call back into the link, but for :meth:`progress`. The order of calls is
     :meth:`connect` once, then anything, then :meth:`close`.
     """
@@ -84,8 +85,7 @@ class CoordinatorConnection(Closeable):
         settings: ClientSettings,
         *,
         hello: Callable[[], Hello],
-        handle: Handler | None = None,
-        receive: Callable[[Body], Received] | None = None,
+        receive: Callable[[Body], Received],
         on_welcome: Callable[[Welcome], None] | None = None,
         on_lost: Callable[[str], None] | None = None,
         on_notice: Callable[[str], None] | None = None,
@@ -94,10 +94,6 @@ class CoordinatorConnection(Closeable):
         self._origin = Origin()
         self._settings, self._name = settings, name
         self._hello, self._on_welcome, self._on_lost = hello, on_welcome, on_lost
-        if receive is None:
-            if handle is None:
-                raise ConfigurationError("a link needs handle or receive, to answer the coordinator's calls")
-            receive = received_for(handle)
         self._receive = receive
         self.on_answer: AnswerWatcher | None = None
         """Called after every call of the coordinator that was answered, on the thread of all links."""
@@ -224,7 +220,7 @@ class CoordinatorConnection(Closeable):
     def close(self, timeout: float = 5.0) -> None:
         """Leave the coordinator and end this link's threads. Safe twice and from any thread.
 
-        A call that ``handle`` still runs is waited for up to ``timeout`` seconds: abort it first. In a forked child: nothing.
+        A call that still runs is waited for up to ``timeout`` seconds: abort it first. In a forked child: nothing.
         """
         if self._origin.elsewhere:
             return
@@ -307,7 +303,7 @@ class CoordinatorConnection(Closeable):
         if self._first.done():
             self._on_notice(f"rounds leave this rank out: {welcome.refusal}")
             return
-        await socket.close(CLOSE_NORMAL, "its process closed it")
+        await socket.close(CloseCode.NORMAL_CLOSURE, "its process closed it")
         raise from_wire(*welcome.refusal.split(": ", 1))
 
     def _note(self, trouble: str) -> None:
@@ -341,8 +337,8 @@ class CoordinatorConnection(Closeable):
             self._calls = self._send = self._socket = None
             lost = f"the connection to the coordinator at {self._settings.coordinator} ended: {reason}"
             calls.close(ConnectionLost(lost))
-            leaves = CLOSE_NORMAL, "its process closed it"
-            await socket.close(*(leaves if self._closed else (CLOSE_INTERNAL, "its link failed")))
+            leaves = CloseCode.NORMAL_CLOSURE, "its process closed it"
+            await socket.close(*(leaves if self._closed else (CloseCode.INTERNAL_ERROR, "its link failed")))
         self._lost_at = time.monotonic()
         self._note(lost)
         if self._on_lost is not None:
@@ -367,7 +363,7 @@ class CoordinatorConnection(Closeable):
                     raise ProtocolError("a text frame from the coordinator")
                 calls.feed(decode(data))
         except ProtocolError as error:
-            await socket.close(1002, str(error)[:100])
+            await socket.close(CloseCode.PROTOCOL_ERROR, str(error)[:100])
             return str(error)
         except ConnectionClosed as error:
             return readable(error.rcvd.reason) if error.rcvd and error.rcvd.reason else str(error)
@@ -413,7 +409,8 @@ class CoordinatorConnection(Closeable):
             socket = self._socket
             # Not if another connection was made since the last refusal, or if the coordinator calls again already.
             if socket is not None and socket is self._refused_on and not self._answering:
-                await socket.close(CLOSE_RESTART, "this rank answers again")
+                # It connects again at once: a normal closure would say that it leaves.
+                await socket.close(CloseCode.SERVICE_RESTART, "this rank answers again")
 
     async def _ask(self, body: Body, deadline: Deadline) -> Body:
         what = f"{type(body).__name__} to the coordinator at {self._settings.coordinator}"

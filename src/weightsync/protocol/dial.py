@@ -21,7 +21,15 @@ from weightsync.errors import (
     WeightSyncError,
     from_wire,
 )
-from weightsync.protocol.endpoint import AGENTS_PATH, FRAME_LIMIT_HEADER, SUBPROTOCOL, reason, tls_context, unreachable
+from weightsync.protocol.endpoint import (
+    AGENTS_PATH,
+    FRAME_LIMIT_HEADER,
+    SUBPROTOCOL,
+    TRANSIENT_STATUS,
+    reason,
+    tls_context,
+    unreachable,
+)
 from weightsync.protocol.messages import Hello, Refused, Welcome, decode, encode
 from weightsync.protocol.proving import proving
 from weightsync.protocol.tokens import token_for
@@ -97,7 +105,7 @@ def _denied(settings: ClientSettings, error: InvalidStatus) -> WeightSyncError:
             "WEIGHTSYNC_TOKEN_FILE to the one that it was started with; one that it generated is found only by the same user "
             "on the same machine"
         )
-    if status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS):
+    if status in TRANSIENT_STATUS:
         return CoordinatorUnreachable(unreachable(settings, f"HTTP {status}: {text}"))
     return ConfigurationError(f"what answers at {settings.coordinator} took no weightsync agent: HTTP {status}: {text}")
 

@@ -1,10 +1,11 @@
-"""What both ends of the coordinator's address agree on: paths, the socket's subprotocol, close codes, TLS."""
+"""What both ends of the coordinator's address agree on: paths, the socket's subprotocol, TLS."""
 
 from __future__ import annotations
 
 import os
 import re
 import ssl
+from http import HTTPStatus
 
 from weightsync.config import ClientSettings
 from weightsync.errors import ConfigurationError
@@ -12,15 +13,10 @@ from weightsync.protocol.messages import PROTOCOL
 
 __all__ = [
     "AGENTS_PATH",
-    "CLOSE_INTERNAL",
-    "CLOSE_NORMAL",
-    "CLOSE_POLICY",
-    "CLOSE_PROTOCOL",
-    "CLOSE_RESTART",
-    "CLOSE_SHUTDOWN",
-    "CLOSE_TOO_BIG",
     "FRAME_LIMIT_HEADER",
     "SUBPROTOCOL",
+    "TRANSIENT_STATUS",
+    "no_challenge",
     "reason",
     "tls_context",
     "unreachable",
@@ -32,15 +28,13 @@ FRAME_LIMIT_HEADER = "X-Weightsync-Frame-Bytes"
 SUBPROTOCOL = f"weightsync.{PROTOCOL}"
 """Offered by every agent, so that two ends of different protocols part before a frame is read."""
 
-# RFC 6455, section 7.4.1
-CLOSE_NORMAL = 1000
-CLOSE_SHUTDOWN = 1001
-CLOSE_PROTOCOL = 1002
-CLOSE_POLICY = 1008
-CLOSE_TOO_BIG = 1009
-CLOSE_INTERNAL = 1011
-CLOSE_RESTART = 1012
-"""The closing side connects again at once. :data:`CLOSE_NORMAL` would be a goodbye."""
+TRANSIENT_STATUS = (
+    HTTPStatus.TOO_MANY_REQUESTS,
+    HTTPStatus.BAD_GATEWAY,
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    HTTPStatus.GATEWAY_TIMEOUT,
+)
+"""Answers after which another attempt may succeed."""
 
 
 def tls_context(settings: ClientSettings) -> ssl.SSLContext | None:
@@ -58,6 +52,14 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
     return re.sub(r"^\[Errno -?[0-9]+\] ", "", str(error)) or type(error).__name__
+
+
+def no_challenge(settings: ClientSettings, status: int) -> str:
+    """The message for a server that answers the request for a challenge with another ``status`` than 200."""
+    return (
+        f"what answers at {settings.coordinator} is not a weightsync coordinator, or one of an older release: it gives no "
+        f"challenge (HTTP {status})"
+    )
 
 
 def unreachable(settings: ClientSettings, why: object) -> str:

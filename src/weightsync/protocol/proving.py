@@ -16,13 +16,12 @@ from websockets.http11 import USER_AGENT
 
 from weightsync.config import ClientSettings, Secret
 from weightsync.errors import ConfigurationError, CoordinatorUnreachable, ProtocolError
-from weightsync.protocol.endpoint import AGENTS_PATH, unreachable
+from weightsync.protocol.endpoint import AGENTS_PATH, TRANSIENT_STATUS, no_challenge, unreachable
 from weightsync.protocol.proof import Claimant
 
 __all__ = ["proving"]
 
 _MAX_BODY = 16 << 10
-_PASSING = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
 
 
 def proving(settings: ClientSettings, token: Secret | None) -> type[ClientConnection]:
@@ -124,16 +123,11 @@ class _Asking:
     def _end(self) -> None:
         if self._status == HTTPStatus.OK:
             self.answer.set_result(bytes(self._body))
-        elif self._status in _PASSING:
+        elif self._status in TRANSIENT_STATUS:
             text = bytes(self._body).decode("utf-8", "replace")[:500]
             self._fail(CoordinatorUnreachable(unreachable(self._settings, f"HTTP {self._status}: {text}")))
         else:
-            self._fail(
-                ConfigurationError(
-                    f"what answers at {self._settings.coordinator} is not a weightsync coordinator, or one of an older release: it "
-                    f"gives no challenge (HTTP {self._status})"
-                )
-            )
+            self._fail(ConfigurationError(no_challenge(self._settings, self._status)))
 
     def _fail(self, error: Exception) -> None:
         if not self.answer.done():

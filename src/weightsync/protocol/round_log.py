@@ -24,7 +24,7 @@ from weightsync.protocol.messages import (
 )
 from weightsync.protocol.worker import Received
 
-__all__ = ["LoggedCalls", "log_result", "size"]
+__all__ = ["LoggedCalls", "MissedReplicas", "log_result", "size"]
 
 _log = logging.getLogger("weightsync.rounds")
 
@@ -131,6 +131,23 @@ def log_result(member: str, result: RoundResult) -> None:
         "%s: round %d: version %s serves in %d of %d replicas after %.1f ms: %s",
         member, result.round, result.version, good, len(result.replicas), 1000 * result.seconds, size(result.nbytes),
     )  # fmt: skip
+
+
+class MissedReplicas:
+    """Warns of the replicas that a publication did not reach, unless they are the same as after the last one."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._states: dict[str, str] = {}
+
+    def warn(self, result: RoundResult) -> None:
+        """Log the errors of the replicas that ``result`` lists with one."""
+        missed = [replica for replica in result.replicas if replica.error is not None]
+        states = {replica.name: replica.state for replica in missed}
+        if missed and states != self._states:
+            listed = "; ".join(f"{replica.name} ({replica.state}): {replica.error}" for replica in missed)
+            self._log.warning("version %s did not reach %s", result.version, listed)
+        self._states = states
 
 
 def _of_engine(error: Exception) -> BaseException | None:

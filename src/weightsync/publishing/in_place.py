@@ -23,7 +23,7 @@ State = Mapping[str, torch.Tensor] | torch.nn.Module | ShardedState
 
 
 def obstacle_to_in_place(manifest: Manifest, shards: Sequence[Shard], transports: Sequence[Transport]) -> str | None:
-    """Why these shards must be copied to a host shelf instead of being read in place, or ``None`` if they need not be.
+    """Why these shards must be copied to a host region instead of being read in place, or ``None`` if they need not be.
 
     Does not look at whether a transport can share this memory; its ``publish`` raises if not.
     """

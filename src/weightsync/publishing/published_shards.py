@@ -25,7 +25,7 @@ from weightsync.publishing.in_place import InPlacePublisher, obstacle_to_in_plac
 from weightsync.spans import span
 from weightsync.tensors.device_memory import wait_for_devices
 from weightsync.tensors.memory import packed_layout
-from weightsync.tensors.shards import FollowedShards, Shard, ShardedState
+from weightsync.tensors.shards import DTypes, FollowedShards, Shard, ShardedState
 from weightsync.transports.base import LOOPBACK, Key, Network, Publisher, Transport
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import EMPTY, PublishedRegion
@@ -60,7 +60,7 @@ class PublishedShards:
         local_host: Host,
         *,
         network: Network = LOOPBACK,
-        dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+        dtype: DTypes = None,
         include_buffers: bool = False,
     ) -> None:
         self.manifest: Manifest
@@ -70,7 +70,7 @@ class PublishedShards:
             raise ConfigurationError("this rank's state holds no bytes: give the module, or a state dict with tensors")
         self._key = Key(key)
         self._shards: list[Shard] = []
-        self._publishers: list[Publisher] = []
+        self._publishers: list[Publisher]
         self.region: PublishedRegion | CudaRegion
         self._placer: HostPublisher | InPlacePublisher
         with ExitStack() as owned:
@@ -78,7 +78,7 @@ class PublishedShards:
             self._live = None if reason else InPlacePublisher(self.manifest, state, shards)
             if self._live is not None:
                 owned.callback(self._live.region.close)
-                reason = self._publish(self._live.region, "cuda", transports, local_host, network, owned)
+                self._publishers, reason = publish_region(self._live.region, "cuda", transports, key, local_host, network, owned)
                 if not self._publishers:
                     owned.close()
                     self._live = None
@@ -98,26 +98,12 @@ class PublishedShards:
                     )
                 self._shards = shards
                 self.layout = packed_layout(self.manifest, shards)
-                shelf = PublishedRegion(self.layout.regions[0] if self.layout.regions else 0, self.layout.digest)
-                owned.callback(shelf.close)
-                self._region_address = shelf.address
-                self.region, self._placer = shelf, HostPublisher(self.manifest, shards, self.layout, shelf.address)
-                self._publish(shelf, "host", transports, local_host, network, owned)
+                region = PublishedRegion(self.layout.regions[0] if self.layout.regions else 0, self.layout.digest)
+                owned.callback(region.close)
+                self._region_address = region.address
+                self.region, self._placer = region, HostPublisher(self.manifest, shards, self.layout, region.address)
+                self._publishers, _ = publish_region(region, "host", transports, key, local_host, network, owned)
             self._owned = owned.pop_all()
-
-    def _publish(
-        self,
-        region: PublishedRegion | CudaRegion,
-        memory: Memory,
-        transports: Sequence[Transport],
-        local_host: Host,
-        network: Network,
-        owned: ExitStack,
-    ) -> str:
-        """Publish ``region`` by those that read its ``memory``. Returns why some cannot; raises it for memory of the host."""
-        publishers, reason = publish_region(region, memory, transports, self.key, local_host, network, owned)
-        self._publishers += publishers
-        return reason
 
     @property
     def key(self) -> bytes:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from weightsync.config import ServerSettings
 from weightsync.errors import ConfigurationError, DeadlineExceeded, MembershipError, from_wire
 from weightsync.protocol.messages import UNREADABLE
 from weightsync.rollouts.mailbox import Full, Mailbox, Post, Signal
+from weightsync.server.event_streams import EventStreams
 from weightsync.server.openapi import Operation
 
 __all__ = ["Acknowledge", "Answered", "Completed", "Order", "RolloutBroker", "mount"]
@@ -121,10 +121,9 @@ class RolloutBroker:
     lasting = _LASTING
 
     def __init__(self, heartbeat: float) -> None:
-        self._heartbeat = heartbeat
         self._completions, self._orders = Mailbox(), Mailbox()
         self._answers: dict[int, asyncio.Future[Answered]] = {}
-        self._streams = 0
+        self._streams = EventStreams(_FOLLOWERS, heartbeat)
         self._receiving = 0
         self.routes: list[BaseRoute] = [
             Route("/v1/rollouts/completions", self._complete, methods=["POST"]),
@@ -223,33 +222,14 @@ class RolloutBroker:
             after = request.query_params.get("after", "0")
             if not (after.isascii() and after.isdigit() and len(after) < _DIGITS):
                 raise ConfigurationError(f"after={after!r} is not a number")
-            if self._streams >= _FOLLOWERS:
-                raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{_FOLLOWERS} clients already follow events")
-            stream = self._stream(box, request.query_params.get("epoch", ""), int(after))
-            return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+            epoch = request.query_params.get("epoch", "")
+            return self._streams.respond(lambda: box.follow(epoch, int(after)), _signals)
 
         return follow
 
-    async def _stream(self, box: Mailbox, epoch: str, after: int) -> AsyncIterator[bytes]:
-        self._streams += 1
-        signals = cast("AsyncGenerator[list[Signal], None]", box.follow(epoch, after))
-        coming: asyncio.Future[list[Signal]] | None = None
-        try:
-            yield b": follow\n\n"
-            while True:
-                coming = asyncio.ensure_future(anext(signals))
-                while not (await asyncio.wait([coming], timeout=self._heartbeat))[0]:
-                    yield b": still here\n\n"
-                yield b"".join(b"data: " + msgspec.json.encode(signal) + b"\n\n" for signal in coming.result())
-        except StopAsyncIteration:
-            return
-        finally:
-            self._streams -= 1
-            if coming is not None and not coming.done():
-                coming.cancel()
-                with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
-                    await coming
-            await signals.aclose()
+
+def _signals(signals: list[Signal]) -> bytes:
+    return b"".join(b"data: " + msgspec.json.encode(signal) + b"\n\n" for signal in signals)
 
 
 def mount(settings: ServerSettings) -> RolloutBroker:

@@ -19,7 +19,7 @@ from weightsync.config import ClientSettings, Secret
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, LoadError, MembershipError, WeightSyncError, to_wire
 from weightsync.external.clients import sglang, weightsync
-from weightsync.external.clients.http import EngineHttp, GroupSpec, HttpCall
+from weightsync.external.clients.http import EngineHttp, GroupSpec, HttpCall, destroy_group, init_group
 from weightsync.model import PauseMode, TensorSpec
 from weightsync.rollouts.broker import Answered, Name, Order
 from weightsync.rollouts.mail import follow_signals, request_until
@@ -158,7 +158,7 @@ class UpdateServers:
             case "update_from_disk":
                 calls = [self._from_disk(_body(command, _Disk))]
             case "destroy_group":
-                calls = [weightsync.destroy_group(_body(command, _Destroy).group_name)]
+                calls = [destroy_group(_body(command, _Destroy).group_name)]
             case "pause" if self._kind == "sglang":
                 calls = [sglang.pause_generation(sglang.sglang_mode(_body(command, _PauseBody).mode)), sglang.begin()]
             case "pause":
@@ -199,7 +199,7 @@ class UpdateServers:
             GroupSpec(group.master_address, group.master_port, offset, world, group.group_name, group.backend)
             for offset in accumulate(self._ranks[:-1], initial=1)
         ]
-        return [sglang.init_group(spec) if self._kind == "sglang" else weightsync.init_group(spec, timeout) for spec in specs]
+        return [init_group(spec, None if self._kind == "sglang" else timeout) for spec in specs]
 
     async def _send(self, command: Order, calls: Sequence[HttpCall]) -> str:
         loop, deadline = asyncio.get_running_loop(), Deadline(command.timeout)

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect
+from websockets.frames import CloseCode
 
 from weightsync.config import ServerSettings
 from weightsync.coordinator.coordinator import Coordinator
@@ -19,7 +20,7 @@ from weightsync.coordinator.ranks import TrainerRank
 from weightsync.coordinator.remote_ranks import RemoteEngine, RemoteTrainer, answer_agent, rank_of
 from weightsync.errors import DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, readable, to_wire
 from weightsync.protocol.calls import Calls
-from weightsync.protocol.endpoint import CLOSE_NORMAL, CLOSE_POLICY, CLOSE_PROTOCOL, CLOSE_SHUTDOWN, FRAME_LIMIT_HEADER, SUBPROTOCOL
+from weightsync.protocol.endpoint import FRAME_LIMIT_HEADER, SUBPROTOCOL
 from weightsync.protocol.messages import Answer, Body, Confirmed, Failure, Frame, Hello, Refused, Welcome, decode, encode
 from weightsync.server.problems import problem
 
@@ -75,7 +76,7 @@ class AgentSockets:
                 await connection.answered.wait()
         tasks = list(self._connections)
         for socket in list(self._connections.values()):
-            await _close(socket, CLOSE_SHUTDOWN, reason)
+            await _close(socket, CloseCode.GOING_AWAY, reason)
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=self._settings.shutdown_seconds)
             for task in late:
@@ -134,7 +135,7 @@ class AgentSockets:
             reason = connection.dismissed
             _log.warning("%s: closing the connection of process %d on %s: %s", rank.member, hello.pid, hello.host.name, reason)
             async with _at_most(limit):
-                await _close(socket, CLOSE_POLICY, reason)
+                await _close(socket, CloseCode.POLICY_VIOLATION, reason)
         finally:
             self._welcomed.discard(connection)
             reason = self._closing or reason
@@ -146,7 +147,7 @@ class AgentSockets:
         _log.warning("refused an agent: %s", readable(str(error)))
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):
             await socket.send_bytes(encode(Refused(*to_wire(error))))
-        await _close(socket, CLOSE_POLICY, str(error))
+        await _close(socket, CloseCode.POLICY_VIOLATION, str(error))
 
 
 @contextlib.asynccontextmanager
@@ -232,21 +233,21 @@ class _Connection:
                 if not isinstance(frame, Confirmed):
                     calls.feed(frame)
         except WebSocketDisconnect as gone:
-            self.said_goodbye = gone.code == CLOSE_NORMAL
+            self.said_goodbye = gone.code == CloseCode.NORMAL_CLOSURE
             return (
                 readable(gone.reason or "", _REASON_BYTES)
                 or f"its connection ended without a goodbye: killed, crashed, hung or cut off (code {gone.code})"
             )
         except ProtocolError as error:
             _log.warning("%s: %s", self._member, error)
-            await _close(self._socket, CLOSE_PROTOCOL, str(error))
+            await _close(self._socket, CloseCode.PROTOCOL_ERROR, str(error))
             return f"it broke the protocol: {error}"
 
 
 async def _receive(socket: WebSocket) -> Frame:
     message = await socket.receive()
     if message["type"] == "websocket.disconnect":
-        raise WebSocketDisconnect(message.get("code", 1006), message.get("reason"))
+        raise WebSocketDisconnect(message.get("code", CloseCode.ABNORMAL_CLOSURE), message.get("reason"))
     data = message.get("bytes")
     if data is None:
         raise ProtocolError("a text frame; weightsync frames are binary")

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,6 +29,7 @@ from weightsync.protocol.tokens import matches
 from weightsync.server import page
 from weightsync.server.agents import AgentSockets
 from weightsync.server.connections import Connections
+from weightsync.server.event_streams import EventStreams
 from weightsync.server.history import MOST_ROUNDS, RoundHistory, RoundRecord, record_of
 from weightsync.server.http_connection import TRANSPORT
 from weightsync.server.metrics import CONTENT_TYPE, CoordinatorMetrics, release
@@ -60,7 +60,7 @@ OPERATIONS = (
     Operation(
         "post",
         "/v1/rounds",
-        "Bring replicas to the version that the trainer's shelves hold; answers when the round is over.",
+        "Bring replicas to the version that the trainer's regions hold; answers when the round is over.",
         answer=RoundResult,
         body=RoundRequest,
         errors=(*_CONFLICTS, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
@@ -114,7 +114,7 @@ class Service:
         self.connections = Connections(settings.limits, encrypted=settings.tls_certificate is not None)
         self._mounts = mounts
         self._challenger = Challenger(token)
-        self._streams = 0
+        self._streams = EventStreams(settings.limits.event_streams, settings.heartbeat)
         self._metrics = CoordinatorMetrics()
         self._otel = OtelExport() if settings.otel == "on" else None
         self._history = RoundHistory(settings.history_directory)
@@ -227,31 +227,11 @@ class Service:
         return bytes(body)
 
     async def _events(self, request: Request) -> Response:
-        if self._streams >= self._settings.limits.event_streams:
-            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{self._streams} readers of events already; try again later")
-        return StreamingResponse(self._stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        return self._streams.respond(self._coordinator.subscribe, _event)
 
-    async def _stream(self) -> AsyncIterator[bytes]:
-        self._streams += 1
-        events = cast("AsyncGenerator[Event, None]", self._coordinator.subscribe())
-        coming: asyncio.Future[Event] | None = None
-        try:
-            yield b": the coordinator's events\n\n"
-            while True:
-                coming = asyncio.ensure_future(anext(events))
-                while not (await asyncio.wait([coming], timeout=self._settings.heartbeat))[0]:
-                    yield b": still here\n\n"
-                event = coming.result()
-                yield b"event: " + type(event).__name__.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
-        except StopAsyncIteration:
-            return
-        finally:
-            self._streams -= 1
-            if coming is not None and not coming.done():
-                coming.cancel()
-                with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
-                    await coming
-            await events.aclose()
+
+def _event(event: Event) -> bytes:
+    return b"event: " + type(event).__name__.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
 class TokenAdmission:

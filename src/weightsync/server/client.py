@@ -61,7 +61,7 @@ class Client(Closeable):
         return self._decode(self._request("GET", "/v1/status"), Status)
 
     def start_round(self, replicas: Sequence[str] | None = None, timeout: float | None = None) -> RoundResult:
-        """Bring ``replicas`` (``None``: all that are behind) to the version on the trainer's shelves; returns when it is over."""
+        """Bring ``replicas`` (``None``: all that are behind) to the version in the trainer's regions; returns when it is over."""
         body = msgspec.json.encode(RoundRequest(None if replicas is None else tuple(replicas), timeout))
         patience = _ROUND_SECONDS if timeout is None else timeout + _GRACE
         return self._decode(self._request("POST", "/v1/rounds", body, patience), RoundResult)

@@ -17,7 +17,7 @@ _NUMBER = {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1}
 
 
 class RoundRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Bring replicas to the version that the trainer's shelves hold."""
+    """Bring replicas to the version that the trainer's regions hold."""
 
     replicas: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=200)], ...], msgspec.Meta(max_length=1 << 16)] | None = None
     """Names; ``null`` for every replica that does not serve that version."""

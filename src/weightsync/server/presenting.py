@@ -11,12 +11,11 @@ import httpx
 
 from weightsync.config import ClientSettings, Secret
 from weightsync.errors import AuthenticationError, ProtocolError
+from weightsync.protocol.endpoint import TRANSIENT_STATUS, no_challenge
 from weightsync.protocol.proof import ANSWER_HEADER, Claimant
 from weightsync.protocol.tokens import token_for
 
 __all__ = ["presenting"]
-
-_PASSING = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
 
 
 def presenting(settings: ClientSettings, trusted_seconds: float = 0.0) -> httpx.Auth | None:
@@ -100,14 +99,11 @@ class _Presenting(httpx.Auth):
         return httpx.Request("GET", self._settings.coordinator.url + claimant.target, extensions={"timeout": timeout})
 
     def _accept(self, claimant: Claimant, answer: httpx.Response, request: httpx.Request) -> None:
-        if answer.status_code in _PASSING:
+        if answer.status_code in TRANSIENT_STATUS:
             raise httpx.ConnectError(f"HTTP {answer.status_code}", request=request)
         try:
             if not answer.is_success:
-                raise ProtocolError(
-                    f"what answers at {self._settings.coordinator} is not a weightsync coordinator, or one of an older release: it "
-                    f"gives no challenge (HTTP {answer.status_code})"
-                )
+                raise ProtocolError(no_challenge(self._settings, answer.status_code))
             claimant.accept(answer.content)
         except (AuthenticationError, ProtocolError) as error:
             if self._proved_at is not None:

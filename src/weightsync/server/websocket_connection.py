@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
 from websockets.datastructures import Headers
-from websockets.frames import Frame, Opcode
+from websockets.frames import CloseCode, Frame, Opcode
 from websockets.http11 import Request, Response
 from websockets.protocol import State
 from websockets.server import ServerProtocol
@@ -33,8 +33,6 @@ _FRAMES = 4096.0  # frames that are no whole message (fragments, pings, pongs) t
 _FRAMES_PER_SECOND = 100.0  # and in the long run; an agent sends a few a minute, and never a fragment
 _MESSAGES = 256.0  # whole messages that one peer may send at once
 _MESSAGES_PER_SECOND = 500.0  # and in the long run; beyond that they wait, and with them the peer
-_ABNORMAL = 1006
-_INTERNAL_ERROR = 1011
 
 
 class _Allowance:
@@ -96,14 +94,14 @@ class WebSocketConnection:
         offered = ",".join(request.headers.get_all("Sec-WebSocket-Protocol"))
         scope["subprotocols"] = [name.strip() for name in offered.split(",") if name.strip()]
         scope["extensions"] = {"websocket.http.response": {}}
-        code = 1000
+        code = CloseCode.NORMAL_CLOSURE
         try:
             await self._app(scope, self._receive, self._send)
         except OSError:
             pass  # the peer is gone
         except Exception as error:  # noqa: BLE001 - the peer learns that the connection ends by an error
             _log.error("the WebSocket %s failed unexpectedly", scope["path"], exc_info=error)
-            code = _INTERNAL_ERROR
+            code = CloseCode.INTERNAL_ERROR
         try:
             await self._finish(code)
         finally:
@@ -167,7 +165,7 @@ class WebSocketConnection:
                 self._ended = not self._events
         close = self._protocol.close_rcvd or self._protocol.close_sent
         if close is None:
-            return {"type": "websocket.disconnect", "code": _ABNORMAL}
+            return {"type": "websocket.disconnect", "code": CloseCode.ABNORMAL_CLOSURE}
         return {"type": "websocket.disconnect", "code": close.code, "reason": close.reason}
 
     def _message(self, event: object) -> Message | None:
@@ -222,7 +220,7 @@ class WebSocketConnection:
         elif self._protocol.state is not State.OPEN:
             raise ConnectionResetError("the WebSocket is closed")
         elif kind == "websocket.close":
-            self._protocol.send_close(message.get("code", 1000), message.get("reason") or "")
+            self._protocol.send_close(message.get("code", CloseCode.NORMAL_CLOSURE), message.get("reason") or "")
         elif message.get("bytes") is not None:
             self._protocol.send_binary(message["bytes"])
         else:

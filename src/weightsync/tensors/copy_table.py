@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from weightsync.errors import LayoutError, PlanMismatch
 from weightsync.model import Layout, Manifest
+from weightsync.planning.geometry import spread
 from weightsync.tensors.digest import positions
 
 if TYPE_CHECKING:
@@ -248,12 +249,6 @@ def _merge(extents: Int64, strides: Int64, itemsizes: Int64) -> tuple[Int64, Int
     return size, merged
 
 
-def _ranks(counts: Int64) -> Int64:
-    """Count 0, 1, ... within each run of ``counts``: ``[2, 3]`` gives ``[0, 1, 0, 1, 2]``."""
-    ends = np.cumsum(counts)
-    return np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64) - np.repeat(ends - counts, counts)
-
-
 def _expand(size: Int64, strides: Int64, firsts: Int64, fixed: Int64) -> tuple[Int64, Int64]:
     """Build the tile table ``int64[n, 13]`` of merged pieces, and the piece of each tile.
 
@@ -269,8 +264,7 @@ def _expand(size: Int64, strides: Int64, firsts: Int64, fixed: Int64) -> tuple[I
             f"the plan needs more than {_MOST_TILES:,} separate copies, because the shards of both ends interleave too finely: "
             'use delivery="streamed", or contiguous shards at the trainer'
         )
-    piece = np.repeat(np.arange(len(size)), counts)
-    rest = _ranks(counts)
+    piece, rest = spread(counts)
     first_byte = rest % across[piece] * TILE_BYTES
     rest //= across[piece]
     first_row = rest % down[piece] * rows_each[piece]

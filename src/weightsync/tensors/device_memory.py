@@ -54,8 +54,7 @@ def layout_by_shard(manifest: Manifest, shards: Sequence[Shard]) -> Layout:
         LayoutError: A shard cannot be read in place: its dtype differs from the manifest's, or it is an expanded tensor.
     """
     layout, _ = layout_in_place(manifest, shards, block_bytes=None)
-    last = ((layout.stops - layout.starts - 1) * layout.strides).sum(axis=1)
-    sizes = last + manifest.itemsizes[layout.tensor]
+    sizes = layout.ends(manifest) - layout.offset
     return Layout(
         manifest,
         layout.tensor,

@@ -30,6 +30,7 @@ __all__ = [
     "dtype_name",
     "manifest_of",
     "ordered",
+    "published_dtype",
     "shard",
     "shards_of",
     "torch_dtype",
@@ -374,13 +375,18 @@ def _identity(name: str, shape: tuple[int, ...], box: Box | None, local: torch.T
     return (storage, local.storage_offset(), local.stride(), local.dtype, shape, box.starts, box.stops)
 
 
+def published_dtype(dtype: torch.dtype | None, own: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a tensor of dtype ``own`` is published where ``dtype`` is given for all.
+
+    Integers, booleans and float8 are never converted: their values have no meaning without their scales.
+    """
+    return dtype if dtype is not None and own.is_floating_point and own.itemsize > 1 else own
+
+
 def _published(dtype: DTypes, held: Mapping[str, torch.dtype], aliases: Mapping[str, list[str]]) -> dict[str, torch.dtype]:
     """Return the dtype in which each tensor is published."""
-    if dtype is None:
-        return dict(held)
-    if isinstance(dtype, torch.dtype):
-        # A single dtype never converts integers, booleans and float8, whose values have no meaning without their scales.
-        return {name: dtype if own.is_floating_point and own.itemsize > 1 else own for name, own in held.items()}
+    if not isinstance(dtype, Mapping):
+        return {name: published_dtype(dtype, own) for name, own in held.items()}
     owner = {alias: name for name, others in aliases.items() for alias in (name, *others)}
     dtype = {checkpoint_name(name): kind for name, kind in dtype.items()}
     unknown = sorted(set(dtype) - set(owner))
@@ -408,7 +414,7 @@ class FollowedShards:
         self,
         state: Mapping[str, torch.Tensor] | torch.nn.Module | ShardedState,
         *,
-        dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+        dtype: DTypes = None,
         include_buffers: bool = False,
     ) -> None:
         self._state, self._dtype, self._include_buffers = state, dtype, include_buffers

@@ -48,7 +48,8 @@ from weightsync.protocol.messages import (
     WaitForReplicas,
     Welcome,
 )
-from weightsync.protocol.round_log import log_result
+from weightsync.protocol.round_log import MissedReplicas, log_result
+from weightsync.protocol.worker import received_for
 from weightsync.publishing.published_shards import network_of, publishing_transports
 from weightsync.server.server import BackgroundServer
 from weightsync.tensors.shards import ShardedState
@@ -133,7 +134,7 @@ class Trainer(Closeable):
         self._last = -1
         self._calls = 0
         self._asked: Future[RoundResult] | None = None  # the last stream's
-        self._missed: dict[str, str] = {}
+        self._missed = MissedReplicas(_log)
         self._publishing = threading.Lock()
         self._host = this_host()
         with ExitStack() as owned:
@@ -152,7 +153,11 @@ class Trainer(Closeable):
             self._background = ThreadPoolExecutor(1, thread_name_prefix="weightsync-publish")
             owned.callback(self._background.shutdown, wait=False, cancel_futures=True)
             self._link = CoordinatorConnection(
-                settings, hello=self._hello, handle=self._role.handle, on_welcome=self._welcomed, name=f"trainer/{self.rank}"
+                settings,
+                hello=self._hello,
+                receive=received_for(self._role.handle),
+                on_welcome=self._welcomed,
+                name=f"trainer/{self.rank}",
             )
             owned.callback(self._link.close)
             if settings.metrics_port is not None:
@@ -432,20 +437,10 @@ class Trainer(Closeable):
         self._last = max(self._last, self._published)
         if self.rank == 0:
             log_result("trainer/0", result)
-        self._warn_of_failures(result)
+        self._missed.warn(result)
         if not result.ok:
             raise RoundFailed(f"version {result.version} did not reach the replicas that are required: {result.error}")
         return result
-
-    def _warn_of_failures(self, result: RoundResult) -> None:
-        """Log which replicas the publication did not reach, where it is not the same as after the one before."""
-        missed = {replica.name: replica.state for replica in result.replicas if replica.error is not None}
-        if missed and missed != self._missed:
-            listed = "; ".join(
-                f"{replica.name} ({replica.state}): {replica.error}" for replica in result.replicas if replica.error is not None
-            )
-            _log.warning("version %s did not reach %s", result.version, listed)
-        self._missed = missed
 
     def _check_open(self) -> None:
         self._origin.require("this trainer")
@@ -453,7 +448,7 @@ class Trainer(Closeable):
             raise Aborted("this trainer was closed and cannot publish any more: publish before close(), or make a new Trainer")
 
     def close(self) -> None:
-        """Leave the coordinator, stop serving shards, free the shelf. Replicas keep what they have. Safe twice.
+        """Leave the coordinator, stop serving shards, free the region. Replicas keep what they have. Safe twice.
 
         In a forked child (a data loader's worker) this does nothing: the trainer is its parent's.
         """

@@ -14,7 +14,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded
 from weightsync.protocol.messages import Body, Done, Host, Place, Placed
 from weightsync.publishing.published_shards import PublishedShards
-from weightsync.tensors.shards import ShardedState
+from weightsync.tensors.shards import DTypes, ShardedState
 from weightsync.transports.base import LOOPBACK, Network, Transport
 
 __all__ = ["Placing", "TrainerRole"]
@@ -51,7 +51,7 @@ class TrainerRole(PublishedShards):
         local_host: Host,
         *,
         network: Network = LOOPBACK,
-        dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+        dtype: DTypes = None,
         include_buffers: bool = False,
     ) -> None:
         self._stop = np.zeros(1, np.int8)
@@ -122,6 +122,6 @@ class TrainerRole(PublishedShards):
             return self._last
 
     def close(self) -> None:
-        """Stop serving and free the shelf. Safe twice."""
+        """Stop serving and free the region. Safe twice."""
         self.disarm()
         self._owned.close()

@@ -27,7 +27,7 @@ from weightsync.spans import span
 from weightsync.tensors.cuda.digest import LayoutDigest
 from weightsync.tensors.cuda.waiting import wait_for_event
 from weightsync.tensors.digest import digest_rows
-from weightsync.tensors.shards import DTypes, checkpoint_name, dtype_name
+from weightsync.tensors.shards import DTypes, checkpoint_name, dtype_name, published_dtype
 from weightsync.transports.base import LOOPBACK, Key, Network, Publisher, Transport
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import EMPTY, PublishedRegion
@@ -151,7 +151,8 @@ class StreamedPublication:
                 raise
 
     def _take(self, name: str, tensor: torch.Tensor, deadline: Deadline) -> None:
-        dtype = self._published(name, tensor)
+        given, own = self._dtype, tensor.dtype
+        dtype = given.get(name, own) if isinstance(given, Mapping) else published_dtype(given, own)
         shape = tuple(tensor.shape)
         spec = TensorSpec(name, shape, dtype_name(dtype))
         most = self._most or self._first_call(deadline)
@@ -221,14 +222,6 @@ class StreamedPublication:
         with self._changed:
             self._end = WindowPlaced(windows=self._number, manifest=manifest.fingerprint, stamp=self.stamp)
             self._changed.notify_all()
-
-    def _published(self, name: str, tensor: torch.Tensor) -> torch.dtype:
-        own = tensor.dtype
-        if self._dtype is None:
-            return own
-        if isinstance(self._dtype, torch.dtype):
-            return self._dtype if own.is_floating_point and own.itemsize > 1 else own
-        return self._dtype.get(name, own)
 
     def _first_call(self, deadline: Deadline) -> int:
         with self._changed:
@@ -349,8 +342,8 @@ class StreamRole:
         self._publishers: list[Publisher]
         with ExitStack() as owned:
             if stream.device is None:
-                self.region = shelf = PublishedRegion(nbytes, self.layout.digest)
-                self._memory = torch.from_numpy(shelf.payload)
+                self.region = region = PublishedRegion(nbytes, self.layout.digest)
+                self._memory = torch.from_numpy(region.payload)
             else:
                 device = torch.device(stream.device)
                 device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)

@@ -10,7 +10,7 @@ from weightsync.engine.draft import join_manifests
 from weightsync.errors import ConfigurationError, DeadlineExceeded, VerificationError, VersionError
 from weightsync.external.checks import check_digests, parse_version
 from weightsync.external.clients import lmdeploy, sglang, vllm, weightsync
-from weightsync.external.clients.http import GroupSpec, HttpCall
+from weightsync.external.clients.http import GroupSpec, HttpCall, destroy_group, init_group
 from weightsync.external.session import WeightUpdates
 from weightsync.model import Manifest, TensorSpec, Version, fold
 
@@ -25,12 +25,12 @@ BUCKET = {
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        (lmdeploy.init_group(WISH), HttpCall("POST", "/init_weights_update_group", GROUP)),
+        (init_group(WISH), HttpCall("POST", "/init_weights_update_group", GROUP)),
         (lmdeploy.update(SPECS, "g", False), HttpCall("POST", "/update_weights_from_distributed", BUCKET | {"finished": False})),
         (lmdeploy.update(SPECS, "g", True), HttpCall("POST", "/update_weights_from_distributed", BUCKET | {"finished": True})),
-        (lmdeploy.destroy_group("g"), HttpCall("POST", "/destroy_weights_update_group", {"group_name": "g"})),
+        (destroy_group("g"), HttpCall("POST", "/destroy_weights_update_group", {"group_name": "g"})),
         (lmdeploy.abort_requests(), HttpCall("POST", "/abort_request", {"abort_all": True})),
-        (sglang.init_group(WISH), HttpCall("POST", "/init_weights_update_group", GROUP)),
+        (init_group(WISH, 5.0), HttpCall("POST", "/init_weights_update_group", GROUP | {"timeout": 5.0})),
         (sglang.begin(), HttpCall("POST", "/begin_weight_update", {"selector": "all"})),
         (
             sglang.update(SPECS, "g"),

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from websockets.frames import CloseCode
 
 from weightsync.config import Address, ClientSettings
 from weightsync.errors import DeadlineExceeded
 from weightsync.protocol.connection import CoordinatorConnection
-from weightsync.protocol.endpoint import CLOSE_RESTART
 from weightsync.protocol.messages import Body, Done, Quarantine, Resume
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -101,7 +101,7 @@ async def test_it_connects_again_when_what_hangs_has_ended(rank: Rank) -> None:
     assert socket.codes == []
     hanging.set()
     await rank.settle()
-    assert socket.codes == [CLOSE_RESTART]
+    assert socket.codes == [CloseCode.SERVICE_RESTART]
 
 
 async def test_another_connection_is_left_alone(rank: Rank) -> None:
@@ -120,7 +120,7 @@ async def test_another_connection_over_which_a_call_was_refused_too_is_made_anew
     await rank.refuse()
     hanging.set()
     await rank.settle()
-    assert (old.codes, new.codes) == ([], [CLOSE_RESTART])
+    assert (old.codes, new.codes) == ([], [CloseCode.SERVICE_RESTART])
 
 
 async def test_a_quarantine_is_answered_before_it_connects_again(rank: Rank) -> None:
@@ -134,7 +134,7 @@ async def test_a_quarantine_is_answered_before_it_connects_again(rank: Rank) -> 
     assert socket.codes == []
     quarantined.set()
     await rank.settle()
-    assert socket.codes == [CLOSE_RESTART]
+    assert socket.codes == [CloseCode.SERVICE_RESTART]
     assert await quarantine == Done()
 
 

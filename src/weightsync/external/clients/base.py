@@ -17,7 +17,7 @@ from weightsync.closing import Closeable
 from weightsync.config import Secret
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, DeadlineExceeded, LoadError, ProtocolError, WeightSyncError
-from weightsync.external.clients.http import EngineHttp, GroupSpec, HttpCall
+from weightsync.external.clients.http import EngineHttp, GroupSpec, HttpCall, destroy_group, init_group
 from weightsync.forks import Origin
 from weightsync.model import Manifest, PauseMode, TensorSpec
 from weightsync.transports.hostinfo import reachable_address
@@ -84,11 +84,11 @@ class UpdateClient(Closeable):
 
     # What an engine's own file says.
 
-    @abstractmethod
-    def _init(self, request: GroupSpec) -> HttpCall: ...
+    def _init(self, request: GroupSpec) -> HttpCall:
+        return init_group(request)
 
-    @abstractmethod
-    def _destroy(self) -> HttpCall | None: ...
+    def _destroy(self) -> HttpCall:
+        return destroy_group(self.group_name)
 
     @abstractmethod
     def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> HttpCall: ...
@@ -201,10 +201,8 @@ class UpdateClient(Closeable):
             raise
 
     def _leave_remote(self, deadline: Deadline) -> None:
-        call = self._destroy()
-        if call is not None:
-            with suppress(WeightSyncError):  # what matters is raised already, and a group that is gone is as good
-                self.call(call, deadline)
+        with suppress(WeightSyncError):  # what matters is raised already, and a group that is gone is as good
+            self.call(self._destroy(), deadline)
 
     def call(self, call: HttpCall, deadline: Deadline) -> Any:  # noqa: ANN401 - JSON
         """Send one request and return its decoded answer. See :meth:`EngineHttp.call`."""

@@ -35,7 +35,7 @@ from weightsync.protocol.tokens import bearer
 if TYPE_CHECKING:
     from weightsync.transports.broadcast.process_groups import Backend
 
-__all__ = ["EngineHttp", "GroupSpec", "HttpCall", "bucket_body", "group_body", "tensors_body"]
+__all__ = ["EngineHttp", "GroupSpec", "HttpCall", "bucket_body", "destroy_group", "group_body", "init_group", "tensors_body"]
 
 _CONNECT_SECONDS = 10.0
 _CHUNK = 1 << 16
@@ -62,8 +62,18 @@ class GroupSpec(NamedTuple):
     backend: Backend
 
 
+def init_group(request: GroupSpec, timeout: float | None = None) -> HttpCall:
+    """Join a group, as LMDeploy and SGLang have it. Only weightsync's own routes take a ``timeout`` in seconds."""
+    return HttpCall("POST", "/init_weights_update_group", group_body(request) | ({} if timeout is None else {"timeout": timeout}))
+
+
+def destroy_group(name: str) -> HttpCall:
+    """Leave a group, as LMDeploy, SGLang and weightsync's own routes have it."""
+    return HttpCall("POST", "/destroy_weights_update_group", {"group_name": name})
+
+
 def group_body(request: GroupSpec) -> dict[str, Any]:
-    """The body of LMDeploy's and SGLang's ``init_weights_update_group``."""
+    """The body of :func:`init_group`."""
     return {
         "master_address": request.address,
         "master_port": request.port,

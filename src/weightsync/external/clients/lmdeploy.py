@@ -12,20 +12,10 @@ from collections.abc import Mapping, Sequence
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError
 from weightsync.external.clients.base import UpdateClient
-from weightsync.external.clients.http import GroupSpec, HttpCall, bucket_body, group_body
+from weightsync.external.clients.http import HttpCall, bucket_body
 from weightsync.model import Manifest, PauseMode, TensorSpec
 
-__all__ = ["LMDeployClient", "abort_requests", "destroy_group", "init_group", "update"]
-
-
-def init_group(request: GroupSpec) -> HttpCall:
-    """Join a group."""
-    return HttpCall("POST", "/init_weights_update_group", group_body(request))
-
-
-def destroy_group(name: str) -> HttpCall:
-    """Leave a group."""
-    return HttpCall("POST", "/destroy_weights_update_group", {"group_name": name})
+__all__ = ["LMDeployClient", "abort_requests", "update"]
 
 
 def update(specs: Sequence[TensorSpec], group: str, finished: bool) -> HttpCall:
@@ -42,12 +32,6 @@ class LMDeployClient(UpdateClient):
     """One LMDeploy server."""
 
     engine = "lmdeploy"
-
-    def _init(self, request: GroupSpec) -> HttpCall:
-        return init_group(request)
-
-    def _destroy(self) -> HttpCall:
-        return destroy_group(self.group_name)
 
     def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> HttpCall:
         return update(specs, self.group_name, last)

@@ -8,16 +8,14 @@ from typing import Literal
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError
 from weightsync.external.clients.base import UpdateClient
-from weightsync.external.clients.http import GroupSpec, HttpCall, bucket_body, group_body
+from weightsync.external.clients.http import HttpCall, bucket_body
 from weightsync.model import Manifest, PauseMode, TensorSpec
 
 __all__ = [
     "SGLangClient",
     "begin",
     "continue_generation",
-    "destroy_group",
     "end",
-    "init_group",
     "model_info",
     "pause_generation",
     "sglang_mode",
@@ -37,16 +35,6 @@ def sglang_mode(mode: PauseMode) -> SGLangMode:
     if mode not in _MODES:
         raise ConfigurationError(f"SGLang cannot pause with {mode!r}; it knows {', '.join(_MODES)}")
     return _MODES[mode]
-
-
-def init_group(request: GroupSpec) -> HttpCall:
-    """Join a group."""
-    return HttpCall("POST", "/init_weights_update_group", group_body(request))
-
-
-def destroy_group(name: str) -> HttpCall:
-    """Leave a group."""
-    return HttpCall("POST", "/destroy_weights_update_group", {"group_name": name})
 
 
 def begin() -> HttpCall:
@@ -92,12 +80,6 @@ class SGLangClient(UpdateClient):
     """One SGLang server."""
 
     engine = "sglang"
-
-    def _init(self, request: GroupSpec) -> HttpCall:
-        return init_group(request)
-
-    def _destroy(self) -> HttpCall:
-        return destroy_group(self.group_name)
 
     def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> HttpCall:
         return update(specs, self.group_name, self.label if last else None, last=last)

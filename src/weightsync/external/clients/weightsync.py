@@ -6,20 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from weightsync.deadline import Deadline
 from weightsync.external.clients.base import UpdateClient
-from weightsync.external.clients.http import GroupSpec, HttpCall, bucket_body, group_body, tensors_body
+from weightsync.external.clients.http import GroupSpec, HttpCall, bucket_body, init_group, tensors_body
 from weightsync.model import Manifest, PauseMode, TensorSpec
 
-__all__ = ["WeightUpdateClient", "abort", "begin", "check", "commit", "destroy_group", "end", "init_group", "state", "update"]
-
-
-def init_group(request: GroupSpec, timeout: float) -> HttpCall:
-    """Join a group within ``timeout`` seconds."""
-    return HttpCall("POST", "/init_weights_update_group", group_body(request) | {"timeout": timeout})
-
-
-def destroy_group(name: str) -> HttpCall:
-    """Leave a group."""
-    return HttpCall("POST", "/destroy_weights_update_group", {"group_name": name})
+__all__ = ["WeightUpdateClient", "abort", "begin", "check", "commit", "end", "state", "update"]
 
 
 def check(label: str | None, manifest: Manifest) -> HttpCall:
@@ -70,9 +60,6 @@ class WeightUpdateClient(UpdateClient):
 
     def _init(self, request: GroupSpec) -> HttpCall:
         return init_group(request, self._init_seconds)
-
-    def _destroy(self) -> HttpCall:
-        return destroy_group(self.group_name)
 
     def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> HttpCall:
         return update(specs, self.group_name)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import ProtocolError
+from weightsync.planning.geometry import spread
 from weightsync.tensors.copy_table import CopyTable
 
 __all__ = ["TILE_BYTES", "DeviceCopyTable"]
@@ -19,13 +20,6 @@ TILE_BYTES = 1 << 16
 """Most bytes of one tile, which is the work of one program."""
 
 _MOST_STRIDE = 1 << 31
-
-
-def _spread(counts: Int64) -> tuple[Int64, Int64]:
-    """Split each row ``i`` into ``counts[i]`` parts. Returns the row of every part and its number within the row."""
-    rows = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
-    first = np.cumsum(counts) - counts
-    return rows, np.arange(len(rows), dtype=np.int64) - first[rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,14 +73,14 @@ def _cut(tiles: CopyTable, bases: Sequence[int], tile_bytes: int) -> Int64:
     size, runs = np.where(solid, size * runs, size), np.where(solid, 1, runs)
 
     # Cut long runs into columns, each with all its runs; then distribute the runs, as many as fit a tile.
-    tile, part = _spread(-(-size // tile_bytes))
+    tile, part = spread(-(-size // tile_bytes))
     before = part * tile_bytes
     source, target, runs = source[tile] + before, target[tile] + before, runs[tile]
     source_stride, target_stride = source_stride[tile], target_stride[tile]
     size = np.minimum(size[tile] - before, tile_bytes)
     # Runs whose stride does not fit its column become separate tiles, which need no stride.
     most = np.where(np.maximum(source_stride, target_stride) < _MOST_STRIDE, tile_bytes // size, 1)
-    tile, part = _spread(-(-runs // most))
+    tile, part = spread(-(-runs // most))
     before = part * most[tile]
     source_stride, target_stride, size = source_stride[tile], target_stride[tile], size[tile]
     source, target = source[tile] + before * source_stride, target[tile] + before * target_stride

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from weightsync.errors import LayoutError
 from weightsync.model.layout import Layout
 from weightsync.model.manifest import Manifest
+from weightsync.planning.geometry import spread
 
 __all__ = ["BLOCK_BYTES", "QUADS", "STEPS", "DigestTable"]
 
@@ -24,13 +25,6 @@ QUADS = 256
 
 STEPS = 32
 """Steps of a program. An item has at most ``STEPS * QUADS * 16`` bytes (128 KiB)."""
-
-
-def _spread(counts: Int64) -> tuple[Int64, Int64]:
-    """Split each row ``i`` into ``counts[i]`` parts. Returns the row of every part and its number within the row."""
-    rows = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
-    first = np.cumsum(counts) - counts
-    return rows, np.arange(len(rows), dtype=np.int64) - first[rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +105,7 @@ class DigestTable:
         address = np.array([*bases, 0], np.int64)[layout.region] + layout.offset
 
         # Dimensions that could not be merged: one entry for each index.
-        row, part = _spread(np.prod(runs.extents[:, 1:], axis=1, dtype=np.int64))
+        row, part = spread(np.prod(runs.extents[:, 1:], axis=1, dtype=np.int64))
         address, leading = address[row], leading[row]
         for group in range(1, runs.extents.shape[1]):
             index = part % runs.extents[row, group]
@@ -120,7 +114,7 @@ class DigestTable:
             leading = leading + index * runs.steps[row, group]
 
         # Windows of the last dimension, cut at multiples of the window.
-        source, part = _spread((stop[row] - 1) // window - start[row] // window + 1)
+        source, part = spread((stop[row] - 1) // window - start[row] // window + 1)
         row, address, leading = row[source], address[source], leading[source]
         index = start[row] // window + part
         begin = index * window
@@ -133,7 +127,7 @@ class DigestTable:
         # As many runs as fit the steps of a program.
         lanes = -(-high // 16) - low // 16
         most = quads // lanes * steps
-        source, part = _spread(-(-runs.extents[row, 0] // most))
+        source, part = spread(-(-runs.extents[row, 0] // most))
         before = part * most[source]
         row, begin, low, high = row[source], begin[source], low[source], high[source]
         key, key_step, stride = key[source] + before * key_step[source], key_step[source], stride[source]

@@ -77,7 +77,7 @@ class CudaIpcPublisher:
     def _serve(self, channel: Channel) -> None:
         shelf_fd = self._region.fd
         if shelf_fd is None:
-            return  # the shelf was closed before its owner; the reader sees the connection end
+            return  # the region was closed before its owner; the reader sees the connection end
         fd = reopen_read_only(shelf_fd)
         try:
             channel.send_descriptor(_ASK, fd, Deadline(HELLO_SECONDS))
@@ -379,7 +379,7 @@ class CudaIpc(Transport):
     ) -> CudaIpcPublisher:
         """See :class:`weightsync.transports.base.Transport`. Only memory of a GPU can be served: a CudaRegion."""
         if not isinstance(region, CudaRegion):
-            raise TransportUnavailable("CUDA IPC shares memory of a GPU in place, and this shelf lies in host memory")
+            raise TransportUnavailable("CUDA IPC shares memory of a GPU in place, and this region lies in host memory")
         return CudaIpcPublisher(region, key, local_host)
 
     def open(self, offer: Offer, key: bytes, deadline: Deadline) -> CudaIpcReader:

@@ -1,6 +1,6 @@
-"""Live memory of a trainer rank's GPU offered in place: the device's twin of a shelf. Nothing is copied.
+"""Live memory of a trainer rank's GPU offered in place: the counterpart of a host region. Nothing is copied.
 
-Where a shelf's bytes are the publication, here they are the parameters themselves: they hold a version from the end of
+Where a host region's bytes are the publication, here they are the parameters themselves: they hold a version from the end of
 :meth:`CudaRegion.placing` until :meth:`CudaRegion.withdraw` (or the next placing), and only then may the trainer change them.
 Version and sequence lie in a page of host memory that readers map, so a reader that was too slow finds out by itself.
 """
@@ -79,10 +79,10 @@ class CudaRegion:
 
     ::
 
-        with shelf.placing(7):
+        with region.placing(7):
             digests = ...           # readers find no version yet
         ...                         # the round; the trainer stands still
-        shelf.withdraw()            # now it may step
+        region.withdraw()            # now it may step
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class CudaRegion:
 
     @property
     def fd(self) -> int | None:
-        """The header page's file descriptor, owned by the shelf."""
+        """The header page's file descriptor, owned by the region."""
         return self._cell.fd
 
     @property
@@ -200,7 +200,7 @@ class CudaRegion:
         """Publish the memory as it is after this block as version ``number``; within it, readers find no version.
 
         Waits at its end for all work of this process on the device, at most a minute, so that readers see what was computed. An
-        exception leaves nothing published. Raises :class:`~weightsync.errors.VersionError` as a shelf does,
+        exception leaves nothing published. Raises :class:`~weightsync.errors.VersionError` as a host region does,
         :class:`~weightsync.errors.DeadlineExceeded`, and what the class says of memory.
         """
         with self._cell.placing(number):

@@ -1,4 +1,4 @@
-"""Transport ``inproc``: owner and reader are in one process, and the reader copies from the shelf itself."""
+"""Transport ``inproc``: owner and reader are in one process, and the reader copies from the region itself."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class InProcessPublisher:
         return self._offer
 
     def admit(self, key: bytes) -> InProcessReader:
-        """A source of this owner's shelf. Raises :class:`~weightsync.errors.AuthenticationError` for another key."""
+        """A source of this owner's region. Raises :class:`~weightsync.errors.AuthenticationError` for another key."""
         if not hmac.compare_digest(hashlib.sha256(key).digest(), self._key):
             raise AuthenticationError("the trainer rank in this process has another run key")
         source = InProcessReader(self)
@@ -70,8 +70,8 @@ class InProcessReader(MappedReader):
     """Reads another object's memory in the same process."""
 
     def __init__(self, owner: InProcessPublisher) -> None:
-        shelf = owner.region
-        super().__init__(shelf.memory, shelf.nbytes, shelf.layout_digest, "the trainer rank in this process")
+        region = owner.region
+        super().__init__(region.memory, region.nbytes, region.layout_digest, "the trainer rank in this process")
         self._lives = True
 
     def _release(self) -> None:

@@ -19,7 +19,7 @@ __all__ = ["MappedReader"]
 
 
 class MappedReader(BlockingReader):
-    """A :class:`~weightsync.transports.base.Reader` over ``memory``, ``uint8[header + nbytes]``: an owner's whole shelf.
+    """A :class:`~weightsync.transports.base.Reader` over ``memory``, ``uint8[header + nbytes]``: an owner's whole region.
 
     The mapping outlives the owner, so its death is looked for: ``begin``, ``read`` and ``end`` raise
     :class:`~weightsync.errors.PeerLost` once the owner is gone, although its last version could still be read. A version whose
@@ -31,7 +31,7 @@ class MappedReader(BlockingReader):
         self._header = Header(memory)
         self._header.check(nbytes)
         self._regions = (nbytes,)
-        # An empty shelf has no byte to point at: no tile can pass the check, so the address is never used.
+        # An empty region has no byte to point at: no tile can pass the check, so the address is never used.
         self._addresses = (int(memory.ctypes.data) + HEADER_BYTES,)
         self._layout_digest = layout_digest
         self._owner = owner

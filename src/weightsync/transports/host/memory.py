@@ -94,7 +94,7 @@ def _too_small(nbytes: int, reason: str) -> SharedMemoryTooSmall:
     free = available_bytes()
     have = f"{free:,} bytes are available" if free is not None else "how much is available is unknown"
     return SharedMemoryTooSmall(
-        f"a shelf for this trainer rank's shards needs {nbytes:,} bytes of shared memory ({reason}), and {have}; raise the memory "
+        f"a region for this trainer rank's shards needs {nbytes:,} bytes of shared memory ({reason}), and {have}; raise the memory "
         "limit of the container or job (docker --memory, the pod's resources.limits.memory, ulimit -f), free memory on this host, "
         "or spread the model over more trainer ranks so that each holds fewer bytes"
     )
@@ -113,7 +113,7 @@ def allocate(nbytes: int) -> Memory:
             return Memory(mmap.mmap(-1, nbytes), None)
         except (OSError, ValueError, OverflowError) as error:
             raise _too_small(nbytes, str(error)) from error
-    fd = os.memfd_create("weightsync-shelf", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create("weightsync-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
         mapping = mmap.mmap(fd, nbytes)

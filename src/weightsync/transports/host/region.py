@@ -20,7 +20,7 @@ HEADER_BYTES = 4096
 """Bytes before the payload: one page, so that the payload is aligned for every copy kernel."""
 
 EMPTY = -1
-"""The version of a shelf that holds nothing, or is being filled."""
+"""The version of a region that holds nothing, or is being filled."""
 
 _STAMP_SECONDS = 1.0
 _MAGIC = int.from_bytes(b"wshelf01", "little")
@@ -28,7 +28,7 @@ _MAGIC_WORD, _NBYTES_WORD, _SEQUENCE_WORD, _VERSION_WORD = 0, 1, 8, 9  # the cel
 
 
 class Header:
-    """The first page of a shelf, seen by its owner or, mapped read-only, by a reader: a sequence lock around the payload.
+    """The first page of a region, seen by its owner or, mapped read-only, by a reader: a sequence lock around the payload.
 
     ``sequence`` is odd while the payload is being written and grows with every change; ``version`` is what the payload holds. A
     reader that finds the same stamp before and after a copy has read that version and nothing else.
@@ -40,15 +40,15 @@ class Header:
         self._barrier = threading.Lock()
 
     def write_new(self, nbytes: int) -> None:
-        """Make this the header of an empty shelf of ``nbytes`` payload bytes."""
+        """Make this the header of an empty region of ``nbytes`` payload bytes."""
         self._words[_NBYTES_WORD] = nbytes
         self._words[_VERSION_WORD] = EMPTY
         self._words[_MAGIC_WORD] = _MAGIC
 
     def check(self, nbytes: int) -> None:
-        """Raise :class:`~weightsync.errors.ProtocolError` unless this is the header of a shelf of ``nbytes`` payload bytes."""
+        """Raise :class:`~weightsync.errors.ProtocolError` unless this is the header of a region of ``nbytes`` payload bytes."""
         if int(self._words[_MAGIC_WORD]) != _MAGIC or int(self._words[_NBYTES_WORD]) != nbytes:
-            raise ProtocolError("the shared memory that was handed over is not a weightsync shelf of the size announced")
+            raise ProtocolError("the shared memory that was handed over is not a weightsync region of the size announced")
 
     def stamp(self) -> tuple[int, int]:
         """Sequence and version, read as one.
@@ -65,14 +65,14 @@ class Header:
                 if int(self._words[_SEQUENCE_WORD]) == before:
                     return before, version
             until = until or time.monotonic() + _STAMP_SECONDS
-        raise StaleSource(f"the trainer rank wrote the header of its shelf all the time for {_STAMP_SECONDS:g} s: it is broken")
+        raise StaleSource(f"the trainer rank wrote the header of its region all the time for {_STAMP_SECONDS:g} s: it is broken")
 
     def require(self, version: int) -> tuple[int, int]:
         """The stamp. Raises :class:`~weightsync.errors.StaleSource` unless it says ``version``."""
         stamp = self.stamp()
         if stamp[1] != version:
             holds = "is being written or was never filled" if stamp[1] == EMPTY else f"holds version {stamp[1]}"
-            raise StaleSource(f"version {version} was asked for, but the trainer rank's shelf {holds}")
+            raise StaleSource(f"version {version} was asked for, but the trainer rank's region {holds}")
         return stamp
 
     def require_unchanged(self, stamp: tuple[int, int]) -> None:
@@ -80,7 +80,7 @@ class Header:
         with self._barrier:
             pass
         if self.stamp() != stamp:
-            raise StaleSource(f"the trainer rank's shelf was overwritten while version {stamp[1]} was being read")
+            raise StaleSource(f"the trainer rank's region was overwritten while version {stamp[1]} was being read")
 
     def invalidate(self) -> None:
         """Say that the payload is about to change."""
@@ -101,23 +101,23 @@ class Header:
 class PublishedRegion:
     """``nbytes`` bytes that hold one version at a time, readable by other processes where the machine allows it.
 
-    Region 0 of the rank's layout (digest ``layout_digest``) is the shelf's payload: ``nbytes`` bytes at :attr:`address`. The
+    Region 0 of the rank's layout (digest ``layout_digest``) is the region's payload: ``nbytes`` bytes at :attr:`address`. The
     memory has no name in any file system, so nothing is left behind however the process ends; it is there (resident) when
-    this returns. In a forked child a shelf holds nothing, and closing it changes nothing for the parent.
+    this returns. In a forked child a region holds nothing, and closing it changes nothing for the parent.
 
     Raises :class:`~weightsync.errors.SharedMemoryTooSmall` if the memory cannot be had, and
     :class:`~weightsync.errors.ConfigurationError` for a negative size.
 
     ::
 
-        with shelf.placing(7):          # from here on readers find no version
-            copy_into(shelf.address)    # an exception leaves the shelf empty
-        assert shelf.version == 7
+        with region.placing(7):          # from here on readers find no version
+            copy_into(region.address)    # an exception leaves the region empty
+        assert region.version == 7
     """
 
     def __init__(self, nbytes: int, layout_digest: str) -> None:
         if nbytes < 0:
-            raise ConfigurationError(f"a shelf cannot have {nbytes} bytes")
+            raise ConfigurationError(f"a region cannot have {nbytes} bytes")
         self._origin = Origin()
         self.nbytes = nbytes
         self.sizes = (nbytes,)
@@ -132,9 +132,9 @@ class PublishedRegion:
     @property
     def memory(self) -> npt.NDArray[np.uint8]:
         """The header page and the payload, ``uint8[HEADER_BYTES + nbytes]``; keeps the memory mapped as :attr:`payload` does."""
-        self._origin.require("a shelf")
+        self._origin.require("a region")
         if self._bytes is None:
-            raise ConfigurationError("this shelf is closed")
+            raise ConfigurationError("this region is closed")
         return self._bytes
 
     @property
@@ -149,7 +149,7 @@ class PublishedRegion:
 
     @property
     def fd(self) -> int | None:
-        """The memory's file descriptor (header page included), owned by the shelf; ``None`` where memory cannot be shared so."""
+        """The memory's file descriptor (header page included), owned by the region; ``None`` where memory cannot be shared so."""
         return self._memory.fd
 
     @property
@@ -161,14 +161,14 @@ class PublishedRegion:
     def placing(self, number: int) -> Iterator[None]:
         """Replace the contents: readers find no version within the block, and ``number`` after it if the block did not raise.
 
-        Raises :class:`~weightsync.errors.VersionError` for a negative number or if the shelf is being written already.
+        Raises :class:`~weightsync.errors.VersionError` for a negative number or if the region is being written already.
         """
         if number < 0:
             raise VersionError(f"version numbers are not negative: {number}")
         if not self._lock.acquire(blocking=False):
-            raise VersionError(f"version {number} cannot be placed: another version is being placed on the same shelf")
+            raise VersionError(f"version {number} cannot be placed: another version is being placed on the same region")
         try:
-            held = self.payload  # keeps the memory mapped if somebody closes the shelf meanwhile
+            held = self.payload  # keeps the memory mapped if somebody closes the region meanwhile
             self.header.invalidate()
             yield
             self.header.publish(number)

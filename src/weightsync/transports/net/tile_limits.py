@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import ProtocolError
+from weightsync.planning.geometry import spread
 from weightsync.tensors.copy_table import CopyTable
 
 __all__ = ["FRAME_BYTES", "MAX_FRAME_BYTES", "MAX_TILES", "cut_tiles"]
@@ -39,7 +40,7 @@ def cut_tiles(tiles: CopyTable, limit: int = FRAME_BYTES) -> CopyTable:
     table = tiles.table
     # Runs that are too wide: one tile for each piece of each run.
     parts = np.where(table[:, 6] > limit, table[:, 5] * -(-table[:, 6] // limit), 1)
-    piece, nth = _repeat(parts)
+    piece, nth = spread(parts)
     table = table[piece]  # a copy
     wide = table[:, 6] > limit
     per_run = -(-table[:, 6] // limit)
@@ -51,16 +52,10 @@ def cut_tiles(tiles: CopyTable, limit: int = FRAME_BYTES) -> CopyTable:
     table[:, 6] = np.where(wide, np.minimum(table[:, 6] - column, limit), table[:, 6])
     # Tiles of too many runs: as many runs as fit.
     fit = limit // table[:, 6]
-    piece, nth = _repeat(-(-table[:, 5] // fit))
+    piece, nth = spread(-(-table[:, 5] // fit))
     table, first = table[piece], nth * fit[piece]
     for start, stride in _STEPS:
         table[:, start] += first * table[:, stride]
     table[:, 5] = np.minimum(table[:, 5] - first, fit[piece])
     cut = CopyTable.of_table(table)
     return cut if tiles.keys is not None else replace(cut, keys=None)
-
-
-def _repeat(counts: Int64) -> tuple[Int64, Int64]:
-    """For each row repeated ``counts`` times: its index, and which of its copies it is."""
-    index = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
-    return index, np.arange(len(index), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)

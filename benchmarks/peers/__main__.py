@@ -148,7 +148,7 @@ def _free_port() -> int:
 
 def _environment(device: str) -> dict[str, Any]:
     facts = gpu_machine() if device == "cuda" else machine()
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else ""
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else ""  # type: ignore[no-untyped-call]
     return facts | {
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",

@@ -36,8 +36,8 @@ class Recorded(UpdateClient):
     def _init(self, wish: object) -> HttpCall:
         return HttpCall("POST", "/")
 
-    def _destroy(self) -> None:
-        return None
+    def _destroy(self) -> HttpCall:
+        return HttpCall("POST", "/")
 
     def _bucket(self, specs: object, last: bool) -> HttpCall:
         return HttpCall("POST", "/")

@@ -230,7 +230,13 @@ def _attested_while_paused() -> AbstractContextManager[None]:
 
 
 def _resumed_after_quarantine() -> AbstractContextManager[None]:
-    return replaced((EngineRole, "_resume", _resumed_unless_uncommitted))
+    """Either guard would do alone: a resume that looks for aborts, and a quarantine that outlives its own deadline."""
+
+    def broken(session: EngineSession, call: Ticket, deadline: Deadline) -> None:
+        with session.turn(call, deadline):
+            session._quarantine(call, deadline)
+
+    return replaced((EngineRole, "_resume", _resumed_unless_uncommitted), (EngineSession, "quarantine", broken))
 
 
 def _published_before_copy() -> AbstractContextManager[None]:

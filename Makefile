@@ -208,16 +208,25 @@ test: ## every check and every test, with coverage, and vLLM's on its CPU build;
 		cat "$$log" >&2; exit 1; \
 	fi
 
+.PHONY: rare-test
+rare-test: $(VENV)/.installed ## the tests that take minutes and that `make test` leaves out, except those of vLLM, verl and AReaL
+	@$(BIN)/python $(PYTEST) -m "rare and not vllm and not verl and not nemo_rl and not areal" $(ARGS)
+
+# All of them run, whatever fails, and the last lines of the output say what did.
+PARTS ?= test rare-test vllm-test verl-test areal-test test-vllm-matrix faults simulate
 .PHONY: test-all
-test-all: ## all that there is: make test, rare tests, every test against a real vLLM, its oldest release, verl and AReaL, make faults, make simulate
-	@$(MAKE) test ARGS=
-	@$(BIN)/python $(PYTEST) -m "rare and not vllm and not verl and not nemo_rl and not areal"
-	@$(MAKE) vllm-test ARGS=
-	@$(MAKE) verl-test ARGS=
-	@$(MAKE) areal-test ARGS=
-	@$(MAKE) test-vllm-matrix RELEASES=0.27.1
-	@$(MAKE) faults ARGS=
-	@$(MAKE) simulate SEEDS=10000 ARGS=
+test-all: ## every part of PARTS, and a table of them: make test, rare tests, a real vLLM and its oldest release, verl, AReaL, faults, simulate
+	@table=; status=0; \
+	for part in $(PARTS); do \
+		echo "make test-all: $$part" >&2; \
+		began=$$SECONDS; result=passed; \
+		$(MAKE) $$part ARGS= RELEASES=0.27.1 SEEDS=10000 || { result=failed; status=1; }; \
+		printf -v row '%-18s %7d  %s' $$part $$((SECONDS - began)) $$result; \
+		echo "make test-all: $$row" >&2; \
+		table+=$$row$$'\n'; \
+	done; \
+	printf '\n%-18s %7s  %s\n%s' part seconds result "$$table"; \
+	exit $$status
 
 format: $(VENV)/.installed ## rewrite the code in the house's format
 	@$(BIN)/ruff check --fix .

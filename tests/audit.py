@@ -35,14 +35,10 @@ COPYLEFT = re.compile(r"\b(A?GPL|LGPL|GNU (Affero|General|Lesser)|SSPL|BUSL|Comm
 _AUDIT_SECONDS = 300
 
 
-def pins() -> dict[str, str]:
-    """Version of each package in ``constraints.txt``, by canonical name."""
-    found: dict[str, str] = {}
-    for line in (ROOT / "constraints.txt").read_text().splitlines():
-        if line and not line.startswith("#"):
-            name, _, version = line.partition("==")
-            found[canonicalize_name(name)] = version
-    return found
+def pins() -> list[str]:
+    """The lines of ``constraints.txt``: ``name==version``, with a marker where a package has several versions."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def needed() -> dict[str, Distribution]:
@@ -71,7 +67,7 @@ def needed() -> dict[str, Distribution]:
 
 def unpinned() -> list[str]:
     """What is needed, and in no line of ``constraints.txt``, so that CI could get another version tomorrow."""
-    known = pins()
+    known = {canonicalize_name(Requirement(pin).name) for pin in pins()}
     return sorted(name for name in needed() if name not in known and name not in NOT_PINNED and not BY_BUILD.match(name))
 
 
@@ -102,7 +98,7 @@ def objectionable() -> Iterator[str]:
 def vulnerabilities() -> tuple[list[str], str]:
     """What is known about the pinned versions; and in words how much was looked at."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
-        file.write("".join(f"{name}=={version}\n" for name, version in pins().items()))
+        file.write("".join(f"{pin}\n" for pin in pins()))
         file.flush()
         command = [
             sys.executable,

@@ -19,6 +19,10 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, several processes: more threads only fight
 
+# Torch's stores ask the name server for the name of each peer, of 127.0.0.1 too. One that does not answer stops both ends for 5 s
+# each time, which exceeds deadlines of tests. With no attempts, glibc asks nobody, also in child processes.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
+
 # Coordinators of tests, also in child processes, must not add their rounds to the user's history.
 os.environ["WEIGHTSYNC_STATE_DIR"] = "off"
 

@@ -27,11 +27,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from packaging.utils import canonicalize_name
 from tests.audit import BY_BUILD, ROOT, pins
 
-__all__ = ["FOLDER", "hashes", "main"]
+__all__ = ["FOLDER", "Entry", "hashes", "main", "named", "write"]
 
 FOLDER = ROOT / "locks"
 _PINS = ROOT / "constraints.txt"
@@ -43,18 +44,39 @@ _BUILD_TOOLS = ("hatchling", "editables")
 _PYTHON = "3.11"
 _VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 _NOT_IN_VLLM = {"pip", "weightsync", "megatron-core"}
-Entries = dict[str, tuple[str, str, list[str]]]
-"""Version, environment marker and hashes of each package, by canonical name."""
+
+
+class Entry(NamedTuple):
+    """One version of a package in a lock."""
+
+    version: str
+    marker: str
+    """Where it is taken: empty, or `` ; `` and an environment marker."""
+    archives: list[str]
+    """SHA-256 hashes."""
+
+
+Entries = dict[str, list[Entry]]
+"""By canonical name. A package has several entries if its version depends on the Python or the platform."""
 _ENTRY = re.compile(r"^([A-Za-z0-9._-]+)==(\S+?)( ;.*?)? \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", re.MULTILINE)
 _SHA256 = re.compile(r"sha256:([0-9a-f]{64})")
 
 
 def hashes(text: str) -> Entries:
     """The entries of a lock."""
-    return {
-        canonicalize_name(name): (version, marker or "", _SHA256.findall(listed))
-        for name, version, marker, listed in _ENTRY.findall(text)
-    }
+    entries: Entries = {}
+    for name, version, marker, listed in _ENTRY.findall(text):
+        entries.setdefault(canonicalize_name(name), []).append(Entry(version, marker, _SHA256.findall(listed)))
+    return entries
+
+
+def named(entries: Entries) -> list[str]:
+    """The pins of a constraints file: with the marker where a package has several."""
+    return [
+        f"{package}=={entry.version}{entry.marker if len(listed) > 1 else ''}"
+        for package, listed in sorted(entries.items())
+        for entry in listed
+    ]
 
 
 def _compile(requirements: Sequence[str], constraints: Iterable[str], *options: str) -> Entries:
@@ -70,10 +92,13 @@ def _compile(requirements: Sequence[str], constraints: Iterable[str], *options: 
             path.unlink()
 
 
-def _write(name: str, entries: Entries) -> None:
+def write(name: str, entries: Entries) -> None:
+    """Write the lock ``name``."""
     lines = ["# Made by 'make constraints'; installed with --no-deps --require-hashes."]
-    for package, (version, marker, listed) in sorted(entries.items()):
-        lines.append(f"{package}=={version}{marker} \\\n" + " \\\n".join(f"    --hash=sha256:{one}" for one in sorted(set(listed))))
+    for package, listed in sorted(entries.items()):
+        for version, marker, archives in listed:
+            pinned = f"{package}=={version}{marker} \\\n"
+            lines.append(pinned + " \\\n".join(f"    --hash=sha256:{archive}" for archive in sorted(set(archives))))
     (FOLDER / f"{name}.txt").write_text("\n".join(lines) + "\n")
 
 
@@ -86,10 +111,9 @@ def _local_torch(version: str) -> None:
     if "+" not in taken:
         return
     earlier = hashes((FOLDER / "torch-cpu.txt").read_text()) if (FOLDER / "torch-cpu.txt").exists() else {}
-    listed = [report["download_info"]["archive_info"]["hashes"]["sha256"]]
-    if "torch" in earlier and earlier["torch"][0] == taken:
-        listed += earlier["torch"][2]
-    _write("torch-cpu", {"torch": (taken, "", listed)})
+    archives = [report["download_info"]["archive_info"]["hashes"]["sha256"]]
+    archives += [archive for entry in earlier.get("torch", ()) if entry.version == taken for archive in entry.archives]
+    write("torch-cpu", {"torch": [Entry(taken, "", archives)]})
 
 
 def main() -> int:
@@ -97,29 +121,28 @@ def main() -> int:
     FOLDER.mkdir(exist_ok=True)
     every = ("demo", "otel", "testing", "test", "dev", "megatron", "nixl", "ray", "fuzz", "browser")
     extras = [option for extra in every for option in ("--extra", extra)]
-    pinned = [f"{name}=={version}" for name, version in pins().items()]
-    entries = _compile(_BUILD_TOOLS, pinned, "pyproject.toml", *extras)
-    with_docs = _compile(_BUILD_TOOLS, pinned, "pyproject.toml", *extras, "--extra", "docs")
+    entries = _compile(_BUILD_TOOLS, pins(), "pyproject.toml", *extras)
+    with_docs = _compile(_BUILD_TOOLS, pins(), "pyproject.toml", *extras, "--extra", "docs")
     docs = {name: entry for name, entry in with_docs.items() if entries.get(name) != entry}
     del entries["pip"]  # comes with every environment
     head = [line for line in _PINS.read_text().splitlines() if line.startswith("#")]
     by_build = {name for name in entries if BY_BUILD.match(name) and name != "torch"}
-    named = [f"{name}=={version}" for name, (version, _, _) in sorted((entries | docs).items()) if name not in by_build]
-    _PINS.write_text("\n".join([*head, *named]) + "\n")
+    ours = {name: listed for name, listed in (entries | docs).items() if name not in by_build}
+    _PINS.write_text("\n".join([*head, *named(ours)]) + "\n")
     for name, package in OPTIONAL.items():
-        _write(name, {package: entries.pop(package)})
-    _write("docs", docs)
-    _write("cuda", {name: entries.pop(name) for name in by_build})
-    _write("main", entries)
-    _local_torch(entries["torch"][0])
+        write(name, {package: entries.pop(package)})
+    write("docs", docs)
+    write("cuda", {name: entries.pop(name) for name in by_build})
+    write("main", entries)
+    _local_torch(entries["torch"][0].version)
     for framework in ON_TOP:
         pinned = [line for line in (ROOT / f"constraints-{framework}.txt").read_text().splitlines() if not line.startswith("#")]
-        _write(framework, _compile(pinned, (), "--no-deps"))
+        write(framework, _compile(pinned, (), "--no-deps"))
     if _VLLM_PYTHON.exists():
         command = [str(_VLLM_PYTHON), "-m", "pip", "freeze", "--disable-pip-version-check", "--all", "--exclude-editable"]
         frozen = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
         held = [re.sub(r"^(torch==[^+]*)\+.*", r"\1", line) for line in frozen if re.split(r"==| @ ", line)[0] not in _NOT_IN_VLLM]
-        _write("vllm", _compile(held, (), "--no-deps"))
+        write("vllm", _compile(held, (), "--no-deps"))
     return 0
 
 

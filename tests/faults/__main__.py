@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.list:
         print("\n".join([*(case.name for case in (*chosen, *pushed)), *(f"mutant/{name}" for name in mutants)]))
         return 0
+    os.environ.setdefault("RES_OPTIONS", "attempts:0")  # as in tests/conftest.py
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # in the parties, whose lost connections are what this is about
     found, started, before = Findings(), time.monotonic(), machine()
     tally, injected = Tally(), Counter[str]()

@@ -59,6 +59,14 @@ def pair(name: str) -> Iterator[tuple[ProcessGroup, ProcessGroup]]:
         yield mine, theirs
 
 
+def test_no_rendezvous_waits_for_a_name_server() -> None:
+    """Torch asks for the name of each peer of a store. Some networks drop part of so many questions, which costs 5 s each."""
+    deadline = Deadline(5)
+    for _ in range(40):
+        StoreRendezvous("127.0.0.1", 2, deadline).close()
+    deadline.remaining("opening 40 of them")
+
+
 def test_bytes_that_arrive_after_a_group_was_closed_are_an_error() -> None:
     """Gloo cannot abort: the broadcast itself succeeds."""
     with pair("late") as (sender, receiver), ThreadPoolExecutor(1) as pool:

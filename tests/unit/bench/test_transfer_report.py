@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +12,10 @@ from rich.console import Console
 
 from weightsync.bench import main, transfer
 from weightsync.bench.compute import Case
+from weightsync.bench.options import BenchOptions
 from weightsync.bench.peer import Peer
 from weightsync.bench.rank import _Floor, _processor
+from weightsync.errors import ConfigurationError
 
 
 class Rank:
@@ -83,3 +86,35 @@ def test_the_table_shows_it() -> None:
     shown = captured.get()
     for part in ("1.50", "1.25-1.75", "1.20", "40%"):
         assert part in shown
+
+
+def test_runs_are_repeated_and_summarized(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = {"tcp/direct/300": [0.3, 0.2, 0.9], "tcp-encrypted/direct/300": [0.5, 0.4, 0.6]}
+    order: list[str] = []
+
+    def measure(name: str, *_: object) -> Case:
+        order.append(name)
+        taken = seconds[name][(len(order) - 1) // 2]
+        return Case(name, 1, taken, "f", 0.2, taken / 0.2, goal=1.3)
+
+    monkeypatch.setattr(main, "run_transfer_case", measure)
+    options = BenchOptions(suite="transfer", tensors=300, only=("tcp/direct", "tcp-encrypted"), runs=3, json=True)
+    assert main.run(options) == 0
+    assert order == list(seconds) * 3, "whole runs, one after the other"
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(answer["cases"]) == 6
+    plain, encrypted = answer["summary"]
+    assert (plain["name"], plain["runs"], plain["goal"]) == ("tcp/direct/300", 3, 1.3)
+    assert (plain["seconds"], plain["ratio_lowest"]) == (0.3, pytest.approx(1.0))
+    assert (plain["ratio"], plain["ratio_highest"]) == (pytest.approx(1.5), pytest.approx(4.5))
+    assert encrypted["ratio"] == pytest.approx(2.5)
+
+
+def test_one_run_has_no_summary_and_none_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(main, "run_transfer_case", lambda name, *_: Case(name, 1, 0.3, "f", 0.2, 1.5))
+    main.run(BenchOptions(suite="transfer", only=("tcp-encrypted",), json=True))
+    assert "summary" not in json.loads(capsys.readouterr().out.splitlines()[-1])
+    with pytest.raises(ConfigurationError, match="runs must be at least 1"):
+        BenchOptions(runs=0)
+    with pytest.raises(ConfigurationError, match="1 for suite gpu"):
+        BenchOptions(suite="gpu", runs=2)

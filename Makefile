@@ -139,7 +139,7 @@ $(VERL_VENV)/.installed: $(VENV)/.installed locks/verl.txt
 verl-env: $(VERL_VENV)/.installed ## an environment with verl, for its tests
 
 verl-test: $(VERL_VENV)/.installed ## every test against a real verl
-	@$(VERL_VENV)/bin/python -m pytest -m verl tests/integration/test_verl.py tests/integration/test_verl_faults.py $(ARGS)
+	@$(VERL_VENV)/bin/python -m pytest -m verl tests/integration/test_verl.py tests/integration/test_verl_faults.py tests/integration/test_verl_shards.py $(ARGS)
 
 $(AREAL_VENV)/.installed: $(VENV)/.installed locks/areal.txt
 	@$(call ON_TOP,$(AREAL_VENV),locks/areal.txt)

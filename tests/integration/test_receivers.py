@@ -166,4 +166,4 @@ def test_a_rank_that_is_cancelled_while_it_joins_leaves_as_soon_as_it_has_joined
         let.set()
         assert left.wait(SECONDS)
         with Client(ClientSettings.load(coordinator=server.url)) as client:
-            assert not [replica for replica in client.status().replicas if replica.state != "lost"]
+            assert [replica.state for replica in client.status().replicas] == ["left"]

@@ -166,9 +166,10 @@ class Receiver:
     For frameworks whose process that gets the weights holds no model, or whose loader is their own business. Takes whatever tensors
     come; with a ``manifest``, what a trainer that publishes a module of these tensors brings: each whole, assembled from the shards
     that the trainer's ranks hold, and under its name in the manifest, not under aliases. Pausing, flushing and resuming an engine
-    is the framework's: nothing happens here. Joins the coordinator when it is made, as rank ``rank`` of ``world_size`` (0 of 1) of ``replica``; ranks of one replica succeed or fail together. ``device`` is the
-    CUDA device where batches should lie, if trainers on this host can be read from there; else they lie in host memory. The other
-    arguments are those of :class:`weightsync.Engine`. Close it, or use it in a ``with``.
+    is the framework's: nothing happens here. Joins the coordinator when it is made, as rank ``rank`` of ``world_size`` (0 of 1) of
+    ``replica``; ranks of one replica succeed or fail together. ``device`` is the CUDA device where batches should lie, if trainers
+    on this host can be read from there; else they lie in host memory. The other arguments are those of :class:`weightsync.Engine`.
+    Close it, or use it in a ``with``.
 
     Raises what :class:`weightsync.Engine` raises. A trainer that publishes a module refuses receivers without its manifest
     (:class:`~weightsync.errors.ManifestMismatch`).

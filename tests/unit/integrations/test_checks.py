@@ -12,7 +12,7 @@ from weightsync.integrations.__main__ import CHECKS, main
 
 
 def test_every_framework_that_has_code_is_checked() -> None:
-    assert list(CHECKS) == ["areal", "nemo_rl", "skyrl", "trl", "verl"]
+    assert list(CHECKS) == ["areal", "nemo_rl", "openrlhf", "skyrl", "trl", "verl"]
 
 
 @pytest.mark.parametrize("name", checks.FRAMEWORKS)
@@ -31,6 +31,7 @@ def test_an_environment_without_the_framework_is_said_to_lack_it(
     ("name", "imported", "ours"),
     [
         ("areal", "areal", "weightsync.integrations.areal.actor"),
+        ("openrlhf", "deepspeed", "weightsync.integrations.openrlhf.policy"),
         ("skyrl", "vllm", "weightsync.integrations.skyrl"),
         ("trl", "trl", "weightsync.integrations.trl.server_mode"),
     ],

@@ -7,7 +7,7 @@ weightsync pauses each vLLM for as short as it can, drops its prefix cache and r
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import deepspeed
@@ -33,6 +33,9 @@ class PublishesWeights:
     ``WEIGHTSYNC_TOKEN_FILE`` and the others of :class:`weightsync.config.ClientSettings`.
     """
 
+    transports: Sequence[str] | None = ("shared_memory", "tcp")
+    """Transports allowed: those of a copy in host memory, which reach engines of all hosts. With ``None``, engines on GPUs of this
+    host read the policy's GPU memory where it holds the whole model, and no others can."""
     strategy: Any
     actor: Any
     result: RoundResult | None = None
@@ -72,7 +75,7 @@ class PublishesWeights:
         if args.train.colocate_all and not args.train.async_enable:
             raise ConfigurationError("weightsync needs GPUs of their own for vLLM: leave out --train.colocate_all")
         url = ClientSettings.load().coordinator.url  # without one, Trainer would start a coordinator that no engine knows
-        self._publisher = trainer = Trainer(Stream() if self._gathers else self.actor.model.module, url)
+        self._publisher = trainer = Trainer(Stream() if self._gathers else self.actor.model.module, url, transports=self.transports)
         names = trainer.wait_for_replicas(args.vllm.num_engines)
         _log.info("OpenRLHF's policy rank %d publishes to %s", trainer.rank, ", ".join(names))
         return trainer

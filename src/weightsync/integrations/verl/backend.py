@@ -24,7 +24,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 import weightsync
 from weightsync.deadline import Deadline
-from weightsync.errors import ConfigurationError
+from weightsync.errors import ConfigurationError, WeightSyncError
 from weightsync.integrations.stream_options import Options
 from weightsync.integrations.stream_ranks import (
     GRACE,
@@ -158,8 +158,10 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if self._manifest is not None:
             try:
                 result = await self._sender.send(None, self._meeting)
-            except ConfigurationError:  # this rank holds other tensors now
-                self._source = None
+            except WeightSyncError as error:
+                await asyncio.to_thread(self._sender.leave)  # the next update may stream, if another rank cannot publish shards
+                if isinstance(error, ConfigurationError):  # this rank holds other tensors now
+                    self._source = None
                 raise
         else:
             walk = Walk(weights)

@@ -12,6 +12,7 @@ VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 VERL_VENV ?= .venv-verl
 AREAL_VENV ?= .venv-areal
+OPENRLHF_VENV ?= .venv-openrlhf
 NEMO_RL_VENV ?= .venv-nemo-rl
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
@@ -122,7 +123,7 @@ vllm-env: $(VLLM_VENV)/.installed ## an environment with vLLM's CPU build, for i
 vllm-test: $(VLLM_VENV)/.installed ## every test against a real vLLM, with those that `make test` leaves out
 	@$(VLLM_VENV)/bin/python -m pytest -m vllm $(ARGS)
 
-# AReaL, verl and NeMo-RL need other releases of a few packages than ours. These lie in an environment on top of .venv, whose torch and Ray
+# AReaL, OpenRLHF, verl and NeMo-RL need other releases of a few packages than ours. These lie in an environment on top of .venv, whose torch and Ray
 # they use. verl installs its own tests as the package `tests`, which would hide ours.
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 ON_TOP = echo "installing into $(1) (once; takes about a minute)" >&2; \
@@ -139,7 +140,7 @@ $(VERL_VENV)/.installed: $(VENV)/.installed locks/verl.txt
 verl-env: $(VERL_VENV)/.installed ## an environment with verl, for its tests
 
 verl-test: $(VERL_VENV)/.installed ## every test against a real verl
-	@$(VERL_VENV)/bin/python -m pytest -m verl tests/integration/test_verl.py tests/integration/test_verl_faults.py $(ARGS)
+	@$(VERL_VENV)/bin/python -m pytest -m verl tests/integration/test_verl.py tests/integration/test_verl_faults.py tests/integration/test_verl_shards.py $(ARGS)
 
 $(AREAL_VENV)/.installed: $(VENV)/.installed locks/areal.txt
 	@$(call ON_TOP,$(AREAL_VENV),locks/areal.txt)
@@ -148,6 +149,17 @@ $(AREAL_VENV)/.installed: $(VENV)/.installed locks/areal.txt
 .PHONY: areal-test
 areal-test: $(AREAL_VENV)/.installed ## every test against AReaL's own engine
 	@$(AREAL_VENV)/bin/python -m pytest -m areal tests/integration/test_areal.py $(ARGS)
+
+# OpenRLHF's policy trainer imports vLLM, so its environment lies on top of vLLM's first.
+$(OPENRLHF_VENV)/.installed: $(VENV)/.installed $(VLLM_VENV)/.installed locks/openrlhf.txt
+	@$(call ON_TOP,$(OPENRLHF_VENV),locks/openrlhf.txt)
+	@site=$$($(OPENRLHF_VENV)/bin/python -c '$(SITE)'); under=$$($(VLLM_VENV)/bin/python -c '$(SITE)'); \
+		echo "import site; site.addsitedir('$$under')" >"$$site/on-top-of-vllm.pth"
+	@touch $@
+
+.PHONY: openrlhf-test
+openrlhf-test: $(OPENRLHF_VENV)/.installed ## every test against OpenRLHF's own policy trainer
+	@$(OPENRLHF_VENV)/bin/python -m pytest -m openrlhf tests/integration/test_openrlhf.py $(ARGS)
 
 # NeMo-RL is in no package index: a checkout is needed. The environment holds what those of its modules import that the tests use.
 NEMO_RL ?=
@@ -179,7 +191,7 @@ types: $(VENV)/.installed ## mypy --strict over src and tests
 # their number of tests, as pytest-xdist would, those with few long ones come last, and at the end one process has nothing to do.
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-PYTEST_HERE = $(BIN)/python $(PYTEST) -m "not rare and not vllm and not verl and not nemo_rl and not areal" --cov --cov-report=term $(ARGS)
+PYTEST_HERE = $(BIN)/python $(PYTEST) -m "not rare and not vllm and not verl and not nemo_rl and not areal and not openrlhf" --cov --cov-report=term $(ARGS)
 PYTEST_VLLM = python $(PYTEST) -m "vllm and not rare" $(ARGS)
 
 # vLLM is installed meanwhile, by a process group of its own that ends with this shell, however that ends. If ARGS narrow the tests,
@@ -209,13 +221,13 @@ test: ## every check and every test, with coverage, and vLLM's on its CPU build;
 	fi
 
 .PHONY: rare-test
-rare-test: $(VENV)/.installed ## the tests that take minutes and that `make test` leaves out, except those of vLLM, verl and AReaL
-	@$(BIN)/python $(PYTEST) -m "rare and not vllm and not verl and not nemo_rl and not areal" $(ARGS)
+rare-test: $(VENV)/.installed ## the tests that take minutes and that `make test` leaves out, except those of vLLM and of frameworks
+	@$(BIN)/python $(PYTEST) -m "rare and not vllm and not verl and not nemo_rl and not areal and not openrlhf" $(ARGS)
 
 # All of them run, whatever fails, and the last lines of the output say what did.
-PARTS ?= test rare-test vllm-test verl-test areal-test test-vllm-matrix faults simulate
+PARTS ?= test rare-test vllm-test verl-test areal-test openrlhf-test test-vllm-matrix faults simulate
 .PHONY: test-all
-test-all: ## every part of PARTS, and a table of them: make test, rare tests, a real vLLM and its oldest release, verl, AReaL, faults, simulate
+test-all: ## every part of PARTS, and a table of them: make test, rare tests, a real vLLM and its oldest release, verl, AReaL, OpenRLHF, faults, simulate
 	@table=; status=0; \
 	for part in $(PARTS); do \
 		echo "make test-all: $$part" >&2; \
@@ -236,4 +248,4 @@ constraints: $(VENV)/.installed ## pin what constraints.txt does not, and list t
 	@$(BIN)/python -m tests.lock
 
 clean: ## remove the environment and every cache
-	@rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) $(AREAL_VENV) $(NEMO_RL_VENV) .venv-vllm-releases .fuzz build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	@rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) $(AREAL_VENV) $(OPENRLHF_VENV) $(NEMO_RL_VENV) .venv-vllm-releases .fuzz build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -1,16 +1,27 @@
-"""Receivers at the end of a stream."""
+"""Receivers at the end of a stream, or of a publication of shards, and what closing and forking do to both ends."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import threading
 import time
+import traceback
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
-from weightsync.config import ServerSettings
+from weightsync.config import ClientSettings, ServerSettings
 from weightsync.engine.receiver import Receiver, _Handover
+from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded
+from weightsync.integrations import stream_ranks
+from weightsync.integrations.stream_options import Options
+from weightsync.server.client import Client
 from weightsync.server.server import BackgroundServer
+from weightsync.tensors.shards import manifest_of
 from weightsync.trainer.agent import Trainer
 from weightsync.trainer.stream import Stream
 
@@ -38,3 +49,121 @@ def test_a_receiver_that_is_closed_after_its_loop_has_taken_the_version(monkeypa
         assert [replica.error for replica in publishing.result(SECONDS).replicas] == [None]
     assert received.keys() == sent.keys()
     assert all(torch.equal(received[name], sent[name]) for name in sent)
+
+
+def test_a_receiver_with_the_manifest_takes_what_a_module_publishes_and_no_version_from_before_it_joined() -> None:
+    held = {"norm": torch.randn(33), "layers.0": torch.randn(64, 33), "layers.1": torch.randn(64, 33)}
+    held["tied"] = held["norm"]
+    manifest = manifest_of(held)
+    with (
+        BackgroundServer(ServerSettings.load({}, port=0)) as server,
+        Trainer(held, server.url, token=server.token, rank=0, world_size=1, seeds=False) as trainer,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        with pytest.raises(ConfigurationError, match="seeds=False"):
+            trainer.publish_async(0)
+        for number in (1, 2):
+            with Receiver(f"r{number}", server.url, token=server.token, manifest=manifest, bucket_bytes=1 << 13) as receiver:
+                with pytest.raises(DeadlineExceeded):
+                    next(receiver.receive(0.3))
+                trainer.wait_for_replicas(1, SECONDS)
+                held["layers.1"] += 1
+                publishing = pool.submit(trainer.publish, number, timeout=SECONDS)
+                received = {name: tensor.clone() for batch in receiver.receive(SECONDS) for name, tensor in batch}
+                (replica,) = publishing.result(SECONDS).replicas
+                assert (replica.error, replica.delivery, replica.nbytes) == (None, "streamed", manifest.nbytes)
+                assert received.keys() == {"norm", "layers.0", "layers.1"}
+                assert all(torch.equal(received[name], held[name]) for name in received)
+
+
+def test_a_trainer_that_is_closed_before_its_stream_was_asked_for_says_so() -> None:
+    drained, begun, release = [], threading.Event(), threading.Event()
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        begun.set()
+        for number in range(3):
+            drained.append(number)
+            yield f"layers.{number}", torch.zeros(8)
+
+    with (
+        BackgroundServer(ServerSettings.load({}, port=0)) as server,
+        Trainer(Stream(window_bytes=1 << 14), server.url, token=server.token, rank=0, world_size=1) as trainer,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        trainer._background.submit(release.wait, SECONDS)  # what asks the coordinator has not begun
+        publishing = pool.submit(trainer.publish_stream, tensors(), timeout=SECONDS)
+        assert begun.wait(SECONDS)
+        trainer.close()
+        release.set()
+        with pytest.raises(Aborted):
+            publishing.result(SECONDS)
+    assert drained == [0, 1, 2]
+
+
+def test_a_publication_in_the_background_that_had_not_begun_when_its_trainer_was_closed_is_aborted() -> None:
+    release = threading.Event()
+    with (
+        BackgroundServer(ServerSettings.load({}, port=0)) as server,
+        Trainer({"w": torch.zeros(8)}, server.url, token=server.token, rank=0, world_size=1) as trainer,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        trainer._background.submit(release.wait, SECONDS)
+        publishing = pool.submit(trainer.publish_async, 1, timeout=SECONDS)
+        with pytest.raises(TimeoutError):
+            publishing.result(0.3)
+        trainer.close()
+        release.set()
+        with pytest.raises(Aborted):
+            publishing.result(SECONDS)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_receiver_refuses_to_receive_in_a_forked_child_at_once() -> None:
+    with BackgroundServer(ServerSettings.load({}, port=0)) as server, Receiver("r0", server.url, token=server.token) as receiver:
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                next(receiver.receive(SECONDS))
+            except ConfigurationError:
+                receiver.close()
+                status = 0
+            except BaseException:  # noqa: BLE001 - the child must not unwind into pytest
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        since = time.monotonic()
+        assert os.waitpid(child, 0)[1] == 0
+        assert time.monotonic() - since < SECONDS / 2
+
+
+def test_a_rank_that_is_cancelled_while_it_joins_leaves_as_soon_as_it_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, let, left = threading.Event(), threading.Event(), threading.Event()
+    join = stream_ranks.join
+
+    class Watched(Receiver):
+        def close(self) -> None:
+            super().close()
+            left.set()
+
+    def slow(*args: Any) -> Receiver:
+        asked.set()
+        assert let.wait(SECONDS)
+        return join(*args)
+
+    async def cancelled(meeting: stream_ranks.Meeting) -> None:
+        joining = asyncio.create_task(stream_ranks.join_async("r0", meeting, Options(), None))
+        await asyncio.to_thread(asked.wait, SECONDS)
+        joining.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await joining
+
+    monkeypatch.setattr(stream_ranks, "join", slow)
+    monkeypatch.setattr(stream_ranks, "Receiver", Watched)
+    with BackgroundServer(ServerSettings.load({}, port=0)) as server:
+        monkeypatch.setenv("WEIGHTSYNC_TOKEN", server.token)
+        asyncio.run(cancelled(stream_ranks.Meeting(server.url, SECONDS)))
+        let.set()
+        assert left.wait(SECONDS)
+        with Client(ClientSettings.load(coordinator=server.url)) as client:
+            assert [replica.state for replica in client.status().replicas] == ["left"]

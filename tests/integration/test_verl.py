@@ -117,7 +117,7 @@ ACTOR = about(coordinator="http://127.0.0.1:7400", seconds=5.0)
     ("metadata", "error", "words"),
     [
         ([about(), about()], ConfigurationError, "is_master"),
-        ([ACTOR], ConfigurationError, "told of 1 ranks"),
+        ([ACTOR], ConfigurationError, "verl passed 1 ranks"),
         ([ACTOR, about(host="there")], ConfigurationError, "WEIGHTSYNC_TOKEN_FILE"),
     ],
 )

@@ -72,6 +72,36 @@ class Actor(ActorRolloutRefWorker):  # type: ignore[misc]
         return digests(expected.items())
 
 
+class PlainActor(Actor):
+    """As verl made it: no faults, and its calls of ``DTensor.full_tensor`` are counted."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
+    def init_model(self) -> None:
+        ActorRolloutRefWorker.init_model(self)
+        self.gathered = 0
+        kind: Any = DTensor
+        gather = kind.full_tensor
+
+        def counted(tensor: DTensor, **kwargs: Any) -> torch.Tensor:
+            self.gathered += 1
+            whole: torch.Tensor = gather(tensor, **kwargs)
+            return whole
+
+        kind.full_tensor = counted
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
+    def gathers(self) -> int:
+        """How many tensors were gathered since the last call."""
+        gathered, self.gathered = self.gathered, 0
+        return gathered
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
+    def replace_parameters(self) -> None:
+        """Give all parameters other memory, as offloading does."""
+        for parameter in self.actor.engine.module.parameters():
+            parameter.data = parameter.data.clone()
+
+
 class Taking(BaseRollout):  # type: ignore[misc]
     """Keeps digests of what it is given, instead of passing it to a server."""
 

@@ -85,7 +85,15 @@ def cluster(folder: str) -> Iterator[None]:
 class Run:
     """What verl's trainer has: its configuration, a group of actor ranks, replicas and the manager."""
 
-    def __init__(self, folder: Path, *, actors: int, rollouts: int, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        actors: int,
+        rollouts: int,
+        options: Sequence[str] = (),
+        actor: type[verl_actors.Actor] = verl_actors.Actor,
+    ) -> None:
         model = make_model(folder / "model")
         with initialize_config_module("verl.trainer.config", version_base=None):
             whole = compose("ppo_trainer", overrides=[LINE, *ON_A_CPU, f"actor_rollout_ref.model.path={model}", *options])
@@ -94,7 +102,7 @@ class Run:
         self.model_config = omega_conf_to_dataclass(self.config.model)
         self.actors = RayWorkerGroup(
             resource_pool=RayResourcePool(process_on_nodes=[actors], max_colocate_count=1),
-            ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(verl_actors.Actor), config=self.config, role="actor"),
+            ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(actor), config=self.config, role="actor"),
             device_name="cuda",
         )
         self.groups: list[Any] = []

@@ -1,4 +1,4 @@
-"""An engine rank without a model: the tensors that a trainer streams, handed over to somebody else's loader."""
+"""An engine rank without a model: the tensors that a trainer publishes, handed over to somebody else's loader."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.agent import Engine
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, LoadError, RoundFailed, WeightSyncError
+from weightsync.forks import Origin
 from weightsync.model import Manifest, Version
 from weightsync.transports.base import Transport
 
@@ -29,9 +30,10 @@ class _Handover(EngineAdapter):
     """Lends each bucket to the consumer, and gets it back when the next one is requested. A stream has one consumer."""
 
     name = "receiver"
-    takes_any = True
 
-    def __init__(self, device: torch.device | None, timeout: float) -> None:
+    def __init__(self, device: torch.device | None, timeout: float, manifest: Manifest | None = None) -> None:
+        self.takes_any = manifest is None
+        self._manifest = Manifest(()) if manifest is None else manifest
         self._device, self._timeout = device, timeout
         self._changed = threading.Condition()
         self._takers = 0  # so far; each has a number
@@ -47,7 +49,7 @@ class _Handover(EngineAdapter):
     # The adapter: weightsync's thread.
 
     def manifest(self) -> Manifest:
-        return Manifest(())
+        return self._manifest
 
     def device(self) -> torch.device | None:
         return self._device
@@ -161,12 +163,14 @@ class Receiver(Closeable):
     """Receives the streams of a trainer (:meth:`weightsync.Trainer.publish_stream`) for somebody else's loader.
 
     For frameworks whose process that gets the weights holds no model, or whose loader is their own business. Takes whatever tensors
-    come. Pausing, flushing and resuming an engine is the framework's: nothing happens here. Joins the coordinator when it is made,
-    as rank ``rank`` of ``world_size`` (0 of 1) of ``replica``; ranks of one replica succeed or fail together. ``device`` is the
-    CUDA device where batches should lie, if trainers on this host can be read from there; else they lie in host memory. The other
-    arguments are those of :class:`weightsync.Engine`. Close it, or use it in a ``with``.
+    come; with a ``manifest``, what a trainer that publishes a module of these tensors brings: each whole, assembled from the shards
+    that the trainer's ranks hold, and under its name in the manifest, not under aliases. Pausing, flushing and resuming an engine
+    is the framework's: nothing happens here. Joins the coordinator when it is made, as rank ``rank`` of ``world_size`` (0 of 1) of
+    ``replica``; ranks of one replica succeed or fail together. ``device`` is the CUDA device where batches should lie, if trainers
+    on this host can be read from there; else they lie in host memory. The other arguments are those of :class:`weightsync.Engine`.
+    Close it, or use it in a ``with``.
 
-    Raises what :class:`weightsync.Engine` raises. A trainer that publishes a module refuses receivers
+    Raises what :class:`weightsync.Engine` raises. A trainer that publishes a module refuses receivers without its manifest
     (:class:`~weightsync.errors.ManifestMismatch`).
 
     ::
@@ -185,13 +189,15 @@ class Receiver(Closeable):
         rank: int | None = None,
         world_size: int | None = None,
         run: str = "",
+        manifest: Manifest | None = None,
         bucket_bytes: int | None = None,
         device: torch.device | str | None = None,
         transports: Sequence[Transport | str] | None = None,
         timeouts: Timeouts | None = None,
     ) -> None:
+        self._origin = Origin()
         self._timeout = ClientSettings.load(coordinator=coordinator, timeouts=timeouts).timeouts.version
-        self._handover = _Handover(None if device is None else torch.device(device), self._timeout)
+        self._handover = _Handover(None if device is None else torch.device(device), self._timeout, manifest)
         self._engine = Engine(
             self._handover, replica, coordinator, token=token, rank=rank, world_size=world_size, run=run, delivery="streamed",
             bucket_bytes=bucket_bytes, timeouts=timeouts, transports=transports,
@@ -214,8 +220,9 @@ class Receiver(Closeable):
             RoundFailed: The publication failed, for this replica or for all.
             DeadlineExceeded: ``timeout`` passed.
             Aborted: The receiver was closed.
-            ConfigurationError: Another loop receives.
+            ConfigurationError: Another loop receives, or this is a forked child of the process that made the receiver.
         """
+        self._origin.require("this receiver")
         deadline = Deadline(self._timeout if timeout is None else timeout)
         with self._handover.taking() as me:
             while (batch := self._handover.take(me, deadline)) is not None:
@@ -224,6 +231,7 @@ class Receiver(Closeable):
 
     async def receive_async(self, timeout: float | None = None) -> AsyncGenerator[list[tuple[str, torch.Tensor]], None]:
         """Iterate as :meth:`receive` does, waiting in threads, so that this object is bound to no event loop."""
+        self._origin.require("this receiver")
         deadline = Deadline(self._timeout if timeout is None else timeout)
         with self._handover.taking() as me:
             while (batch := await asyncio.to_thread(self._handover.take, me, deadline)) is not None:
@@ -231,7 +239,12 @@ class Receiver(Closeable):
                 del batch
 
     def close(self) -> None:
-        """Leave the coordinator; a thread that receives gets :class:`~weightsync.errors.Aborted`. Safe twice."""
+        """Leave the coordinator; a thread that receives gets :class:`~weightsync.errors.Aborted`. Safe twice.
+
+        In a forked child this does nothing.
+        """
+        if self._origin.elsewhere:
+            return
         if not self._handover.busy:
             self._engine.settle(_ANSWER_SECONDS)  # a loop ends shortly before the coordinator hears of it
         self._handover.close()

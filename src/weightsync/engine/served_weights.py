@@ -68,7 +68,7 @@ class ServedWeights:
     @property
     def live(self) -> bool:
         """Whether readers read the parameters themselves."""
-        return self._shards.live
+        return self._shards.in_place
 
     def place(self, body: Place, deadline: Deadline) -> Placed:
         """Make the version that this rank serves readable.

@@ -7,39 +7,31 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from weightsync.errors import readable
+from weightsync.integrations.checks import FRAMEWORKS, findings
 from weightsync.server.findings import Finding
 
 Check = Callable[[], Iterator[Finding]]
 
 
-def _areal() -> Iterator[Finding]:
-    from weightsync.integrations.areal.check import findings
-
-    return findings()
-
-
 def _verl() -> Iterator[Finding]:
-    from weightsync.integrations.verl.check import findings
+    from weightsync.integrations.verl.check import findings as of_verl
 
-    return findings()
-
-
-def _trl() -> Iterator[Finding]:
-    from weightsync.integrations.trl.check import findings
-
-    return findings()
+    return of_verl()
 
 
 def _nemo_rl() -> Iterator[Finding]:
-    from weightsync.integrations.nemo_rl.check import findings
+    from weightsync.integrations.nemo_rl.check import findings as of_nemo_rl
 
-    return findings()
+    return of_nemo_rl()
 
 
-CHECKS: dict[str, Check] = {"areal": _areal, "nemo_rl": _nemo_rl, "trl": _trl, "verl": _verl}
-"""Checks by the name of the framework, each imported when it is asked for. ``missing`` and ``unknown`` mean that it cannot work."""
+_OWN: dict[str, Check] = {"nemo_rl": _nemo_rl, "verl": _verl}  # they start a coordinator themselves
+_JOINING: dict[str, Check] = {name: partial(findings, name) for name in FRAMEWORKS}
+CHECKS = dict(sorted({**_JOINING, **_OWN}.items()))
+"""Checks by the name of the framework. ``missing`` and ``unknown`` mean that it cannot work."""
 
 
 def main(arguments: Sequence[str]) -> int:

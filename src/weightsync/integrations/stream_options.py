@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgspec
 import torch
 
 from weightsync.config import Seconds, ServerSettings, token_source
 from weightsync.errors import ConfigurationError
+from weightsync.tensors.shards import DTypes
 
 __all__ = ["Options", "cast", "server_settings"]
 
@@ -32,7 +33,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Transports allowed, best first; by default all that both ends have."""
 
     @classmethod
-    def of(cls, given: Mapping[str, object], where: str) -> Options:
+    def of(cls, given: Mapping[str, object], where: str) -> Self:
         """Check ``given``, which the user wrote at ``where`` of the framework's configuration.
 
         Raises:
@@ -63,6 +64,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def whole_dtype(self) -> torch.dtype | None:
         """The one dtype for all tensors, if there is one."""
         return _dtype(self.dtype) if isinstance(self.dtype, str) else None
+
+    def dtypes(self, state: Mapping[str, torch.Tensor]) -> DTypes:
+        """The dtypes in which the tensors of ``state`` travel."""
+        if isinstance(self.dtype, dict):
+            return {name: self.dtype_of(name, tensor.dtype) for name, tensor in state.items()}
+        return self.whole_dtype()
+
+    def shard_transports(self) -> tuple[str, ...] | None:
+        """Transports for a rank's own shards: those that read a copy in host memory, unless the user wants GPU memory read."""
+        return self.transports or (("shared_memory", "tcp") if self.device == "cpu" else None)
 
 
 def _builtins(value: Any) -> Any:  # noqa: ANN401 - frameworks give dicts, or OmegaConf's containers, which look like them

@@ -14,10 +14,11 @@ import itertools
 import os
 import socket
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -27,6 +28,7 @@ from weightsync.deadline import Deadline
 from weightsync.engine.receiver import Receiver
 from weightsync.errors import ConfigurationError, DeadlineExceeded, MembershipError, RoundFailed, WeightSyncError
 from weightsync.integrations.stream_options import Options, cast, server_settings
+from weightsync.model import Manifest
 from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.tokens import is_loopback
 from weightsync.server.server import BackgroundServer
@@ -34,12 +36,23 @@ from weightsync.trainer.agent import Trainer
 from weightsync.trainer.stream import Stream
 from weightsync.transports.hostinfo import this_host
 
-__all__ = ["GRACE", "Meeting", "StreamSender", "about_this_rank", "arrange", "join", "offer_coordinator"]
+__all__ = [
+    "GRACE",
+    "Meeting",
+    "StreamSender",
+    "about_this_rank",
+    "arrange",
+    "join",
+    "join_async",
+    "leave_in_background",
+    "offer_coordinator",
+]
 
 GRACE = 5.0
 """Seconds that a wait may exceed the update's own timeout, so that a more specific error can arrive first."""
 _MOST_WINDOW_BYTES = 256 << 20
 _SHOWN = 5
+T = TypeVar("T")
 _numbers = itertools.count(1)
 
 
@@ -96,19 +109,38 @@ def arrange(offer: Mapping[str, Any], metadata: Iterable[Mapping[str, Any]], rol
     return Meeting(url.url, float(offer["seconds"]), names)
 
 
-def join(name: str, meeting: Meeting, options: Options, device: torch.device | None) -> Receiver:
-    """Join the coordinator as a rollout rank, which is a replica of its own.
+def join(name: str, meeting: Meeting, options: Options, device: torch.device | None, manifest: Manifest | None = None) -> Receiver:
+    """Join the coordinator as a rollout rank, which is a replica of its own. With a ``manifest`` it takes shards, else a stream.
 
     Raises:
         WeightSyncError: The coordinator cannot be reached, or refuses this rank.
     """
     seconds, timeouts = meeting.seconds, ClientSettings.load().timeouts
     limits = msgspec.structs.replace(timeouts, connect=min(timeouts.connect, seconds), version=seconds + GRACE)
-    return Receiver(name, meeting.coordinator, device=device, transports=options.transports, timeouts=limits)
+    return Receiver(name, meeting.coordinator, manifest=manifest, device=device, transports=options.transports, timeouts=limits)
+
+
+async def join_async(
+    name: str, meeting: Meeting, options: Options, device: torch.device | None, manifest: Manifest | None = None
+) -> Receiver:
+    """As :func:`join`, without blocking. If the caller is cancelled meanwhile, the receiver leaves as soon as it has joined."""
+    joining = _in_thread(partial(join, name, meeting, options, device, manifest), "weightsync-join")
+    try:
+        return await asyncio.shield(asyncio.wrap_future(joining))
+    except asyncio.CancelledError:
+        joining.add_done_callback(lambda done: leave_in_background(done.result()) if done.exception() is None else None)
+        raise
+
+
+def leave_in_background(receiver: Receiver) -> None:
+    """Let ``receiver`` leave the coordinator now, without waiting for it."""
+    threading.Thread(target=receiver.close, name="weightsync-leave", daemon=True).start()
 
 
 class StreamSender:
     """Streams the framework's generator from one trainer rank, and stays joined from one update to the next.
+
+    Where the framework shows its model as well, :meth:`join` takes it, and this rank publishes its own shards of it instead.
 
     ``kind`` is the framework's word for its trainer ranks. What it holds is closed with ``owned``, or by :meth:`leave`.
     """
@@ -118,39 +150,50 @@ class StreamSender:
         self._window_bytes = min(window_bytes, _MOST_WINDOW_BYTES)
         self._trainer: Trainer | None = None
         self._role: tuple[object, ...] = ()
+        self._state: Mapping[str, torch.Tensor] | None = None
         self._stuck: Future[RoundResult] | None = None
         owned.callback(self.leave)
 
-    def join(self, coordinator: str, rank: int, world_size: int) -> None:
-        """Join, or stay joined.
+    def join(self, coordinator: str, rank: int, world_size: int, state: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Join, or stay joined: to stream, or to publish the shards of ``state``.
 
         Raises:
             WeightSyncError: The coordinator cannot be reached, or refuses this rank.
         """
         self._check_walked()
         role = (coordinator, rank, world_size)
-        if self._trainer is not None and self._role == role:
+        if self._trainer is not None and self._role == role and self._state is state:
             return
         self.leave()
         options = self._options
         self._trainer = Trainer(
-            Stream(window_bytes=self._window_bytes, device=options.staging()),
+            Stream(window_bytes=self._window_bytes, device=options.staging()) if state is None else state,
             coordinator,
             rank=rank,
             world_size=world_size,
-            dtype=options.whole_dtype(),
-            transports=options.transports,
+            dtype=options.whole_dtype() if state is None else options.dtypes(state),
+            transports=options.transports if state is None else options.shard_transports(),
+            seeds=state is None,
         )
-        self._role = role
+        self._role, self._state = role, state
+
+    def leave_unless(self, state: Mapping[str, torch.Tensor] | None) -> None:
+        """Leave if the next update is not of what this rank joined with: all ranks leave before one joins with something else."""
+        if self._state is not state:
+            self.leave()
 
     def leave(self) -> None:
-        """Leave the coordinator and free the windows. Safe twice."""
+        """Leave the coordinator and free windows or shards. Safe twice."""
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             trainer.close()
 
-    async def send(self, weights: Iterable[tuple[str, torch.Tensor]], meeting: Meeting, step: int | None = None) -> RoundResult:
+    async def send(
+        self, weights: Iterable[tuple[str, torch.Tensor]] | None, meeting: Meeting, step: int | None = None
+    ) -> RoundResult:
         """Stream ``weights`` to all receivers of ``meeting``, and walk them to their end in any case.
+
+        Without ``weights``, publish the shards that this rank joined with. Nothing is gathered then.
 
         Every step of the walk is a collective of the trainer ranks. It runs on a thread of its own, so that this rank reports an
         error at the deadline even if another rank does not take part in that collective.
@@ -164,7 +207,8 @@ class StreamSender:
         trainer = self._trainer
         if trainer is None:
             raise ConfigurationError(f"this {self._kind} rank lacks its coordinator: the framework did not initialize it")
-        walk = _in_thread(trainer, meeting, cast(weights, self._options), step)
+        whole = None if weights is None else cast(weights, self._options)
+        walk = _in_thread(partial(_publish, trainer, meeting, whole, step), "weightsync-walk")
         try:
             return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(walk)), meeting.seconds + GRACE)
         except TimeoutError:
@@ -184,17 +228,20 @@ class StreamSender:
             )
 
 
-def _publish(trainer: Trainer, meeting: Meeting, weights: Iterable[tuple[str, torch.Tensor]], step: int | None) -> RoundResult:
+def _publish(
+    trainer: Trainer, meeting: Meeting, weights: Iterable[tuple[str, torch.Tensor]] | None, step: int | None
+) -> RoundResult:
     """Wait for all receivers, publish, and look whether all of them have it. If the wait fails, the walk is still done."""
     deadline = Deadline(meeting.seconds)
     try:
         _wait_for(trainer, meeting.receivers, deadline)
         seconds = deadline.remaining("waiting for the rollout ranks")
     except WeightSyncError:
-        for _ in weights:
+        for _ in weights or ():
             pass
         raise
-    result = trainer.publish_stream(weights, step=step, timeout=seconds)
+    shards = weights is None
+    result = trainer.publish(timeout=seconds) if shards else trainer.publish_stream(weights or (), step=step, timeout=seconds)
     _check(result, meeting.receivers)
     return result
 
@@ -220,11 +267,9 @@ def _check(result: RoundResult, receivers: Iterable[str]) -> None:
         raise RoundFailed(f"version {result.version} did not reach {len(failures)} rollout ranks: {'; '.join(failures[:_SHOWN])}")
 
 
-def _in_thread(
-    trainer: Trainer, meeting: Meeting, weights: Iterable[tuple[str, torch.Tensor]], step: int | None
-) -> Future[RoundResult]:
-    """Publish in a daemon thread, on this thread's device and without gradients. The process can end while it hangs."""
-    done: Future[RoundResult] = Future()
+def _in_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Run ``work`` in a daemon thread, on this thread's device and without gradients. The process can end while it hangs."""
+    done: Future[T] = Future()
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
     def run() -> None:
@@ -232,9 +277,9 @@ def _in_thread(
             if device is not None:
                 torch.accelerator.set_device_index(device)
             with torch.no_grad():
-                done.set_result(_publish(trainer, meeting, weights, step))
+                done.set_result(work())
         except BaseException as error:  # noqa: BLE001 - raised where it is awaited
             done.set_exception(error)
 
-    threading.Thread(target=run, name="weightsync-walk", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     return done

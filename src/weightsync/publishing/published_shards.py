@@ -42,7 +42,7 @@ class PublishedShards:
 
     ``state`` is a module or a state dict whose tensors are plain (held whole) or DTensors.
 
-    Where all shards are on one CUDA device and nothing is converted, that memory itself is published (:attr:`live`) by those
+    Where all shards are on one CUDA device and nothing is converted, that memory itself is published (:attr:`in_place`) by those
     transports that read CUDA memory and can reach it, and costs nothing more. Without them the shards are copied to a region of
     host memory, published by those that read host memory, which costs one copy of this rank's shards, in the published dtype, for
     as long as the object lives. Raises what :func:`~weightsync.tensors.shards.shards_of` and
@@ -111,7 +111,7 @@ class PublishedShards:
         return self._key.reveal()
 
     @property
-    def live(self) -> bool:
+    def in_place(self) -> bool:
         """Whether the rank's own memory is read, and not a copy."""
         return self._live is not None
 
@@ -152,7 +152,7 @@ class PublishedShards:
         with span("wait"):
             wait_for_devices(self._shards, deadline)  # for what was queued before, in whatever stream
         with self.region.placing(number):
-            with span("digest" if self.live else "copy"):
+            with span("digest" if self.in_place else "copy"):
                 digests = self._placer.place(stop, deadline)
             yield digests
 

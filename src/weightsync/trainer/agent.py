@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
+from typing import ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -63,6 +64,8 @@ __all__ = ["Trainer"]
 _MAX_ADDRESS = 8192
 _TELLING_SECONDS = 5.0  # for the word that this rank cannot publish
 _MESSAGE_CHARS = 4000
+_CLOSED = "this trainer was closed and cannot publish any more: publish before close(), or make a new Trainer"
+P = ParamSpec("P")
 _log = logging.getLogger(__name__)
 
 
@@ -79,8 +82,10 @@ class Trainer(Closeable):
     converted and ``transports`` allow ``cuda_ipc`` (by default all are allowed), they are read where they are, by engine ranks
     of GPUs of the same host and by no others. Where trainer and engine share a GPU, ``offload`` is called at the beginning of every
     publication, to make room for the engine (optimizer states, say; the weights must stay), and ``restore`` at its end, also if it
-    failed. With ``new_epoch=True`` on every rank, version numbers restart: for a trainer that goes on from an earlier
-    checkpoint, and publishes numbers that an earlier trainer of the run used. Close it, or use it in a ``with``.
+    failed. With ``seeds=False`` on every rank, a version can be read only until its publication ends, so a replica that joins later
+    waits for the next one instead of getting the last one at once. With ``new_epoch=True`` on every rank, version numbers restart:
+    for a trainer that goes on from an earlier checkpoint, and publishes numbers that an earlier trainer of the run used. Close it,
+    or use it in a ``with``.
 
     Raises :class:`~weightsync.errors.CoordinatorUnreachable`, :class:`~weightsync.errors.AuthenticationError`,
     :class:`~weightsync.errors.MembershipError` (another trainer has this run),
@@ -114,6 +119,7 @@ class Trainer(Closeable):
         transports: Sequence[Transport | str] | None = None,
         offload: Callable[[], object] | None = None,
         restore: Callable[[], object] | None = None,
+        seeds: bool = True,
         new_epoch: bool = False,
         timeouts: Timeouts | None = None,
     ) -> None:
@@ -147,11 +153,11 @@ class Trainer(Closeable):
                 self._role = StreamRole(state, allowed, key, self._host, self.rank, self.world_size, network=network, dtype=dtype)
             else:
                 self._role = TrainerRole(
-                    state, allowed, key, self._host, network=network, dtype=dtype, include_buffers=include_buffers
+                    state, allowed, key, self._host, network=network, dtype=dtype, include_buffers=include_buffers, seeds=seeds
                 )
             owned.callback(self._role.close)
             self._background = ThreadPoolExecutor(1, thread_name_prefix="weightsync-publish")
-            owned.callback(self._background.shutdown, wait=False, cancel_futures=True)
+            owned.callback(self._background.shutdown, wait=False)  # what has not begun finds the link closed
             self._link = CoordinatorConnection(
                 settings,
                 hello=self._hello,
@@ -235,7 +241,7 @@ class Trainer(Closeable):
     @property
     def in_place(self) -> bool:
         """Whether engines read this rank's own GPU memory, of which no copy is kept. Then there is no :meth:`publish_async`."""
-        return isinstance(self._role, TrainerRole) and self._role.live
+        return isinstance(self._role, TrainerRole) and self._role.in_place
 
     def publish(self, number: int | None = None, *, timeout: float | None = None) -> RoundResult:
         """Bring the weights as they are now to every replica, as version ``number``: larger than any before it, or the next.
@@ -261,10 +267,10 @@ class Trainer(Closeable):
         raises what :meth:`publish` does.
 
         Raises what :meth:`publish` raises before the copy, and :class:`~weightsync.errors.ConfigurationError` where the memory is
-        published :attr:`in_place`, without a copy.
+        published :attr:`in_place`, without a copy, or with ``seeds=False``.
         """
         with self._turn(number, timeout) as (plain, deadline), self._armed(plain, deadline, copies=True) as placing:
-            asked = self._background.submit(self._ask, plain, self._calls, deadline, placing)
+            asked = self._submit(self._ask, plain, self._calls, deadline, placing)
             asked.add_done_callback(lambda _: placing.set())
             what = "the next version" if plain is None else f"version {plain}"
             if not placing.wait(deadline.remaining(f"placing {what}")):
@@ -318,7 +324,7 @@ class Trainer(Closeable):
                 self._calls += 1
                 publication = role.begin(plain)
                 try:
-                    asked = self._asked = self._background.submit(self._ask_once, plain, self._calls, deadline, count)
+                    asked = self._asked = self._submit(self._ask_once, plain, self._calls, deadline, count)
                     asked.add_done_callback(lambda asked: _stop(publication, asked))
                     begun = True
                     try:
@@ -334,6 +340,13 @@ class Trainer(Closeable):
                 for _ in tensors:  # the other ranks gather
                     pass
             raise
+
+    def _submit(self, ask: Callable[P, RoundResult], *args: P.args, **kwargs: P.kwargs) -> Future[RoundResult]:
+        """Run ``ask`` in the background. Raises :class:`~weightsync.errors.Aborted` if :meth:`close` came in between."""
+        try:
+            return self._background.submit(ask, *args, **kwargs)
+        except RuntimeError:
+            raise Aborted(_CLOSED) from None
 
     def _end_earlier_stream(self, deadline: Deadline) -> None:
         """Wait for the round of a stream that was interrupted here: its windows must not be mixed with those of the next one."""
@@ -382,6 +395,10 @@ class Trainer(Closeable):
                     raise ConfigurationError(
                         "publish_async() needs a copy of the weights, and this trainer publishes its GPU memory in place: call "
                         'publish(), or make the trainer with transports=["shared_memory", "tcp"], which copies first'
+                    )
+                if copies and isinstance(self._role, TrainerRole) and self._role.live:
+                    raise ConfigurationError(
+                        "publish_async() leaves its version readable, and this trainer was made with seeds=False: call publish()"
                     )
                 failpoints.reached("trainer.publish")
                 if isinstance(self._role, StreamRole):
@@ -445,7 +462,7 @@ class Trainer(Closeable):
     def _check_open(self) -> None:
         self._origin.require("this trainer")
         if self._closed:
-            raise Aborted("this trainer was closed and cannot publish any more: publish before close(), or make a new Trainer")
+            raise Aborted(_CLOSED)
 
     def close(self) -> None:
         """Leave the coordinator, stop serving shards, free the region. Replicas keep what they have. Safe twice.

@@ -41,7 +41,10 @@ class Placing:
 
 
 class TrainerRole(PublishedShards):
-    """Places the shards of one trainer rank when a publication asks for it, and publishes them as its base class says."""
+    """Places the shards of one trainer rank when a publication asks for it, and publishes them as its base class says.
+
+    Without ``seeds``, a version can be read during its publication only, also where the region holds a copy.
+    """
 
     def __init__(
         self,
@@ -53,7 +56,9 @@ class TrainerRole(PublishedShards):
         network: Network = LOOPBACK,
         dtype: DTypes = None,
         include_buffers: bool = False,
+        seeds: bool = True,
     ) -> None:
+        self._seeds = seeds
         self._stop = np.zeros(1, np.int8)
         self._busy = threading.Lock()
         self._armed: int | None = None
@@ -62,6 +67,11 @@ class TrainerRole(PublishedShards):
         self._last: Placed | None = None
         self._placing = Placing()
         super().__init__(state, transports, key, local_host, network=network, dtype=dtype, include_buffers=include_buffers)
+
+    @property
+    def live(self) -> bool:
+        """Whether nothing can be read any more when a publication is over."""
+        return self.in_place or not self._seeds
 
     def arm(self, number: int | None) -> Placing:
         """Allow version ``number`` to be placed (``None``: the one that the coordinator chooses).

@@ -17,7 +17,7 @@ from weightsync.errors import ConfigurationError, RoundFailed
 from weightsync.protocol.messages import RoundResult
 from weightsync.trainer.agent import Trainer
 
-__all__ = ["PublishesShards", "PublishingFSDPActor", "missing_methods"]
+__all__ = ["PublishesShards", "PublishingFSDPActor", "check_engine"]
 
 _log = logging.getLogger(__name__)
 
@@ -92,8 +92,12 @@ class PublishingFSDPActor(PublishesShards, FSDPPPOActor):  # type: ignore[misc]
     """AReaL's FSDP actor with :class:`PublishesShards`. AReaL's controllers name it to their workers by its path."""
 
 
-def missing_methods() -> list[str]:
-    """What :class:`PublishesShards` replaces or calls, and this AReaL does not have."""
+def check_engine() -> None:
+    """Check that this AReaL has what :class:`PublishesShards` replaces or calls.
+
+    Raises:
+        ConfigurationError: It lacks something. The message names it.
+    """
     needed = (
         "connect_engine",
         "update_weights",
@@ -102,4 +106,6 @@ def missing_methods() -> list[str]:
         "_offload_aware_context",
         "_check_rollout_engine_connected",
     )
-    return [name for name in needed if not callable(getattr(FSDPPPOActor, name, None))]
+    missing = [name for name in needed if not callable(getattr(FSDPPPOActor, name, None))]
+    if missing:
+        raise ConfigurationError(f"this FSDPEngine has no {', '.join(missing)}")

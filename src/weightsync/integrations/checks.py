@@ -1,0 +1,92 @@
+"""Checks of ``python -m weightsync.integrations`` for frameworks whose trainer joins a coordinator that runs already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+import weightsync
+from weightsync.config import ClientSettings
+from weightsync.errors import WeightSyncError
+from weightsync.integrations.trl.releases import TRIED
+from weightsync.server.findings import Finding, ask_coordinator
+
+__all__ = ["FRAMEWORKS", "Framework", "findings"]
+
+
+class Framework(NamedTuple):
+    """What is looked at."""
+
+    title: str
+    tried: str
+    """Series of releases. Another is used if its interface fits."""
+    looked_at: str
+    """What of the framework is replaced or substituted."""
+    fits: str
+    """What is said if it fits."""
+    look: Callable[[], None]
+    """Imports what the trainer would, in the same way, and raises why it would fail."""
+
+
+def _areal() -> None:
+    from weightsync.integrations.areal.actor import check_engine
+
+    check_engine()
+
+
+def _openrlhf() -> None:
+    from weightsync.integrations.openrlhf.policy import check_trainer
+
+    check_trainer()
+
+
+def _skyrl() -> None:
+    from weightsync.integrations.skyrl import enable
+
+    enable()
+
+
+def _trl() -> None:
+    from trl.generation import vllm_generation
+
+    from weightsync.integrations.trl.releases import check_interface
+    from weightsync.integrations.trl.server_mode import NEEDED
+
+    check_interface(vllm_generation, NEEDED)
+
+
+FRAMEWORKS = {
+    "areal": Framework("AReaL", "1.0", "engine", "FSDPEngine has what weightsync replaces and calls", _areal),
+    "openrlhf": Framework("OpenRLHF", "0.11", "policy", "its policy actors have what weightsync replaces", _openrlhf),
+    "skyrl": Framework("SkyRL", "0.4", "trainer", "enable() takes its name in vLLM's factory of trainer engines", _skyrl),
+    "trl": Framework("TRL", TRIED, "server mode", "enable() finds what it substitutes", _trl),
+}
+"""By the name of the package."""
+
+
+def findings(name: str) -> Iterator[Finding]:
+    """Yield one finding after the other; that of the interface only where the framework is installed."""
+    framework = FRAMEWORKS[name]
+    yield Finding("weightsync", "ok", weightsync.__version__)
+    yield ask_coordinator("coordinator", ClientSettings.load())
+    try:
+        release = version(name)
+    except PackageNotFoundError:
+        yield Finding(
+            name,
+            "missing",
+            "not installed in this environment",
+            f"install weightsync in {framework.title}'s environment; run this there",
+        )
+        return
+    if release.startswith(f"{framework.tried}."):
+        yield Finding(name, "ok", release)
+    else:
+        yield Finding(name, "limited", release, f"tried with {framework.tried}; used if the interface fits")
+    try:
+        framework.look()
+    except (ImportError, WeightSyncError) as error:
+        yield Finding(framework.looked_at, "missing", f"{type(error).__name__}: {error}", "enable() raises this too")
+    else:
+        yield Finding(framework.looked_at, "ok", framework.fits)

@@ -1,0 +1,37 @@
+"""OpenRLHF: its policy actors publish through weightsync instead of broadcasting one parameter after the other.
+
+``python -m weightsync.integrations.openrlhf`` takes the arguments of ``python -m openrlhf.cli.train_ppo_ray``; or call
+:func:`enable` before that module is imported. See ``docs/integrations/openrlhf.md``.
+"""
+
+import sys
+
+from weightsync.errors import ConfigurationError
+
+__all__ = ["PROGRAM", "enable"]
+
+PROGRAM = "openrlhf.cli.train_ppo_ray"
+
+
+def enable() -> None:
+    """Make OpenRLHF's Ray actors those of weightsync, in the program that starts them. Idempotent.
+
+    Raises:
+        ImportError: OpenRLHF is not installed.
+        ConfigurationError: It lacks what is replaced, or its program has been imported, so that it is too late.
+    """
+    import ray
+    from openrlhf.trainer.ray import ppo_actor, vllm_engine
+
+    from weightsync.integrations.openrlhf.policy import PublishingPolicyActor, check_trainer
+    from weightsync.integrations.openrlhf.rollout import JoiningRolloutActor
+
+    check_trainer()
+    ours = ray.remote(num_gpus=1)(PublishingPolicyActor)
+    held = getattr(ppo_actor, "PolicyModelActor", None)
+    if getattr(held, "__name__", "") == getattr(ours, "__name__", ""):
+        return
+    if PROGRAM in sys.modules:
+        raise ConfigurationError(f"{PROGRAM} is imported already: call weightsync.integrations.openrlhf.enable() before that")
+    ppo_actor.PolicyModelActor = ours
+    vllm_engine.RolloutRayActor = ray.remote(JoiningRolloutActor)

@@ -1,0 +1,120 @@
+"""OpenRLHF's policy actors with weightsync's weight transfer.
+
+OpenRLHF decides when an update comes, and brackets it with pauses of its own where training and generation overlap. A round of
+weightsync pauses each vLLM for as short as it can, drops its prefix cache and resumes it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+from openrlhf.trainer.ray import ppo_actor
+
+from weightsync.config import ClientSettings
+from weightsync.errors import ConfigurationError, RoundFailed
+from weightsync.protocol.messages import RoundResult
+from weightsync.trainer.agent import Trainer
+from weightsync.trainer.stream import Stream
+
+__all__ = ["PublishesWeights", "PublishingActorTrainer", "PublishingPolicyActor", "check_trainer"]
+
+_log = logging.getLogger(__name__)
+_PolicyActor: Any = ppo_actor.PolicyModelActor.__ray_metadata__.modified_class
+
+
+class PublishesWeights:
+    """Replaces the weight transfer of OpenRLHF's ``ActorPPOTrainer``, before which it stands among the bases.
+
+    Coordinator, token and timeouts come from the environment of the training ranks: ``WEIGHTSYNC_COORDINATOR``,
+    ``WEIGHTSYNC_TOKEN_FILE`` and the others of :class:`weightsync.config.ClientSettings`.
+    """
+
+    transports: Sequence[str] | None = ("shared_memory", "tcp")
+    """Transports allowed: those of a copy in host memory, which reach engines of all hosts. With ``None``, engines on GPUs of this
+    host read the policy's GPU memory where it holds the whole model, and no others can."""
+    strategy: Any
+    actor: Any
+    result: RoundResult | None = None
+    """Result of the last update."""
+    _publisher: Trainer | None = None
+
+    def _init_vllm_sync_group(self, backend: str) -> None:
+        """Make no process group: vLLM's workers have joined the coordinator."""
+
+    def broadcast_to_vllm(self) -> None:
+        """Bring the model as it is now to all engines. OpenRLHF calls it on every rank.
+
+        Raises:
+            ConfigurationError: The update is not one of a whole model between GPUs of their own.
+            RoundFailed: An engine did not take it. Raised on every rank.
+            WeightSyncError: What :class:`weightsync.Trainer`, its wait for replicas and its publications raise.
+        """
+        trainer = self._publisher or self._join()
+        result = trainer.publish_stream(self._whole()) if self._gathers else trainer.publish()
+        self.result = result
+        engines = self.strategy.args.vllm.num_engines
+        if len(result.updated) < engines:
+            failures = "; ".join(f"{replica.name}: {replica.error}" for replica in result.missed)
+            reached = f"{len(result.updated)} of {engines} engines"
+            raise RoundFailed(f"version {result.version} reached {reached} ({failures or 'the others have left'})")
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether a rank holds parts of parameters in DeepSpeed's own form: then whole ones are gathered and streamed."""
+        ds = self.strategy.args.ds
+        return bool(ds.zero_stage == 3 or ds.tensor_parallel_size > 1)
+
+    def _join(self) -> Trainer:
+        args = self.strategy.args
+        if args.ds.lora.rank > 0 or args.ds.load_in_4bit:
+            raise ConfigurationError("weightsync publishes whole models: set no LoRA rank, and no load_in_4bit")
+        if args.train.colocate_all and not args.train.async_enable:
+            raise ConfigurationError("weightsync needs GPUs of their own for vLLM: leave out --train.colocate_all")
+        url = ClientSettings.load().coordinator.url  # without one, Trainer would start a coordinator that no engine knows
+        self._publisher = trainer = Trainer(Stream() if self._gathers else self.actor.model.module, url, transports=self.transports)
+        names = trainer.wait_for_replicas(args.vllm.num_engines)
+        _log.info("OpenRLHF's policy rank %d publishes to %s", trainer.rank, ", ".join(names))
+        return trainer
+
+    def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Gather one parameter after the other, on every rank, as OpenRLHF does."""
+        model, ds = self.actor.model.module, self.strategy.args.ds
+        for name, parameter in model.named_parameters():
+            if ds.tensor_parallel_size > 1:
+                gathered = deepspeed.module_inject.layers.GatherReplacedLayerParams([parameter], model, enabled=True)
+            else:
+                gathered = deepspeed.zero.GatheredParameters([parameter], enabled=ds.zero_stage == 3)
+            with gathered:
+                yield name, parameter.data
+
+
+class PublishingActorTrainer(PublishesWeights, ppo_actor.ActorPPOTrainer):  # type: ignore[misc]
+    """OpenRLHF's trainer of the policy with :class:`PublishesWeights`."""
+
+
+class PublishingPolicyActor(_PolicyActor):  # type: ignore[misc]
+    """OpenRLHF's policy actor, which makes a :class:`PublishingActorTrainer`."""
+
+    def init_model_from_pretrained(self, *args: object, **kwargs: object) -> None:
+        """Replace the trainer's class in this process, and go on as OpenRLHF does."""
+        ppo_actor.ActorPPOTrainer = PublishingActorTrainer
+        super().init_model_from_pretrained(*args, **kwargs)
+
+
+def check_trainer() -> None:
+    """Check that this OpenRLHF has what :class:`PublishesWeights` replaces.
+
+    Raises:
+        ConfigurationError: It lacks something. The message names it.
+    """
+    needed = {
+        PublishingActorTrainer.__mro__[2]: ("_init_vllm_sync_group", "broadcast_to_vllm"),
+        _PolicyActor: ("init_model_from_pretrained",),
+    }
+    missing = [f"{kind.__name__}.{name}" for kind, names in needed.items() for name in names if not hasattr(kind, name)]
+    if missing:
+        raise ConfigurationError(f"this OpenRLHF has no {', '.join(missing)}")

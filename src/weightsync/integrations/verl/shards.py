@@ -1,0 +1,139 @@
+"""Shard to shard: actor ranks publish their own FSDP2 shards instead of gathering whole tensors. Behind the option ``shards``.
+
+verl gives a checkpoint engine a generator of whole tensors. The training engine behind it goes to one backend of verl's own.
+:func:`show_engine` wraps one method of verl's FSDP engine, so that the generator names its engine as well. A verl that passes the
+engine itself to ``send_weights`` (``docs/integrations/verl.md`` proposes that) needs no wrapper.
+
+The first update streams, and :class:`Walk` notes what verl sends. Shards are published only if the engine's parameters are exactly
+these tensors: verl's generator may also merge adapters, quantize, or split fused experts.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import ItemsView, Iterable, Iterator, Mapping
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from weightsync.errors import ConfigurationError, WeightSyncError
+from weightsync.integrations.stream_options import Options
+from weightsync.model import Manifest
+from weightsync.tensors.shards import shards_of
+
+__all__ = ["EngineState", "ShardSource", "Walk", "show_engine"]
+
+_log = logging.getLogger(__name__)
+_FSDP = "verl.workers.engine.fsdp.transformer_impl"
+_METHOD = "get_per_tensor_param"
+_SHOWN = 3
+
+
+class EngineWeights:
+    """What verl's engine yields, with the engine."""
+
+    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]], engine: object) -> None:
+        self._weights, self.engine = weights, engine
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._weights)
+
+
+def show_engine() -> None:
+    """Make verl's FSDP engine in this process yield :class:`EngineWeights`. Idempotent. Does nothing where it is not imported.
+
+    Raises:
+        ConfigurationError: This verl's FSDP engine has no such method.
+    """
+    module = sys.modules.get(_FSDP)
+    if module is None:
+        return
+    kind = getattr(module, "FSDPEngine", None)
+    method = getattr(kind, _METHOD, None)
+    if not callable(method):
+        raise ConfigurationError(f"this verl has no FSDPEngine.{_METHOD}: leave out the option shards")
+    if hasattr(method, "__wrapped__"):
+        return
+
+    @wraps(method)
+    def get_per_tensor_param(engine: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ANN401 - verl's
+        weights, adapter = method(engine, *args, **kwargs)
+        return EngineWeights(weights, engine), adapter
+
+    setattr(kind, _METHOD, get_per_tensor_param)
+
+
+class EngineState(Mapping[str, torch.Tensor]):
+    """The parameters of a training engine under the names of their checkpoint, looked up at every use: they move when offloaded."""
+
+    def __init__(self, engine: Any) -> None:  # noqa: ANN401 - verl's
+        self._module = engine.module
+
+    def _now(self) -> dict[str, torch.Tensor]:
+        from verl.utils.model import convert_weight_keys  # what it imports takes seconds, and every process of verl imports this
+
+        now: dict[str, torch.Tensor] = convert_weight_keys(self._module.state_dict(), self._module)
+        return now
+
+    def items(self) -> ItemsView[str, torch.Tensor]:
+        """Names and tensors of one look at the module."""
+        return self._now().items()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._now()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
+
+
+class ShardSource(NamedTuple):
+    """What an actor rank publishes its shards of."""
+
+    state: EngineState
+    manifest: Manifest
+    """In the dtypes in which they travel."""
+
+
+class Walk:
+    """A walk of verl's generator, which notes what it yields, and afterwards whether shards can take its place."""
+
+    def __init__(self, weights: Any) -> None:  # noqa: ANN401 - verl's generator, with or without its engine, or the engine
+        self._engine = getattr(weights, "engine", None)
+        if hasattr(weights, _METHOD):
+            self._engine, (weights, _) = weights, weights.get_per_tensor_param()
+        self._weights = weights
+        self._seen: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._weights:
+            self._seen[name] = tuple(tensor.shape), tensor.dtype
+            yield name, tensor
+
+    def source(self, options: Options) -> ShardSource | None:
+        """The engine's parameters, if they are what was sent and this rank can publish them; else log why not."""
+        try:
+            self._check_engine()
+            state = EngineState(self._engine)
+            self._check_same(state)
+            return ShardSource(state, shards_of(state, dtype=options.dtypes(state))[0])
+        except WeightSyncError as error:
+            _log.warning("weightsync streams whole tensors, although the option shards is set: %s", error)
+            return None
+
+    def _check_engine(self) -> None:
+        if self._engine is None:
+            raise ConfigurationError(f"verl does not show its training engine; only that of {_FSDP} is known")
+        if not isinstance(getattr(self._engine, "module", None), FSDPModule):
+            raise ConfigurationError("the model is not sharded by FSDP2 (actor.strategy=fsdp2)")
+
+    def _check_same(self, state: EngineState) -> None:
+        held = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
+        if held != self._seen:
+            other = sorted(name for name in held.keys() | self._seen.keys() if held.get(name) != self._seen.get(name))
+            raise ConfigurationError(f"verl converts parameters before it sends them ({', '.join(other[:_SHOWN])})")

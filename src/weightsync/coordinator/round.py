@@ -136,6 +136,7 @@ async def run_round(context: RoundContext) -> RoundResult:
 async def _update_replica(context: RoundContext, report: Report, placing: _Placing) -> ReplicaResult:
     """Take one replica through the whole round. Never raises except for cancellation: errors become the replica's result."""
     replica, sources = report.replica, context.sources
+    refuted: Replica | None = None
     try:
         failed, updated = None, False
         while not updated:
@@ -148,6 +149,8 @@ async def _update_replica(context: RoundContext, report: Report, placing: _Placi
                     await _update_from(context, report, placing, source, final)
                     updated = True
                 except WeightSyncError as error:
+                    if isinstance(error, VerificationError):
+                        refuted = _blame(replica, source.replica, refuted)
                     if final:
                         raise
                     failed = source
@@ -159,6 +162,23 @@ async def _update_replica(context: RoundContext, report: Report, placing: _Placi
         _log.exception("round %d failed in replica %s: unexpected error", context.round, replica.name)
         report.failed(error)
     return report.result(context.publications)
+
+
+def _blame(reader: Replica, source: Replica | None, earlier: Replica | None) -> Replica | None:
+    """Record that ``reader`` held other bytes than the version's after it read them from ``source``; ``None`` is the trainer.
+
+    Nobody reads from such a replica until it has verified a version again. But if the reader has failed in the same way after it
+    read from an ``earlier`` source of this round, the fault is the reader's, and neither source is blamed.
+
+    Returns:
+        The replica that is blamed.
+    """
+    if earlier is not None:
+        earlier.refuted_by.discard(reader.name)
+    elif source is not None:
+        source.refuted_by.add(reader.name)
+        return source
+    return None
 
 
 def _half(deadline: RoundDeadline) -> RoundDeadline:
@@ -205,6 +225,8 @@ async def _placed_at(context: RoundContext, source: Source) -> npt.NDArray[np.ui
                 raise VerificationError(f"it does not hold the bytes of {version}")
             source.digests = digests
     except WeightSyncError as error:
+        if isinstance(error, VerificationError) and source.replica is not None:
+            source.replica.refuted_by.add(source.name)
         _log.warning("other replicas cannot read from replica %s: %s", source.name, error)
     finally:
         source.placing.release()

@@ -80,7 +80,8 @@ class Coordinator:
         self._seeder: asyncio.Task[None] | None = None
         self._wanted: set[str] = set()  # replicas to seed in the background
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._rounds = 0
+        self.rounds = 0
+        """Number of the run's last round, which may have been an earlier coordinator's."""
         self._without: dict[str, str] = {}  # states of the replicas that the last publication did not update
         self._history: deque[RoundResult] = deque(maxlen=settings.history)
         self.traces: deque[RoundTracer] = deque(maxlen=settings.traces)
@@ -335,9 +336,9 @@ class Coordinator:
         others: Sequence[ReplicaResult] = (),
         step: int | None = None,
     ) -> RoundResult:
-        self._rounds += 1
+        self.rounds += 1
         started = asyncio.get_running_loop().time()
-        this = self._rounds
+        this = self.rounds
         order = RoundContext(
             round=this,
             number=number,

@@ -29,6 +29,7 @@ from tests.faults.leaks import machine
 from tests.faults.network import Network, obstacle
 from tests.faults.relay import Relay
 from tests.faults.soak import soak
+from tests.faults.sources import MUTANT_ACTS, SOURCE_TRANSPORTS, run_sources, source_cases, source_mutant_is_caught
 from tests.faults.stage import Stage, Tally
 
 from weightsync.errors import WeightSyncError
@@ -58,15 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return not given.only or any(text in name for text in given.only)
 
     chosen = [case for case in cases(transports) if wanted(case.name)]
+    fed = [case for case in source_cases(tuple(one for one in transports if one in SOURCE_TRANSPORTS)) if wanted(case.name)]
     pushed = [case for case in disaggregated_cases() if DISAGGREGATED in asked and wanted(case.name)]
     mutants: dict[str, Callable[[str, Callable[[str], None]], bool]] = {}
     if DISAGGREGATED in asked:
         mutants |= dict.fromkeys(MUTANT_CASES, caught)
     if "shared_memory" in asked:
-        mutants |= dict.fromkeys(FORK_MUTANT_ACTS, fork_mutant_is_caught)
+        mutants |= dict.fromkeys(FORK_MUTANT_ACTS, fork_mutant_is_caught) | dict.fromkeys(MUTANT_ACTS, source_mutant_is_caught)
     mutants = {name: check for name, check in mutants.items() if wanted(f"mutant/{name}")}
     if given.list:
-        print("\n".join([*(case.name for case in (*chosen, *pushed)), *(f"mutant/{name}" for name in mutants)]))
+        print("\n".join([*(case.name for case in (*chosen, *fed, *pushed)), *(f"mutant/{name}" for name in mutants)]))
         return 0
     os.environ.setdefault("RES_OPTIONS", "attempts:0")  # as in tests/conftest.py
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # in the parties, whose lost connections are what this is about
@@ -90,6 +92,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         injected += stage.injected
         found.run += len(mine)
         found.leaks += [f"{transport}: {name} did not end when asked to" for name in stage.unclean]
+    for transport in transports:
+        mine = [case for case in fed if case.transport == transport]
+        if mine:
+            with Stage(transport, tally, sources=True) as stage:
+                try:
+                    run_sources(stage, mine, found, _say)
+                except WeightSyncError as error:
+                    found.failed.append(f"{transport}, sources: {type(error).__name__}: {error}")
+            injected += stage.injected
+            found.run += len(mine)
+            found.leaks += [f"{transport}, sources: {name} did not end when asked to" for name in stage.unclean]
     if pushed:
         injected += run_disaggregated(pushed, tally, found, _say)
         found.run += len(pushed)
@@ -97,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if noticed < len(mutants):
         found.failed.append(f"{len(mutants) - noticed} of {len(mutants)} mutants were not noticed")
     found.leaks += [f"left behind: {what}" for what in sorted(machine() - before)]
-    return _report(found, tally, injected, (len(mutants), noticed), time.monotonic() - started)
+    return _report(found, tally, injected, len(fed), (len(mutants), noticed), time.monotonic() - started)
 
 
 @functools.cache
@@ -112,7 +125,7 @@ def _possible(case: Case) -> bool:
     return case.transport != "network" or _obstacle(case.act) is None
 
 
-def _report(found: Findings, tally: Tally, injected: Counter[str], mutants: tuple[int, int], seconds: float) -> int:
+def _report(found: Findings, tally: Tally, injected: Counter[str], sources: int, mutants: tuple[int, int], seconds: float) -> int:
     if found.run and not tally.served:
         found.failed.append("no request was answered")
     if injected.total() < found.run:
@@ -134,6 +147,7 @@ def _report(found: Findings, tally: Tally, injected: Counter[str], mutants: tupl
         "faults_injected": injected.total(),
         "kills": injected["kill"],
         "corruptions": injected["corruption"],
+        "sources": sources,
         "torn_responses": tally.torn,
         "mislabelled_responses": tally.mislabelled,
         "hangs": len(found.hangs),

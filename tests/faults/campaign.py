@@ -33,6 +33,7 @@ __all__ = [
     "Findings",
     "cases",
     "fork_mutant_is_caught",
+    "look_for_leaks",
     "run_cases",
     "spare_threads",
     "warm_up",
@@ -124,7 +125,7 @@ def run_cases(stage: Stage, chosen: list[Case], found: Findings, say: Callable[[
             return
         finally:
             stage.set()
-    _look_for_leaks(stage, before, found)
+    look_for_leaks(stage, before, found)
 
 
 def fork_mutant_is_caught(mutant: str, say: Callable[[str], None]) -> bool:
@@ -158,7 +159,8 @@ def spare_threads(party: str) -> int:
     return 0 if party.startswith("trainer") else 1
 
 
-def _look_for_leaks(stage: Stage, before: dict[str, Held], found: Findings) -> None:
+def look_for_leaks(stage: Stage, before: dict[str, Held], found: Findings) -> None:
+    """Note what the parties hold more than ``before``."""
     for name, party in stage.parties.items():
         # The end of a connection can be lost with the cable: then the other side notices by its keep-alive, within a minute.
         settle = 5.0 if stage.network is None else 90.0

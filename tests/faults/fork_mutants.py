@@ -11,11 +11,12 @@ from typing import Any
 
 from weightsync import forks
 
-__all__ = ["MUTANTS"]
+__all__ = ["MUTANTS", "replaced"]
 
 
 @contextmanager
-def _replaced(*replacements: tuple[Any, str, object]) -> Iterator[None]:
+def replaced(*replacements: tuple[Any, str, object]) -> Iterator[None]:
+    """Set attributes (object, name, value) in the block."""
     before = [(where, name, where.__dict__[name]) for where, name, _ in replacements]
     for where, name, value in replacements:
         setattr(where, name, value)
@@ -31,15 +32,15 @@ def _nothing(*_: object) -> None:
 
 
 def _closed_by_a_child() -> AbstractContextManager[None]:
-    return _replaced((forks.Origin, "elsewhere", False), (forks, "give_up_memory", _nothing))
+    return replaced((forks.Origin, "elsewhere", False), (forks, "give_up_memory", _nothing))
 
 
 def _connection_kept() -> AbstractContextManager[None]:
-    return _replaced((forks._Selector, "_forget", _nothing))
+    return replaced((forks._Selector, "_forget", _nothing))
 
 
 def _memory_kept() -> AbstractContextManager[None]:
-    return _replaced((forks, "give_up_memory", _nothing), (forks, "silence_file", _nothing))
+    return replaced((forks, "give_up_memory", _nothing), (forks, "silence_file", _nothing))
 
 
 MUTANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {

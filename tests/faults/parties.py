@@ -18,6 +18,7 @@ import torch.distributed as dist
 from tests.faults.fork_mutants import MUTANTS
 from tests.faults.forked import Closable, fork
 from tests.faults.network import enter
+from tests.faults.source_mutants import SOURCE_MUTANTS
 from tests.faults.weights import NAMES, SHAPE, Weights, fill
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -25,8 +26,11 @@ from torch.distributed.tensor import Shard as ShardPlacement
 
 from weightsync import failpoints
 from weightsync.config import Secret, ServerSettings
+from weightsync.deadline import Deadline
 from weightsync.engine.agent import Engine
+from weightsync.engine.session import EngineSession
 from weightsync.errors import WeightSyncError
+from weightsync.protocol.messages import Quarantine
 from weightsync.server.server import serve
 from weightsync.trainer.agent import Trainer
 from weightsync.transports.base import Transport
@@ -45,7 +49,7 @@ _ROW = 4 * SHAPE[1]
 def run(target: Callable[[Sockets, dict[str, Any]], None], sockets: Sockets, config: dict[str, Any]) -> None:
     """Be the party ``target``, with the bug that ``config`` names, if it names one."""
     mutant = config.get("mutant")
-    with MUTANTS[mutant]() if mutant else nullcontext():
+    with (MUTANTS | SOURCE_MUTANTS)[mutant]() if mutant else nullcontext():
         target(sockets, config)
 
 
@@ -114,6 +118,7 @@ def coordinator(sockets: Sockets, config: dict[str, Any]) -> None:
         run="faults",
         require="all",
         shutdown_seconds=1.0,
+        **config["settings"],
     )
     serve(settings, lambda address, token, control: say(commands, {"ready": True}))
 
@@ -154,36 +159,64 @@ def trainer(sockets: Sockets, config: dict[str, Any]) -> None:
         transport = Tcp(**config["tcp"], encrypt=True)
     placements = [ShardPlacement(0)]
     state = {name: DTensor.from_local(part, mesh, placements, run_check=False) for name, part in zip(NAMES, local, strict=True)}
-    with Trainer(state, config["coordinator"], token=config["token"], rank=rank, world_size=world, transports=[transport]) as made:
 
-        def obey(order: dict[str, Any]) -> None:
-            shelf = made._role.region
-            if isinstance(shelf, PublishedRegion):
-                _corrupt(shelf, order["corrupt"], order["seed"])
+    def join() -> Trainer:
+        url, token = config["coordinator"], config["token"]
+        return Trainer(state, url, token=token, rank=rank, world_size=world, transports=[transport])
 
-        gated = Gate(gate, obey)
-        gated.made, gated.sockets = made, tuple(sock.fileno() for sock in sockets)
-        failpoints.install(gated)
-        say(commands, {"ready": True})
-        for command in lines(commands):
-            fill(local, rank * rows, command["number"])
-            started = time.monotonic()
-            answer: dict[str, Any] = {"error": None, "digest": None}
-            try:
-                answer["digest"] = made.publish(command["number"], timeout=command["timeout"]).version.digest
-            except WeightSyncError as error:
-                answer["error"] = f"{type(error).__name__}: {error}"
-            say(commands, {**answer, "seconds": time.monotonic() - started})
+    def obey(order: dict[str, Any]) -> None:
+        shelf = made._role.region
+        if isinstance(shelf, PublishedRegion):
+            _corrupt(shelf, order["corrupt"], order["seed"])
+
+    made = join()
+    gated = Gate(gate, obey)
+    gated.made, gated.sockets = made, tuple(sock.fileno() for sock in sockets)
+    failpoints.install(gated)
+    say(commands, {"ready": True})
+    for command in lines(commands):
+        match command.get("do"):
+            case "leave":
+                made.close()
+            case "join":
+                gated.made = made = join()
+            case _:
+                say(commands, _published(made, local, rank * rows, command))
+                continue
+        say(commands, {"done": True})
+    made.close()
+
+
+def _published(made: Trainer, local: list[torch.Tensor], first: int, command: dict[str, Any]) -> dict[str, Any]:
+    """Publish what ``command`` says; how it went."""
+    fill(local, first, command["number"])
+    started = time.monotonic()
+    answer: dict[str, Any] = {"error": None, "digest": None}
+    try:
+        answer["digest"] = made.publish(command["number"], timeout=command["timeout"]).version.digest
+    except WeightSyncError as error:
+        answer["error"] = f"{type(error).__name__}: {error}"
+    return {**answer, "seconds": time.monotonic() - started}
 
 
 def engine(sockets: Sockets, config: dict[str, Any]) -> None:
-    """One rank of a replica, which answers requests throughout; ``leave`` and ``join`` on command."""
+    """One rank of a replica, which answers requests throughout.
+
+    On command it ``leave``s, forgetting its weights, and ``join``s; is ``taken`` and changed by another front; or ``quarantined``.
+    """
     torch.set_num_threads(1)
     if config["namespace"] is not None:
         enter(config["namespace"])
     commands, gate, requests = sockets
     weights = Weights(config["rank"], config["world"])
-    gated = Gate(gate)
+
+    def obey(order: dict[str, Any]) -> None:
+        served = None if joined is None else joined._served
+        if served is not None and isinstance(served._shards.region, PublishedRegion):
+            _corrupt(served._shards.region, order["corrupt"], order["seed"])
+
+    joined: Engine | None = None
+    gated = Gate(gate, obey)
     gated.sockets = tuple(sock.fileno() for sock in sockets)
     failpoints.install(gated)
 
@@ -207,18 +240,32 @@ def engine(sockets: Sockets, config: dict[str, Any]) -> None:
             transports=[config["transport"]],
             delivery=config["delivery"],
             bucket_bytes=1 << 18,
+            serve_weights=config["serve"],
         )
 
-    joined: Engine | None = join()
-    gated.made = joined
+    gated.made = joined = join()
     say(commands, {"ready": True})
     for command in lines(commands):
         if joined is not None and command["do"] == "leave":
             weights.pause("abort", 10.0)
             joined.close()
             joined = None
+            weights.forget()
+        elif joined is not None and command["do"] == "taken":
+            _take(weights)
+        elif joined is not None and command["do"] == "quarantined":
+            joined._role.handle(Quarantine("a test says so"), 10.0)
         elif joined is None and command["do"] == "join":
             gated.made = joined = join()
         say(commands, {"done": True})
     if joined is not None:
         joined.close()
+
+
+def _take(weights: Weights) -> None:
+    """Another front of the same engine changes half of what it holds, and leaves it paused."""
+    front = EngineSession(weights, "another front")
+    with front.turn(front.receive("an update from outside"), Deadline(10.0)):
+        front.pause("abort", 10.0)
+        with front.writing():
+            weights.forget(len(NAMES) // 2)

@@ -56,7 +56,7 @@ STREAM_POINTS = (
 """Further points of a round whose source is a stream. The campaign publishes no stream; the simulation does."""
 
 SOURCE_POINTS = ("engine.received.place", "engine.place", "engine.placing", "engine.placed")
-"""Further points of an engine rank that serves its weights to other replicas. The campaign's engines do not."""
+"""Further points of an engine rank that serves its weights to other replicas: see :mod:`tests.faults.sources`."""
 
 UPDATE_POINTS = (
     "rank.join",

@@ -29,10 +29,12 @@ from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, PeerLost, WeightSyncError
 from weightsync.server.client import Client
 
-__all__ = ["Party", "Stage", "Tally", "Trap", "Watching"]
+__all__ = ["ROUND_SECONDS", "Party", "Stage", "Tally", "Trap", "Watching"]
 
 _START_SECONDS = 60.0
 _END_SECONDS = 10.0
+ROUND_SECONDS = 6.0
+"""Most that a round takes where replicas feed replicas: a reader gives a source that hangs half of it."""
 _PACE = 0.004  # seconds between two requests to one engine rank
 
 _context = multiprocessing.get_context("forkserver")
@@ -70,6 +72,12 @@ class Trap:
     point: str
     act: str
     order: dict[str, Any] = field(default_factory=dict)
+    victim: str = ""
+    """Whom it happens to, if not to ``party`` (``*``: whoever comes there first)."""
+    strike: Callable[[], None] | None = None
+    """What is to happen instead, before the party goes on."""
+    struck: str = ""
+    """Whom it has happened to."""
     sprung: threading.Event = field(default_factory=threading.Event)
 
 
@@ -190,13 +198,19 @@ class Party:
 class Stage:
     """A coordinator, two trainer ranks, a replica of two ranks written directly, and one of one rank that is streamed to.
 
-    With a ``network``, the last one is at its other end; with a relay, all engine ranks are.
+    With a ``network``, the last one is at its other end; with a relay, all engine ranks are. With ``sources`` all replicas serve
+    their weights to others, one at a time, and there is a third one, of one rank, that is written directly.
     """
 
-    def __init__(self, transport: str, tally: Tally, network: Network | Relay | None = None, mutant: str = "") -> None:
-        self.transport, self.network, self._mutant = transport, network, mutant
+    def __init__(
+        self, transport: str, tally: Tally, network: Network | Relay | None = None, mutant: str = "", *, sources: bool = False
+    ) -> None:
+        self.transport, self.network, self._mutant, self._sources = transport, network, mutant, sources
         self.tally = tally
         self.version = 0
+        self.digest = ""
+        """Of the last version that was published well."""
+        self._replicas = 3 if sources else 2
         self.injected: Counter[str] = Counter()
         """Faults by kind: ``kill``, ``stop``, ``corruption``, ``network``, ``fork``."""
         self.unclean: list[str] = []
@@ -204,6 +218,7 @@ class Stage:
         self.orphans: list[int] = []
         """Processes that outlive a killed party."""
         self._traps: tuple[Trap, ...] = ()
+        self._springing = threading.Lock()
         self._token = secrets.token_urlsafe(24)
         host = "127.0.0.1" if network is None else network.host
         self._port = self._free_port(host)
@@ -212,7 +227,8 @@ class Stage:
         self.parties: dict[str, Party] = {}
         with ExitStack() as owned:
             owned.callback(self._end_all)
-            for name in ("coordinator", "trainer-0", "trainer-1", "duo-0", "duo-1", "solo-0"):
+            more = ("spare-0",) if sources else ()
+            for name in ("coordinator", "trainer-0", "trainer-1", "duo-0", "duo-1", "solo-0", *more):
                 self.start(name)
             owned.pop_all()
 
@@ -231,7 +247,9 @@ class Stage:
         common = {"coordinator": self._address.url, "token": self._token, "transport": self.transport, "mutant": self._mutant}
         kind, _, rank = name.partition("-")
         if name == "coordinator":
-            party = Party(name, parties.coordinator, {"host": self._address.host, "port": self._port, "token": self._token}, self)
+            settings = {"fan_out": 1, "round_deadline": ROUND_SECONDS} if self._sources else {}
+            config = {**common, "host": self._address.host, "port": self._port, "settings": settings}
+            party = Party(name, parties.coordinator, config, self)
         elif kind == "trainer":
             config = {**common, "rank": int(rank), "world": 2}
             if isinstance(self.network, Relay):
@@ -240,9 +258,10 @@ class Stage:
         else:
             if isinstance(self.network, Relay):
                 common["coordinator"] = Address("http", self.network.known_as, self._port).url
-            world, delivery = (2, "direct") if kind == "duo" else (1, "streamed")
+            world, delivery = {"duo": (2, "direct"), "solo": (1, "streamed"), "spare": (1, "direct")}[kind]
             namespace = self.network.namespace if self.network is not None and kind == "solo" else None
             config = {**common, "replica": kind, "rank": int(rank), "world": world, "delivery": delivery, "namespace": namespace}
+            config["serve"] = self._sources
             party = Party(name, parties.engine, config, self)
         self.parties[name] = party
         party.hear(_START_SECONDS)
@@ -253,18 +272,23 @@ class Stage:
 
     def at(self, party: Party, point: str) -> dict[str, Any]:
         """A process reached a point: what it is to do before it goes on."""
-        waiting = (one for one in self._traps if (one.party, one.point) == (party.name, point) and not one.sprung.is_set())
-        trap = next(waiting, None)
-        if trap is None:
-            return {}
-        if trap.act == "kill":
-            party.signal(signal.SIGKILL)
+        with self._springing:
+            waiting = (one for one in self._traps if one.point == point and one.party in (party.name, "*") and not one.struck)
+            trap = next(waiting, None)
+            if trap is None:
+                return {}
+            trap.struck = trap.victim or party.name
+        victim = self.parties[trap.struck]
+        if trap.strike is not None:
+            trap.strike()
+        elif trap.act == "kill":
+            victim.signal(signal.SIGKILL)
             self.injected["kill"] += 1
         elif trap.act == "stop":
-            party.signal(signal.SIGSTOP)
+            victim.signal(signal.SIGSTOP)
             self.injected["stop"] += 1
         elif trap.act in (ORPHAN, UNWIND):
-            return {"fork": trap.act}  # it tells of the child: see forked()
+            return {"fork": trap.act}  # it tells of the child: see forked(), which springs it
         elif trap.act == "cut" and self.network is not None:
             self.network.cut()
             self.injected["network"] += 1
@@ -323,6 +347,7 @@ class Stage:
         wrong = self.not_at(number, digest)
         if wrong:
             raise WeightSyncError(f"after version {number}: {wrong}; {self.describe()}")
+        self.digest = digest
         return digest
 
     def all_here(self, timeout: float) -> None:
@@ -330,7 +355,8 @@ class Stage:
 
         def here() -> bool:
             now = client.status()
-            return len(now.trainer) == 2 and len(now.replicas) == 2 and not any(replica.missing for replica in now.replicas)
+            whole = len(now.replicas) == self._replicas and not any(replica.missing for replica in now.replicas)
+            return len(now.trainer) == 2 and whole
 
         deadline = Deadline(timeout)
         with self.client() as client, client.events() as events:
@@ -341,12 +367,24 @@ class Stage:
                 if isinstance(event, Joined) and here():
                     return
 
-    def not_at(self, number: int, digest: str) -> list[str]:
-        """Replicas that the coordinator does not hold for loaded with that version and digest."""
+    def wait_until(self, what: str, holds: Callable[[], bool], timeout: float) -> None:
+        """Wait until ``holds()``, which is looked at after every event. Raises :class:`~weightsync.errors.DeadlineExceeded`."""
+        deadline = Deadline(timeout)
+        with self.client() as client, client.events() as events:
+            if holds():
+                return
+            for _ in events:
+                if holds():
+                    return
+                deadline.remaining(f"waiting until {what}: {self.describe()}")
+
+    def not_at(self, number: int, digest: str | None, name: str = "") -> list[str]:
+        """Replicas (or that of ``name``) that the coordinator does not hold for loaded with that version and digest."""
         return [
             f"{replica.name} is {replica.state} at {replica.version} ({replica.digest}), not at {number} ({digest})"
             for replica in self.status().replicas
-            if (replica.state, replica.version, replica.digest) != ("loaded", number, digest)
+            if name in ("", replica.name)
+            and (replica.state, replica.version, replica.digest) != ("loaded", number, digest or replica.digest)
         ]
 
     def describe(self) -> str:

@@ -46,7 +46,7 @@ from weightsync.protocol.messages import (
     Update,
 )
 
-COUNTED = ["schedules", "faults_injected", "kills", "corruptions"]
+COUNTED = ["schedules", "faults_injected", "kills", "corruptions", "sources"]
 ZEROS = ["torn_responses", "mislabelled_responses", "hangs", "leaks", "uncaught_corruptions"]
 PLANTED = ["mutants", "mutants_caught"]
 

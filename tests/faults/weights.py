@@ -82,6 +82,11 @@ class Weights(EngineAdapter):
         with self._changed:
             self._open = True
 
+    def forget(self, count: int = len(NAMES)) -> None:
+        """Lose the first ``count`` tensors, while paused."""
+        for tensor in self._tensors[:count]:
+            tensor.zero_()
+
     def answer(self) -> Answer:
         """Look at every element, as a forward pass would; one request at a time."""
         with self._changed:

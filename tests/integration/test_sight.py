@@ -148,6 +148,7 @@ def test_the_history_outlives_a_coordinator_and_traces_can_be_turned_off(tmp_pat
             publish(server, {"a": [SlowAdapter()]}, rounds=2)
             records = json.loads(run(server, "rounds", "--json"))
             assert [record["number"] for record in records] == [0, 1] * started
+            assert [record["round"] for record in records] == list(range(1, 2 * started + 1))
             assert {json.dumps(record["slowest"]) for record in records} == {"null"}
             assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
             done = CliRunner(env={"WEIGHTSYNC_TOKEN": server.token}).invoke(cli, ["trace", "-c", server.url])

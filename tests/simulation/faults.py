@@ -9,8 +9,8 @@ from tests.faults.points import ENGINE_ALONE_POINTS, ENGINE_REPAIR_POINTS, ENGIN
 from tests.simulation.transfer import CORRUPTIONS
 
 __all__ = [
-    "ALL_FAULTS", "ALL_STATES", "CORRUPTING", "KILLS", "SOURCE_CRASH", "SOURCE_POINTS", "STREAM_FAULTS", "Fault", "Pending",
-    "draw_faults", "in_a_stream", "source_fault",
+    "ALL_FAULTS", "ALL_STATES", "CORRUPTING", "KILLS", "SOURCE_CRASH", "SOURCE_LIE", "SOURCE_POINTS", "STREAM_FAULTS", "Fault",
+    "Pending", "draw_faults", "in_a_stream", "source_fault",
 ]  # fmt: skip
 
 LOADER_DROP = "dropped by the loader"
@@ -38,8 +38,9 @@ SOURCE_POINTS = ("place", "engine.received.place")
 """Moments inside an engine rank that serves its weights to others."""
 
 SOURCE_CRASH = "source crash"
-SOURCE_FAULTS = (SOURCE_CRASH, "source driven by another front")
-"""What happens to an engine rank while another reads from it."""
+SOURCE_LIE = "source lies"
+SOURCE_FAULTS = (SOURCE_CRASH, "source driven by another front", SOURCE_LIE)
+"""What happens to an engine rank while another reads from it. One that lies lets others read other bytes until it places anew."""
 
 _KINDS = ("slow", "hang", "fail", "crash", "disconnect", "coordinator crash")
 
@@ -122,6 +123,7 @@ ALL_STATES = (
     "agent refused",
     "fed by a replica",
     "fed by a replica while seeding",
+    "a source was refuted",
     "delivery direct",
     "delivery streamed",
     "verified installed",

@@ -11,10 +11,12 @@ from typing import Any
 
 from tests.simulation import threads as simulated
 from tests.simulation.network import connector
+from tests.simulation.refuted import SourceJudge
 from tests.simulation.remembered import REMEMBERED
 from tests.simulation.world import World
 
 import weightsync.coordinator.replicas
+import weightsync.coordinator.round
 import weightsync.deadline
 import weightsync.engine.adapter_calls
 import weightsync.engine.fill.host_direct
@@ -71,11 +73,13 @@ def installed(world: World) -> Iterator[None]:
         known = state.declare() if isinstance(state, ShardedState) else state
         return SimpleNamespace(now=lambda: known)
 
-    become, make = Replica.become, Replica.__init__
+    become, make, sources = Replica.become, Replica.__init__, SourceJudge(world)
 
     def becoming(replica: Replica, state: State, *rest: Any, **named: Any) -> None:
         become(replica, state, *rest, **named)
         world.seen[f"replica {state}"] += 1
+        if state == "loaded":
+            sources.loaded(replica)
 
     def making(replica: Replica, *rest: Any, **named: Any) -> None:
         make(replica, *rest, **named)
@@ -84,6 +88,7 @@ def installed(world: World) -> Iterator[None]:
     with replaced(
         (Replica, "become", becoming),
         (Replica, "__init__", making),
+        (weightsync.coordinator.round, "_update_from", sources.update),
         *REMEMBERED,
         (failpoints, "_gate", world.reached),
         (weightsync.deadline, "time", clock),

@@ -9,6 +9,7 @@ from tests.simulation.installation import replaced
 
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.publish_barrier import PublishBarrier
+from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.sources import Sources
 from weightsync.errors import PeerLost
 
@@ -32,9 +33,15 @@ def _not_fed_again() -> AbstractContextManager[None]:
     return replaced((Sources, "alternative", lambda sources, source, replica: False))
 
 
+def _refuted_offered_again() -> AbstractContextManager[None]:
+    readable = property(lambda replica: replica.routable and all(link.node.rank.source for link in replica.links.values()))
+    return replaced((Replica, "readable", readable))
+
+
 PUBLICATION_MUTANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "a rank that blinks while ranks gather loses its place": _place_not_kept,
     "a replica whose source failed is not fed again": _not_fed_again,
+    "a source whose bytes did not fit is offered again": _refuted_offered_again,
     "replicas that are lost or refused are dropped from results": _left_out_dropped,
 }
 """Name to what plants it for as long as a ``with`` block runs."""

@@ -136,6 +136,8 @@ class Agent(Process, ABC):
         self.host = Host(f"host-{name}-{rank}", f"memory-{name}-{rank}")
         self.stale = np.zeros(1, np.uint8)
         """What the region held before, for pieces that never arrive."""
+        self.lies = False
+        """Readers of the region find other bytes than were digested."""
         world.now_starting = self
 
     def refused(self) -> None:
@@ -340,6 +342,7 @@ class _Placer:
         if kind == "fail":
             raise Aborted("placing was told to fail")
         digests = self._real.place(stop, deadline)
+        self._process.lies = False
         threads().sleep(world.random.uniform(0.0, 0.002))
         return digests
 

@@ -120,6 +120,8 @@ class SimulatedReader(MappedReader):
         """See :meth:`weightsync.transports.base.Reader.read`."""
         deadline = next(value for value in rest if isinstance(value, Deadline))
         kind = self._pass("read", deadline)
+        if self._owner_side.owner.lies and kind not in CORRUPTIONS:
+            kind = CORRUPTIONS[0]
         clean: Any = self._addresses
         if kind in CORRUPTIONS:
             shelf = self._owner_side.region

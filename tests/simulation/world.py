@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from tests.faults.points import STREAM_POINTS
 from tests.simulation.clock import VirtualTimeLoop
 from tests.simulation.coordination import CoordinatorProcess
-from tests.simulation.faults import CORRUPTING, GATES, KILLS, SOURCE_CRASH, Pending
+from tests.simulation.faults import CORRUPTING, GATES, KILLS, SOURCE_CRASH, SOURCE_LIE, Pending
 from tests.simulation.ranks import Agent, EngineProcess, Process, TrainerProcess
 from tests.simulation.threads import Threads, threads
 from tests.simulation.transfer import Simulated
@@ -247,6 +247,8 @@ class World:
         self.hit(pending.kind, source)
         if pending.kind == SOURCE_CRASH:
             self.crash(source)
+        elif pending.kind == SOURCE_LIE:
+            source.lies = True
         else:
             source.role.session._taken()
 

@@ -15,6 +15,7 @@ from weightsync.model import TensorSpec
 __all__ = [
     "CONFIGURATIONS",
     "ModelConfiguration",
+    "check_heads",
     "one_trillion",
     "qwen3_8b",
     "qwen3_30b_a3b",
@@ -127,6 +128,23 @@ def tensor_counts(settings: Mapping[str, Any], dtype: str = "bfloat16") -> list[
     config = _configuration(settings)
     experts = config.num_experts or 1
     return [(TensorSpec(name, shape, dtype), experts if ".experts." in name else 1) for name, shape in _shapes(config, 1).items()]
+
+
+def check_heads(settings: Mapping[str, Any], tp: int) -> None:
+    """Check that engines can cut a model's attention into ``tp`` parts.
+
+    Raises:
+        ConfigurationError: They cannot: a rank would hold a part of a head.
+    """
+    config = _configuration(settings)
+    heads, keys = config.num_attention_heads, config.num_key_value_heads or 1
+    if config.kv_lora_rank is not None:
+        keys = 1  # latent attention has no heads of keys
+    if heads % tp or (keys % tp and tp % keys):
+        raise ConfigurationError(
+            f"engines refuse tp={tp} for {heads} attention heads and {keys} of keys and values: tp must divide the first, and "
+            "divide the others or be a multiple of them"
+        )
 
 
 def _configuration(settings: Mapping[str, Any]) -> ModelConfiguration:

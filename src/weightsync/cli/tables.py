@@ -229,7 +229,8 @@ def _cells(record: RoundRecord, now: float) -> dict[str, Text]:
         "GB/s": _plain_text(f"{record.gigabytes_per_second:.2f}" if record.nbytes else ""),
         "pause": _plain_text(_milliseconds(record.pause_seconds)),
         "replicas": _plain_text(f"{record.updated}/{record.replicas}"),
-        "outcome": _colored("ok" if record.ok else "failed") + _plain_text(" (seed)" if record.kind == "seed" else "", "dim"),
+        "outcome": _colored("ok" if record.ok else "interrupted" if record.interrupted else "failed")
+        + _plain_text(" (seed)" if record.kind == "seed" else "", "dim"),
         "slowest": _plain_text("" if slowest is None else f"{slowest.phase} {_milliseconds(slowest.seconds)}"),
         "at rank": _plain_text("" if slowest is None else slowest.rank),
         "by transport": _plain_text(", ".join(f"{name} {size(nbytes)}" for name, nbytes in sorted(record.transports.items()))),

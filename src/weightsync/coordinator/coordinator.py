@@ -81,7 +81,8 @@ class Coordinator:
         self._seeder: asyncio.Task[None] | None = None
         self._wanted: set[str] = set()  # replicas to seed in the background
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._rounds = 0
+        self.rounds = 0
+        """Number of the run's last round, which may have been an earlier coordinator's."""
         self._missed = MissedReplicas(_log)
         self._history: deque[RoundResult] = deque(maxlen=settings.history)
         self.traces: deque[RoundTracer] = deque(maxlen=settings.traces)
@@ -326,9 +327,9 @@ class Coordinator:
         others: Sequence[ReplicaResult] = (),
         step: int | None = None,
     ) -> RoundResult:
-        self._rounds += 1
+        self.rounds += 1
         started = asyncio.get_running_loop().time()
-        this = self._rounds
+        this = self.rounds
         order = RoundContext(
             round=this,
             number=number,

@@ -74,6 +74,8 @@ class Replica:
         """Quarantine outside any round. The next round waits for it."""
         self.fed_by = ""
         """Name of the source of its last update, for which its ranks are prepared."""
+        self.refuted_by: set[str] = set()
+        """Replicas that read its version from it and then held other bytes. Emptied when it has verified a version again."""
 
     def __repr__(self) -> str:
         return f"<Replica {self.name} {self.state} {self.version or 'without version'} {len(self.links)}/{self.world_size} ranks>"
@@ -90,8 +92,9 @@ class Replica:
 
     @property
     def readable(self) -> bool:
-        """Whether other replicas may read its version from it: every rank serves it, to routers and to other replicas."""
-        return self.routable and self.refusal is None and all(link.node.rank.source is not None for link in self.links.values())
+        """Whether others may read its version from it: every rank serves it, to routers and to replicas; no reader refuted it."""
+        serving = self.routable and self.refusal is None and not self.refuted_by
+        return serving and all(link.node.rank.source is not None for link in self.links.values())
 
     @property
     def shown_state(self) -> str:
@@ -202,6 +205,7 @@ class Replica:
         """
         self._check_links(links)
         self.become("loaded", version)
+        self.refuted_by.clear()
         for link in links.values():
             link.serving = version
 

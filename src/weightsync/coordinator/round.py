@@ -173,6 +173,7 @@ async def _update_replica(context: RoundContext, report: Report, placing: Placin
     """Update one replica from the nearest source, and from another one if that fails."""
     replica, sources = report.replica, context.sources
     failed, updated = None, False
+    refuted: Replica | None = None
     while not updated:
         async with sources.lease(report, context.deadline, failed) as source:
             if source.replica is not None and await _placed_at(context, source) is None:
@@ -183,11 +184,30 @@ async def _update_replica(context: RoundContext, report: Report, placing: Placin
                 await _update_from(context, report, placing, source, final)
                 updated = True
             except WeightSyncError as error:
+                if isinstance(error, VerificationError):
+                    refuted = _blame(replica, source.replica, refuted)
                 if final or context.deadline.passed:
                     raise
                 failed = source
                 _log.warning("replica %s could not be updated from replica %s: %s", replica.name, source.name, error)
     sources.add(replica)
+
+
+def _blame(reader: Replica, source: Replica | None, earlier: Replica | None) -> Replica | None:
+    """Record that ``reader`` held other bytes than the version's after it read them from ``source``; ``None`` is the trainer.
+
+    Nobody reads from such a replica until it has verified a version again. But if the reader has failed in the same way after it
+    read from an ``earlier`` source of this round, the fault is the reader's, and neither source is blamed.
+
+    Returns:
+        The replica that is blamed.
+    """
+    if earlier is not None:
+        earlier.refuted_by.discard(reader.name)
+    elif source is not None:
+        source.refuted_by.add(reader.name)
+        return source
+    return None
 
 
 def _half(deadline: RoundDeadline) -> RoundDeadline:
@@ -234,6 +254,8 @@ async def _placed_at(context: RoundContext, source: Source) -> npt.NDArray[np.ui
                 raise VerificationError(f"it does not hold the bytes of {version}")
             source.digests = digests
     except WeightSyncError as error:
+        if isinstance(error, VerificationError) and source.replica is not None:
+            source.replica.refuted_by.add(source.name)
         _log.warning("other replicas cannot read from replica %s: %s", source.name, error)
     finally:
         source.placing.release()

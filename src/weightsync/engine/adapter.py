@@ -29,7 +29,7 @@ class EngineAdapter:
     """Why ``shards`` answers ``None``, where that is worth telling: results say it."""
 
     no_source = ""
-    """Why other replicas must not read the memory of ``shards`` while this engine serves (it may sleep, say); empty: they may."""
+    """Why other replicas must not read the memory of ``shards`` while this engine serves; empty: they may, unless it ``sleeps``."""
 
     loads_late = False
     """Whether ``load`` only keeps tensors, and parameters change in ``finish``: then they are not read back before that."""

@@ -30,6 +30,8 @@ class _Driven:
         self.paused_by = 0
         self.running: tuple[str, float] | None = None
         self.driver: weakref.ref[AdapterCalls] | None = None
+        self.later: list[Callable[[], None]] = []
+        """What is to be done when the turn ends, whoever has it."""
 
 
 class _Turn:
@@ -96,6 +98,31 @@ class AdapterCalls:
                 call, since = running
                 return f"{call} for {time.monotonic() - since:.3g} s"
         return None
+
+    def when_free(self, work: Callable[[], None], timeout: float) -> bool:
+        """Call ``work`` in a turn. Without one within ``timeout`` seconds, the end of whichever turn lasts calls it.
+
+        Returns:
+            Whether a turn came in time.
+        """
+        later = self._driven[0][1].later
+        came = self.turn.acquire(timeout)
+        later.append(work)
+        if came or self.turn.acquire(0.0):  # the turn may have ended just before ``work`` was in the list
+            self.end_turn()
+        return came
+
+    def end_turn(self) -> None:
+        """Do what :meth:`when_free` left to do, and release :attr:`turn`."""
+        later = self._driven[0][1].later
+        while True:
+            try:
+                while later:
+                    later.pop(0)()
+            finally:
+                self.turn.release()
+            if not later or not self.turn.acquire(0.0):
+                return
 
     @contextmanager
     def _call(self, adapter: EngineAdapter, driven: _Driven, method: str) -> Iterator[None]:

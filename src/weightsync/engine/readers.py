@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 
 from weightsync import failpoints
 from weightsync.deadline import Deadline
-from weightsync.errors import AuthenticationError, DeadlineExceeded, TransportError, TransportUnavailable
+from weightsync.errors import AuthenticationError, DeadlineExceeded, TransportError, TransportUnavailable, WeightSyncError
 from weightsync.protocol.messages import Host, Offer, PlanSlice, SourceAddress
 from weightsync.spans import span
 from weightsync.tensors.copy_table import CopyTable
@@ -126,12 +126,14 @@ class Readers:
     def require(self, version: int, deadline: Deadline) -> None:
         """Raise :class:`~weightsync.errors.StaleSource` if a trainer rank is known not to hold ``version``. Begins nothing."""
         for reader in self:
-            reader.require(version, deadline)
+            with self._naming(reader):
+                reader.require(version, deadline)
 
     def begin(self, version: int, deadline: Deadline) -> None:
         """Begin the transfer of ``version`` on every reader."""
         for reader in self:
-            reader.begin(version, deadline)
+            with self._naming(reader):
+                reader.begin(version, deadline)
 
     def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
         """Read one group from every source, as :meth:`Reader.submit` says: all are asked before the first is waited for."""
@@ -140,15 +142,28 @@ class Readers:
                 completion.wait(deadline)
             failpoints.reached("engine.group")
 
-    def reading(self, reader: Reader, group: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def reading(self, reader: Reader, group: int) -> Iterator[None]:
         """Record the block, which waits until a group is in place, as a read from the reader's source."""
         read = self._read[reader]
-        return span("read", read.source, read.transport, read.group_bytes[group])
+        with span("read", read.source, read.transport, read.group_bytes[group]), self._naming(reader):
+            yield
+
+    @contextmanager
+    def _naming(self, reader: Reader) -> Iterator[None]:
+        """Name the reader's source in errors of the block: a transport does not know its name."""
+        source = self._read[reader].source
+        try:
+            yield
+        except WeightSyncError as error:
+            error.args = (f"source {source}: {error}",)
+            raise
 
     def end(self, deadline: Deadline) -> None:
         """End what :meth:`begin` began."""
         for reader in self:
-            reader.end(deadline)
+            with self._naming(reader):
+                reader.end(deadline)
 
     def abort(self) -> None:
         """Make whatever a reader does in another thread raise ``Aborted`` soon. Never blocks."""
@@ -193,10 +208,10 @@ def connect(
         except TransportUnavailable as error:
             failures.append(f"{offer.scheme}: {error}")
         except (TransportError, AuthenticationError, DeadlineExceeded) as error:
-            _log.warning("trainer rank %s cannot be reached by %s: %a", source.member, offer.scheme, str(error))
+            _log.warning("source %s cannot be reached by %s: %a", source.member, offer.scheme, str(error))
             # The reason stays here: offers come from others, who could look around with them in this engine's network.
             failures.append(f"{offer.scheme}: it cannot be reached (this engine rank's own log says why)")
-    raise TransportUnavailable(f"no way to trainer rank {source.member} works: {'; '.join(failures)}")
+    raise TransportUnavailable(f"no way to source {source.member} works: {'; '.join(failures)}")
 
 
 def writing(device: torch.device | None, transports: Sequence[Transport]) -> list[Transport]:

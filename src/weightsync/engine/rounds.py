@@ -161,6 +161,8 @@ class EngineRole:
             TransportUnavailable: No transport can publish the memory.
         """
         name, reason = self.adapter.name, self.adapter.no_source
+        if self.session.sleeps and not reason:
+            reason = "its weights may be asleep while it serves: its class has wake_weights() and does not say sleeps = False"
         if self.layout is None:
             reason = f"it has no shards() that can be written in place{_because(self.adapter.no_shards)}"
         alone = [transport for transport in transports if not transport.traits.shared_fate]
@@ -196,12 +198,8 @@ class EngineRole:
             self.session.quarantine(call.ticket, deadline)
             return Done()
         with self.session.turn(call.ticket, deadline):
-            try:
-                self.session.check_abort()
-                return self._answer(call.body, deadline)
-            finally:
-                if self.session.closed:  # meanwhile: close() does not wait for this to end
-                    self._release()
+            self.session.check_abort()
+            return self._answer(call.body, deadline)
 
     def _answer(self, body: Body, deadline: Deadline) -> Body:
         match body:
@@ -432,7 +430,7 @@ class EngineRole:
     def close(self, timeout: float = 5.0) -> None:
         """Abort what runs, close connections, free the staging; wait at most ``timeout`` seconds. The engine stays as it is.
 
-        What runs longer than that (a loader that hangs) frees them itself when it ends.
+        If something runs longer than that (a loader that hangs, an update from outside), they are freed when it ends.
         """
         self.session.close(timeout, self._release)
 

@@ -172,7 +172,7 @@ class EngineSession:
                 if self._due is not None:
                     self._quarantine(self._due, deadline)
             finally:
-                self._calls.turn.release()
+                self._calls.end_turn()
 
     def quarantine(self, call: Ticket, deadline: Deadline) -> None:
         """Pause the engine and forget its version. Takes a turn.
@@ -185,20 +185,15 @@ class EngineSession:
             pass  # its end carries out what is due
 
     def close(self, timeout: float, last: Callable[[], None]) -> None:
-        """Abort what runs, refuse every later call, and call ``last`` in a turn if one comes within ``timeout`` seconds.
+        """Abort what runs, refuse every later call, and call ``last`` in a turn: within ``timeout`` seconds, or at its end.
 
-        If none comes, another front may drive the engine on, so this session leaves service.
+        If none comes in time, another front may drive the engine on, so this session leaves service.
         """
         self.abort()
         with self._changing:
             self.closed = True
             self._changing.notify_all()
-        if self._calls.turn.acquire(timeout):
-            try:
-                last()
-            finally:
-                self._calls.turn.release()
-        else:
+        if not self._calls.when_free(last, timeout):
             self._forget()
 
     def wait_for_version(self, version: int | Version, deadline: Deadline) -> Version:

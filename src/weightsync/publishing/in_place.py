@@ -31,7 +31,7 @@ def obstacle_to_in_place(manifest: Manifest, shards: Sequence[Shard], transports
         return "no transport that reads GPU memory is among this trainer's transports"
     device = device_of(shards)
     if device is None or device.type != "cuda":
-        return "the shards of this trainer rank are not all on one CUDA device"
+        return "the shards of this rank are not all on one CUDA device"
     for shard in shards:
         published = manifest[manifest.index[shard.name]].dtype
         if dtype_name(shard.tensor.dtype) != published:
@@ -71,8 +71,8 @@ class InPlacePublisher:
             (shape, strides, dtype, device), now = self._first[number], forms[number]
             raise LayoutError(
                 f"{self._names[number]} was {dtype} of local shape {list(shape)} and strides {list(strides)} on {device} when this "
-                f"trainer was made, and is now {now[2]} of {list(now[0])} and {list(now[1])} on {now[3]}: make a new "
-                "weightsync.Trainer"
+                f"rank joined, and is now {now[2]} of {list(now[0])} and {list(now[1])} on {now[3]}: make a new "
+                "weightsync.Trainer or weightsync.Engine"
             )
         self._held = held
         self._now = tuple(tensor.data_ptr() for tensor in held)

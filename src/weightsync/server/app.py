@@ -30,7 +30,7 @@ from weightsync.server import page
 from weightsync.server.agents import AgentSockets
 from weightsync.server.connections import Connections
 from weightsync.server.event_streams import EventStreams
-from weightsync.server.history import MOST_ROUNDS, RoundHistory, RoundRecord, record_of
+from weightsync.server.history import MOST_ROUNDS, RoundHistory, RoundRecord, record_of, running_record
 from weightsync.server.http_connection import TRANSPORT
 from weightsync.server.metrics import CONTENT_TYPE, CoordinatorMetrics, release
 from weightsync.server.mounts import Mount
@@ -117,7 +117,7 @@ class Service:
         self._streams = EventStreams(settings.limits.event_streams, settings.heartbeat)
         self._metrics = CoordinatorMetrics()
         self._otel = OtelExport() if settings.otel == "on" else None
-        self._history = RoundHistory(settings.history_directory)
+        self._history = RoundHistory(settings.history_directory, coordinator.settings.run)
         self._followers = [asyncio.ensure_future(self._count()), asyncio.ensure_future(self._remember())]
         self._state = Snapshot(lambda: msgspec.json.encode(coordinator.status()))
         self._exposition = Snapshot(lambda: self._metrics.text(coordinator.gauges()))
@@ -146,6 +146,10 @@ class Service:
             exception_handlers={WeightSyncError: _raised, HTTPException: _http, Exception: _raised},
         )
 
+    async def continue_rounds(self) -> None:
+        """Number rounds from where the history of this run ends."""
+        self._coordinator.rounds = await self._history.last_round()
+
     async def aclose(self, reason: str) -> None:
         """Cancel rounds, end event streams, close every agent's socket with ``reason``. Safe twice."""
         for mount in self._mounts:
@@ -170,12 +174,13 @@ class Service:
                     self._otel.export(traced.trace)
 
     async def _remember(self) -> None:
-        started: RoundStarted | None = None
+        run, started = self._coordinator.settings.run, None
         async for event in self._coordinator.subscribe():
             if isinstance(event, RoundStarted):
                 started = event
+                await self._history.add(running_record(run, started))
             elif isinstance(event, RoundEnded) and started is not None:
-                await self._history.add(record_of(self._coordinator.settings.run, started, event))
+                await self._history.add(record_of(run, started, event))
 
     async def _health(self, request: Request) -> Response:
         return _json({"status": "ok"})

@@ -20,7 +20,7 @@ from weightsync.errors import readable
 from weightsync.model import SlowestSpan
 from weightsync.protocol.messages import UNREADABLE
 
-__all__ = ["MOST_ROUNDS", "RoundHistory", "RoundRecord", "record_of"]
+__all__ = ["MOST_ROUNDS", "RoundHistory", "RoundRecord", "record_of", "running_record"]
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class RoundRecord(msgspec.Struct, frozen=True):
 
     run: str
     round: int
-    """Counts from 1 in each process of the coordinator."""
+    """Counts from 1 in each run, as far as the history goes back."""
     kind: str
     """``publish``, or ``seed`` for the delivery of a version that was published before."""
     number: int
@@ -64,6 +64,15 @@ class RoundRecord(msgspec.Struct, frozen=True):
     """Bytes by transport; empty if the round was not traced."""
     slowest: SlowestSpan | None = None
     """The longest phase and the rank that spent it; ``None`` if the round was not traced."""
+    interrupted: bool = False
+    """Whether the coordinator ended before the round did. Then nothing is known of it but its beginning."""
+
+
+def running_record(run: str, started: RoundStarted) -> RoundRecord:
+    """Return what is left of a round that has begun if the coordinator ends before the round does."""
+    why = "interrupted: the coordinator ended before the round did"
+    record = record_of(run, started, RoundEnded(started.round, None, why, started.seeding, 0.0))
+    return msgspec.structs.replace(record, interrupted=True)
 
 
 def record_of(run: str, started: RoundStarted, event: RoundEnded) -> RoundRecord:
@@ -87,22 +96,30 @@ def record_of(run: str, started: RoundStarted, event: RoundEnded) -> RoundRecord
 class RoundHistory:
     """Records of rounds, in SQLite in the folder ``directory``; without one, or if it cannot be used, in memory.
 
-    The file is used on a thread of its own, because a disk may be slow. Several coordinators may share it.
+    The file is used on a thread of its own, because a disk may be slow. Several coordinators may share it, each of another ``run``.
     """
 
-    def __init__(self, directory: Path | None) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path | None, run: str) -> None:
+        self._directory, self._run_id = directory, run
+        self._running: dict[int, int] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weightsync-history")
         self._connection: sqlite3.Connection | None = None
 
     async def add(self, record: RoundRecord) -> None:
-        """Add a record. A failure is logged: a round must not depend on a disk."""
+        """Add a record; that of a round that has ended takes the place of its :func:`running_record`.
+
+        A failure is logged: a round must not depend on a disk.
+        """
         data = msgspec.json.encode(record)
 
         def insert(connection: sqlite3.Connection) -> None:
+            before = self._running.pop(record.round, None)
             with connection:
-                number = connection.execute("INSERT INTO rounds (record) VALUES (?)", (data,)).lastrowid or 0
+                command = "INSERT OR REPLACE INTO rounds (id, record) VALUES (?, ?)"
+                number = connection.execute(command, (before, data)).lastrowid or 0
                 connection.execute("DELETE FROM rounds WHERE id <= ?", (number - MOST_ROUNDS,))
+            if record.interrupted:
+                self._running[record.round] = number
 
         try:
             await self._run(insert)
@@ -110,14 +127,20 @@ class RoundHistory:
             _log.warning("round %d is missing in the history: %s", record.round, error)
 
     async def last(self, count: int) -> list[RoundRecord]:
-        """Return the last ``count`` records, newest last. Records that cannot be read are left out."""
+        """Return the last ``count`` records, newest last.
+
+        Records that cannot be read are left out, and rounds that run: here, or perhaps in another run's coordinator.
+        """
 
         def select(connection: sqlite3.Connection) -> list[RoundRecord]:
-            rows = connection.execute("SELECT record FROM rounds ORDER BY id DESC LIMIT ?", (count,)).fetchall()
+            rows = connection.execute("SELECT id, record FROM rounds ORDER BY id DESC LIMIT ?", (count,)).fetchall()
+            running = set(self._running.values())
             records = []
-            for (data,) in reversed(rows):
+            for number, data in reversed(rows):
                 with contextlib.suppress(*UNREADABLE, TypeError):
-                    records.append(msgspec.json.decode(data, type=RoundRecord))
+                    record = msgspec.json.decode(data, type=RoundRecord)
+                    if not record.interrupted or (record.run == self._run_id and number not in running):
+                        records.append(record)
             return records
 
         try:
@@ -125,6 +148,10 @@ class RoundHistory:
         except sqlite3.Error as error:
             _log.warning("the history of rounds cannot be read: %s", error)
             return []
+
+    async def last_round(self) -> int:
+        """Return the number of the run's last round; 0 if none is known."""
+        return max((record.round for record in await self.last(MOST_ROUNDS) if record.run == self._run_id), default=0)
 
     async def aclose(self) -> None:
         """Write what was added and close the file. Safe twice."""

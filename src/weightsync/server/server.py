@@ -112,8 +112,9 @@ async def run_server(
         )
         if settings.token is None:
             undo.callback(TokenFile(address.port, token).remove)
-        limiter.open()
         try:
+            await service.continue_rounds()
+            limiter.open()
             if started is not None:
                 started(address, token, coordinator)
             await stop.wait()

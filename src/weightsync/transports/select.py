@@ -62,6 +62,6 @@ def choose(offers: Sequence[Offer], allowed: Sequence[Transport], local_host: Ho
             reason = "does not reach that far"
         reasons.append(f"{offer.scheme} on {offer.host.name}: {reason}")
     if not usable:
-        listed = "\n  ".join(reasons) or "the trainer rank offers none"
-        raise TransportUnavailable(f"no transport reaches the trainer rank from {local_host.name}:\n  {listed}")
+        listed = "\n  ".join(reasons) or "the source offers none"
+        raise TransportUnavailable(f"no transport reaches the source from {local_host.name}:\n  {listed}")
     return sorted(usable, key=lambda pair: order.get(pair[1].scheme, -1))

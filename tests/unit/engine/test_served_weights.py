@@ -18,7 +18,7 @@ from weightsync.deadline import Deadline
 from weightsync.engine.rounds import EngineRole
 from weightsync.engine.served_weights import ServedWeights
 from weightsync.engine.session import EngineSession
-from weightsync.errors import Aborted, PeerLost, PlanMismatch, ProtocolError, StaleSource
+from weightsync.errors import Aborted, ConfigurationError, PeerLost, PlanMismatch, ProtocolError, StaleSource
 from weightsync.model import Version, fold
 from weightsync.protocol.messages import CheckSources, Pause, Place, Placed, Prepare, Quarantine
 from weightsync.transports.base import LOOPBACK, Reader
@@ -121,10 +121,10 @@ def test_an_engine_that_is_closed_while_another_front_drives_it_is_not_read(stag
     other = EngineSession(stage.adapter, "another front")
     with other.turn(other.receive("an update from outside", 1), Deadline(SECONDS)):
         stage.engine.close(0.05)
-    assert stage.engine.attests is None
-    with pytest.raises(StaleSource):
-        reader.begin(1, Deadline(SECONDS))
-        reader.end(Deadline(SECONDS))
+        assert stage.engine.attests is None
+        with pytest.raises(StaleSource):
+            reader.begin(1, Deadline(SECONDS))
+            reader.end(Deadline(SECONDS))
 
 
 def test_a_rank_that_does_not_serve_its_weights_places_nothing() -> None:
@@ -161,7 +161,7 @@ def test_a_second_replica_reads_what_the_first_serves(stage: Serving) -> None:
         assert other.update(stage.version).committed
         assert torch.equal(other.adapter.module.weight, stage.adapter.module.weight)  # type: ignore[arg-type]
         stage.engine.handle(Pause("keep"), SECONDS)
-        with pytest.raises(StaleSource):
+        with pytest.raises(StaleSource, match="source r/0"):
             other.update(Version("run", 1, stage.version.manifest, stage.version.digest))
         assert other.engine.attests is None
 
@@ -174,3 +174,27 @@ def test_a_pause_that_fails_leaves_the_rank_a_source_when_it_is_asked_again(stag
         stage.engine.handle(Pause("keep"), SECONDS)
     assert stage.engine.attests == stage.version
     stage.asked()
+
+
+def test_an_engine_that_was_closed_in_the_turn_of_another_front_frees_its_region_when_that_turn_ends(stage: Serving) -> None:
+    stage.asked()
+    other = EngineSession(stage.adapter, "another front")
+    with other.turn(other.receive("an update from outside", 1), Deadline(SECONDS)):
+        stage.engine.close(0.05)
+        stage.reader().close()
+    with pytest.raises(PeerLost):
+        stage.reader()
+
+
+def test_an_engine_that_may_be_asleep_while_it_serves_is_no_source() -> None:
+    class Sleeping(Watched):
+        def wake_weights(self) -> None:
+            return
+
+    class Awake(Sleeping):
+        sleeps = False
+
+    with ExitStack() as owned:
+        with pytest.raises(ConfigurationError, match=r"may be asleep while it serves.*sleeps = False"):
+            Serving(Sleeping(torch.nn.Linear(6, 4, bias=False)), owned)
+        Serving(Awake(torch.nn.Linear(6, 4, bias=False)), owned)

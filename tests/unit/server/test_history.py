@@ -13,7 +13,7 @@ from weightsync.coordinator.events import RoundEnded, RoundStarted
 from weightsync.model import Version
 from weightsync.protocol.messages import RoundResult
 from weightsync.server import history
-from weightsync.server.history import RoundHistory, RoundRecord, record_of
+from weightsync.server.history import RoundHistory, RoundRecord, record_of, running_record
 
 STARTED = RoundStarted(3, 7, ("a", "b"), False, 2)
 
@@ -23,7 +23,7 @@ def record(number: int, **changes: Any) -> RoundRecord:
 
 
 async def filled(directory: Path | None, *records: RoundRecord) -> list[RoundRecord]:
-    kept = RoundHistory(directory)
+    kept = RoundHistory(directory, "run")
     try:
         for one in records:
             await kept.add(one)
@@ -40,7 +40,7 @@ async def test_the_newest_records_are_kept(tmp_path: Path, monkeypatch: pytest.M
 
 
 async def test_two_coordinators_share_a_file(tmp_path: Path) -> None:
-    both = RoundHistory(tmp_path), RoundHistory(tmp_path)
+    both = RoundHistory(tmp_path, "run"), RoundHistory(tmp_path, "run")
     await asyncio.gather(*(kept.add(record(number)) for number in range(20) for kept in both))
     assert [len(await kept.last(100)) for kept in both] == [40, 40]
     for kept in both:
@@ -85,3 +85,23 @@ def test_a_record_has_what_is_known() -> None:
     result = RoundResult(3, version, True, 500_000_000, 0.25, {"place": 0.1}, (), transports={"tcp": 5})
     good = record_of("run", STARTED, RoundEnded(3, result, None, False, 0.25))
     assert (good.ok, good.gigabytes_per_second, good.place_seconds, good.transports) == (True, 2.0, 0.1, {"tcp": 5})
+
+
+async def test_a_round_in_which_the_coordinator_died_is_listed_after_its_restart(tmp_path: Path) -> None:
+    dying = RoundHistory(tmp_path, "run")
+    for number in (1, 2):
+        await dying.add(running_record("run", RoundStarted(number, 7, ("a",), False, 2)))
+        assert [one.round for one in await dying.last(10)] == [1][: number - 1], "one that runs is not shown"
+        if number == 1:
+            await dying.add(
+                record_of("run", RoundStarted(1, 7, ("a",), False, 2), RoundEnded(1, None, "PeerLost: gone", False, 2.0))
+            )
+    again, other = RoundHistory(tmp_path, "run"), RoundHistory(tmp_path, "another run")
+    first, second = await again.last(10)
+    assert (first.round, first.interrupted, first.error) == (1, False, "PeerLost: gone")
+    assert (second.round, second.interrupted, second.ok, second.number, second.epoch, second.replicas) == (2, True, False, 7, 2, 1)
+    assert (second.error or "").startswith("interrupted")
+    assert [one.round for one in await other.last(10)] == [1], "it may still run"
+    assert (await again.last_round(), await other.last_round()) == (2, 0)
+    for kept in (dying, again, other):
+        await kept.aclose()

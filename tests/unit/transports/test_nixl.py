@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.errors import ConfigurationError, PeerLost, ProtocolError, TransportUnavailable
+from weightsync.errors import Aborted, ConfigurationError, PeerLost, ProtocolError, TransportUnavailable
 from weightsync.tensors.copies import copy_tiles
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.testing.copy_cases import tiles_from
@@ -23,7 +25,7 @@ from weightsync.transports.hostinfo import this_host
 from weightsync.transports.net.requests import Pack, RegisterTiles, Start
 from weightsync.transports.nixl import agent as nixl_agent
 from weightsync.transports.nixl.agent import nixl_problem, rdma_devices
-from weightsync.transports.nixl.frames import BUFFERS, Frames, StagingBuffers, copies, split
+from weightsync.transports.nixl.frames import BUFFERS, MOST_BUFFER_BYTES, Frames, StagingBuffers, copies, split
 from weightsync.transports.nixl.transport import Nixl
 
 needs_nixl = pytest.mark.skipif(nixl_problem() is not None, reason=nixl_problem() or "")
@@ -204,6 +206,55 @@ def test_a_publisher_that_fails_to_describe_its_memory_says_why(monkeypatch: pyt
         with pytest.raises(TransportUnavailable, match="its memory went away"):
             Nixl().open(publisher.offer, KEY, Deadline(10))
         assert agents_here() == before
+    finally:
+        publisher.close()
+        region.close()
+
+
+@needs_nixl
+@pytest.mark.parametrize("nbytes", [1, MOST_BUFFER_BYTES + 1, 1 << 32])
+def test_a_publisher_that_asks_for_other_staging_buffers_is_refused(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    with pytest.raises(ConfigurationError, match="at most"):
+        Nixl(buffer_bytes=MOST_BUFFER_BYTES + 1)
+    region = PublishedRegion(1 << 16, "d" * 32)
+    publisher = Nixl().publish(region, KEY, this_host())
+    publisher._current.buffer_bytes = nbytes
+    before = agents_here()
+    try:
+        with pytest.raises(ProtocolError, match=r"staging buffers of [\d,]+ bytes"):
+            Nixl().open(publisher.offer, KEY, Deadline(10))
+        assert agents_here() == before
+    finally:
+        publisher.close()
+        region.close()
+
+
+@needs_nixl
+def test_an_abort_ends_the_measurement_of_a_slow_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source stops in the middle of it: the engine's rank must not wait for it until the round's deadline."""
+    region = PublishedRegion(8 << 20, "d" * 32)
+    publisher = Nixl().publish(region, KEY, this_host())
+    target = np.zeros(8 << 20, np.uint8)
+    tiles = tiles_from(np.array([[0, 0, 4096, target.ctypes.data, 4096, 1, 4096]], np.int64))
+    step, aborting = nixl_agent.Transfer._step, threading.Event()
+
+    def slow(self: nixl_agent.Transfer, call: str) -> None:
+        step(self, call)
+        if not aborting.is_set():
+            self.running = True
+            if call == "check_xfer_state":
+                aborting.set()
+                reader.abort()
+
+    try:
+        reader = Nixl().open(publisher.offer, KEY, Deadline(10))
+        monkeypatch.setattr(nixl_agent.Transfer, "_step", slow)
+        started = time.monotonic()
+        with pytest.raises(Aborted):
+            reader.prepare([tiles], "d" * 32, Deadline(30))
+        assert time.monotonic() - started < 5
+        monkeypatch.undo()
+        reader.close()
     finally:
         publisher.close()
         region.close()

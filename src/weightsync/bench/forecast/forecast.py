@@ -14,7 +14,7 @@ import msgspec
 
 from weightsync.bench.forecast.figures import GIGABIT, TransportLinks, calibration_of, figures, gathering_rate
 from weightsync.bench.forecast.mesh import Mesh, ShapeTable, Traffic, traffic_between
-from weightsync.bench.shapes import tensor_counts
+from weightsync.bench.shapes import check_heads, tensor_counts
 from weightsync.errors import ConfigurationError
 from weightsync.planning.limits import MOST_PIECES
 
@@ -136,7 +136,12 @@ class RefitForecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def forecast_refit(scenario: Scenario) -> RefitForecast:
-    """Forecast a refit by every transport, and what changes of the scenario would bring."""
+    """Forecast a refit by every transport, and what changes of the scenario would bring.
+
+    Raises:
+        ConfigurationError: Engines refuse the target mesh for this model.
+    """
+    check_heads(scenario.model, scenario.target.tp)
     shapes = ShapeTable(tensor_counts(scenario.model, scenario.dtype))
     traffic = traffic_between(shapes, scenario.source, scenario.target)
     transports, best, refused = _best(scenario, shapes, traffic)

@@ -140,7 +140,8 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
             controls = controls_at(init_info.control) if rank == 0 else None
             adapter = VllmWorkerAdapter(checkpoint, controls, direct, self.device, prefix)
             adapter.no_shards = self._streams_because
-            if self.model_config.enable_sleep_mode:
+            adapter.sleeps = self.model_config.enable_sleep_mode
+            if adapter.sleeps:
                 adapter.no_source = "its weights may be asleep while it serves (--enable-sleep-mode)"
             owned.enter_context(
                 Engine(

@@ -384,7 +384,7 @@ class CudaIpc(Transport):
 
     def open(self, offer: Offer, key: bytes, deadline: Deadline) -> CudaIpcReader:
         """See :class:`weightsync.transports.base.Transport`."""
-        channel = connect_local(_PREFIX, offer.address, key, "the trainer rank on this host", deadline)
+        channel = connect_local(_PREFIX, offer.address, key, "the source on this host", deadline)
         try:
             return CudaIpcReader(channel, torch.cuda.current_device() if self._device is None else self._device, deadline)
         except BaseException:

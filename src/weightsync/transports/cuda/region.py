@@ -127,7 +127,7 @@ class CudaRegion:
     def exported(self) -> Exported:
         """What a reader must know to map the regions. Raises TransportUnavailable where they are not to be mapped."""
         if self._exported is None:
-            raise TransportUnavailable("this trainer rank's device memory is not shared by CUDA IPC")
+            raise TransportUnavailable("this rank's device memory is not shared by CUDA IPC")
         return self._exported
 
     @property

@@ -49,11 +49,11 @@ class InProcessPublisher:
     def admit(self, key: bytes) -> InProcessReader:
         """A source of this owner's region. Raises :class:`~weightsync.errors.AuthenticationError` for another key."""
         if not hmac.compare_digest(hashlib.sha256(key).digest(), self._key):
-            raise AuthenticationError("the trainer rank in this process has another run key")
+            raise AuthenticationError("the source in this process has another run key")
         source = InProcessReader(self)
         with _lock:
             if _owners.get(self._offer.address) is not self:
-                raise PeerLost("the trainer rank in this process stopped serving")
+                raise PeerLost("the source in this process stopped serving")
             self._sources.add(source)
         return source
 
@@ -71,7 +71,7 @@ class InProcessReader(MappedReader):
 
     def __init__(self, owner: InProcessPublisher) -> None:
         region = owner.region
-        super().__init__(region.memory, region.nbytes, region.layout_digest, "the trainer rank in this process")
+        super().__init__(region.memory, region.nbytes, region.layout_digest, "the source in this process")
         self._lives = True
 
     def _release(self) -> None:
@@ -105,5 +105,5 @@ class InProcess(Transport):
         with _lock:
             owner = _owners.get(offer.address)
         if owner is None:
-            raise PeerLost("no trainer rank serves under this name in this process")
+            raise PeerLost("nothing is published under this name in this process")
         return owner.admit(key)

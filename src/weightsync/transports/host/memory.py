@@ -94,9 +94,9 @@ def _too_small(nbytes: int, reason: str) -> SharedMemoryTooSmall:
     free = available_bytes()
     have = f"{free:,} bytes are available" if free is not None else "how much is available is unknown"
     return SharedMemoryTooSmall(
-        f"a region for this trainer rank's shards needs {nbytes:,} bytes of shared memory ({reason}), and {have}; raise the memory "
+        f"a region for this rank's shards needs {nbytes:,} bytes of shared memory ({reason}), and {have}; raise the memory "
         "limit of the container or job (docker --memory, the pod's resources.limits.memory, ulimit -f), free memory on this host, "
-        "or spread the model over more trainer ranks so that each holds fewer bytes"
+        "or spread the model over more ranks so that each holds fewer bytes"
     )
 
 

@@ -65,14 +65,14 @@ class Header:
                 if int(self._words[_SEQUENCE_WORD]) == before:
                     return before, version
             until = until or time.monotonic() + _STAMP_SECONDS
-        raise StaleSource(f"the trainer rank wrote the header of its region all the time for {_STAMP_SECONDS:g} s: it is broken")
+        raise StaleSource(f"the source wrote the header of its region all the time for {_STAMP_SECONDS:g} s: it is broken")
 
     def require(self, version: int) -> tuple[int, int]:
         """The stamp. Raises :class:`~weightsync.errors.StaleSource` unless it says ``version``."""
         stamp = self.stamp()
         if stamp[1] != version:
             holds = "is being written or was never filled" if stamp[1] == EMPTY else f"holds version {stamp[1]}"
-            raise StaleSource(f"version {version} was asked for, but the trainer rank's region {holds}")
+            raise StaleSource(f"version {version} was asked for, but the source's region {holds}")
         return stamp
 
     def require_unchanged(self, stamp: tuple[int, int]) -> None:
@@ -80,7 +80,7 @@ class Header:
         with self._barrier:
             pass
         if self.stamp() != stamp:
-            raise StaleSource(f"the trainer rank's region was overwritten while version {stamp[1]} was being read")
+            raise StaleSource(f"the source's region was overwritten while version {stamp[1]} was being read")
 
     def invalidate(self) -> None:
         """Say that the payload is about to change."""

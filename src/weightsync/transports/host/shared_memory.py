@@ -88,7 +88,7 @@ class SharedMemoryReader(MappedReader):
     @classmethod
     def connect(cls, offer: Offer, key: bytes, deadline: Deadline) -> SharedMemoryReader:
         """Connect to the publisher behind ``offer``. See :meth:`weightsync.transports.base.Transport.open`."""
-        channel = connect_local(_PREFIX, offer.address, key, "the trainer rank on this host", deadline)
+        channel = connect_local(_PREFIX, offer.address, key, "the source on this host", deadline)
         try:
             return cls(channel, deadline)
         except BaseException:

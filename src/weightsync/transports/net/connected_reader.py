@@ -97,8 +97,8 @@ class ConnectedReader(BlockingReader):
             channel = self._connect(deadline)
         except (TransportError, AuthenticationError) as error:
             # Sent to others, the reason would reveal what listens at an address that they gave.
-            _log.warning("a trainer rank cannot be reached any more: %a", str(error))
-            raise PeerLost("the trainer rank went away and cannot be reached any more: this reader's own log says why") from error
+            _log.warning("a source cannot be reached any more: %a", str(error))
+            raise PeerLost("the source went away and cannot be reached any more: this reader's own log says why") from error
         if self._want is not None:
             self._send_request(channel, self._want, deadline)
         return channel

@@ -68,7 +68,7 @@ def greet_owner(channel: Channel, key: bytes, owner_id: bytes, deadline: Deadlin
     their_id, rest = answer[len(_MAGIC) : len(_MAGIC) + ID_BYTES], answer[len(_MAGIC) + ID_BYTES :]
     their_nonce, proof = rest[:_NONCE_BYTES], rest[_NONCE_BYTES:]
     if their_id != owner_id:
-        raise PeerLost(f"another owner answers as {channel.peer} now: the trainer rank was restarted")
+        raise PeerLost(f"another owner answers as {channel.peer} now: the source was restarted")
     if not hmac.compare_digest(proof, _proof(key, b"owner", nonce, their_nonce, owner_id)):
         raise AuthenticationError(f"{channel.peer} does not have this run's key")
     channel.send([_proof(key, b"reader", nonce, their_nonce, owner_id)], deadline)

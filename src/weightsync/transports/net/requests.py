@@ -199,8 +199,8 @@ class TableBudget:
             taken = sum(self._taken.values())
             if taken + nbytes > self.nbytes:
                 raise ProtocolError(
-                    f"a table of tiles of {nbytes:,} bytes does not fit beside the {taken:,} bytes of the trainer rank's other "
-                    f"readers: it takes {self.nbytes:,} in all. Spread the model over more trainer ranks, or let readers of its "
+                    f"a table of tiles of {nbytes:,} bytes does not fit beside the {taken:,} bytes of the source's other "
+                    f"readers: it takes {self.nbytes:,} in all. Spread the model over more ranks, or let readers of its "
                     "own host use shared_memory"
                 )
             self._taken[channel] = nbytes

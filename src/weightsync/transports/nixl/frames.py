@@ -19,13 +19,17 @@ from weightsync.tensors.copies import copy_tiles
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.tcp.sender import frames_of
 
-__all__ = ["BUFFERS", "TILE_BYTES", "Copies", "Frames", "StagingBuffers", "copies", "split"]
+__all__ = ["BUFFERS", "BUFFER_BYTES", "MOST_BUFFER_BYTES", "TILE_BYTES", "Copies", "Frames", "StagingBuffers", "copies", "split"]
 
 Int64 = npt.NDArray[np.int64]
 
 BUFFERS = 2
 TILE_BYTES = 4 << 20
 """Most bytes of a tile in a frame."""
+BUFFER_BYTES: dict[Memory, int] = {"host": 16 << 20, "cuda": 256 << 20}
+"""Bytes of a staging buffer, where nothing else is asked for."""
+MOST_BUFFER_BYTES = 512 << 20
+"""Most bytes of a staging buffer. A reader allocates what its publisher asks for, up to this."""
 _ALIGNMENT = 64
 
 

@@ -30,7 +30,7 @@ from weightsync.transports.net.requests import (
     send_request,
 )
 from weightsync.transports.nixl.agent import Agent, span_of
-from weightsync.transports.nixl.frames import TILE_BYTES, Copies, Frames, StagingBuffers, copies
+from weightsync.transports.nixl.frames import BUFFER_BYTES, TILE_BYTES, Copies, Frames, StagingBuffers, copies
 from weightsync.transports.tcp.sender import wanted_tiles
 from weightsync.transports.tcp.transport import ListeningPublisher, tune
 
@@ -38,7 +38,6 @@ __all__ = ["NixlPublisher"]
 
 Int64 = npt.NDArray[np.int64]
 
-_BUFFER_BYTES: dict[Memory, int] = {"host": 16 << 20, "cuda": 256 << 20}
 _PACK_SECONDS = 60.0
 
 
@@ -156,7 +155,7 @@ class NixlPublisher(ListeningPublisher):
             region.export()
         memory: Memory = "cuda" if isinstance(region, CudaRegion) else "host"
         self._region, self._options = region, options
-        self._buffer_bytes = max(buffer_bytes or _BUFFER_BYTES[memory], 2 * TILE_BYTES)
+        self._buffer_bytes = max(buffer_bytes or BUFFER_BYTES[memory], 2 * TILE_BYTES)
         self._total = sum(region.sizes)
         self._staged: dict[_Server, tuple[object, StagingBuffers]] = {}
         self._lock = threading.Lock()
@@ -188,9 +187,7 @@ class NixlPublisher(ListeningPublisher):
         with self._lock:
             staged = sum(staging.nbytes for _, staging in self._staged.values())
             if staged + nbytes > max(self._total, 1 << 30):
-                raise ProtocolError(
-                    f"the readers of this trainer rank take {staged:,} bytes of staging memory: no room for another"
-                )
+                raise ProtocolError(f"the readers of this source take {staged:,} bytes of staging memory: no room for another")
             current = self._current
             staging = StagingBuffers(nbytes, current.memory, current.device)
             self._staged[server] = current.agent.register(current.memory, staging.span, current.device), staging

@@ -32,7 +32,7 @@ from weightsync.transports.net.requests import (
     send_request,
 )
 from weightsync.transports.nixl.agent import Agent, Transfer, span_of
-from weightsync.transports.nixl.frames import BUFFERS, TILE_BYTES, Copies, Frames, StagingBuffers, copies, split
+from weightsync.transports.nixl.frames import BUFFERS, MOST_BUFFER_BYTES, TILE_BYTES, Copies, Frames, StagingBuffers, copies, split
 
 __all__ = ["POSTING_THREADS", "NixlReader"]
 
@@ -46,7 +46,6 @@ _SETTLE_SECONDS = 10.0
 _STAMP_BYTES = 256  # of a header page: everything that changes
 _PROBES, _PROBE_BYTES, _PROBE_RUN = 32, 4096, 4 << 20
 _LEAST_RUN, _MOST_RUN = 16 << 10, 16 << 20
-_MOST_BUFFER = 1 << 32
 
 
 class _Plan:
@@ -112,7 +111,7 @@ class NixlReader(ConnectedReader):
 
     def __init__(self, dial: Dial, agent: Agent, leave: Callable[[], None], deadline: Deadline) -> None:
         self._agent, self._leave, self._left = agent, leave, False
-        self._peer = "the trainer rank"
+        self._peer = "the source"
         self._described: MemoryDescription | None = None
         self._remote = ""
         self._regions: Int64 = np.empty((0, 2), np.int64)
@@ -138,8 +137,12 @@ class NixlReader(ConnectedReader):
         """Ask where the publisher's memory lies now."""
         self._peer = channel.peer
         answer = self._asked(channel, DescribeMemory(), deadline, _DESCRIPTION_BYTES)
-        if not isinstance(answer, MemoryDescription) or len(answer.regions) % 16 or not 0 < answer.buffer_bytes <= _MOST_BUFFER:
+        if not isinstance(answer, MemoryDescription) or len(answer.regions) % 16:
             raise ProtocolError(f"{channel.peer} described its memory wrongly")
+        if not 2 * TILE_BYTES <= answer.buffer_bytes <= MOST_BUFFER_BYTES:
+            raise ProtocolError(
+                f"{channel.peer} asks for staging buffers of {answer.buffer_bytes:,} bytes: {MOST_BUFFER_BYTES:,} at most"
+            )
         regions = np.frombuffer(answer.regions, "<i8").astype(np.int64).reshape(-1, 2)
         if regions.size and (regions.min() < 0 or regions.max() > np.iinfo(np.int64).max // 2):
             raise ProtocolError(f"{channel.peer} described a region at an impossible address")
@@ -277,12 +280,12 @@ class NixlReader(ConnectedReader):
                 for _ in range(3):
                     started = time.perf_counter()
                     transfer.start()
-                    transfer.wait(deadline)
+                    transfer.wait(deadline, self._stop)
                     took.append(time.perf_counter() - started)
                 seconds.append(min(took))
             least = 1.5 * seconds[0] / _PROBES / POSTING_THREADS * _PROBE_RUN / seconds[1]
         finally:
-            probe.close(deadline)
+            probe.close(Deadline(_SETTLE_SECONDS))
         return int(min(max(least, _LEAST_RUN), _MOST_RUN))
 
     # A transfer.
@@ -302,7 +305,7 @@ class NixlReader(ConnectedReader):
         if self._header_read is None:
             raise PeerLost(f"{self._peer} is not connected")
         if self._header_read.running:
-            self._header_read.wait(deadline)
+            self._header_read.wait(deadline, self._stop)
         self._header_read.start()
         self._header_read.wait(deadline, self._stop)
         return Header(self._page)

@@ -17,11 +17,13 @@ import threading
 from collections.abc import Mapping
 
 from weightsync.deadline import Deadline
+from weightsync.errors import ConfigurationError
 from weightsync.protocol.messages import Host, Offer, Traits
 from weightsync.transports.base import LOOPBACK, Network, Transport
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.nixl.agent import Agent, network_devices, nixl_problem, rdma_devices
+from weightsync.transports.nixl.frames import MOST_BUFFER_BYTES
 from weightsync.transports.nixl.publisher import NixlPublisher
 from weightsync.transports.nixl.reader import POSTING_THREADS, NixlReader
 from weightsync.transports.tcp.transport import dialer, parse_address, reaches
@@ -42,8 +44,11 @@ class Nixl(Transport):
         devices: UCX devices that carry the bytes, such as ``"mlx5_0:1,mlx5_1:1"`` or ``"eth0"``; by default UCX chooses.
         rails: Devices over which one large read is spread (``MAX_RMA_RAILS``); by default NIXL's two.
         buffer_bytes: Size of each of two staging buffers at both ends, for what is packed; by default 16 MiB in host memory and
-            256 MiB in a GPU's. At least 8 MiB.
+            256 MiB in a GPU's. At least 8 MiB, at most 512.
         options: More parameters of NIXL's backend UCX, passed through. UCX also reads its own environment variables.
+
+    Raises:
+        ConfigurationError: ``buffer_bytes`` is too large.
     """
 
     name = "nixl"
@@ -57,6 +62,8 @@ class Nixl(Transport):
         buffer_bytes: int | None = None,
         options: Mapping[str, str] | None = None,
     ) -> None:
+        if buffer_bytes is not None and buffer_bytes > MOST_BUFFER_BYTES:
+            raise ConfigurationError(f"buffer_bytes is {MOST_BUFFER_BYTES:,} at most, not {buffer_bytes:,}")
         self._bind, self._buffer_bytes = bind, buffer_bytes
         self.options = dict(options or {})
         self._devices = tuple(name.partition(":")[0] for name in devices.split(",")) if devices is not None else ()

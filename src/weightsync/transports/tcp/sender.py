@@ -103,7 +103,7 @@ def wanted_tiles(
     leave their region or have more than ``largest`` bytes.
     """
     if want.layout_digest != layout_digest:
-        raise StaleSource(f"this trainer rank has layout {layout_digest}, but the plan was made for {want.layout_digest}")
+        raise StaleSource(f"this source has layout {layout_digest}, but the plan was made for {want.layout_digest}")
     if len(want.counts) % 8 or len(want.tiles) % 40 or len(want.tiles) // 40 > MAX_TILES or len(want.counts) // 8 > MAX_GROUPS:
         raise ProtocolError("the table of wanted tiles is too long or cut off")
     counts = np.frombuffer(want.counts, "<i8").astype(np.int64)

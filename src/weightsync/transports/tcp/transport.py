@@ -223,7 +223,7 @@ def _look_up(host: str, port: int, deadline: Deadline) -> list[_Address]:
         except (OSError, UnicodeError) as error:
             addresses.set_exception(error)
 
-    what = f"looking up the trainer rank's host {host}"
+    what = f"looking up the source's host {host}"
     thread = threading.Thread(target=look, name="weightsync-tcp-look-up", daemon=True)
     thread.start()
     thread.join(deadline.remaining(what))
@@ -233,7 +233,7 @@ def _look_up(host: str, port: int, deadline: Deadline) -> list[_Address]:
     try:
         return addresses.result(0)
     except (OSError, UnicodeError) as error:
-        raise PeerLost(f"the trainer rank's host {host} cannot be found: {error}") from error
+        raise PeerLost(f"the source's host {host} cannot be found: {error}") from error
 
 
 def dialer(host: str, port: int, owner_id: bytes, key: bytes, make: Callable[[socket.socket, str], Channel] = Channel) -> Dial:
@@ -258,7 +258,7 @@ def _open_channel(
     """Return a connection to an owner, given to ``adopt`` before it is made."""
     reasons = []
     for family, where in _look_up(host, port, deadline):
-        channel = make(socket.socket(family, socket.SOCK_STREAM), f"the trainer rank at {host} port {port}")
+        channel = make(socket.socket(family, socket.SOCK_STREAM), f"the source at {host} port {port}")
         try:
             adopt(channel)
             tune(channel.socket)

@@ -13,6 +13,7 @@ VLLM_VENV ?= .venv-vllm
 VERL_VENV ?= .venv-verl
 AREAL_VENV ?= .venv-areal
 NEMO_RL_VENV ?= .venv-nemo-rl
+SGLANG_VENV ?= .venv-sglang
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
 BIN := $(VENV)/bin
@@ -122,7 +123,7 @@ vllm-env: $(VLLM_VENV)/.installed ## an environment with vLLM's CPU build, for i
 vllm-test: $(VLLM_VENV)/.installed ## every test against a real vLLM, with those that `make test` leaves out
 	@$(VLLM_VENV)/bin/python -m pytest -m vllm $(ARGS)
 
-# AReaL, verl and NeMo-RL need other releases of a few packages than ours. These lie in an environment on top of .venv, whose torch and Ray
+# AReaL, verl, NeMo-RL and SGLang need other releases of a few packages than ours. These lie in an environment on top of .venv, whose torch and Ray
 # they use. verl installs its own tests as the package `tests`, which would hide ours.
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 ON_TOP = echo "installing into $(1) (once; takes about a minute)" >&2; \
@@ -148,6 +149,15 @@ $(AREAL_VENV)/.installed: $(VENV)/.installed locks/areal.txt
 .PHONY: areal-test
 areal-test: $(AREAL_VENV)/.installed ## every test against AReaL's own engine
 	@$(AREAL_VENV)/bin/python -m pytest -m areal tests/integration/test_areal.py $(ARGS)
+
+# SGLang without its CUDA packages, which its tests stub.
+$(SGLANG_VENV)/.installed: $(VENV)/.installed locks/sglang.txt
+	@$(call ON_TOP,$(SGLANG_VENV),locks/sglang.txt)
+	@touch $@
+
+.PHONY: sglang-test
+sglang-test: $(SGLANG_VENV)/.installed ## every test against SGLang's own scheduler and models, on the CPU
+	@$(SGLANG_VENV)/bin/python -m pytest -m sglang tests/integration/test_sglang.py $(ARGS)
 
 # NeMo-RL is in no package index: a checkout is needed. The environment holds what those of its modules import that the tests use.
 NEMO_RL ?=
@@ -179,7 +189,7 @@ types: $(VENV)/.installed ## mypy --strict over src and tests
 # their number of tests, as pytest-xdist would, those with few long ones come last, and at the end one process has nothing to do.
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-PYTEST_HERE = $(BIN)/python $(PYTEST) -m "not rare and not vllm and not verl and not nemo_rl and not areal" --cov --cov-report=term $(ARGS)
+PYTEST_HERE = $(BIN)/python $(PYTEST) -m "not rare and not vllm and not verl and not nemo_rl and not areal and not sglang" --cov --cov-report=term $(ARGS)
 PYTEST_VLLM = python $(PYTEST) -m "vllm and not rare" $(ARGS)
 
 # vLLM is installed meanwhile, by a process group of its own that ends with this shell, however that ends. If ARGS narrow the tests,
@@ -209,12 +219,13 @@ test: ## every check and every test, with coverage, and vLLM's on its CPU build;
 	fi
 
 .PHONY: test-all
-test-all: ## all that there is: make test, rare tests, every test against a real vLLM, its oldest release, verl and AReaL, make faults, make simulate
+test-all: ## all that there is: make test, rare tests, every test against a real vLLM, its oldest release, verl, AReaL and SGLang, make faults, make simulate
 	@$(MAKE) test ARGS=
-	@$(BIN)/python $(PYTEST) -m "rare and not vllm and not verl and not nemo_rl and not areal"
+	@$(BIN)/python $(PYTEST) -m "rare and not vllm and not verl and not nemo_rl and not areal and not sglang"
 	@$(MAKE) vllm-test ARGS=
 	@$(MAKE) verl-test ARGS=
 	@$(MAKE) areal-test ARGS=
+	@$(MAKE) sglang-test ARGS=
 	@$(MAKE) test-vllm-matrix RELEASES=0.27.1
 	@$(MAKE) faults ARGS=
 	@$(MAKE) simulate SEEDS=10000 ARGS=
@@ -227,4 +238,4 @@ constraints: $(VENV)/.installed ## pin what constraints.txt does not, and list t
 	@$(BIN)/python -m tests.lock
 
 clean: ## remove the environment and every cache
-	@rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) $(AREAL_VENV) $(NEMO_RL_VENV) .venv-vllm-releases .fuzz build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	@rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) $(AREAL_VENV) $(NEMO_RL_VENV) $(SGLANG_VENV) .venv-vllm-releases .fuzz build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

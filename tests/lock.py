@@ -12,6 +12,7 @@ file in ``locks``             what it holds
 ``vllm.txt``                  what ``.venv-vllm`` holds; made if that is there, and for its Python only
 ``verl.txt``                  ``constraints-verl.txt``: what ``.venv-verl`` holds on top of ``.venv``
 ``areal.txt``                 ``constraints-areal.txt``: what ``.venv-areal`` holds on top of ``.venv``
+``sglang.txt``                ``constraints-sglang.txt``: what ``.venv-sglang`` holds on top of ``.venv``
 ``nemo-rl.txt``               ``constraints-nemo-rl.txt``: what ``.venv-nemo-rl`` holds on top of ``.venv``
 ============================  ==============================================================================================
 
@@ -37,7 +38,7 @@ FOLDER = ROOT / "locks"
 _PINS = ROOT / "constraints.txt"
 OPTIONAL = {"atheris": "atheris", "megatron": "megatron-core", "nixl": "nixl-cu13", "playwright": "playwright", "ray": "ray"}
 """Package by file, where a Python or platform may have no build of it."""
-ON_TOP = ("areal", "nemo-rl", "verl")
+ON_TOP = ("areal", "nemo-rl", "sglang", "verl")
 """Frameworks with an environment on top of ``.venv``."""
 _BUILD_TOOLS = ("hatchling", "editables")
 _PYTHON = "3.11"

@@ -77,7 +77,7 @@ PUBLIC = [
 ]
 
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
-OPTIONAL = {"areal", "nemo_rl", "ray", "triton", "verl", "vllm"}  # where a module may need more than weightsync declares
+OPTIONAL = {"areal", "nemo_rl", "ray", "sglang", "triton", "verl", "vllm"}  # where a module may need more than weightsync declares
 FORBIDDEN_CALLS = {
     "eval": "executes what it reads",
     "exec": "executes what it reads",

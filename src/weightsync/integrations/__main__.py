@@ -38,7 +38,13 @@ def _nemo_rl() -> Iterator[Finding]:
     return findings()
 
 
-CHECKS: dict[str, Check] = {"areal": _areal, "nemo_rl": _nemo_rl, "trl": _trl, "verl": _verl}
+def _sglang() -> Iterator[Finding]:
+    from weightsync.engines.sglang.check import findings
+
+    return findings()
+
+
+CHECKS: dict[str, Check] = {"areal": _areal, "nemo_rl": _nemo_rl, "sglang": _sglang, "trl": _trl, "verl": _verl}
 """Checks by the name of the framework, each imported when it is asked for. ``missing`` and ``unknown`` mean that it cannot work."""
 
 

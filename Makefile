@@ -14,6 +14,7 @@ VERL_VENV ?= .venv-verl
 AREAL_VENV ?= .venv-areal
 OPENRLHF_VENV ?= .venv-openrlhf
 NEMO_RL_VENV ?= .venv-nemo-rl
+SGLANG_VENV ?= .venv-sglang
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
 BIN := $(VENV)/bin
@@ -123,7 +124,7 @@ vllm-env: $(VLLM_VENV)/.installed ## an environment with vLLM's CPU build, for i
 vllm-test: $(VLLM_VENV)/.installed ## every test against a real vLLM, with those that `make test` leaves out
 	@$(VLLM_VENV)/bin/python -m pytest -m vllm $(ARGS)
 
-# AReaL, OpenRLHF, verl and NeMo-RL need other releases of a few packages than ours. These lie in an environment on top of .venv, whose torch and Ray
+# AReaL, OpenRLHF, verl, NeMo-RL and SGLang need other releases of a few packages than ours. These lie in an environment on top of .venv, whose torch and Ray
 # they use. verl installs its own tests as the package `tests`, which would hide ours.
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 ON_TOP = echo "installing into $(1) (once; takes about a minute)" >&2; \
@@ -161,6 +162,15 @@ $(OPENRLHF_VENV)/.installed: $(VENV)/.installed $(VLLM_VENV)/.installed locks/op
 openrlhf-test: $(OPENRLHF_VENV)/.installed ## every test against OpenRLHF's own policy trainer
 	@$(OPENRLHF_VENV)/bin/python -m pytest -m openrlhf tests/integration/test_openrlhf.py $(ARGS)
 
+# SGLang without its CUDA packages, which its tests stub.
+$(SGLANG_VENV)/.installed: $(VENV)/.installed locks/sglang.txt
+	@$(call ON_TOP,$(SGLANG_VENV),locks/sglang.txt)
+	@touch $@
+
+.PHONY: sglang-test
+sglang-test: $(SGLANG_VENV)/.installed ## every test against SGLang's own scheduler and models, on the CPU
+	@$(SGLANG_VENV)/bin/python -m pytest -m sglang tests/integration/test_sglang.py $(ARGS)
+
 # NeMo-RL is in no package index: a checkout is needed. The environment holds what those of its modules import that the tests use.
 NEMO_RL ?=
 $(NEMO_RL_VENV)/.installed: $(VENV)/.installed locks/nemo-rl.txt
@@ -191,7 +201,8 @@ types: $(VENV)/.installed ## mypy --strict over src and tests
 # their number of tests, as pytest-xdist would, those with few long ones come last, and at the end one process has nothing to do.
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-PYTEST_HERE = $(BIN)/python $(PYTEST) -m "not rare and not vllm and not verl and not nemo_rl and not areal and not openrlhf" --cov --cov-report=term $(ARGS)
+HERE := not vllm and not verl and not nemo_rl and not areal and not openrlhf and not sglang
+PYTEST_HERE = $(BIN)/python $(PYTEST) -m "not rare and $(HERE)" --cov --cov-report=term $(ARGS)
 PYTEST_VLLM = python $(PYTEST) -m "vllm and not rare" $(ARGS)
 
 # vLLM is installed meanwhile, by a process group of its own that ends with this shell, however that ends. If ARGS narrow the tests,
@@ -222,12 +233,12 @@ test: ## every check and every test, with coverage, and vLLM's on its CPU build;
 
 .PHONY: rare-test
 rare-test: $(VENV)/.installed ## the tests that take minutes and that `make test` leaves out, except those of vLLM and of frameworks
-	@$(BIN)/python $(PYTEST) -m "rare and not vllm and not verl and not nemo_rl and not areal and not openrlhf" $(ARGS)
+	@$(BIN)/python $(PYTEST) -m "rare and $(HERE)" $(ARGS)
 
 # All of them run, whatever fails, and the last lines of the output say what did.
-PARTS ?= test rare-test vllm-test verl-test areal-test openrlhf-test test-vllm-matrix faults simulate
+PARTS ?= test rare-test vllm-test verl-test areal-test openrlhf-test sglang-test test-vllm-matrix faults simulate
 .PHONY: test-all
-test-all: ## every part of PARTS, and a table of them: make test, rare tests, a real vLLM and its oldest release, verl, AReaL, OpenRLHF, faults, simulate
+test-all: ## every part of PARTS, and a table of them: make test, rare tests, a real vLLM and its oldest release, verl, AReaL, OpenRLHF, SGLang, faults, simulate
 	@table=; status=0; \
 	for part in $(PARTS); do \
 		echo "make test-all: $$part" >&2; \
@@ -248,4 +259,4 @@ constraints: $(VENV)/.installed ## pin what constraints.txt does not, and list t
 	@$(BIN)/python -m tests.lock
 
 clean: ## remove the environment and every cache
-	@rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) $(AREAL_VENV) $(OPENRLHF_VENV) $(NEMO_RL_VENV) .venv-vllm-releases .fuzz build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	@rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) $(AREAL_VENV) $(OPENRLHF_VENV) $(NEMO_RL_VENV) $(SGLANG_VENV) .venv-vllm-releases .fuzz build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -13,6 +13,7 @@ file in ``locks``             what it holds
 ``verl.txt``                  ``constraints-verl.txt``: what ``.venv-verl`` holds on top of ``.venv``
 ``areal.txt``                 ``constraints-areal.txt``: what ``.venv-areal`` holds on top of ``.venv``
 ``openrlhf.txt``              ``constraints-openrlhf.txt``: what ``.venv-openrlhf`` holds on top of ``.venv-vllm`` and ``.venv``
+``sglang.txt``                ``constraints-sglang.txt``: what ``.venv-sglang`` holds on top of ``.venv``
 ``nemo-rl.txt``               ``constraints-nemo-rl.txt``: what ``.venv-nemo-rl`` holds on top of ``.venv``
 ============================  ==============================================================================================
 
@@ -39,7 +40,7 @@ FOLDER = ROOT / "locks"
 _PINS = ROOT / "constraints.txt"
 OPTIONAL = {"atheris": "atheris", "megatron": "megatron-core", "nixl": "nixl-cu13", "playwright": "playwright", "ray": "ray"}
 """Package by file, where a Python or platform may have no build of it."""
-ON_TOP = ("areal", "nemo-rl", "openrlhf", "verl")
+ON_TOP = ("areal", "nemo-rl", "openrlhf", "sglang", "verl")
 """Frameworks with an environment on top of ``.venv``."""
 _BUILD_TOOLS = ("hatchling", "editables")
 _PYTHON = "3.11"

@@ -83,6 +83,7 @@ OPTIONAL = {
     "nemo_rl",
     "openrlhf",
     "ray",
+    "sglang",
     "triton",
     "verl",
     "vllm",

@@ -1,1 +1,1 @@
-"""Engine adapters: PyTorch modules and vLLM. The rest of the library does not import them."""
+"""Engine adapters: PyTorch modules, vLLM and SGLang. The rest of the library does not import them."""

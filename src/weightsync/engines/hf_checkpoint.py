@@ -1,4 +1,4 @@
-"""Manifest of a vLLM model's checkpoint, from the headers of its files and its configuration. Reads no weights."""
+"""Manifest of a vLLM or SGLang model's checkpoint, from the headers of its files and its configuration. Reads no weights."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class HfCheckpoint:
 
 
 def checkpoint_of(model: str, revision: str | None, config: object) -> HfCheckpoint:
-    """Return the checkpoint of a vLLM model.
+    """Return the checkpoint of an engine's model.
 
     Names, shapes and dtypes are those of the safetensors files. Ties come from the Transformers class of ``config``, built on the
-    meta device. Without files (vLLM started with dummy weights), everything comes from that class.
+    meta device. Without files (an engine started with dummy weights), everything comes from that class.
 
     Args:
         model: Directory, or name on the hub.

@@ -15,7 +15,7 @@ from weightsync.tensors.shards import Shard
 from weightsync.tracing.tracer import Traced, trace_loader
 from weightsync.tracing.verify import Reload, try_against
 
-__all__ = ["DirectShards", "find_direct"]
+__all__ = ["DirectShards", "find_direct", "parameters_kept"]
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def find_direct(
     if not callable(load):
         return f"{type(model).__name__} has no load_weights"
     try:
-        with _parameters_kept(model):
+        with parameters_kept(model):
             traced = trace_loader(load, model, manifest)
         reason = traced.reason(ranks)
         if reason is not None:
@@ -85,7 +85,7 @@ def find_direct(
         elsewhere = {str(shard.tensor.device) for shard in direct.now()} - {str(device)}
         if elsewhere:
             return f"some parameters are not on {device} but on {', '.join(sorted(elsewhere))}"
-        with _parameters_kept(model):
+        with parameters_kept(model):
             reason = try_against(model, traced, direct.now(), reload, engine=engine, package=package)
     except (LoadError, LayoutError) as error:
         return str(error)
@@ -96,7 +96,7 @@ def find_direct(
 
 
 @contextmanager
-def _parameters_kept(model: nn.Module) -> Iterator[None]:
+def parameters_kept(model: nn.Module) -> Iterator[None]:
     """Restore parameters that the loader replaces: by meta tensors during tracing, or by others during the trial."""
     before = [(layer, name, parameter) for layer in model.modules() for name, parameter in layer._parameters.items()]
     try:

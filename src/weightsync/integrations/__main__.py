@@ -28,7 +28,13 @@ def _nemo_rl() -> Iterator[Finding]:
     return of_nemo_rl()
 
 
-_OWN: dict[str, Check] = {"nemo_rl": _nemo_rl, "verl": _verl}  # they start a coordinator themselves
+def _sglang() -> Iterator[Finding]:
+    from weightsync.engines.sglang.check import findings as of_sglang
+
+    return of_sglang()
+
+
+_OWN: dict[str, Check] = {"nemo_rl": _nemo_rl, "sglang": _sglang, "verl": _verl}  # not trainers that join a coordinator
 _JOINING: dict[str, Check] = {name: partial(findings, name) for name in FRAMEWORKS}
 CHECKS = dict(sorted({**_JOINING, **_OWN}.items()))
 """Checks by the name of the framework. ``missing`` and ``unknown`` mean that it cannot work."""

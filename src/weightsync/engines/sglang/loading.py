@@ -1,0 +1,64 @@
+"""Loading of whole checkpoint tensors into a running SGLang model, through the loader of its class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from weightsync.engines.traced_shards import parameters_kept
+from weightsync.errors import LoadError
+from weightsync.model import Manifest
+from weightsync.tracing.tracer import trace_loader
+
+__all__ = ["gaps_of_loader", "install"]
+
+_SHOWN = 5
+
+
+def install(runner: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:  # noqa: ANN401 - SGLang's ModelRunner
+    """Load tensors of a checkpoint into the model of ``runner`` in place, on the thread that runs it.
+
+    Args:
+        runner: SGLang's runner of the model.
+        tensors: Tensors by their names in the checkpoint's files.
+
+    Raises:
+        LoadError: The loader did not consume all tensors.
+        Exception: The loader raised it.
+    """
+    updater, left = runner.weight_updater, iter(tensors)
+    with torch.no_grad():
+        updater.begin_weight_update()
+        try:
+            runner.model.load_weights(left)
+        finally:
+            updater.end_weight_update(run_post_load=False)
+    untaken = next(left, None)
+    if untaken is not None:
+        raise LoadError(f"SGLang's loader stopped before {untaken[0]} and did not load it and the tensors after it")
+
+
+def gaps_of_loader(model: torch.nn.Module, manifest: Manifest, ranks: int) -> str | None:
+    """Return on one line what the loader of ``model`` drops or does not fill; ``None`` if it takes everything.
+
+    SGLang's loaders skip names that they do not know, and return nothing. So this runs the loader once without bytes. With several
+    ranks a tensor may belong to another rank, so only parameters are checked.
+
+    Raises:
+        LoadError: The loader raised an error.
+    """
+    with parameters_kept(model):
+        traced = trace_loader(model.load_weights, model, manifest)  # type: ignore[arg-type]
+    transformed = set(traced.fallback)
+    if ranks == 1 and (dropped := [name for name in traced.unused if name not in transformed]):
+        return f"it drops {_some(dropped)}"
+    if traced.unwritten:
+        return f"it does not fill {_some(sorted(traced.unwritten))}"
+    return None
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,259 @@
+"""The event loop of one SGLang scheduler: calls on its thread between two passes, and control requests for all ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+from weightsync.closing import Closeable
+from weightsync.deadline import Deadline
+from weightsync.engines.sglang.requests import ControlRequests, WakeUp
+from weightsync.errors import Aborted, DeadlineExceeded, LoadError
+from weightsync.model import PauseMode
+
+__all__ = ["Scheduler", "SchedulerLoop"]
+
+_NAP = 0.005  # seconds for which rank 0's loop yields the interpreter while it is paused; SGLang's would spin
+
+T = TypeVar("T")
+
+
+class Scheduler(Protocol):
+    """The part of ``sglang.srt.managers.scheduler.Scheduler`` that is used here."""
+
+    _engine_paused: bool
+    weight_updater: Any
+    """SGLang's ``SchedulerWeightUpdaterManager``."""
+    tp_worker: Any
+    ipc_channels: Any
+
+    def is_fully_idle(self) -> bool:
+        """Return whether no request is running or queued."""
+        ...
+
+    def flush_cache(self, empty_cache: bool = True) -> bool:
+        """Drop all keys and values, unless requests run. Returns whether that succeeded."""
+        ...
+
+    def record_weight_version_change(self, new_version: str) -> None:
+        """Set the label of the weights."""
+        ...
+
+
+class SchedulerLoop(Closeable):
+    """One scheduler's event loop, seen from weightsync's thread. SGLang's thread calls :meth:`received` and :meth:`pass_through`.
+
+    Rank 0 of SGLang's tensor-parallel group ``leads``: it broadcasts the requests of each pass, so those that it adds reach all
+    ranks in the same pass. Ranks that do not lead only wait.
+    """
+
+    def __init__(self, scheduler: Scheduler, requests: ControlRequests, *, leads: bool) -> None:
+        self._scheduler, self._requests, self._leads = scheduler, requests, leads
+        self._changed = threading.Condition()
+        self._outbox: list[object] = []
+        self._sent: list[Future[None]] = []  # resolved after the pass that carries the outbox
+        self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._drain: Future[None] | None = None
+        self._held: list[object] = []
+        self._paused = False
+        self._asleep: frozenset[str] = frozenset()
+        self._wake_error: Exception | None = None
+        self._closed = False
+
+    # On SGLang's thread.
+
+    def received(self, pulled: list[object] | None) -> None:
+        """Change the requests ``pulled`` from the sockets of this rank, before SGLang broadcasts them. ``None``: it pulls none.
+
+        While requests are drained, new work is held back.
+        """
+        if pulled is None:
+            return
+        with self._changed:
+            if self._drain is not None:
+                self._held += [request for request in pulled if self._requests.is_work(request)]
+                pulled[:] = [request for request in pulled if not self._requests.is_work(request)]
+            pulled += self._outbox
+            self._outbox.clear()
+            if self._drain is None:
+                pulled += self._held
+                self._held.clear()
+
+    def pass_through(self, process: Callable[[list[object]], None], requests: Sequence[object]) -> None:
+        """Let SGLang ``process`` the ``requests`` of one pass, and then run the calls that wait."""
+        with self._changed:
+            sent = [] if self._outbox else self._sent
+            self._sent = self._sent if self._outbox else []
+        ours = [request for request in requests if isinstance(request, WakeUp)]
+        for request in ours:
+            self._wake(request)
+        process([request for request in requests if not isinstance(request, WakeUp)])
+        with self._changed:
+            self._paused = bool(self._scheduler._engine_paused)
+            self._asleep = frozenset(self._scheduler.weight_updater.offload_tags)
+            drain = self._drain
+        if drain is not None and not drain.done() and self._scheduler.is_fully_idle():
+            _resolve(drain)
+        for future in sent:
+            _resolve(future)
+        with self._changed:
+            self._changed.notify_all()
+            if self._leads and self._paused and not self._calls and not self._outbox:
+                self._changed.wait(_NAP)
+            calls = [*self._calls]
+            self._calls.clear()
+        for future, work in calls:
+            self._run(future, work)
+
+    def _wake(self, request: WakeUp) -> None:
+        updater = self._scheduler.weight_updater
+        tags = tuple(tag for tag in request.tags if tag in updater.offload_tags)
+        try:
+            if tags:
+                updater.resume_memory_occupation(self._requests.wake(tags))
+        except Exception as error:  # noqa: BLE001 - raised where the round waits for it; SGLang would end
+            with self._changed:
+                self._wake_error = error
+
+    def _run(self, future: Future[Any], work: Callable[[], Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            if not self._scheduler._engine_paused:
+                raise LoadError("SGLang was continued by another client during the update")
+            future.set_result(work())
+        except Exception as error:  # noqa: BLE001 - raised where the round waits for it
+            future.set_exception(error)
+
+    def close(self) -> None:
+        """End: what waits is refused, and so is every later call. Called when the event loop has ended. Idempotent."""
+        with self._changed:
+            self._closed = True
+            pending = [*self._sent, *(future for future, _ in self._calls)]
+            if self._drain is not None:
+                pending.append(self._drain)
+            self._changed.notify_all()
+        for future in pending:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(Aborted("SGLang's scheduler has ended"))
+
+    # On weightsync's thread.
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """What SGLang has released: ``weights``, ``kv_cache``, ``cuda_graph``."""
+        return self._asleep
+
+    def pause(self, mode: PauseMode, timeout: float) -> None:
+        """Return when no rank computes. None does until :meth:`proceed`.
+
+        With ``abort`` all requests end, with ``keep`` they go back to the queue. With ``wait`` those that this rank has are
+        finished first, while new ones are held back.
+
+        Raises:
+            DeadlineExceeded: ``timeout`` passed.
+            Aborted: The scheduler has ended.
+        """
+        deadline = Deadline(timeout)
+        if self._leads:
+            if mode == "wait":
+                self._finish_requests(deadline)
+            self._send(deadline, "pausing", self._requests.retract(), *([self._requests.abort_all()] if mode == "abort" else []))
+        self._wait(lambda: self._paused, deadline, "SGLang's scheduler did not pause")
+
+    def _finish_requests(self, deadline: Deadline) -> None:
+        drain: Future[None] = Future()
+        with self._changed:
+            self._check_open()
+            if self._paused:
+                return
+            self._drain = drain
+        try:
+            _await(drain, deadline, "SGLang's requests did not end")
+        finally:
+            with self._changed:
+                self._drain = None
+
+    def proceed(self, timeout: float) -> None:
+        """Generate again.
+
+        Raises:
+            DeadlineExceeded: ``timeout`` passed.
+            Aborted: The scheduler has ended.
+        """
+        deadline = Deadline(timeout)
+        if self._leads:
+            self._send(deadline, "continuing", self._requests.proceed())
+        else:  # otherwise the next pause could take this one for its own
+            self._wait(lambda: not self._paused, deadline, "SGLang's scheduler did not continue")
+
+    def wake(self, tags: Sequence[str], timeout: float) -> None:
+        """Take the released memory of ``tags`` again, on all ranks in the same pass.
+
+        Raises:
+            DeadlineExceeded: ``timeout`` passed.
+            LoadError: SGLang failed.
+            Aborted: The scheduler has ended.
+        """
+        if not self._asleep.intersection(tags):
+            return
+        deadline = Deadline(timeout)
+        with self._changed:
+            self._wake_error = None
+        if self._leads:
+            self._send(deadline, "waking up", WakeUp(tuple(tags)))
+        self._wait(
+            lambda: not self._asleep.intersection(tags) or self._wake_error is not None, deadline, "SGLang's memory did not return"
+        )
+        if self._wake_error is not None:
+            raise LoadError(f"SGLang could not take its released memory again: {self._wake_error!r}") from self._wake_error
+
+    def call(self, work: Callable[[], T], timeout: float) -> T:
+        """Run ``work`` on SGLang's thread while it is paused, and return the result or raise its error.
+
+        Raises:
+            DeadlineExceeded: ``timeout`` passed. Work that had not begun does not run.
+            LoadError: SGLang is not paused.
+            Aborted: The scheduler has ended.
+        """
+        future: Future[T] = Future()
+        with self._changed:
+            self._check_open()
+            self._calls.append((future, work))
+            self._changed.notify_all()
+        return _await(future, Deadline(timeout), "SGLang's scheduler did not run a call")
+
+    def _send(self, deadline: Deadline, what: str, *requests: object) -> None:
+        sent: Future[None] = Future()
+        with self._changed:
+            self._check_open()
+            self._outbox += requests
+            self._sent.append(sent)
+            self._changed.notify_all()
+        _await(sent, deadline, f"SGLang's scheduler made no pass ({what})")
+
+    def _wait(self, condition: Callable[[], bool], deadline: Deadline, what: str) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: condition() or self._closed, deadline.remaining(what)):
+                raise DeadlineExceeded(f"{what} in time")
+            self._check_open()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Aborted("SGLang's scheduler has ended")
+
+
+def _await(future: Future[T], deadline: Deadline, what: str) -> T:
+    try:
+        return future.result(deadline.remaining(what))
+    except TimeoutError:
+        future.cancel()
+        raise DeadlineExceeded(f"{what} in time") from None
+
+
+def _resolve(future: Future[None]) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_result(None)

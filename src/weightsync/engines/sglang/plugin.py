@@ -1,0 +1,99 @@
+"""SGLang plugin: the entry point ``weightsync`` in the group ``sglang.srt.plugins``, which SGLang calls in each process."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from weightsync.engines.sglang.interface import RECEIVER, SCHEDULER, TOKENIZER, TRIED, missing_parts
+from weightsync.engines.sglang.loop import SchedulerLoop
+
+__all__ = ["register"]
+
+_log = logging.getLogger(__name__)
+
+_loops: dict[int, SchedulerLoop] = {}
+"""Loops of this process by the id of their scheduler and of its request receiver, while they run."""
+
+
+def register() -> None:
+    """Hook SGLang's event loop, so that every scheduler of this process joins the coordinator.
+
+    Without ``WEIGHTSYNC_COORDINATOR`` this does nothing. Under a release without the required parts it logs an error that names
+    them, and SGLang serves without updates.
+    """
+    if not os.environ.get("WEIGHTSYNC_COORDINATOR"):
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.version import __version__
+
+    missing = missing_parts()
+    if missing:
+        _log.error(
+            "weightsync: SGLang %s gets no weights from %s, because it has no %s; weightsync was tried with SGLang %s",
+            __version__, os.environ["WEIGHTSYNC_COORDINATOR"], ", ".join(missing), TRIED,
+        )  # fmt: skip
+        return
+    HookRegistry.register(f"{SCHEDULER}.run_event_loop", _run_event_loop, HookType.AROUND)
+    HookRegistry.register(f"{SCHEDULER}.process_input_requests", _process_input_requests, HookType.AROUND)
+    HookRegistry.register(f"{RECEIVER}._pull_raw_reqs", _pulled, HookType.AFTER)
+    HookRegistry.register(f"{TOKENIZER}.init_request_dispatcher", _take_labels, HookType.AFTER)
+
+
+def _run_event_loop(original: Callable[[Any], None], scheduler: Any) -> None:  # noqa: ANN401 - SGLang's
+    from weightsync.engines.sglang.joining import JoinedScheduler
+
+    try:
+        joined = JoinedScheduler(scheduler, tells_tokenizer=_tokenizer_takes_labels(scheduler))
+    except Exception:  # noqa: BLE001 - logged; SGLang continues without updates
+        _log.exception(
+            "weightsync: this SGLang could not join the coordinator at %s and gets no weights from it: correct the error, and "
+            "restart SGLang",
+            os.environ.get("WEIGHTSYNC_COORDINATOR"),
+        )
+        original(scheduler)
+        return
+    keys = id(scheduler), id(scheduler.request_receiver)
+    _log.info("weightsync: joined %s as %s", os.environ.get("WEIGHTSYNC_COORDINATOR"), joined.engine.replica)
+    with joined:
+        _loops.update(dict.fromkeys(keys, joined.loop))
+        try:
+            original(scheduler)
+        finally:
+            for key in keys:
+                del _loops[key]
+
+
+def _process_input_requests(original: Callable[..., None], scheduler: Any, recv_reqs: list[object]) -> None:  # noqa: ANN401
+    loop = _loops.get(id(scheduler))
+    if loop is None:
+        original(scheduler, recv_reqs)
+    else:
+        loop.pass_through(lambda requests: original(scheduler, requests), recv_reqs)
+
+
+def _pulled(result: list[object] | None, receiver: Any) -> None:  # noqa: ANN401 - SGLang's
+    loop = _loops.get(id(receiver))
+    if loop is not None:
+        loop.received(result)
+
+
+def _take_labels(result: None, manager: Any) -> None:  # noqa: ANN401 - SGLang's TokenizerManager
+    """Let the tokenizer's process, which answers ``/model_info``, take the labels that rank 0 sends."""
+    from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+    from sglang.utils import TypeBasedDispatcher
+
+    def take(request: Any) -> None:  # noqa: ANN401 - SGLang's
+        manager._update_weight_version_if_provided(request.new_version)
+
+    manager._result_dispatcher += TypeBasedDispatcher([(UpdateWeightVersionReqInput, take)])
+
+
+def _tokenizer_takes_labels(scheduler: Any) -> bool:  # noqa: ANN401 - SGLang's
+    """Return whether the one tokenizer process runs :func:`_take_labels`. Another one would end at an unknown request."""
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    hooked = hasattr(TokenizerManager.init_request_dispatcher, "__wrapped__")
+    return hooked and scheduler.rust_server is None and scheduler.server_args.tokenizer_worker_num == 1

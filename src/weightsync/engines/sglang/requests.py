@@ -1,0 +1,56 @@
+"""Control requests that rank 0 adds to those that SGLang broadcasts to all ranks, and SGLang's own classes for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["ControlRequests", "WakeUp", "requests_of_sglang"]
+
+
+@dataclass(frozen=True)
+class WakeUp:
+    """Request that every rank takes released memory again, in the same pass, because SGLang waits at a barrier meanwhile.
+
+    SGLang's own request of this kind would send a response that no client expects.
+    """
+
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ControlRequests:
+    """Makers of SGLang's requests. None of them has a response."""
+
+    retract: Callable[[], object]
+    """Pause, and return running requests to the queue without their keys and values, which are computed again later."""
+    abort_all: Callable[[], object]
+    """Abort every request."""
+    proceed: Callable[[], object]
+    """Generate again."""
+    wake: Callable[[tuple[str, ...]], object]
+    """The argument of ``resume_memory_occupation`` for these tags."""
+    label: Callable[[str], object]
+    """What the tokenizer's process is told about a new version."""
+    is_work: Callable[[object], bool]
+    """Whether a request asks for tokens or an embedding."""
+
+
+def requests_of_sglang() -> ControlRequests:
+    """Return the makers of the installed SGLang's requests."""
+    from sglang.srt.managers import io_struct as io
+
+    work = (
+        io.TokenizedGenerateReqInput,
+        io.TokenizedEmbeddingReqInput,
+        io.BatchTokenizedGenerateReqInput,
+        io.BatchTokenizedEmbeddingReqInput,
+    )
+    return ControlRequests(
+        retract=lambda: io.PauseGenerationReqInput(mode="retract"),
+        abort_all=lambda: io.AbortReq(abort_all=True),
+        proceed=lambda: io.ContinueGenerationReqInput(torch_empty_cache=False),
+        wake=lambda tags: io.ResumeMemoryOccupationReqInput(tags=list(tags)),
+        label=lambda version: io.UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False),
+        is_work=lambda request: isinstance(request, work),
+    )

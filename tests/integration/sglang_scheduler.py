@@ -1,0 +1,174 @@
+"""SGLang's own scheduler, model runner and Llama on this machine's CPU, in this process, for its tests.
+
+Four modules that need CUDA's libraries, or a build of torch that is not here, are stubs of SGLang's own kind, which it installs on
+macOS: ``sgl_kernel``, ``flashinfer``, ``deep_gemm`` and ``torchvision``. None of them is called: a CPU without AMX runs SGLang's
+native PyTorch code. SGLang itself is not changed but by the hooks of the plugin.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import zmq
+
+from weightsync.closing import Closeable
+
+STUBBED = ("deep_gemm", "flashinfer", "sgl_kernel", "torchvision")
+_SECONDS = 30.0
+
+
+class _StubFinder:
+    def __init__(self, stubs: ModuleType) -> None:
+        self._stubs = stubs
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in STUBBED else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module: ModuleType = self._stubs._MockModule(spec.name)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+def install_stubs() -> None:
+    """Make the modules of :data:`STUBBED` importable. Before the first import of SGLang."""
+    from transformers import AutoConfig, AutoProcessor  # noqa: F401 - they must not find the stub of torchvision
+
+    found = importlib.util.find_spec("sglang")
+    assert found is not None and found.submodule_search_locations is not None
+    path = Path(found.submodule_search_locations[0], "_platform_stubs.py")
+    spec = importlib.util.spec_from_file_location("sglang_platform_stubs", path)
+    assert spec is not None and spec.loader is not None
+    stubs = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = stubs
+    spec.loader.exec_module(stubs)
+    sys.meta_path.append(_StubFinder(stubs))
+
+
+def make_checkpoint(directory: str, seed: int = 0) -> None:
+    """Save a tiny random Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=32, max_position_embeddings=256, tie_word_embeddings=False, dtype="float32",
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(directory)
+
+
+def random_weights(state: dict[str, torch.Tensor], seed: int) -> None:
+    """Fill the state of a Llama so that its greedy tokens differ from seed to seed."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in state.values():
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * (0.2 if tensor.dim() > 1 else 1.0))
+
+
+class RunningScheduler(Closeable):
+    """A real ``Scheduler`` whose event loop runs on a thread, and its clients' ends of SGLang's sockets."""
+
+    def __init__(self, directory: str, *, overlap: bool = False, **arguments: Any) -> None:
+        from sglang.srt.managers.scheduler import Scheduler
+        from sglang.srt.plugins.hook_registry import HookRegistry
+        from sglang.srt.runtime_context import SpawnRanks, publish
+        from sglang.srt.server_args import PortArgs, ServerArgs
+
+        from weightsync.engines.sglang import plugin
+
+        plugin.register()
+        HookRegistry.apply_hooks()
+        settings = {
+            "model_path": directory, "device": "cpu", "skip_tokenizer_init": True, "dtype": "float32", "page_size": 1,
+            "attention_backend": "torch_native", "sampling_backend": "pytorch", "disable_cuda_graph": True,
+            "max_total_tokens": 1024, "context_length": 256,
+            "max_running_requests": 4, "disable_overlap_schedule": not overlap, "log_level": "warning",
+        }  # fmt: skip
+        server_arguments = ServerArgs(**settings | arguments)
+        server_arguments.resolve_once()
+        server_arguments.check_server_args()
+        ports = PortArgs.init_new(server_arguments)
+        publish(server_arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
+        self._context = zmq.Context()
+        self._outputs, self._inputs = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
+        self._outputs.bind(ports.tokenizer_ipc_name)
+        self._inputs.bind(ports.scheduler_input_ipc_name)
+        self.labels: list[str] = []
+        self._made = 0
+        self.scheduler = Scheduler(server_arguments, ports)
+        self._thread = threading.Thread(target=self.scheduler.run_event_loop, name="sglang-scheduler")
+        self._thread.start()
+
+    @property
+    def paused(self) -> bool:
+        return bool(self.scheduler._engine_paused)
+
+    def send(self, request: object) -> None:
+        from sglang.srt.managers.io_struct import sock_send
+
+        sock_send(self._inputs, request)
+
+    def ask(self, tokens: int, prompt: Sequence[int] = (3, 1, 2)) -> str:
+        """Send a request for greedy tokens, and return its name."""
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        self._made += 1
+        sampling = SamplingParams(temperature=0, max_new_tokens=tokens, ignore_eos=True)
+        sampling.normalize(None)
+        name = f"request-{self._made}"
+        self.send(
+            TokenizedGenerateReqInput(
+                rid=name, input_text="", input_ids=array("q", prompt), input_embeds=None, mm_inputs=None, token_type_ids=None,
+                sampling_params=sampling, return_logprob=False, logprob_start_len=-1, top_logprobs_num=0, token_ids_logprob=None,
+                stream=False,
+            )
+        )  # fmt: skip
+        return name
+
+    def output(self, name: str, seconds: float = _SECONDS) -> Any:
+        """Return the last output of a request, or ``None``. Others are dropped, and labels kept."""
+        from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput, UpdateWeightVersionReqInput, sock_recv
+
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0 and self._outputs.poll(max(int(left * 1000), 1)):
+            output = sock_recv(self._outputs)
+            if isinstance(output, UpdateWeightVersionReqInput):
+                self.labels.append(output.new_version)
+            elif isinstance(output, AbortReq) and output.rid == name:
+                return output
+            elif isinstance(output, BatchTokenIDOutput) and name in output.rids:
+                place = output.rids.index(name)
+                if output.finished_reasons[place] is not None:
+                    return list(output.output_ids[place]), output.weight_versions[place]
+        return None
+
+    def wait_until_running(self, count: int = 1) -> None:
+        end = time.monotonic() + _SECONDS
+        while len(self.scheduler.running_batch.reqs) < count:
+            assert time.monotonic() < end
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        from sglang.srt.managers.io_struct import ShutdownReq
+
+        self.send(ShutdownReq())
+        self._thread.join(_SECONDS)
+        self._context.destroy(linger=0)
+
+
+def use_environment(**more: str) -> None:
+    """Set what SGLang reads when it is imported."""
+    os.environ.update({"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "WEIGHTSYNC_REPLICA": "sglang"} | more)

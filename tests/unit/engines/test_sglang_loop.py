@@ -1,0 +1,209 @@
+"""The loop of SGLang's scheduler as weightsync's thread sees it: pauses, requests, sleep, calls, and its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.contract.engines.sglang_stand_in import (
+    REQUESTS,
+    FusedModel,
+    StandInScheduler,
+    WeightUpdater,
+    adapter_of,
+    checkpoint,
+)
+
+from weightsync.engines.sglang.adapter import UNLABELLED
+from weightsync.engines.sglang.loading import gaps_of_loader, install
+from weightsync.engines.sglang.loop import SchedulerLoop
+from weightsync.engines.sglang.refusals import why_refused
+from weightsync.engines.sglang.requests import WakeUp
+from weightsync.errors import Aborted, DeadlineExceeded, LoadError
+from weightsync.model import Manifest, TensorSpec, Version
+
+
+@pytest.fixture
+def scheduler() -> Iterator[StandInScheduler]:
+    with StandInScheduler() as running:
+        yield running
+
+
+def until_running(scheduler: StandInScheduler) -> None:
+    end = time.monotonic() + 5.0
+    while not scheduler.running:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_an_abort_ends_running_requests_and_those_that_come_later_wait(scheduler: StandInScheduler) -> None:
+    scheduler.input.append(100_000)
+    until_running(scheduler)
+    scheduler.loop.pause("abort", 5.0)
+    assert scheduler.ended == ["aborted"]
+    scheduler.input.append(1)
+    time.sleep(0.05)
+    assert scheduler.waiting == [1]
+    scheduler.loop.proceed(5.0)
+
+
+def test_kept_requests_go_back_to_the_queue(scheduler: StandInScheduler) -> None:
+    scheduler.input.append(100_000)
+    until_running(scheduler)
+    scheduler.loop.pause("keep", 5.0)
+    assert len(scheduler.waiting) == 1
+    assert not scheduler.ended
+
+
+def test_requests_end_before_a_pause_that_waits_and_new_ones_are_held_back(scheduler: StandInScheduler) -> None:
+    scheduler.input.append(100)
+    until_running(scheduler)
+    scheduler.loop.pause("wait", 5.0)
+    assert scheduler.ended == ["finished"]
+    scheduler.input.append(1)
+    scheduler.loop.proceed(5.0)
+    end = time.monotonic() + 5.0
+    while len(scheduler.ended) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_a_pause_that_waits_gives_up_in_time_and_lets_new_requests_in(scheduler: StandInScheduler) -> None:
+    scheduler.input.append(100_000)
+    until_running(scheduler)
+    with pytest.raises(DeadlineExceeded, match="requests did not end"):
+        scheduler.loop.pause("wait", 0.1)
+    scheduler.input.append(1)
+    end = time.monotonic() + 5.0
+    while scheduler.ended != ["finished"]:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert not scheduler._engine_paused
+
+
+def test_released_memory_is_taken_again_before_it_is_written_and_before_the_cache_is_dropped(scheduler: StandInScheduler) -> None:
+    adapter = adapter_of(scheduler)
+    scheduler.weight_updater.offload_tags = {"weights", "kv_cache"}
+    adapter.pause("keep", 5.0)
+    adapter.wake_weights()
+    assert scheduler.weight_updater.wakes == [("weights",)]
+    adapter.wake_cache()
+    assert scheduler.weight_updater.wakes == [("weights",), ("kv_cache",)]
+    adapter.wake_weights()
+    assert len(scheduler.weight_updater.wakes) == 2
+
+
+def test_memory_that_does_not_return_fails_the_update_and_not_the_scheduler(scheduler: StandInScheduler) -> None:
+    adapter = adapter_of(scheduler)
+    scheduler.weight_updater.offload_tags, scheduler.weight_updater.wake_fails = {"weights"}, True
+    adapter.pause("keep", 5.0)
+    with pytest.raises(LoadError, match="out of memory"):
+        adapter.wake_weights()
+    scheduler.weight_updater.wake_fails = False
+    adapter.wake_weights()
+
+
+def test_a_call_runs_only_while_the_engine_is_paused(scheduler: StandInScheduler) -> None:
+    with pytest.raises(LoadError, match="continued by another client"):
+        scheduler.loop.call(lambda: None, 5.0)
+    scheduler.loop.pause("keep", 5.0)
+    assert scheduler.loop.call(lambda: 3, 5.0) == 3
+    with pytest.raises(ZeroDivisionError):
+        scheduler.loop.call(lambda: 1 // 0, 5.0)
+
+
+def test_the_end_of_the_scheduler_ends_what_waits_for_it(scheduler: StandInScheduler) -> None:
+    scheduler.close()
+    for waiting in (lambda: scheduler.loop.pause("keep", 5.0), lambda: scheduler.loop.call(lambda: None, 5.0)):
+        with pytest.raises(Aborted, match="has ended"):
+            waiting()
+
+
+def test_a_rank_that_does_not_lead_sends_nothing_and_sees_the_pause_that_was_broadcast() -> None:
+    with StandInScheduler(leads=False) as follower:
+        with pytest.raises(DeadlineExceeded, match="did not pause"):
+            follower.loop.pause("keep", 0.1)
+        follower.input.append("retract")
+        follower.loop.pause("keep", 5.0)
+        follower.weight_updater.offload_tags = {"weights"}
+        time.sleep(0.05)
+        with pytest.raises(DeadlineExceeded, match="memory did not return"):
+            follower.loop.wake(["weights"], 0.1)
+        follower.input.append(WakeUp(("weights",)))
+        follower.loop.wake(["weights"], 5.0)
+        follower.input.append("proceed")
+        follower.loop.proceed(5.0)
+
+
+def test_a_rank_that_pulls_nothing_and_a_pass_without_requests_change_nothing() -> None:
+    stand_in = SimpleNamespace(_engine_paused=False, weight_updater=SimpleNamespace(offload_tags=set()), is_fully_idle=lambda: True)
+    loop = SchedulerLoop(stand_in, REQUESTS, leads=True)  # type: ignore[arg-type]
+    loop.received(None)
+    processed: list[object] = []
+    loop.pass_through(processed.extend, [5])
+    assert processed == [5]
+
+
+def test_an_engine_is_labelled_with_the_version_that_it_loaded(scheduler: StandInScheduler) -> None:
+    adapter = adapter_of(scheduler)
+    adapter.pause("keep", 5.0)
+    assert scheduler.version == UNLABELLED
+    adapter.begin()
+    with pytest.raises(LoadError, match="did not load"):
+        adapter.resume()
+    with pytest.raises(LoadError, match="3 tensors were not received"):
+        adapter.finish(Version("run", 1, "m", "d"))
+    adapter.load((spec.name, torch.ones(spec.shape)) for spec in adapter.manifest())
+    adapter.finish(Version("run", 1, "m", "d"))
+    assert adapter.flush()
+    adapter.resume()
+    assert scheduler.version == "run@1"
+    assert torch.equal(scheduler.model.qk.data, torch.ones(6, 6))
+
+
+def test_a_loader_that_stops_early_drops_tensors_or_leaves_a_parameter_is_named() -> None:
+    model = FusedModel()
+    runner: Any = SimpleNamespace(model=model, weight_updater=WeightUpdater())
+    model.load_weights = lambda weights: next(iter(weights))  # type: ignore[assignment, method-assign]
+    with pytest.raises(LoadError, match=r"stopped before norm\.weight"):
+        install(runner, ((spec.name, torch.ones(spec.shape)) for spec in checkpoint().manifest))
+    manifest = checkpoint().manifest
+    assert gaps_of_loader(FusedModel(), manifest, 1) is None
+    more = Manifest([*manifest, TensorSpec("bias", (6,), "float32")])
+    assert gaps_of_loader(FusedModel(), more, 1) == "it drops bias"
+    assert gaps_of_loader(FusedModel(), more, 2) is None
+    fewer = Manifest([spec for spec in manifest if spec.name != "norm.weight"])
+    assert gaps_of_loader(FusedModel(), fewer, 2) == "it does not fill norm"
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"enable_eplb": True}, "--enable-eplb is True"),
+        ({"ep_num_redundant_experts": 2}, "--ep-num-redundant-experts is 2"),
+        ({"enable_lora": True}, "LoRA layers"),
+        ({"weight_cache_mode": "daemon"}, "weight-cache daemon"),
+        ({"hicache_storage_backend": "file"}, "would outlive the weights"),
+        ({"disaggregation_mode": "decode"}, "--disaggregation-mode is 'decode'"),
+        ({"pp_size": 2}, "--pipeline-parallel-size is 2"),
+        ({"quantization": "fp8"}, "the model is quantized (fp8)"),
+        ({"draft": [("draft", None)]}, "--speculative-algorithm is 'EAGLE'"),
+    ],
+)
+def test_settings_that_exclude_updates_are_named(changed: dict[str, object], reason: str) -> None:
+    settings: dict[str, object] = {
+        "pp_size": 1, "init_expert_location": "trivial", "weight_cache_mode": "off", "disaggregation_mode": "null",
+        "speculative_algorithm": "EAGLE",
+    } | changed  # fmt: skip
+    config = SimpleNamespace(quantization=settings.pop("quantization", None))
+    runners = settings.pop("draft", None)
+    scheduler = SimpleNamespace(
+        server_args=SimpleNamespace(**settings),
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model_config=config, model=None)),
+        draft_worker=None if runners is None else SimpleNamespace(weight_update_runners=lambda: runners),
+    )
+    assert reason in str(why_refused(scheduler))

@@ -67,12 +67,7 @@ class CudaIpcPublisher:
         region.export()
         self._region = region
         self._listener, address = listen_local(_PREFIX, "cuda-ipc", key, self._serve)
-        self._offer = Offer(scheme=CudaIpc.name, address=address, host=local_host, traits=CudaIpc.traits)
-
-    @property
-    def offer(self) -> Offer:
-        """See :class:`weightsync.transports.base.Publisher`."""
-        return self._offer
+        self.offer = Offer(scheme=CudaIpc.name, address=address, host=local_host, traits=CudaIpc.traits)
 
     def _serve(self, channel: Channel) -> None:
         shelf_fd = self._region.fd

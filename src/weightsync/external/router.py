@@ -17,7 +17,7 @@ from weightsync.config import Secret
 from weightsync.errors import ConfigurationError, WeightSyncError
 from weightsync.external import requests
 from weightsync.external.session import WeightUpdates
-from weightsync.protocol.messages import UNREADABLE
+from weightsync.protocol.messages import decoding
 from weightsync.protocol.tokens import matches
 
 __all__ = ["weight_update_routes"]
@@ -84,10 +84,8 @@ async def _body(request: Request, kind: type[T]) -> T:
         body += chunk
         if len(body) > _MAX_BODY:
             raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body has at most {_MAX_BODY} bytes")
-    try:
+    with decoding(f"not a {kind.__name__} request", ConfigurationError):
         return msgspec.json.decode(bytes(body) or b"{}", type=kind)
-    except UNREADABLE as error:
-        raise ConfigurationError(f"not a {kind.__name__} request: {error}") from None
 
 
 def _json(content: Any, status: int = HTTPStatus.OK) -> Response:  # noqa: ANN401 - any message

@@ -26,7 +26,7 @@ from weightsync.errors import (
     StaleSource,
     TransportUnavailable,
 )
-from weightsync.protocol.messages import UNREADABLE, Host, Offer, Traits
+from weightsync.protocol.messages import Host, Offer, Traits, decoding
 from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.tensors.cuda.copies import TileCopy
@@ -132,10 +132,8 @@ class CudaIpcReader(Reader):
         (length,) = _LENGTH.unpack(self._channel.receive(_LENGTH.size, deadline))
         if length > _MOST_FACTS:
             raise ProtocolError(f"{self._channel.peer} announced {length:,} bytes about its device memory")
-        try:
+        with decoding(f"{self._channel.peer} described its device memory wrongly"):
             facts = msgspec.msgpack.decode(self._channel.receive(length, deadline), type=Exported)
-        except UNREADABLE as error:
-            raise ProtocolError(f"{self._channel.peer} described its device memory wrongly: {error}") from None
         _, _, size = facts.regions()
         if facts.process == this_process():
             reach_device(facts.device, self.device)

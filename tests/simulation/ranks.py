@@ -241,7 +241,7 @@ class EngineProcess(Agent):
             served._shards._placer = _Placer(self, served._shards._placer)  # type: ignore[assignment]
             self.stale = np.zeros(max(served.layout.regions[0], 1), np.uint8)
         self.link = _Link(
-            _SETTINGS, hello=self.engine._hello, receive=role.receive, on_lost=lambda _: role.abort(), name=self.member
+            _SETTINGS, hello=self.engine._hello, receive=role.receive, on_lost=lambda _: role.session.abort(), name=self.member
         )
         self.link.process = self
         self.link.connect()

@@ -70,23 +70,23 @@ def test_an_engine_that_resumed_after_its_quarantine_gave_up_is_paused_again(ada
         with pytest.raises(Aborted, match="paused again"):
             resuming.result(10)
     assert not adapter.generating
-    assert role.attests is None
-    assert role.serving is None
+    assert role.session.attests is None
+    assert role.session.serving is None
 
 
 def test_an_engine_that_is_being_paused_attests_no_version(adapter: Stubborn, role: EngineRole) -> None:
     """A coordinator that it connects to meanwhile would route requests to it, and it would never answer them."""
-    before = role.attests
+    before = role.session.attests
     assert before == VERSION
     adapter.may_end.clear()
     with ThreadPoolExecutor(1) as thread:
         pausing = thread.submit(role.handle, Pause("abort"), 5.0)
         assert adapter.entered.wait(10)
-        during = role.attests
+        during = role.session.attests
         adapter.may_end.set()
         pausing.result(10)
     assert during is None
-    after = role.attests
+    after = role.session.attests
     assert after is None
 
 

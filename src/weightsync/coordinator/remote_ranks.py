@@ -93,26 +93,17 @@ def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
     _check_texts(hello)
     member = f"{hello.name}/{hello.rank}"
     manifest = Manifest(hello.manifest)
-    layout = None if hello.layout is None else Layout.from_columns(manifest, hello.layout)
     if len(manifest) and (hello.window_bytes or hello.takes_any):
         raise ConfigurationError(f"{member} lists tensors, but says that they are not known before a stream")
     if bool(hello.window_bytes) != bool(hello.windows) or (hello.windows and (hello.windows < _FEWEST_WINDOWS or not hello.live)):
         raise ConfigurationError(f"{member} cannot publish streams with {hello.windows} windows of {hello.window_bytes} bytes")
+    source = _source_of(hello, member, manifest)
     if hello.role == "trainer":
-        if layout is None or not hello.offers:
+        if source is None:
             raise ConfigurationError(f"{member} must send the layout of its shards and at least one transport offer")
         return TrainerRank(
-            member=member,
-            rank=hello.rank,
-            world_size=hello.world_size,
-            session=hello.session,
-            host=hello.host,
-            manifest=manifest,
-            layout=layout,
-            offers=hello.offers,
-            key=hello.key,
+            **vars(source),
             published=hello.published,
-            live=hello.live,
             epoch=hello.epoch,
             new_epoch=hello.new_epoch,
             version=hello.version,
@@ -123,14 +114,14 @@ def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
         )
     return EngineRank(
         member=member,
-        source=_source_of(hello, member, manifest),
+        source=source,
         replica=hello.name,
         rank=hello.rank,
         world_size=hello.world_size,
         session=hello.session,
         host=hello.host,
         manifest=manifest,
-        layout=layout,
+        layout=None if hello.layout is None else Layout.from_columns(manifest, hello.layout),
         transports=hello.transports,
         no_layout=readable(hello.no_layout, 1000),
         device_memory=hello.device_memory,
@@ -145,16 +136,18 @@ def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
 
 
 def _source_of(hello: Hello, member: str, manifest: Manifest) -> PublishingRank | None:
-    """What other replicas can read from an engine rank.
+    """What other ranks can read from this one.
 
     Raises:
-        ConfigurationError: It describes memory without saying how it is reached, or memory of no tensor.
+        ConfigurationError: It describes memory without saying how it is reached, or an engine rank describes memory of no tensor.
         LayoutError: The layout is invalid.
     """
-    if hello.source_layout is None and not hello.offers:
+    trainer = hello.role == "trainer"
+    layout = hello.layout if trainer else hello.source_layout
+    if layout is None and not hello.offers:
         return None
-    if hello.source_layout is None or not hello.offers or not len(manifest):
-        raise ConfigurationError(f"{member} must send the layout of the weights that it serves and at least one transport offer")
+    if layout is None or not hello.offers or not (trainer or len(manifest)):
+        raise ConfigurationError(f"{member} must send the layout of what others read from it and at least one transport offer")
     return PublishingRank(
         member=member,
         rank=hello.rank,
@@ -162,7 +155,7 @@ def _source_of(hello: Hello, member: str, manifest: Manifest) -> PublishingRank 
         session=hello.session,
         host=hello.host,
         manifest=manifest,
-        layout=Layout.from_columns(manifest, hello.source_layout),
+        layout=Layout.from_columns(manifest, layout),
         offers=hello.offers,
         key=hello.key,
         live=hello.live,

@@ -111,7 +111,7 @@ class Engine(Closeable):
                 settings,
                 hello=self._hello,
                 receive=LoggedCalls(f"{replica}/{rank}", self._role.receive),
-                on_lost=lambda _: self._role.abort(),
+                on_lost=lambda _: self._role.session.abort(),
                 name=f"{replica}/{rank}",
             )
             owned.callback(self._link.close)
@@ -124,7 +124,9 @@ class Engine(Closeable):
             if settings.metrics_port is not None:
                 from weightsync.server.agent_metrics import agent_metrics
 
-                owned.callback(agent_metrics.join(settings, f"{replica}/{rank}", rank, self._link, lambda: self._role.attests))
+                owned.callback(
+                    agent_metrics.join(settings, f"{replica}/{rank}", rank, self._link, lambda: self._role.session.attests)
+                )
             self._link.connect()
             self._owned = owned.pop_all()
 
@@ -142,7 +144,7 @@ class Engine(Closeable):
             no_layout="" if direct else str(role.adapter.no_shards)[:_LONGEST], device_memory=direct and role.device_memory,
             transports=tuple(transport.name for transport in role.transports),
             delivery=self._delivery, bucket_bytes=role.bucket_bytes, adapter=role.adapter.name,
-            serving=role.attests, takes_any=role.adapter.takes_any,
+            serving=role.session.attests, takes_any=role.adapter.takes_any,
             offers=served.offers if served is not None else (), key=served.key if served is not None else b"",
             source_layout=served.layout.to_columns() if served is not None else None,
             live=served is not None and served.live,
@@ -151,7 +153,7 @@ class Engine(Closeable):
     @property
     def serving(self) -> Version | None:
         """The version whose bytes this rank holds, verified and committed; ``None`` before the first and during an update."""
-        return self._role.serving
+        return self._role.session.serving
 
     def wait_for_version(self, version: int | Version, timeout: float | None = None) -> Version:
         """Wait until this rank serves ``version`` or a later one, and return the one that it serves.

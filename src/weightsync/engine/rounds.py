@@ -408,20 +408,6 @@ class EngineRole:
         digests = np.frombuffer(moved.digests, "<u8").astype(np.uint64, copy=False)
         return fold(cover.total({"": digests})) == version.digest
 
-    @property
-    def serving(self) -> Version | None:
-        """See :attr:`EngineSession.serving`."""
-        return self.session.serving
-
-    @property
-    def attests(self) -> Version | None:
-        """See :attr:`EngineSession.attests`."""
-        return self.session.attests
-
-    def abort(self) -> None:
-        """See :meth:`EngineSession.abort`."""
-        self.session.abort()
-
     def _abort_work(self) -> None:
         for held in (self._filler, self._preparing, self._windows, self._served):
             if held is not None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import msgspec
 
-from weightsync.errors import ProtocolError, WeightSyncError, from_wire
+from weightsync.errors import WeightSyncError, from_wire
 from weightsync.external.checks import Incoming
 from weightsync.model import PauseMode, TensorSpec, Version
-from weightsync.protocol.messages import UNREADABLE
+from weightsync.protocol.messages import decoding
 
 __all__ = [
     "Command",
@@ -161,17 +161,13 @@ def encode(body: Command | CommandAnswer) -> bytes:
 
 def decode_command(data: bytes) -> Command:
     """The order in ``data``. Raises :class:`~weightsync.errors.ProtocolError`."""
-    try:
+    with decoding("not an order"):
         order: Command = _commands.decode(data)
-    except UNREADABLE as error:
-        raise ProtocolError(f"not an order: {error}") from None
     return order
 
 
 def decode_answer(data: bytes) -> CommandAnswer:
     """The answer in ``data``. Raises :class:`~weightsync.errors.ProtocolError`."""
-    try:
+    with decoding("not an answer"):
         answer: CommandAnswer = _answers.decode(data)
-    except UNREADABLE as error:
-        raise ProtocolError(f"not an answer: {error}") from None
     return answer

@@ -8,6 +8,7 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -16,19 +17,13 @@ from weightsync.config import Secret
 from weightsync.errors import ConfigurationError, WeightSyncError
 from weightsync.external import requests
 from weightsync.external.session import WeightUpdates
-from weightsync.protocol.messages import UNREADABLE
+from weightsync.protocol.messages import decoding
 from weightsync.protocol.tokens import matches
 
 __all__ = ["weight_update_routes"]
 
 _MAX_BODY = 64 << 20
 T = TypeVar("T")
-
-
-class _Refused(Exception):
-    def __init__(self, status: HTTPStatus, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 def weight_update_routes(updates: WeightUpdates, token: Secret | None) -> list[BaseRoute]:
@@ -72,8 +67,8 @@ def _answered(
             return _json(requests.Reply(False, "a bearer token is needed, and this is not it"), HTTPStatus.UNAUTHORIZED)
         try:
             done = await handle(request)
-        except _Refused as error:
-            return _json(requests.Reply(False, str(error)), error.status)
+        except HTTPException as error:
+            return _json(requests.Reply(False, error.detail), error.status_code)
         except WeightSyncError as error:
             return _json(requests.Reply(False, f"{type(error).__name__}: {error}"), HTTPStatus.BAD_REQUEST)
         return _json(requests.Reply(True, done) if isinstance(done, str) else done)
@@ -83,18 +78,16 @@ def _answered(
 
 async def _body(request: Request, kind: type[T]) -> T:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise _Refused(HTTPStatus.BAD_REQUEST, "the body must be JSON, and say so: Content-Type: application/json")
+        raise HTTPException(HTTPStatus.BAD_REQUEST, "the body must be JSON, and say so: Content-Type: application/json")
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > _MAX_BODY:
-            raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body has at most {_MAX_BODY} bytes")
-    try:
+            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body has at most {_MAX_BODY} bytes")
+    with decoding(f"not a {kind.__name__} request", ConfigurationError):
         return msgspec.json.decode(bytes(body) or b"{}", type=kind)
-    except UNREADABLE as error:
-        raise ConfigurationError(f"not a {kind.__name__} request: {error}") from None
 
 
-def _json(content: Any, status: HTTPStatus = HTTPStatus.OK) -> Response:  # noqa: ANN401 - any message
+def _json(content: Any, status: int = HTTPStatus.OK) -> Response:  # noqa: ANN401 - any message
     headers = {"WWW-Authenticate": 'Bearer realm="weightsync"'} if status == HTTPStatus.UNAUTHORIZED else None
     return Response(msgspec.json.encode(content), status, headers, "application/json")

@@ -7,11 +7,13 @@ same id. :class:`Cancel` withdraws a call. :class:`Progress` and :class:`Notice`
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Literal
 
 import msgspec
 
-from weightsync.errors import ProtocolError, readable
+from weightsync.errors import ProtocolError, WeightSyncError, readable
 from weightsync.model.layout import LayoutColumns
 from weightsync.model.manifest import TensorSpec
 from weightsync.model.pause import PauseMode
@@ -73,6 +75,7 @@ __all__ = [
     "WindowMoved",
     "WindowPlaced",
     "decode",
+    "decoding",
     "encode",
 ]
 
@@ -81,6 +84,16 @@ PROTOCOL = 8
 
 UNREADABLE: tuple[type[Exception], ...] = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Exceptions that msgspec raises for malformed bytes. Only the first one is documented, so catch all three."""
+
+
+@contextmanager
+def decoding(wrong: str, kind: type[WeightSyncError] = ProtocolError) -> Iterator[None]:
+    """Raise ``kind`` with the message ``wrong`` and the cause if the block decodes malformed bytes."""
+    try:
+        yield
+    except UNREADABLE as error:
+        raise kind(f"{wrong}: {readable(str(error), 500)}") from None
+
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 """A version number, which published regions store as int64."""
@@ -566,7 +579,5 @@ def decode(data: bytes) -> Frame:
     Raises:
         ProtocolError: ``data`` is not exactly one well-formed frame.
     """
-    try:
+    with decoding("not a weightsync frame"):
         return _decoder.decode(data)
-    except UNREADABLE as error:
-        raise ProtocolError(f"not a weightsync frame: {readable(str(error), 500)}") from None

@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Route
 
 from weightsync.config import ServerSettings
 from weightsync.errors import ConfigurationError, DeadlineExceeded, MembershipError, from_wire
-from weightsync.protocol.messages import UNREADABLE
+from weightsync.protocol.messages import decoding
 from weightsync.rollouts.mailbox import Full, Mailbox, Post, Signal
 from weightsync.server.event_streams import EventStreams
 from weightsync.server.openapi import Operation
@@ -198,10 +198,8 @@ class RolloutBroker:
                     raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, "too many large requests at one time; try again later")
         finally:
             self._receiving -= len(body)
-        try:
+        with decoding(f"not a {kind.__name__}", ConfigurationError):
             return msgspec.json.decode(body, type=kind)
-        except UNREADABLE as error:
-            raise ConfigurationError(f"not a {kind.__name__}: {error}") from None
 
     def _settle(self, number: int, answer: asyncio.Future[Answered], outcome: Answered) -> None:
         answer.set_result(outcome)

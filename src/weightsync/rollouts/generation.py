@@ -25,7 +25,7 @@ import msgspec
 from weightsync.config import Secret
 from weightsync.errors import ConfigurationError, LoadError, PeerLost, ProtocolError
 from weightsync.model import parse_label
-from weightsync.protocol.messages import UNREADABLE
+from weightsync.protocol.messages import decoding
 from weightsync.protocol.tokens import bearer
 from weightsync.rollouts.samples import Chunk, FinishReason, Sampling
 
@@ -335,7 +335,5 @@ async def _whole(answer: httpx.Response, url: str) -> bytes:
 
 
 def _decode(data: bytes, kind: type[Any], url: str) -> Any:  # noqa: ANN401 - an instance of ``kind``
-    try:
+    with decoding(f"{url} sent an unreadable message"):
         return msgspec.json.decode(data, type=kind)
-    except UNREADABLE as error:
-        raise ProtocolError(f"{url} sent an unreadable message: {error}") from None

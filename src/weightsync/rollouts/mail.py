@@ -27,7 +27,7 @@ from weightsync.errors import (
     from_wire,
 )
 from weightsync.protocol.endpoint import reason, unreachable
-from weightsync.protocol.messages import UNREADABLE
+from weightsync.protocol.messages import UNREADABLE, decoding
 from weightsync.rollouts.mailbox import Signal
 from weightsync.server.problems import Problem
 from weightsync.server.watch import coordinator_http
@@ -105,10 +105,8 @@ async def follow_signals(http: httpx.AsyncClient, settings: ClientSettings, path
                     again.reset()
                     if not line.startswith("data: "):
                         continue
-                    try:
+                    with decoding(f"{settings.coordinator} sent an unreadable signal"):
                         signal = _SIGNAL.decode(line[6:])
-                    except UNREADABLE as error:
-                        raise ProtocolError(f"{settings.coordinator} sent an unreadable signal: {error}") from None
                     if signal.epoch == epoch and signal.number <= last:
                         continue
                     epoch, last = signal.epoch, signal.number

@@ -17,7 +17,7 @@ from weightsync.coordinator.status import RankStatus, Status
 from weightsync.errors import AuthenticationError, CoordinatorUnreachable, DeadlineExceeded, ProtocolError, from_wire
 from weightsync.model import RoundTrace
 from weightsync.protocol.endpoint import reason, tls_context, unreachable
-from weightsync.protocol.messages import UNREADABLE, RoundResult
+from weightsync.protocol.messages import UNREADABLE, RoundResult, decoding
 from weightsync.server.history import RoundRecord
 from weightsync.server.openapi import Revocation, RoundRequest
 from weightsync.server.presenting import presenting
@@ -92,10 +92,9 @@ class Client(Closeable):
         with self._mapped():
             for line in answer.iter_lines():
                 if line.startswith("data: "):
-                    try:
-                        yield _EVENT.decode(line[6:])
-                    except UNREADABLE as error:
-                        raise ProtocolError(f"{self._settings.coordinator} sent an event that is none: {error}") from None
+                    with decoding(f"{self._settings.coordinator} sent an invalid event"):
+                        event = _EVENT.decode(line[6:])
+                    yield event
 
     def _request(self, method: str, path: str, content: bytes | None = None, patience: float | None = None) -> httpx.Response:
         timeout = httpx.Timeout(self._settings.timeouts.connect, read=patience or self._settings.timeouts.connect)

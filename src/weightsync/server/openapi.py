@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from weightsync.errors import ConfigurationError
-from weightsync.protocol.messages import UNREADABLE
+from weightsync.protocol.messages import decoding
 from weightsync.server.problems import Problem
 
 __all__ = ["Operation", "Revocation", "RoundRequest", "decode_revocation", "decode_round", "document"]
@@ -34,18 +34,14 @@ class Revocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def decode_revocation(body: bytes) -> Revocation:
     """The request in a body. Raises :class:`~weightsync.errors.ConfigurationError`."""
-    try:
+    with decoding("not a revocation", ConfigurationError):
         return msgspec.json.decode(body, type=Revocation)
-    except UNREADABLE as error:
-        raise ConfigurationError(f"not a revocation: {error}") from None
 
 
 def decode_round(body: bytes) -> RoundRequest:
     """The request in a body; an empty one asks for everything. Raises :class:`~weightsync.errors.ConfigurationError`."""
-    try:
+    with decoding("not a request for a round", ConfigurationError):
         return msgspec.json.decode(body or b"{}", type=RoundRequest)
-    except UNREADABLE as error:
-        raise ConfigurationError(f"not a request for a round: {error}") from None
 
 
 class Operation(NamedTuple):

@@ -16,7 +16,7 @@ from weightsync.coordinator.events import Event, Joined, Left, ReplicaEnded, Rep
 from weightsync.coordinator.status import Status
 from weightsync.errors import AuthenticationError, CoordinatorUnreachable, ProtocolError
 from weightsync.protocol.endpoint import reason, tls_context, unreachable
-from weightsync.protocol.messages import UNREADABLE
+from weightsync.protocol.messages import decoding
 from weightsync.server.presenting import presenting
 
 __all__ = ["Watch", "coordinator_http"]
@@ -116,10 +116,8 @@ class Watch:
             raise ProtocolError(f"{self._settings.coordinator} answered HTTP {answer.status_code}")
 
     def _heard(self, data: str) -> None:
-        try:
+        with decoding(f"{self._settings.coordinator} sent an invalid event"):
             event = _EVENT.decode(data)
-        except UNREADABLE as error:
-            raise ProtocolError(f"{self._settings.coordinator} sent an event that is none: {error}") from None
         match event:
             case ReplicaPhase(replica=name, phase="pause" | "quarantine"):
                 self._on_pausing(name)
@@ -139,10 +137,8 @@ class Watch:
             self._stale.clear()
             answer = await http.get("/v1/status")
             self._check(answer)
-            try:
+            with decoding(f"{self._settings.coordinator} answered something else than a status"):
                 status = _STATUS.decode(answer.content)
-            except UNREADABLE as error:
-                raise ProtocolError(f"{self._settings.coordinator} answered something else than a status: {error}") from None
             self._again = _FIRST_AGAIN
             self._on_status(status)
             if not self._first.done():

@@ -78,7 +78,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], None]],
 
 
 def serving(role: EngineRole) -> int | None:
-    return None if role.attests is None else role.attests.number
+    return None if role.session.attests is None else role.session.attests.number
 
 
 STEPS: dict[str, Callable[[Version], Body]] = {
@@ -90,7 +90,7 @@ STEPS: dict[str, Callable[[Version], Body]] = {
 @pytest.mark.parametrize("name", STEPS)
 def test_a_call_that_was_aborted_before_it_began_leaves_the_engine_serving(stage: Stage, name: str) -> None:
     call = stage.engine.receive(STEPS[name](stage.place(2)))
-    stage.engine.abort()  # the connection broke while the call waited for its thread
+    stage.engine.session.abort()  # the connection broke while the call waited for its thread
     with pytest.raises(Aborted):
         call.run(SECONDS)
     assert stage.adapter.said == []
@@ -104,7 +104,7 @@ def test_an_update_that_is_aborted_at_any_point_never_commits(
     version, attested = stage.place(2), []
 
     def lost() -> None:
-        stage.engine.abort()
+        stage.engine.session.abort()
         attested.append(serving(stage.engine))  # what the Hello of the next connection says
 
     gate(point, lost)
@@ -164,7 +164,7 @@ def test_later_steps_that_were_aborted_before_they_began_do_nothing(stage: Stage
         stage.engine.handle(step, SECONDS)
     state, said = stage.engine.session.state, list(stage.adapter.said)
     call = stage.engine.receive(Commit(version) if isinstance(body, Commit) else body)
-    stage.engine.abort()
+    stage.engine.session.abort()
     with pytest.raises(Aborted):
         call.run(SECONDS)
     assert (stage.engine.session.state, stage.adapter.said) == (state, said)
@@ -178,7 +178,7 @@ def test_nothing_is_attested_while_memory_is_followed_and_nothing_is_taken_back_
         updating = thread.submit(stage.update, version)
         assert adapter.entered.wait(SECONDS)
         before = serving(stage.engine)
-        stage.engine.abort()
+        stage.engine.session.abort()
         adapter.moved = True
         adapter.may_go_on.set()
         with pytest.raises(PlanMismatch):

@@ -169,7 +169,7 @@ def test_streamed_in_host_memory(digests: str) -> None:
 def test_an_abort_while_a_connection_is_made_ends_the_preparation() -> None:
     with ExitStack() as owned:
         two = Two(Noting(), owned)
-        two.transport.opening = two.engine.abort
+        two.transport.opening = two.engine.session.abort
         with pytest.raises(Aborted):
             two.engine.handle(Prepare(two.plan), SECONDS)
         assert two.transport.notes == ["close a"]

@@ -99,7 +99,7 @@ def test_a_reader_notices_that_the_engine_left_service(stage: Serving, leaves: s
         if stage.scheme.name == "tcp":
             reader.begin(1, Deadline(SECONDS))
         reader.end(Deadline(SECONDS))
-    if stage.engine.attests is None:
+    if stage.engine.session.attests is None:
         with pytest.raises(StaleSource, match="does not serve version"):
             stage.asked()
     else:
@@ -121,7 +121,7 @@ def test_an_engine_that_is_closed_while_another_front_drives_it_is_not_read(stag
     other = EngineSession(stage.adapter, "another front")
     with other.turn(other.receive("an update from outside", 1), Deadline(SECONDS)):
         stage.engine.close(0.05)
-        assert stage.engine.attests is None
+        assert stage.engine.session.attests is None
         with pytest.raises(StaleSource):
             reader.begin(1, Deadline(SECONDS))
             reader.end(Deadline(SECONDS))
@@ -135,7 +135,7 @@ def test_a_rank_that_does_not_serve_its_weights_places_nothing() -> None:
 
 
 def test_an_abort_ends_a_placing_and_leaves_nothing_to_read(stage: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failpoints, "_gate", lambda name: stage.engine.abort() if name == "engine.placing" else None)
+    monkeypatch.setattr(failpoints, "_gate", lambda name: stage.engine.session.abort() if name == "engine.placing" else None)
     with pytest.raises(Aborted):
         stage.asked()
     monkeypatch.setattr(failpoints, "_gate", None)
@@ -163,7 +163,7 @@ def test_a_second_replica_reads_what_the_first_serves(stage: Serving) -> None:
         stage.engine.handle(Pause("keep"), SECONDS)
         with pytest.raises(StaleSource, match="source r/0"):
             other.update(Version("run", 1, stage.version.manifest, stage.version.digest))
-        assert other.engine.attests is None
+        assert other.engine.session.attests is None
 
 
 def test_a_pause_that_fails_leaves_the_rank_a_source_when_it_is_asked_again(stage: Serving) -> None:
@@ -172,7 +172,7 @@ def test_a_pause_that_fails_leaves_the_rank_a_source_when_it_is_asked_again(stag
     stage.adapter.moved = True
     with pytest.raises(PlanMismatch, match="other parameters"):
         stage.engine.handle(Pause("keep"), SECONDS)
-    assert stage.engine.attests == stage.version
+    assert stage.engine.session.attests == stage.version
     stage.asked()
 
 

@@ -75,7 +75,7 @@ def stage() -> Iterator[Stage]:
 
 def said(stage: Stage) -> set[Version | None]:
     """What the rank says that it holds, and that it generates with."""
-    return {stage.engine.serving, stage.engine.attests}
+    return {stage.engine.session.serving, stage.engine.session.attests}
 
 
 def weight(stage: Stage) -> torch.Tensor:
@@ -85,7 +85,7 @@ def weight(stage: Stage) -> torch.Tensor:
 def test_a_rank_attests_nothing_once_its_engine_is_updated_from_outside(stage: Stage) -> None:
     version = stage.place(1)
     assert stage.update(version).committed
-    assert stage.engine.attests == version
+    assert stage.engine.session.attests == version
     outside = Outside(stage.adapter)
     outside.load()
     assert said(stage) == {None}
@@ -94,7 +94,7 @@ def test_a_rank_attests_nothing_once_its_engine_is_updated_from_outside(stage: S
     assert not torch.any(weight(stage))
     version = stage.place(2)
     assert stage.update(version).committed
-    assert stage.engine.attests == version
+    assert stage.engine.session.attests == version
     assert "quarantined" in outside.tell(Verify(7)).message
 
 
@@ -121,7 +121,7 @@ def test_an_update_from_outside_that_a_round_overtakes_commits_nothing(stage: St
     calls = stage.adapter.said.copy()
     outside.commit()
     assert stage.adapter.said == calls
-    assert stage.engine.attests == version
+    assert stage.engine.session.attests == version
 
 
 @pytest.mark.parametrize("arrives", ["before the round", "after the round"])
@@ -135,7 +135,7 @@ def test_a_quarantine_of_an_update_that_a_round_overtook_does_not_pause_the_engi
         outside.tell(QuarantineRank(SECONDS, 7))
     else:
         outside.rank.session.quarantine(late, Deadline(SECONDS))
-    assert stage.engine.attests == version
+    assert stage.engine.session.attests == version
     assert not stage.engine.session.paused
     assert stage.adapter.said[-1] == "resume"
 

@@ -26,7 +26,7 @@ from weightsync.errors import (
     StaleSource,
     TransportUnavailable,
 )
-from weightsync.protocol.messages import UNREADABLE, Host, Offer, Traits
+from weightsync.protocol.messages import Host, Offer, Traits, decoding
 from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.tensors.cuda.copies import TileCopy
@@ -67,12 +67,7 @@ class CudaIpcPublisher:
         region.export()
         self._region = region
         self._listener, address = listen_local(_PREFIX, "cuda-ipc", key, self._serve)
-        self._offer = Offer(scheme=CudaIpc.name, address=address, host=local_host, traits=CudaIpc.traits)
-
-    @property
-    def offer(self) -> Offer:
-        """See :class:`weightsync.transports.base.Publisher`."""
-        return self._offer
+        self.offer = Offer(scheme=CudaIpc.name, address=address, host=local_host, traits=CudaIpc.traits)
 
     def _serve(self, channel: Channel) -> None:
         shelf_fd = self._region.fd
@@ -137,10 +132,8 @@ class CudaIpcReader(Reader):
         (length,) = _LENGTH.unpack(self._channel.receive(_LENGTH.size, deadline))
         if length > _MOST_FACTS:
             raise ProtocolError(f"{self._channel.peer} announced {length:,} bytes about its device memory")
-        try:
+        with decoding(f"{self._channel.peer} described its device memory wrongly"):
             facts = msgspec.msgpack.decode(self._channel.receive(length, deadline), type=Exported)
-        except UNREADABLE as error:
-            raise ProtocolError(f"{self._channel.peer} described its device memory wrongly: {error}") from None
         _, _, size = facts.regions()
         if facts.process == this_process():
             reach_device(facts.device, self.device)

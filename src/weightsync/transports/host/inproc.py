@@ -35,16 +35,11 @@ class InProcessPublisher:
         self.region = region
         self._key = hashlib.sha256(key).digest()
         self._sources: weakref.WeakSet[InProcessReader] = weakref.WeakSet()
-        self._offer = Offer(
+        self.offer = Offer(
             scheme=InProcess.name, address=_prefix() + secrets.token_hex(16), host=local_host, traits=InProcess.traits
         )
         with _lock:
-            _owners[self._offer.address] = self
-
-    @property
-    def offer(self) -> Offer:
-        """See :class:`weightsync.transports.base.Publisher`."""
-        return self._offer
+            _owners[self.offer.address] = self
 
     def admit(self, key: bytes) -> InProcessReader:
         """A source of this owner's region. Raises :class:`~weightsync.errors.AuthenticationError` for another key."""
@@ -52,7 +47,7 @@ class InProcessPublisher:
             raise AuthenticationError("the source in this process has another run key")
         source = InProcessReader(self)
         with _lock:
-            if _owners.get(self._offer.address) is not self:
+            if _owners.get(self.offer.address) is not self:
                 raise PeerLost("the source in this process stopped serving")
             self._sources.add(source)
         return source
@@ -60,7 +55,7 @@ class InProcessPublisher:
     def close(self) -> None:
         """See :class:`weightsync.transports.base.Publisher`."""
         with _lock:
-            _owners.pop(self._offer.address, None)
+            _owners.pop(self.offer.address, None)
             sources = list(self._sources)
         for source in sources:
             source.lose_owner()

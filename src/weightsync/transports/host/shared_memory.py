@@ -44,12 +44,7 @@ class SharedMemoryPublisher:
             raise TransportUnavailable("shared memory needs Linux: this machine's memory cannot be handed to another process")
         self._region = region
         self._listener, address = listen_local(_PREFIX, "shared-memory", key, self._serve)
-        self._offer = Offer(scheme=SharedMemory.name, address=address, host=local_host, traits=SharedMemory.traits)
-
-    @property
-    def offer(self) -> Offer:
-        """See :class:`weightsync.transports.base.Publisher`."""
-        return self._offer
+        self.offer = Offer(scheme=SharedMemory.name, address=address, host=local_host, traits=SharedMemory.traits)
 
     def _serve(self, channel: Channel) -> None:
         region_fd = self._region.fd

@@ -170,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     own, bench = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pairs", description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pairs", description=__doc__.partition("\n")[0])
     parser.add_argument("old", type=Path, help="checkout of the state before")
     parser.add_argument("new", type=Path, help="checkout of the state after")
     parser.add_argument("--pairs", type=int, default=10)

@@ -50,7 +50,7 @@ def main(model: str, engines: str, stage: str, updates: str, lora_rank: str = "0
     from weightsync.integrations.openrlhf.policy import PublishingActorTrainer
 
     torch.set_num_threads(1)
-    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda device=None: None
     deepspeed.init_distributed(dist_backend="gloo")
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": int(stage)},

@@ -75,7 +75,8 @@ class Run:
         assert self.processes() == [], self.log
         # torch makes an empty folder for its compiler when Transformers is imported; everything else would be ours
         assert [path for path in self.directory.iterdir() if not path.name.startswith("torchinductor_")] == []
-        left = named_shared_memory() - self.shared_memory - mapped_shared_memory()  # the demo's processes ended: other programs' is mapped
+        # The demo's processes have ended: what is still mapped is another program's.
+        left = named_shared_memory() - self.shared_memory - mapped_shared_memory()
         assert not left & named_shared_memory()
 
     def close(self) -> None:

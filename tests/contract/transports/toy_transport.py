@@ -45,9 +45,9 @@ class DeviceBuffer:
 class ToyPublisher(SharedMemoryPublisher):
     """Shares its memory, under the toy's name and with its traits."""
 
-    @property
-    def offer(self) -> Offer:
-        return msgspec.structs.replace(super().offer, scheme=Toy.name, traits=Toy.traits)
+    def __init__(self, region: PublishedRegion, key: bytes, here: Host) -> None:
+        super().__init__(region, key, here)
+        self.offer = msgspec.structs.replace(self.offer, scheme=Toy.name, traits=Toy.traits)
 
 
 class ToyReader(SharedMemoryReader):

@@ -192,11 +192,18 @@ class TransportContract:
                 yield owner, source
 
     @contextmanager
-    def begun(self, wanted: Wanted) -> Iterator[tuple[OwnerHere | OwnerProcess, Reader]]:
-        """As :meth:`published`, in the middle of a transfer, after its first group was read."""
-        with self.published(wanted) as (owner, source):
+    def begun_at(self, owner: OwnerHere | OwnerProcess, wanted: Wanted) -> Iterator[Reader]:
+        """Yield a reader in the middle of a transfer, after its first group was read."""
+        owner.place(1)
+        with self.prepared(owner, wanted) as source:
             source.begin(1, Deadline(10))
             source.read(0, Deadline(10))
+            yield source
+
+    @contextmanager
+    def begun(self, wanted: Wanted) -> Iterator[tuple[OwnerHere | OwnerProcess, Reader]]:
+        """As :meth:`published`, in the middle of a transfer."""
+        with self.owner(wanted.nbytes) as owner, self.begun_at(owner, wanted) as source:
             yield owner, source
 
     def transfer(self, source: Reader, wanted: Wanted, version: int, digests: npt.NDArray[np.uint64] | None = None) -> None:
@@ -437,8 +444,7 @@ class TransportContract:
             source.read(group, deadline)
 
     def rest(self, source: Reader, wanted: Wanted) -> None:
-        for group in range(1, len(wanted.groups)):
-            source.read(group, Deadline(10))
+        self.read_groups(source, wanted, Deadline(10))
         source.end(Deadline(10))
 
     # Processes that die, stop, abort or close.
@@ -446,10 +452,7 @@ class TransportContract:
     def test_a_killed_owner_is_noticed_at_once(self) -> None:
         wanted = self.big(BIG, groups=12)
         with self.process(BIG) as owner:
-            owner.place(1)
-            with self.prepared(owner, wanted) as source:
-                source.begin(1, Deadline(10))
-                source.read(0, Deadline(10))
+            with self.begun_at(owner, wanted) as source:
                 owner.kill()
                 started = time.monotonic()
                 with pytest.raises(PeerLost):
@@ -462,20 +465,16 @@ class TransportContract:
 
     def test_a_stopped_owner_costs_no_more_than_the_deadline(self) -> None:
         wanted = self.big(BIG, groups=12)
-        with self.process(BIG) as owner:
-            owner.place(1)
-            with self.prepared(owner, wanted) as source:
-                source.begin(1, Deadline(10))
-                source.read(0, Deadline(10))
-                owner.signal(signal.SIGSTOP)
-                try:
-                    self.expect_deadline(lambda deadline: self.transport.open(owner.offer, KEY, deadline))
-                    if not self.traits.live_source:
-                        self.expect_deadline(lambda deadline: self.read_groups(source, wanted, deadline))
-                        self.expect_deadline(lambda deadline: source.begin(1, deadline))
-                finally:
-                    owner.signal(signal.SIGCONT)
-                self.transfer(source, wanted, 1)
+        with self.process(BIG) as owner, self.begun_at(owner, wanted) as source:
+            owner.signal(signal.SIGSTOP)
+            try:
+                self.expect_deadline(lambda deadline: self.transport.open(owner.offer, KEY, deadline))
+                if not self.traits.live_source:
+                    self.expect_deadline(lambda deadline: self.read_groups(source, wanted, deadline))
+                    self.expect_deadline(lambda deadline: source.begin(1, deadline))
+            finally:
+                owner.signal(signal.SIGCONT)
+            self.transfer(source, wanted, 1)
 
     def expect_deadline(self, call: Callable[[Deadline], object]) -> None:
         started = time.monotonic()
@@ -553,10 +552,8 @@ class TransportContract:
     def test_a_reader_that_closes_in_the_middle(self) -> None:
         wanted = self.big(BIG, groups=12)
         with self.owner(BIG) as owner:
-            owner.place(1)
-            with self.prepared(owner, wanted) as source:
-                source.begin(1, Deadline(10))
-                source.read(0, Deadline(10))
+            with self.begun_at(owner, wanted) as source:
+                pass
             with pytest.raises(WeightSyncError):
                 source.read(1, Deadline(5))
             with self.prepared(owner, wanted) as source:
@@ -564,11 +561,7 @@ class TransportContract:
 
     def test_an_owner_that_closes_in_the_middle(self) -> None:
         wanted = self.big(BIG, groups=12)
-        with self.owner(BIG) as owner:
-            owner.place(1)
-            with self.prepared(owner, wanted) as source:
-                source.begin(1, Deadline(10))
-                source.read(0, Deadline(10))
-                assert owner.close() == []
-                with pytest.raises((PeerLost, StaleSource)):
-                    self.rest(source, wanted)
+        with self.begun(wanted) as (owner, source):
+            assert owner.close() == []
+            with pytest.raises((PeerLost, StaleSource)):
+                self.rest(source, wanted)

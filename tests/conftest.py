@@ -124,6 +124,25 @@ def _held() -> set[str]:
 
 
 @pytest.fixture
+def free_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer's own coordinator takes a free port: tests that run side by side cannot all have the default one."""
+    monkeypatch.setenv("WEIGHTSYNC_PORT", "0")
+
+
+@pytest.fixture(scope="module")
+def first_gloo_group() -> None:
+    """Gloo keeps a pipe from its first group on, for the life of the process; the nursery a socket."""
+    from tests.integration.nursery import NURSERY
+
+    from weightsync.deadline import Deadline
+    from weightsync.transports.broadcast.process_groups import StoreRendezvous, init_custom_process_group
+
+    NURSERY.start()
+    rendezvous = StoreRendezvous("127.0.0.1", 1, Deadline(10))
+    init_custom_process_group("gloo", 0, 1, "first", Deadline(10), rendezvous=rendezvous).close()
+
+
+@pytest.fixture
 def no_leaks() -> Iterator[None]:
     """Fail the test if it leaves a thread, file descriptor, child process or shared memory that was not there before."""
     gc.collect()

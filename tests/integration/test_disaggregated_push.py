@@ -13,25 +13,14 @@ import torch
 from safetensors.torch import save_file
 from tests.integration.disaggregated_server import checkpoint
 from tests.integration.disaggregated_support import Server, serving
-from tests.integration.nursery import NURSERY
 from typer.testing import CliRunner
 
 from weightsync.cli.main import app
-from weightsync.deadline import Deadline
 from weightsync.external.checkpoint_files import INDEX
-from weightsync.transports.broadcast.process_groups import StoreRendezvous, init_custom_process_group
 
 CONFORMANCE = "tests.contract.external.conformance_server"
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def gloo() -> None:
-    """Gloo keeps a pipe from its first group on, for the life of the process; the nursery a socket."""
-    NURSERY.start()
-    rendezvous = StoreRendezvous("127.0.0.1", 1, Deadline(10))
-    init_custom_process_group("gloo", 0, 1, "first", Deadline(10), rendezvous=rendezvous).close()
+pytestmark = pytest.mark.usefixtures("first_gloo_group", "no_leaks")
 
 
 def _save(directory: Path, tensors: dict[str, torch.Tensor]) -> Path:

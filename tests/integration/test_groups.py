@@ -13,7 +13,6 @@ from contextlib import closing, contextmanager
 
 import pytest
 import torch
-from tests.integration.nursery import NURSERY
 
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, PeerLost, TransportUnavailable
@@ -22,15 +21,7 @@ from weightsync.transports.broadcast.process_groups import ProcessGroup, StoreRe
 
 SECONDS = 15.0
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def gloo() -> None:
-    """Gloo keeps a pipe from its first group on, for the life of the process; the nursery a socket."""
-    NURSERY.start()
-    rendezvous = StoreRendezvous("127.0.0.1", 1, Deadline(10))
-    init_custom_process_group("gloo", 0, 1, "first", Deadline(10), rendezvous=rendezvous).close()
+pytestmark = pytest.mark.usefixtures("first_gloo_group", "no_leaks")
 
 
 def free_port() -> int:

@@ -62,11 +62,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 ENGINE_LACKS = (".sinks", "o_proj.bias", "down_proj_bias", "router.bias", "q_norm", "k_norm")
 RENAMED = {".block_sparse_moe.": ".mlp.", ".mlp.router.": ".mlp.gate."}
 
-
-@pytest.fixture(autouse=True)
-def free_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer's own coordinator takes a free port: tests that run side by side cannot all have the default one."""
-    monkeypatch.setenv("WEIGHTSYNC_PORT", "0")
+pytestmark = pytest.mark.usefixtures("free_port")
 
 
 def config_of(name: str) -> Any:

@@ -26,11 +26,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 KEY = b"k" * 32
 NBYTES = 4096
 
-
-@pytest.fixture(autouse=True)
-def free_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer's own coordinator takes a free port: tests that run side by side cannot all have the default one."""
-    monkeypatch.setenv("WEIGHTSYNC_PORT", "0")
+pytestmark = pytest.mark.usefixtures("free_port")
 
 
 def _run(page: str) -> dict[str, Any]:

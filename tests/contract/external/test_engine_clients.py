@@ -9,7 +9,6 @@ import pytest
 import torch
 from tests.integration.disaggregated_server import checkpoint
 from tests.integration.disaggregated_support import Server, serving
-from tests.integration.nursery import NURSERY
 
 from weightsync.config import Secret
 from weightsync.deadline import Deadline
@@ -31,7 +30,6 @@ from weightsync.external.clients.weightsync import WeightUpdateClient
 from weightsync.model import Manifest, TensorSpec
 from weightsync.tensors.digest import digest_box
 from weightsync.tensors.shards import manifest_of
-from weightsync.transports.broadcast.process_groups import StoreRendezvous, init_custom_process_group
 
 CLIENTS: dict[str, type[UpdateClient]] = {
     "lmdeploy": LMDeployClient,
@@ -41,15 +39,7 @@ CLIENTS: dict[str, type[UpdateClient]] = {
 }
 KEEPS_VERSION = {"sglang", "vllm", "weightsync"}
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def gloo() -> None:
-    """Gloo keeps a pipe from its first group on, for the life of the process; the nursery a socket."""
-    NURSERY.start()
-    rendezvous = StoreRendezvous("127.0.0.1", 1, Deadline(10))
-    init_custom_process_group("gloo", 0, 1, "first", Deadline(10), rendezvous=rendezvous).close()
+pytestmark = pytest.mark.usefixtures("first_gloo_group", "no_leaks")
 
 
 def _program(engine: str) -> str:

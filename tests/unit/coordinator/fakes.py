@@ -278,6 +278,19 @@ class _Process:
         raise NotImplementedError
 
 
+class _Node:
+    """A rank as the coordinator sees it, in this process."""
+
+    process: Any
+    dismissed: list[str]
+
+    def dismiss(self, reason: str) -> None:
+        self.dismissed.append(reason)
+
+    def notify(self, text: str) -> None:
+        self.process.notices.append((asyncio.get_running_loop().time(), text))
+
+
 class TrainerProcess(_Process):
     """A trainer rank with its shelf."""
 
@@ -309,21 +322,10 @@ class TrainerProcess(_Process):
             self.world.coordinator.leave(node or self.node)
 
 
-class FakeTrainer:
+class FakeTrainer(_Node):
     def __init__(self, process: TrainerProcess) -> None:
-        self.process = process
-        self.dismissed: list[str] = []
-        self._rank = process.make()
-
-    def dismiss(self, reason: str) -> None:
-        self.dismissed.append(reason)
-
-    @property
-    def rank(self) -> TrainerRank:
-        return self._rank
-
-    def notify(self, text: str) -> None:
-        self.process.notices.append((asyncio.get_running_loop().time(), text))
+        self.process: TrainerProcess = process
+        self.rank, self.dismissed = process.make(), []
 
     async def place(self, number: int, timeout: float, epoch: int) -> npt.NDArray[np.uint64]:
         process = self.process
@@ -334,7 +336,7 @@ class FakeTrainer:
         if epoch != process.epoch:
             raise Aborted("a newer placing took over")
         process.placed = number
-        digests = row_digests(self._rank.layout, np.full(len(self._rank.layout), number, np.int64))
+        digests = row_digests(self.rank.layout, np.full(len(self.rank.layout), number, np.int64))
         return digests[:-1] if kind == "short" else digests
 
     async def place_window(self, body: PlaceWindow, timeout: float) -> WindowPlaced:
@@ -351,7 +353,7 @@ class FakeTrainer:
             return WindowPlaced(windows=len(STREAMED) - short, manifest=STREAMED.fingerprint, stamp=body.number)
         if process.placed != body.number:
             process.placed, process.slots = body.number, {}
-        slot = body.window // self._rank.world_size % world.windows
+        slot = body.window // self.rank.world_size % world.windows
         if process.slots.get(slot, -1) >= body.released:
             world.alarm(f"window {process.slots[slot]} is overwritten, but windows from {body.released} on are being read")
         process.slots[slot] = body.window
@@ -421,21 +423,10 @@ class EngineProcess(_Process):
             self.world.coordinator.leave(node or self.node)
 
 
-class FakeEngine:
+class FakeEngine(_Node):
     def __init__(self, process: EngineProcess) -> None:
-        self.process = process
-        self.dismissed: list[str] = []
-        self._rank = process.make()
-
-    def dismiss(self, reason: str) -> None:
-        self.dismissed.append(reason)
-
-    @property
-    def rank(self) -> EngineRank:
-        return self._rank
-
-    def notify(self, text: str) -> None:
-        self.process.notices.append((asyncio.get_running_loop().time(), text))
+        self.process: EngineProcess = process
+        self.rank, self.dismissed = process.make(), []
 
     async def _enter(self, phase: str) -> str | None:
         epoch = self.process.epoch
@@ -462,7 +453,7 @@ class FakeEngine:
 
     async def place(self, number: int, timeout: float, epoch: int) -> npt.NDArray[np.uint64]:
         kind = await self._enter("place")
-        process, source = self.process, self._rank.source
+        process, source = self.process, self.rank.source
         assert source is not None
         if not process.generating or process.label is None or process.label.order != (epoch, number):
             raise StaleSource(f"{process.member} does not serve {number}")

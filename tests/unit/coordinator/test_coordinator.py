@@ -388,8 +388,8 @@ async def test_a_connected_rank_gives_way_only_to_its_own_credential(kind: str) 
     old, rank = real.node, real.node.rank
     join: Any = world.coordinator.join_trainer if kind == "trainer" else world.coordinator.join_engine
     for credential in ("", "guessed", real.credential[:-1], real.credential + "x", "\u1234"):
-        thief = FakeTrainer(real) if kind == "trainer" else FakeEngine(real)
-        thief._rank = replace(rank, credential=credential)  # with the session of the real one, at that
+        thief: Any = FakeTrainer(real) if kind == "trainer" else FakeEngine(real)
+        thief.rank = replace(rank, credential=credential)  # with the session of the real one, at that
         with pytest.raises(MembershipError, match="only that process may reconnect"):
             join(thief)
         assert not old.dismissed

@@ -19,15 +19,9 @@ from weightsync.config import Secret, ServerSettings
 from weightsync.errors import RoundFailed
 from weightsync.server.server import BackgroundServer
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = pytest.mark.usefixtures("free_port", "no_leaks")
 
 SECONDS = 20
-
-
-@pytest.fixture(autouse=True)
-def free_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer's own coordinator takes a free port: tests that run side by side cannot all have the default one."""
-    monkeypatch.setenv("WEIGHTSYNC_PORT", "0")
 
 
 class Lines(logging.Handler):

@@ -516,7 +516,7 @@ class Coordinator:
             queued=self._queued,
             trainer=tuple(self._members.trainers),
             epoch=self._publications.epoch,
-            missed=sum(replica.error is not None for replica in self._history[-1].replicas) if self._history else 0,
+            missed=len(self._history[-1].missed) if self._history else 0,
             late=len(self._late()),
             replicas=tuple(replica_gauges(replica, self._publications) for _, replica in sorted(self._members.replicas.items())),
             slowest=self.traces[-1].slowest_by_phase if self.traces else {},

@@ -15,7 +15,7 @@ import torch
 from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, DeadlineExceeded, TransportError, TransportUnavailable, WeightSyncError
-from weightsync.protocol.messages import Host, Offer, PlanSlice, SourceAddress
+from weightsync.protocol.messages import Host, Offer, SourceAddress
 from weightsync.spans import span
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.base import Reader, Transport
@@ -220,10 +220,10 @@ def writing(device: torch.device | None, transports: Sequence[Transport]) -> lis
     return [transport for transport in transports if memory in transport.traits.writes]
 
 
-def reaches(device: torch.device | None, plan: PlanSlice, allowed: Sequence[Transport]) -> bool:
-    """Returns True if every source of this plan offers an allowed transport that writes to ``device``."""
+def reaches(device: torch.device | None, sources: Sequence[SourceAddress], allowed: Sequence[Transport]) -> bool:
+    """Returns True if every source offers an allowed transport that writes to ``device``."""
     usable = {transport.name for transport in writing(device, allowed)}
-    return all(any(offer.scheme in usable for offer in source.offers) for source in plan.sources)
+    return all(any(offer.scheme in usable for offer in source.offers) for source in sources)
 
 
 def _advice(offers: Sequence[Offer], allowed: Sequence[Transport], device: torch.device | None) -> str:

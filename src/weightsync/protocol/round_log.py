@@ -125,11 +125,10 @@ class _LoggedCall:
 
 def log_result(member: str, result: RoundResult) -> None:
     """Log the result of a publication."""
-    good = sum(replica.error is None for replica in result.replicas)
     _log.log(
         logging.INFO if result.ok else logging.WARNING,
         "%s: round %d: version %s serves in %d of %d replicas after %.1f ms: %s",
-        member, result.round, result.version, good, len(result.replicas), 1000 * result.seconds, size(result.nbytes),
+        member, result.round, result.version, len(result.updated), len(result.replicas), 1000 * result.seconds, size(result.nbytes),
     )  # fmt: skip
 
 
@@ -142,10 +141,9 @@ class MissedReplicas:
 
     def warn(self, result: RoundResult) -> None:
         """Log the errors of the replicas that ``result`` lists with one."""
-        missed = [replica for replica in result.replicas if replica.error is not None]
-        states = {replica.name: replica.state for replica in missed}
-        if missed and states != self._states:
-            listed = "; ".join(f"{replica.name} ({replica.state}): {replica.error}" for replica in missed)
+        states = {replica.name: replica.state for replica in result.missed}
+        if states and states != self._states:
+            listed = "; ".join(f"{replica.name} ({replica.state}): {replica.error}" for replica in result.missed)
             self._log.warning("version %s did not reach %s", result.version, listed)
         self._states = states
 

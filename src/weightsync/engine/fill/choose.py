@@ -38,7 +38,7 @@ def filler_for(
     layout = Layout.from_columns(context.manifest, plan.layout)
     if plan.delivery == "streamed":
         staging_device = context.staging_device
-        if staging_device is not None and reaches(staging_device, plan, context.transports):
+        if staging_device is not None and reaches(staging_device, plan.sources, context.transports):
             return DeviceStreamed(context, plan, layout, staging_device)
         return HostStreamed(context, plan, layout)
     if own is None or own.digest != layout.digest:

@@ -14,7 +14,7 @@ import torch
 from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.engine.fill.filler import FillContext, Filled
-from weightsync.engine.readers import connect, writing
+from weightsync.engine.readers import connect, reaches
 from weightsync.errors import LayoutError, ManifestMismatch, ProtocolError
 from weightsync.model import Layout, Manifest, TensorSpec
 from weightsync.model.window import StreamedTensors, WindowPart, window_layout
@@ -66,9 +66,7 @@ class WindowReceiver:
     def _reachable(self) -> torch.device | None:
         """Where buckets lie: on the engine's device if every source can be read from there, else in host memory."""
         device = self._context.staging_device
-        usable = {transport.name for transport in writing(device, self._context.transports)} if device is not None else set()
-        every = all(any(offer.scheme in usable for offer in source.offers) for source in self._body.sources)
-        return device if every else None
+        return device if device is not None and reaches(device, self._body.sources, self._context.transports) else None
 
     def prepare(self, deadline: Deadline) -> None:
         """Connect to every source, and allocate the buckets."""

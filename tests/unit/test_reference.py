@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from tests import reference
+
+from weightsync.protocol import messages
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "weightsync"
@@ -63,3 +66,22 @@ def test_architecture_names_files_that_exist() -> None:
     names = re.findall(r"`((?:[\w]+/)+\w+\.py)`", ARCHITECTURE.read_text())
     assert len(names) > 20
     assert not [name for name in names if not ((SOURCE / name).exists() or (ROOT / name).exists())]
+
+
+def test_pages_name_tests_that_exist() -> None:
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    named = {(page.name, path) for page in pages for path in re.findall(r"`(tests/[\w/.*]+)`", page.read_text())}
+    assert len(named) > 50
+    assert not [(page, path) for page, path in named if not any(ROOT.glob(path))]
+
+
+def test_the_protocol_page_names_every_message_and_only_its_fields() -> None:
+    page = (ROOT / "docs" / "protocol.md").read_text()
+    wrong = []
+    for name, fields in re.findall(r"\b([A-Z]\w+)\(([a-z_, ]*)\)", page):
+        known = getattr(getattr(messages, name, None), "__struct_fields__", ())
+        if not set(filter(None, fields.split(", "))) <= set(known):
+            wrong.append(f"{name}({fields})")
+    assert not wrong
+    kinds = {kind.__name__ for kind in (*get_args(messages.Frame), *get_args(messages.Body))}
+    assert kinds <= set(re.findall(r"\b[A-Z]\w+", page))

@@ -248,7 +248,7 @@ class EngineProcess(Agent):
         self._receiver: Receiver | None = None
         if handover is not None:
             self._receiver = Receiver.__new__(Receiver)
-            vars(self._receiver).update(_handover=handover, _engine=self.engine, _timeout=_HANDOVER_SECONDS)
+            vars(self._receiver).update(_handover=handover, _engine=self.engine, _timeout=_HANDOVER_SECONDS, _origin=Origin())
             Thread(self._consume, f"{self.member} application", owner=self).start()
 
     def _consume(self) -> None:

@@ -95,14 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for transport in transports:
         mine = [case for case in fed if case.transport == transport]
         if mine:
-            with Stage(transport, tally, sources=True) as stage:
-                try:
-                    run_sources(stage, mine, found, _say)
-                except WeightSyncError as error:
-                    found.failed.append(f"{transport}, sources: {type(error).__name__}: {error}")
-            injected += stage.injected
+            injected += run_sources(transport, mine, tally, found, _say)
             found.run += len(mine)
-            found.leaks += [f"{transport}, sources: {name} did not end when asked to" for name in stage.unclean]
     if pushed:
         injected += run_disaggregated(pushed, tally, found, _say)
         found.run += len(pushed)

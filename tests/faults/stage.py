@@ -199,13 +199,20 @@ class Stage:
     """A coordinator, two trainer ranks, a replica of two ranks written directly, and one of one rank that is streamed to.
 
     With a ``network``, the last one is at its other end; with a relay, all engine ranks are. With ``sources`` all replicas serve
-    their weights to others, one at a time, and there is a third one, of one rank, that is written directly.
+    their weights to others, each to ``fan_out`` at a time, and there is a third one, of one rank, that is written directly.
     """
 
     def __init__(
-        self, transport: str, tally: Tally, network: Network | Relay | None = None, mutant: str = "", *, sources: bool = False
+        self,
+        transport: str,
+        tally: Tally,
+        network: Network | Relay | None = None,
+        mutant: str = "",
+        *,
+        sources: bool = False,
+        fan_out: int | None = None,
     ) -> None:
-        self.transport, self.network, self._mutant, self._sources = transport, network, mutant, sources
+        self.transport, self.network, self._mutant, self._sources, self._fan_out = transport, network, mutant, sources, fan_out
         self.tally = tally
         self.version = 0
         self.digest = ""
@@ -247,7 +254,7 @@ class Stage:
         common = {"coordinator": self._address.url, "token": self._token, "transport": self.transport, "mutant": self._mutant}
         kind, _, rank = name.partition("-")
         if name == "coordinator":
-            settings = {"fan_out": 1, "round_deadline": ROUND_SECONDS} if self._sources else {}
+            settings = {"fan_out": self._fan_out, "round_deadline": ROUND_SECONDS} if self._sources else {}
             config = {**common, "host": self._address.host, "port": self._port, "settings": settings}
             party = Party(name, parties.coordinator, config, self)
         elif kind == "trainer":

@@ -26,6 +26,8 @@ from tests.faults.fork_mutants import MUTANTS
 from tests.faults.leaks import Held, grown, held
 from tests.faults.mutants import UPDATE_MUTANTS, planted
 from tests.faults.network import obstacle
+from tests.faults.source_mutants import SOURCE_MUTANTS
+from tests.faults.sources import MUTANT_ACTS, SOURCE_TRANSPORTS, source_cases
 from tests.faults.stage import Tally
 from tests.faults.weights import MANIFEST, Weights, fill
 
@@ -45,6 +47,7 @@ from weightsync.protocol.messages import (
     Resume,
     Update,
 )
+from weightsync.transports import registry
 
 COUNTED = ["schedules", "faults_injected", "kills", "corruptions", "sources"]
 ZEROS = ["torn_responses", "mislabelled_responses", "hangs", "leaks", "uncaught_corruptions"]
@@ -245,9 +248,34 @@ def test_sockets_of_other_programs_are_no_leak(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.rare
 @pytest.mark.timeout(300)
-def test_bugs_of_forked_children_are_noticed() -> None:
+def test_bugs_of_forked_children_and_of_sources_are_noticed() -> None:
     found = campaign("--transport", "shared_memory", "--soak", "0", "--only", "mutant")
-    assert (found["schedules"], found["mutants"], found["mutants_caught"]) == (0, len(MUTANTS), len(MUTANTS))
+    count = len(MUTANTS) + len(SOURCE_MUTANTS)
+    assert (found["schedules"], found["mutants"], found["mutants_caught"]) == (0, count, count)
+
+
+@pytest.mark.slow
+@pytest.mark.rare
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", SOURCE_TRANSPORTS)
+def test_a_part_of_the_campaign_of_sources(transport: str) -> None:
+    if reason := registry.transport(transport).unavailable():
+        pytest.skip(reason)
+    only = [text for act in ("flip", "kill", "taken") for text in ("--only", f"/source {act}")]
+    found = campaign("--transport", transport, "--soak", "0", *only)
+    assert found["sources"] == found["schedules"] >= 4
+
+
+def test_every_point_of_a_source_is_visited_and_every_bug_of_reading_from_one_has_a_case() -> None:
+    visited = {(case.act, case.point) for case in source_cases(("shared_memory",))}
+    assert {(f"source {act}", point) for act in ("kill", "stop") for point in points.SOURCE_POINTS} <= visited
+    for transport in SOURCE_TRANSPORTS:
+        acts = {case.act for case in source_cases((transport,))}
+        assert {f"source {act}" for act in ("kill", "stop", "taken", "quarantined", "updated", "flip")} <= acts
+    assert set(MUTANT_ACTS) == set(SOURCE_MUTANTS)
+    assert set(MUTANT_ACTS.values()) <= {act for act, _ in visited}
+    names = [case.name for case in source_cases()]
+    assert len(set(names)) == len(names)
 
 
 def test_every_bug_of_forked_children_has_a_case() -> None:

@@ -227,7 +227,12 @@ class EngineProcess(Agent):
         direct = kind not in ("opaque", "misfit")
         handover = _Handover(None, _HANDOVER_SECONDS) if kind == "receiver" else None
         role = EngineRole(
-            handover or _Adapter(self, direct), [self.world.scheme], self.host, progress=self._progress, member=self.member
+            handover or _Adapter(self, direct),
+            [self.world.scheme],
+            self.host,
+            progress=self._progress,
+            alone=ranks == 1,
+            member=self.member,
         )
         delivery: Delivery = "direct" if kind == "direct" else "streamed"
         self.role = role

@@ -98,7 +98,7 @@ class Engine(Closeable):
         with ExitStack() as owned:
             self._role = EngineRole(
                 adapter, transports, self._host, progress=self._progress, bucket_bytes=bucket_bytes, buffers=staging_buckets,
-                encrypted=settings.data_encryption == "on", rank=rank, member=f"{replica}/{rank}",
+                encrypted=settings.data_encryption == "on", rank=rank, alone=world_size == 1, member=f"{replica}/{rank}",
             )  # fmt: skip
             if delivery == "direct" and self._role.layout is None:
                 raise ConfigurationError(f"the {adapter.name} adapter has no shards(): it can only be streamed to")

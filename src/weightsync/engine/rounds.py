@@ -46,6 +46,7 @@ from weightsync.protocol.messages import (
     Updated,
     WindowMoved,
 )
+from weightsync.spans import span
 from weightsync.tensors.device_memory import device_of
 from weightsync.tensors.memory import layout_in_place
 from weightsync.tensors.shards import Views
@@ -85,7 +86,7 @@ class EngineRole:
     It prepares fillers and fills the engine's memory. What must never happen, whatever the coordinator says, its
     :class:`~weightsync.engine.session.EngineSession` refuses.
 
-    ``member`` names this rank in errors.
+    ``alone`` says that this rank is its whole replica, ``member`` names it in errors.
     """
 
     patience = 5.0
@@ -104,9 +105,10 @@ class EngineRole:
         buffers: int = 2,
         encrypted: bool = False,
         rank: int = 0,
+        alone: bool = False,
         member: str = "this engine rank",
     ) -> None:
-        self.adapter = adapter
+        self.adapter, self._alone = adapter, alone
         self._filler: Filler | None = None
         self._preparing: Filler | None = None
         self._windows: WindowReceiver | None = None
@@ -241,6 +243,9 @@ class EngineRole:
         if self._filler is None or not self._filler.fits(body.plan, addresses):
             self._drop_filler()
             self._filler = self._new_filler(body.plan, layout, addresses, deadline)
+        if self._alone:
+            with span("cover"):  # which its updates compare digests by
+                _ = self._filler.cover
         failpoints.reached("engine.prepared")
         return Prepared(digest=self._filler.digest, transports=self._filler.transports)
 

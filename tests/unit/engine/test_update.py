@@ -73,7 +73,7 @@ class Stage:
         self.adapter = adapter
         self.trainer = TrainerRole(self.source, [transport("inproc")], b"k" * 32, here)
         owned.callback(self.trainer.close)
-        self.engine = EngineRole(adapter, ["inproc"], here)
+        self.engine = EngineRole(adapter, ["inproc"], here, alone=True)
         owned.callback(self.engine.close)
         role = self.trainer
         trainer = TrainerRank("trainer/0", 0, 1, "s", here, role.manifest, role.layout, role.offers, role.key)
@@ -116,6 +116,11 @@ def test_an_update_is_the_whole_round_in_its_order(stage: Stage) -> None:
     assert stage.adapter.said == ["pause keep", "finish", "flush", "resume"]
     assert stage.engine.session.attests == version
     assert torch.equal(stage.adapter.module.weight, stage.source.weight)  # type: ignore[arg-type]
+
+
+def test_what_an_update_compares_digests_by_is_made_before_it(stage: Stage) -> None:
+    stage.engine.handle(Prepare(stage.plan()), SECONDS)
+    assert "cover" in vars(stage.engine._filler), "numpy's part for it takes up to 200 ms to import"
 
 
 def test_bytes_that_are_not_the_versions_are_never_committed(stage: Stage) -> None:

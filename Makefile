@@ -130,7 +130,7 @@ SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 ON_TOP = echo "installing into $(1) (once; takes about a minute)" >&2; \
 	$(BIN)/python -m venv $(1) >&2; \
 	site=$$($(1)/bin/python -c '$(SITE)'); \
-	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" >"$$site/on-top-of-weightsync.pth"; \
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" >"$$site/on-top-of-weightsync.pth"; $(3) \
 	$(1)/bin/python -m pip --quiet --disable-pip-version-check $(INSTALL) $(LOCKED) --no-build-isolation -r $(2) >&2; \
 	rm -rf "$$site/tests"
 $(VERL_VENV)/.installed: $(VENV)/.installed locks/verl.txt
@@ -151,11 +151,12 @@ $(AREAL_VENV)/.installed: $(VENV)/.installed locks/areal.txt
 areal-test: $(AREAL_VENV)/.installed ## every test against AReaL's own engine
 	@$(AREAL_VENV)/bin/python -m pytest -m areal tests/integration/test_areal.py $(ARGS)
 
-# OpenRLHF's policy trainer imports vLLM, so its environment lies on top of vLLM's first.
+# OpenRLHF's policy trainer imports vLLM, so its environment lies on top of vLLM's first. DeepSpeed is built, with vLLM's setuptools: that
+# of a new environment of Python 3.11 is too old.
+ON_VLLM = echo "import site; site.addsitedir('$$($(VLLM_VENV)/bin/python -c '$(SITE)')')" >"$$site/on-top-of-vllm.pth"; \
+	$(OPENRLHF_VENV)/bin/python -m pip --quiet --disable-pip-version-check uninstall --yes setuptools >&2;
 $(OPENRLHF_VENV)/.installed: $(VENV)/.installed $(VLLM_VENV)/.installed locks/openrlhf.txt
-	@$(call ON_TOP,$(OPENRLHF_VENV),locks/openrlhf.txt)
-	@site=$$($(OPENRLHF_VENV)/bin/python -c '$(SITE)'); under=$$($(VLLM_VENV)/bin/python -c '$(SITE)'); \
-		echo "import site; site.addsitedir('$$under')" >"$$site/on-top-of-vllm.pth"
+	@$(call ON_TOP,$(OPENRLHF_VENV),locks/openrlhf.txt,$(ON_VLLM))
 	@touch $@
 
 .PHONY: openrlhf-test

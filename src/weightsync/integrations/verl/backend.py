@@ -116,7 +116,6 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if not actors or "coordinator" not in actors[0]:
             raise ConfigurationError("actor rank 0 offers no coordinator: verl did not make it with is_master=True")
         meeting = msgspec.to_builtins(arrange(actors[0], metadata, rollouts))
-
         shards = {"tensors": actors[0]["tensors"]} if all(actor.get("shards") for actor in actors) else {}
 
         def ranks(size: int) -> dict[str, list[Any]]:

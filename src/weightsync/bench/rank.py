@@ -25,9 +25,11 @@ from weightsync.engine.agent import Engine
 from weightsync.model import Manifest, PauseMode, TensorSpec
 from weightsync.tensors.shards import Shard, shard
 from weightsync.trainer.agent import Trainer
-from weightsync.transports.net.records import KEY_BYTES, RECORD_BYTES
+from weightsync.transports.net.records import KEY_BYTES
 
 __all__ = ["main"]
+
+_PIECE = 256 << 10  # bytes that the floor encrypts at a time: they fit every second-level cache
 
 
 def _processor() -> tuple[float, float]:
@@ -86,8 +88,8 @@ class _Floor:
     @staticmethod
     def _pieces(tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
         for view in map(_bytes, tensors):
-            for start in range(0, len(view), RECORD_BYTES):
-                yield view[start : start + RECORD_BYTES]
+            for start in range(0, len(view), _PIECE):
+                yield view[start : start + _PIECE]
 
     def listen(self) -> int:
         self._listener = socket.create_server(("127.0.0.1", 0))

@@ -330,12 +330,15 @@ def run_of_table(table: int, first: int, last: int, done: int, status: int) -> i
     return np.int64(0)
 
 
-@raw.compiled("int64(int32, int64, int64, int64, int64, int64, int64, int64, int64)")
-def send_table(fd: int, table: int, first: int, last: int, bases: int, done: int, bucket: int, until: int, status: int) -> int:
+@raw.compiled("int64(int32, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+def send_table(
+    fd: int, table: int, first: int, last: int, bases: int, done: int, bucket: int, size: int, until: int, status: int
+) -> int:
     """Send the tiles ``first <= i < last`` except their first ``done`` bytes: long runs in place, short ones packed in ``bucket``.
 
-    ``bases`` is as in :func:`copy_table`. With ``fd`` -1 nothing is sent: this returns when at most :data:`SLICE` bytes are
-    contiguous at the address in ``status[1]``, which is ``bucket`` or, for a long run, the run itself.
+    ``bases`` is as in :func:`copy_table`, ``size`` the bytes of ``bucket``. With ``fd`` -1 nothing is sent: this returns when up
+    to ``size`` bytes are contiguous at the address in ``status[1]``, which is ``bucket`` or, for a long run, the run itself.
+    A long run is cut into equal parts. A bucket that is half full ends with its tile, as contiguous targets often do.
 
     Returns:
         Bytes sent: all, or fewer as in :func:`receive_table`.
@@ -345,37 +348,38 @@ def send_table(fd: int, table: int, first: int, last: int, bases: int, done: int
     for tile in range(first, last):
         row = table + tile * (8 * TILE)
         source, stride = raw.int64(bases, raw.int64(row, 0)) + raw.int64(row, 1), raw.int64(row, 2)
-        rows, size = raw.int64(row, 5), raw.int64(row, 6)
-        while done + have < before + rows * size:
+        rows, run_bytes = raw.int64(row, 5), raw.int64(row, 6)
+        while done + have < before + rows * run_bytes:
             start = done + have - before
-            run, into = start // size, start % size
+            run, into = start // run_bytes, start % run_bytes
             place = source + run * stride + into
-            room = rows * size - start if stride == size else size - into
-            if fd < 0 and have == 0 and room >= SLICE:
-                raw.put(status, 1, place)
-                return done + SLICE
-            if fd < 0 and have == SLICE:
-                return done + have
-            if fd >= 0 and (have == SLICE or (have > 0 and room >= _LONG)):
+            room = rows * run_bytes - start if stride == run_bytes else run_bytes - into
+            if have == size or (have > 0 and room >= _LONG) or (have >= size // 2 and start == 0):
+                if fd < 0:
+                    return done + have
                 count = raw.send(fd, bucket, have, until, status)
                 done += count
                 if count < have:
                     return done
                 have = np.int64(0)
-            if fd >= 0 and room >= _LONG:
+            if room >= _LONG:
+                if fd < 0:
+                    raw.put(status, 1, place)
+                    parts = -(-room // size)
+                    return done + min(-(-room // (parts * _LINE)) * _LINE, room)
                 count = raw.send(fd, place, min(room, _MOST), until, status)
                 if count == 0:
                     return done
                 done += count
-            elif into == 0 and size <= SLICE - have:
-                runs = min(rows - run, (SLICE - have) // size)
-                _copy_runs(bucket + have, size, place, stride, runs, size)
-                have += runs * size
+            elif into == 0 and run_bytes <= size - have:
+                runs = min(rows - run, (size - have) // run_bytes)
+                _copy_runs(bucket + have, run_bytes, place, stride, runs, run_bytes)
+                have += runs * run_bytes
             else:
-                count = min(size - into, SLICE - have)
+                count = min(run_bytes - into, size - have)
                 raw.copy_bytes(bucket + have, place, count)
                 have += count
-        before += rows * size
+        before += rows * run_bytes
     return done + (have if fd < 0 or have == 0 else raw.send(fd, bucket, have, until, status))
 
 

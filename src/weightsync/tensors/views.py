@@ -1,4 +1,4 @@
-"""NumPy arrays over memory at a given address."""
+"""Views of memory at a given address."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ import ctypes
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["bytes_at"]
+__all__ = ["bytes_at", "memory_at"]
+
+
+_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_view.argtypes, _view.restype = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int), ctypes.py_object
+_WRITABLE = 0x200  # PyBUF_WRITE
+
+
+def memory_at(address: int, size: int) -> memoryview:
+    """Return ``size`` bytes at ``address`` as a writable view. It does not keep the memory alive."""
+    view: memoryview = _view(address, size, _WRITABLE)
+    return view
 
 
 def bytes_at(address: int, size: int) -> npt.NDArray[np.uint8]:
     """Return ``size`` bytes at ``address`` as a writable ``uint8`` array. It does not keep the memory alive."""
-    if not size:
-        return np.empty(0, np.uint8)
-    memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
-    return memory
+    return np.frombuffer(memory_at(address, size), np.uint8) if size else np.empty(0, np.uint8)

@@ -8,7 +8,6 @@ Handles let their holder write too, so they are given to authenticated processes
 from __future__ import annotations
 
 import os
-import socket
 import struct
 import sys
 from collections.abc import Sequence
@@ -51,7 +50,7 @@ _MOST_FACTS = 64 << 20  # a million regions
 
 def _next_request(channel: Channel) -> bytes:
     """The next byte that the reader sends, or nothing when either end closes the connection, which is what ends the wait."""
-    channel.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 0))
+    channel.unbound()
     try:
         return channel.socket.recv(1)
     except OSError:

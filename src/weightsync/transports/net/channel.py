@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,8 @@ VERSION_AT = struct.calcsize("<4sB3xQ")
 """Where a header holds the version: eight bytes."""
 _MAGIC = b"wsf1"
 _LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)  # several times a move, and enums take long to combine
+_LATE = 0.05
+_SOL_SOCKET, _WAIT_ALL = int(socket.SOL_SOCKET), int(socket.MSG_WAITALL)
 _IOV_MAX = 1024  # buffers that one system call takes
 
 
@@ -75,6 +78,7 @@ class Channel:
         self.socket = sock
         self.peer = peer
         self.aborted = False
+        self._bounds: dict[int, tuple[Deadline, float]] = {}
         sock.setblocking(True)
         forks.in_children(self, Channel._forget)
 
@@ -86,8 +90,18 @@ class Channel:
         """Be ready to send and receive, once connected. Plain sockets are."""
 
     def bound(self, option: int, deadline: Deadline, what: str) -> None:
-        """Let the kernel end the next calls in time (``SO_RCVTIMEO`` or ``SO_SNDTIMEO``)."""
-        self.socket.setsockopt(socket.SOL_SOCKET, option, _timeval(deadline.remaining(f"{what} {self.peer}")))
+        """Let the kernel end the next calls in time (``SO_RCVTIMEO`` or ``SO_SNDTIMEO``), at most :data:`_LATE` seconds late."""
+        left = deadline.at - time.monotonic()
+        known, then = self._bounds.get(option, (None, 0.0))
+        if known is not deadline or left <= 0 or then - left > _LATE:
+            left = deadline.remaining(f"{what} {self.peer}")
+            self.socket.setsockopt(_SOL_SOCKET, option, _timeval(left))
+            self._bounds[option] = deadline, left
+
+    def unbound(self) -> None:
+        """Let the next receive wait without limit, until either end closes the connection."""
+        self._bounds.pop(socket.SO_RCVTIMEO, None)
+        self.socket.setsockopt(_SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 0))
 
     def lost(self, error: OSError | None = None) -> Aborted | PeerLost:
         """What to raise when the connection broke."""
@@ -107,9 +121,9 @@ class Channel:
                 self.bound(socket.SO_RCVTIMEO, deadline, "receiving from")
                 try:
                     if len(batch) == 1:
-                        count = self.socket.recv_into(batch[0], 0, socket.MSG_WAITALL)
+                        count = self.socket.recv_into(batch[0], 0, _WAIT_ALL)
                     else:
-                        count = self.socket.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0]
+                        count = self.socket.recvmsg_into(batch, 0, _WAIT_ALL)[0]
                 except BlockingIOError:
                     if self.aborted:
                         raise self.lost() from None
@@ -120,12 +134,12 @@ class Channel:
                     raise self.lost()
                 batch = _after(batch, count)
 
-    def receive_part(self, most: int, deadline: Deadline, into: memoryview | None = None) -> memoryview:
-        """Return from one byte to ``most``: the beginning of ``into`` if they are there, or another buffer.
+    def receive_part(self, most: int, deadline: Deadline, into: memoryview) -> tuple[memoryview, bool]:
+        """Return from one byte to ``most``, and whether they are the beginning of ``into`` or in another buffer.
 
         Raises as :meth:`receive_into` does.
         """
-        return memoryview(self.receive(most, deadline))
+        return memoryview(self.receive(most, deadline)), False
 
     def receive(self, nbytes: int, deadline: Deadline) -> bytearray:
         """Exactly ``nbytes`` bytes. The caller has bounded ``nbytes``."""
@@ -194,7 +208,7 @@ class Channel:
 
     def wait_for_end(self) -> None:
         """Return when the peer closes the connection or says anything, or :meth:`abort` is called."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 0))  # ended by either end's close
+        self.unbound()
         try:
             self.socket.recv(1)
         except OSError:

@@ -27,7 +27,7 @@ __all__ = ["ENCRYPTED_ONLY", "HELLO_SECONDS", "ID_BYTES", "check_key", "greet_ow
 HELLO_SECONDS = 5.0
 """How long a connection may take to prove itself."""
 ID_BYTES = 16
-_MAGIC = b"wsync\x00\x00\x01"  # the last two bytes are the protocol's number
+_MAGIC = b"wsync\x00\x00\x02"  # the last two bytes are the protocol's number
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _SHORTEST_KEY = 16

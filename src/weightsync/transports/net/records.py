@@ -25,9 +25,9 @@ __all__ = ["KEY_BYTES", "LENGTH_BYTES", "RECORDS_PER_KEY", "RECORD_BYTES", "TAG_
 KEY_BYTES = 32
 TAG_BYTES = 16
 LENGTH_BYTES = 4
-RECORD_BYTES = 256 << 10
+RECORD_BYTES = 512 << 10
 """Most plain bytes of a record."""
-RECORDS_PER_KEY = 1 << 18
+RECORDS_PER_KEY = 1 << 17
 """At most 64 GiB, so 2^32 blocks: an attacker's advantage over a key stays below 2^-60."""
 _LENGTH = struct.Struct("<I")
 _NEXT = b"weightsync: the next key of a channel"

@@ -173,12 +173,13 @@ class EncryptedChannel(Channel):
         for buffer in buffers:
             done = 0
             while done < len(buffer):
-                part = self.receive_part(len(buffer) - done, deadline)
-                buffer[done : done + len(part)] = part
+                part, in_place = self.receive_part(len(buffer) - done, deadline, buffer[done:])
+                if not in_place:
+                    buffer[done : done + len(part)] = part
                 done += len(part)
 
-    def receive_part(self, most: int, deadline: Deadline, into: memoryview | None = None) -> memoryview:
-        """Return from one byte to ``most``: what is left of a record, or the next one, which lies in ``into`` if it fits there.
+    def receive_part(self, most: int, deadline: Deadline, into: memoryview) -> tuple[memoryview, bool]:
+        """Return what is left of a record, or the next one, which lies in ``into`` if it fits there.
 
         Raises as :meth:`receive_into` does; ``into`` then holds bytes that are not authenticated.
         """
@@ -196,11 +197,11 @@ class EncryptedChannel(Channel):
             received = memoryview(self._sealed)[: count + following]
             super().receive_into([received], deadline)
             self._length = bytes(received[count:])
-            if into is not None and plain <= min(len(into), most):
-                return self._opening.open(length, received[:count], into[:plain])
+            if plain <= min(len(into), most):
+                return self._opening.open(length, received[:count], into[:plain]), True
             self._left = self._opening.open(length, received[:count])
         part, self._left = self._left[:most], self._left[most:]
-        return part
+        return part, False
 
     def send(self, buffers: Sequence[memoryview | bytes], deadline: Deadline, more: bool = False) -> None:
         """See :meth:`Channel.send`."""

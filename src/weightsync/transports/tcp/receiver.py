@@ -30,7 +30,7 @@ class _Stream:
 
 
 class StreamReader(ConnectedReader):
-    """A :class:`~weightsync.transports.base.Reader` to which the publisher streams. Holds a bucket of 256 KiB."""
+    """A :class:`~weightsync.transports.base.Reader` to which the publisher streams. Holds a :class:`TileStream`."""
 
     def __init__(self, dial: Dial, deadline: Deadline) -> None:
         self._stream: _Stream | None = None

@@ -34,7 +34,7 @@ __all__ = ["Sender", "frames_of", "wanted_tiles"]
 
 
 class Sender:
-    """Serves one authenticated reader of ``region`` until it goes away. Holds a bucket of 256 KiB.
+    """Serves one authenticated reader of ``region`` until it goes away. Holds a :class:`TileStream`.
 
     ``budget`` is what all readers of the shelf share; ``busy`` gives a context in which each transfer runs.
     """

@@ -15,8 +15,9 @@ from weightsync.tensors.copies import check_keys
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.tensors.digest import columns_address
 from weightsync.tensors.kernels import SLICE, receive_table, run_of_table, send_table
-from weightsync.tensors.views import bytes_at
+from weightsync.tensors.views import memory_at
 from weightsync.transports.net.channel import Channel
+from weightsync.transports.net.records import RECORD_BYTES
 
 __all__ = ["TileStream"]
 
@@ -25,14 +26,14 @@ _AGAIN = (0, errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR)
 
 
 class TileStream:
-    """Sends and receives tiles over one channel. Holds a bucket of 256 KiB for short runs.
+    """Sends and receives tiles over one channel. Holds a bucket for short runs, of 256 KiB or one record.
 
     Both methods raise as those of :class:`~weightsync.transports.net.channel.Channel` do. The caller has checked the tiles' bounds.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._bucket = np.empty(SLICE, np.uint8)
+        self._bucket = np.empty(RECORD_BYTES if channel.encrypted else SLICE, np.uint8)
         self._status = np.zeros(3, np.int64)  # an error number, and room for a clock reading
 
     def send(
@@ -40,17 +41,18 @@ class TileStream:
     ) -> None:
         """Send tiles ``first <= i < last``, which hold ``nbytes`` bytes; ``addresses`` is where each source region begins."""
         bucket, status = self._bucket.ctypes.data, self._status.ctypes.data
+        table, bases = tiles.table_address, addresses.ctypes.data
         done = 0
         while done < nbytes and self._channel.encrypted:
-            ready = send_table(-1, tiles.table_address, first, last, addresses.ctypes.data, done, bucket, 0, status)
-            self._channel.send([bytes_at(int(self._status[1]), ready - done).data], deadline)
+            ready = send_table(-1, table, first, last, bases, done, bucket, self._bucket.nbytes, 0, status)
+            self._channel.send((memory_at(int(self._status[1]), ready - done),), deadline)
             done = ready
             self._check()
         while done < nbytes:
             self._channel.bound(socket.SO_SNDTIMEO, deadline, "sending to")
             until = time.monotonic_ns() + _LOOK_NANOSECONDS
             fd = self._channel.socket.fileno()
-            done = send_table(fd, tiles.table_address, first, last, addresses.ctypes.data, done, bucket, until, status)
+            done = send_table(fd, table, first, last, bases, done, bucket, self._bucket.nbytes, until, status)
             self._check()
 
     def receive(
@@ -62,19 +64,21 @@ class TileStream:
         if digests is not None:
             check_keys(tiles, digests)
             out = digests.ctypes.data
-        done = 0
+        table, done = tiles.table_address, 0
         while done < nbytes and self._channel.encrypted:
-            room = run_of_table(tiles.table_address, first, last, done, status)
-            into = bytes_at(int(self._status[1]), SLICE).data if room >= SLICE else None
-            opened = np.frombuffer(self._channel.receive_part(nbytes - done, deadline, into), np.uint8)
-            self._status[1], at = len(opened), opened.ctypes.data
-            done = receive_table(-1, tiles.table_address, first, last, done, nbytes, at, 0, out, columns_address, status)
+            room = run_of_table(table, first, last, done, status)
+            at = int(self._status[1])
+            opened, in_place = self._channel.receive_part(nbytes - done, deadline, memory_at(at, min(room, RECORD_BYTES)))
+            if not in_place:
+                at = np.frombuffer(opened, np.uint8).ctypes.data
+            self._status[1] = len(opened)
+            done = receive_table(-1, table, first, last, done, nbytes, at, 0, out, columns_address, status)
             self._check()
         while done < nbytes:
             self._channel.bound(socket.SO_RCVTIMEO, deadline, "receiving from")
             until = time.monotonic_ns() + _LOOK_NANOSECONDS
             fd = self._channel.socket.fileno()
-            done = receive_table(fd, tiles.table_address, first, last, done, nbytes, bucket, until, out, columns_address, status)
+            done = receive_table(fd, table, first, last, done, nbytes, bucket, until, out, columns_address, status)
             self._check()
 
     def _check(self) -> None:

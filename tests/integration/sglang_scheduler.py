@@ -107,6 +107,7 @@ class RunningScheduler(Closeable):
         self._inputs.bind(ports.scheduler_input_ipc_name)
         self.labels: list[str] = []
         self._made = 0
+        self._tokens: dict[str, list[int]] = {}
         self.scheduler = Scheduler(server_arguments, ports)
         self._thread = threading.Thread(target=self.scheduler.run_event_loop, name="sglang-scheduler")
         self._thread.start()
@@ -139,10 +140,10 @@ class RunningScheduler(Closeable):
         return name
 
     def output(self, name: str, seconds: float = _SECONDS) -> Any:
-        """Return the last output of a request, or ``None``. Others are dropped, and labels kept."""
+        """Return all tokens of a request and their versions, or its abort, or ``None``. Others are dropped, and labels kept."""
         from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput, UpdateWeightVersionReqInput, sock_recv
 
-        end = time.monotonic() + seconds
+        end, tokens = time.monotonic() + seconds, self._tokens.setdefault(name, [])
         while (left := end - time.monotonic()) > 0 and self._outputs.poll(max(int(left * 1000), 1)):
             output = sock_recv(self._outputs)
             if isinstance(output, UpdateWeightVersionReqInput):
@@ -151,8 +152,9 @@ class RunningScheduler(Closeable):
                 return output
             elif isinstance(output, BatchTokenIDOutput) and name in output.rids:
                 place = output.rids.index(name)
+                tokens += output.output_ids[place]
                 if output.finished_reasons[place] is not None:
-                    return list(output.output_ids[place]), output.weight_versions[place]
+                    return tokens, output.weight_versions[place]
         return None
 
     def wait_until_running(self, count: int = 1) -> None:

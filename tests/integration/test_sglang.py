@@ -69,14 +69,14 @@ def publish(served: _Served, trainer: Trainer, seed: int) -> Any:
 
 
 def test_the_plugin_joins_and_tokens_equal_transformers_after_each_update(served: _Served, trainer: Trainer) -> None:
-    assert served.running.output(served.running.ask(8)) == (served.expected(8), served.running.output(served.running.ask(1))[1])
+    assert served.running.output(served.running.ask(8))[0] == served.expected(8)
     for seed in (1, 2, 3):
         result = publish(served, trainer, seed)
         replica = result.replicas[0]
         assert (replica.name, replica.state, replica.delivery, replica.verified) == ("sglang", "loaded", "direct", "installed")
         tokens, spans = served.running.output(served.running.ask(8))
         assert tokens == served.expected(8)
-        assert [span.version.endswith(f"@{result.version}") for span in spans] == [True]
+        assert [span.version for span in spans] == [str(result.version)]
         assert served.running.labels[-2:] == ["weightsync:none", spans[0].version]
 
 
@@ -102,7 +102,7 @@ def test_requests_that_run_when_an_update_comes(served: _Served, mode: PauseMode
     tokens, spans = output
     assert len(tokens) == 100
     expected = [before.version, after.version] if mode == "keep" else [before.version]
-    assert [int(span.version.rpartition("@")[2]) for span in spans] == expected
+    assert [span.version for span in spans] == [str(version) for version in expected]
     if mode == "keep":
         served.reference.load_state_dict(served.state)
         prompt = torch.tensor([[*PROMPT, *tokens[: spans[0].end]]])

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -80,7 +80,7 @@ def random_weights(state: dict[str, torch.Tensor], seed: int) -> None:
 class RunningScheduler(Closeable):
     """A real ``Scheduler`` whose event loop runs on a thread, and its clients' ends of SGLang's sockets."""
 
-    def __init__(self, directory: str, *, overlap: bool = False, **arguments: Any) -> None:
+    def __init__(self, directory: str, *, rank: int = 0, sockets: Mapping[str, Any] | None = None, **arguments: Any) -> None:
         from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.plugins.hook_registry import HookRegistry
         from sglang.srt.runtime_context import SpawnRanks, publish
@@ -94,19 +94,20 @@ class RunningScheduler(Closeable):
             "model_path": directory, "device": "cpu", "skip_tokenizer_init": True, "dtype": "float32", "page_size": 1,
             "attention_backend": "torch_native", "sampling_backend": "pytorch", "disable_cuda_graph": True,
             "max_total_tokens": 1024, "context_length": 256,
-            "max_running_requests": 4, "disable_overlap_schedule": not overlap, "log_level": "warning",
+            "max_running_requests": 4, "log_level": "warning",
         }  # fmt: skip
         server_arguments = ServerArgs(**settings | arguments)
         server_arguments.resolve_once()
         server_arguments.check_server_args()
-        ports = PortArgs.init_new(server_arguments)
-        publish(server_arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
+        ports = PortArgs.init_new(server_arguments) if sockets is None else PortArgs(**sockets)
+        publish(server_arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=rank))
         self._context = zmq.Context()
         self._outputs, self._inputs = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
-        self._outputs.bind(ports.tokenizer_ipc_name)
-        self._inputs.bind(ports.scheduler_input_ipc_name)
+        if rank == 0:
+            self._outputs.bind(ports.tokenizer_ipc_name)
+            self._inputs.bind(ports.scheduler_input_ipc_name)
         self.labels: list[str] = []
-        self._made = 0
+        self._leads, self._made = rank == 0, 0
         self._tokens: dict[str, list[int]] = {}
         self.scheduler = Scheduler(server_arguments, ports)
         self._thread = threading.Thread(target=self.scheduler.run_event_loop, name="sglang-scheduler")
@@ -166,7 +167,8 @@ class RunningScheduler(Closeable):
     def close(self) -> None:
         from sglang.srt.managers.io_struct import ShutdownReq
 
-        self.send(ShutdownReq())
+        if self._leads:
+            self.send(ShutdownReq())
         self._thread.join(_SECONDS)
         self._context.destroy(linger=0)
 

@@ -1,0 +1,54 @@
+"""One of two tensor-parallel ranks of SGLang's scheduler. Rank 0 publishes, and prints the tokens that SGLang generates.
+
+Run as ``python -m tests.integration.sglang_rank RANK DIRECTORY SOCKETS``, ``SOCKETS`` being SGLang's ``PortArgs`` as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import torch
+from tests.integration.sglang_scheduler import RunningScheduler, install_stubs, random_weights, use_environment
+
+UPDATES = 2
+
+
+def main(rank: int, directory: str, sockets: str) -> None:
+    """Serve until rank 0 has finished."""
+    install_stubs()
+    use_environment()
+    running = RunningScheduler(directory, rank=rank, sockets=json.loads(sockets), tp_size=2)
+    with running:
+        if rank == 0:
+            print(json.dumps(scenario(running, directory)), flush=True)
+        else:
+            while not running.scheduler.gracefully_exit:
+                time.sleep(0.05)
+
+
+def scenario(running: RunningScheduler, directory: str) -> list[object]:
+    """Return for each update: delivery, verification, and the tokens after it, of a new request and of one that was kept."""
+    from transformers import LlamaForCausalLM
+
+    from weightsync.trainer.agent import Trainer
+
+    state = {name: tensor.clone() for name, tensor in LlamaForCausalLM.from_pretrained(directory).state_dict().items()}
+    results: list[object] = []
+    with Trainer(state, os.environ["WEIGHTSYNC_COORDINATOR"], token=os.environ["WEIGHTSYNC_TOKEN"]) as trainer:
+        for seed in range(1, UPDATES + 1):
+            kept = running.ask(60)
+            running.wait_until_running()
+            random_weights(state, seed)
+            replica = trainer.publish(timeout=60.0).replicas[0]
+            tokens, _ = running.output(running.ask(8))
+            of_kept, spans = running.output(kept)
+            results.append([replica.delivery, replica.verified, tokens, len(of_kept), [span.version for span in spans]])
+    return results
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -37,7 +37,8 @@ def scenario(running: RunningScheduler, directory: str) -> list[object]:
 
     state = {name: tensor.clone() for name, tensor in LlamaForCausalLM.from_pretrained(directory).state_dict().items()}
     results: list[object] = []
-    with Trainer(state, os.environ["WEIGHTSYNC_COORDINATOR"], token=os.environ["WEIGHTSYNC_TOKEN"]) as trainer:
+    coordinator, token = os.environ["WEIGHTSYNC_COORDINATOR"], os.environ["WEIGHTSYNC_TOKEN"]
+    with Trainer(state, coordinator, token=token, rank=0, world_size=1) as trainer:  # SGLang's process group is not the trainer's
         for seed in range(1, UPDATES + 1):
             kept = running.ask(60)
             running.wait_until_running()

@@ -23,6 +23,7 @@ import torch
 import zmq
 
 from weightsync.closing import Closeable
+from weightsync.engines.sglang.loop import SchedulerLoop
 
 STUBBED = ("deep_gemm", "flashinfer", "sgl_kernel", "torchvision")
 _SECONDS = 30.0
@@ -116,6 +117,12 @@ class RunningScheduler(Closeable):
     @property
     def paused(self) -> bool:
         return bool(self.scheduler._engine_paused)
+
+    @property
+    def loop(self) -> SchedulerLoop:
+        from weightsync.engines.sglang import plugin
+
+        return plugin._loops[id(self.scheduler)]
 
     def send(self, request: object) -> None:
         from sglang.srt.managers.io_struct import sock_send

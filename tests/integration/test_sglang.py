@@ -113,13 +113,12 @@ def test_requests_that_run_when_an_update_comes(served: _Served, mode: PauseMode
 def made_adapter(served: _Served) -> tuple[Any, EngineAdapter]:
     """Return a new adapter of the scheduler with scrambled weights, and its shards."""
     from weightsync.engines.hf_checkpoint import checkpoint_of
-    from weightsync.engines.sglang import plugin
     from weightsync.engines.sglang.adapter import SglangAdapter
     from weightsync.engines.sglang.loading import install
     from weightsync.engines.traced_shards import DirectShards, find_direct
 
     scheduler = served.running.scheduler
-    runner, loop = scheduler.tp_worker.model_runner, plugin._loops[id(scheduler)]
+    runner, loop = scheduler.tp_worker.model_runner, served.running.loop
     config, reload = runner.model_config, partial(install, runner)
     checkpoint = checkpoint_of(config.model_path, None, config.hf_config)
     loop.pause("abort", 10.0)
@@ -156,7 +155,7 @@ class TestSglangScheduler(AdapterContract):
             output = running.output(name, 0.05)
             if output is not None:
                 return isinstance(output, tuple)
-            if running.paused and any(request.rid == name for request in running.scheduler.waiting_queue):
+            if running.paused and any(request.rid == name for request in running.loop._held):
                 return False
         raise AssertionError("neither tokens nor a pause")
 

@@ -40,6 +40,7 @@ def test_two_ranks_update_and_keep_a_request_that_runs(tmp_path: Path, delivery:
     with BackgroundServer(ServerSettings.load({}, port=0, pause_mode="keep")) as server:
         environment = os.environ | {
             "WEIGHTSYNC_COORDINATOR": server.url, "WEIGHTSYNC_TOKEN": server.token, "WEIGHTSYNC_DELIVERY": delivery,
+            "SGLANG_CPU_OMP_THREADS_BIND": f"0|{min(1, (os.cpu_count() or 1) - 1)}",
         }  # fmt: skip
         ranks = [
             subprocess.Popen(

@@ -1,6 +1,7 @@
 """One of two tensor-parallel ranks of SGLang's scheduler. Rank 0 publishes, and prints the tokens that SGLang generates.
 
-Run as ``python -m tests.integration.sglang_rank RANK DIRECTORY SOCKETS``, ``SOCKETS`` being SGLang's ``PortArgs`` as JSON.
+Run as ``python -m tests.integration.sglang_rank RANK DIRECTORY SOCKETS OVERLAPS``, ``SOCKETS`` being SGLang's ``PortArgs`` as JSON, and
+``OVERLAPS`` ``yes`` or ``no``, for SGLang's overlapped event loop.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from tests.integration.sglang_scheduler import RunningScheduler, install_stubs, 
 UPDATES = 2
 
 
-def main(rank: int, directory: str, sockets: str) -> None:
+def main(rank: int, directory: str, sockets: str, overlaps: str) -> None:
     """Serve until rank 0 has finished."""
     install_stubs()
     use_environment()
-    running = RunningScheduler(directory, rank=rank, sockets=json.loads(sockets), tp_size=2)
+    running = RunningScheduler(
+        directory, rank=rank, sockets=json.loads(sockets), tp_size=2, disable_overlap_schedule=overlaps == "no"
+    )
     with running:
         if rank == 0:
             print(json.dumps(scenario(running, directory)), flush=True)

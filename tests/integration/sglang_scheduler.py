@@ -20,11 +20,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import zmq
 
 from weightsync.closing import Closeable
 from weightsync.engines.sglang.loop import SchedulerLoop
 
+WITHOUT_SGLANG = importlib.util.find_spec("sglang") is None
 STUBBED = ("deep_gemm", "flashinfer", "sgl_kernel", "torchvision")
 _SECONDS = 30.0
 
@@ -45,7 +45,9 @@ class _StubFinder:
 
 
 def install_stubs() -> None:
-    """Make the modules of :data:`STUBBED` importable. Before the first import of SGLang."""
+    """Make the modules of :data:`STUBBED` importable. Before the first import of SGLang. Idempotent."""
+    if any(isinstance(finder, _StubFinder) for finder in sys.meta_path):
+        return
     from transformers import AutoConfig, AutoProcessor  # noqa: F401 - they must not find the stub of torchvision
 
     found = importlib.util.find_spec("sglang")
@@ -82,6 +84,7 @@ class RunningScheduler(Closeable):
     """A real ``Scheduler`` whose event loop runs on a thread, and its clients' ends of SGLang's sockets."""
 
     def __init__(self, directory: str, *, rank: int = 0, sockets: Mapping[str, Any] | None = None, **arguments: Any) -> None:
+        import zmq
         from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.plugins.hook_registry import HookRegistry
         from sglang.srt.runtime_context import SpawnRanks, publish
@@ -110,6 +113,7 @@ class RunningScheduler(Closeable):
         self.labels: list[str] = []
         self._leads, self._made = rank == 0, 0
         self._tokens: dict[str, list[int]] = {}
+        self._ended: dict[str, Any] = {}
         self.scheduler = Scheduler(server_arguments, ports)
         self._thread = threading.Thread(target=self.scheduler.run_event_loop, name="sglang-scheduler")
         self._thread.start()
@@ -148,22 +152,27 @@ class RunningScheduler(Closeable):
         return name
 
     def output(self, name: str, seconds: float = _SECONDS) -> Any:
-        """Return all tokens of a request and their versions, or its abort, or ``None``. Others are dropped, and labels kept."""
+        """Return all tokens of a request and their versions, or its abort, or ``None``."""
+        end = time.monotonic() + seconds
+        while name not in self._ended and (left := end - time.monotonic()) > 0:
+            if self._outputs.poll(max(int(left * 1000), 1)):
+                self._take()
+        return self._ended.pop(name, None)
+
+    def _take(self) -> None:
         from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput, UpdateWeightVersionReqInput, sock_recv
 
-        end, tokens = time.monotonic() + seconds, self._tokens.setdefault(name, [])
-        while (left := end - time.monotonic()) > 0 and self._outputs.poll(max(int(left * 1000), 1)):
-            output = sock_recv(self._outputs)
-            if isinstance(output, UpdateWeightVersionReqInput):
-                self.labels.append(output.new_version)
-            elif isinstance(output, AbortReq) and output.rid == name:
-                return output
-            elif isinstance(output, BatchTokenIDOutput) and name in output.rids:
-                place = output.rids.index(name)
+        output = sock_recv(self._outputs)
+        if isinstance(output, UpdateWeightVersionReqInput):
+            self.labels.append(output.new_version)
+        elif isinstance(output, AbortReq):
+            self._ended[output.rid] = output
+        elif isinstance(output, BatchTokenIDOutput):
+            for place, name in enumerate(output.rids):
+                tokens = self._tokens.setdefault(name, [])
                 tokens += output.output_ids[place]
                 if output.finished_reasons[place] is not None:
-                    return tokens, output.weight_versions[place]
-        return None
+                    self._ended[name] = tokens, output.weight_versions[place]
 
     def wait_until_running(self, count: int = 1) -> None:
         end = time.monotonic() + _SECONDS

@@ -12,7 +12,14 @@ from typing import Any, ClassVar, get_args
 
 import pytest
 import torch
-from tests.integration.sglang_scheduler import RunningScheduler, install_stubs, make_checkpoint, random_weights, use_environment
+from tests.integration.sglang_scheduler import (
+    WITHOUT_SGLANG,
+    RunningScheduler,
+    install_stubs,
+    make_checkpoint,
+    random_weights,
+    use_environment,
+)
 
 from weightsync.config import ServerSettings
 from weightsync.engine.adapter import EngineAdapter
@@ -23,7 +30,10 @@ from weightsync.server.server import BackgroundServer
 from weightsync.testing.adapter_contract import AdapterContract
 from weightsync.trainer.agent import Trainer
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
+pytestmark = [
+    pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.filterwarnings("default"),
+    pytest.mark.skipif(WITHOUT_SGLANG, reason="SGLang is not installed here: make sglang-test"),
+]  # fmt: skip
 
 PROMPT = (3, 1, 2)
 

@@ -15,18 +15,21 @@ from pathlib import Path
 import pytest
 import torch
 from tests.integration.sglang_rank import UPDATES
-from tests.integration.sglang_scheduler import install_stubs, make_checkpoint, random_weights, use_environment
+from tests.integration.sglang_scheduler import WITHOUT_SGLANG, install_stubs, make_checkpoint, random_weights, use_environment
 
 from weightsync.config import ServerSettings
 from weightsync.server.server import BackgroundServer
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarnings("default")]
+pytestmark = [
+    pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarnings("default"),
+    pytest.mark.skipif(WITHOUT_SGLANG, reason="SGLang is not installed here: make sglang-test"),
+]  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("delivery", ["direct", "streamed"])
-def test_two_ranks_update_and_keep_a_request_that_runs(tmp_path: Path, delivery: str) -> None:
+@pytest.mark.parametrize(("delivery", "overlaps"), [("direct", "yes"), ("streamed", "no")])
+def test_two_ranks_update_and_keep_a_request_that_runs(tmp_path: Path, delivery: str, overlaps: str) -> None:
     install_stubs()
     use_environment()
     from sglang.srt.server_args import PortArgs, ServerArgs
@@ -44,7 +47,7 @@ def test_two_ranks_update_and_keep_a_request_that_runs(tmp_path: Path, delivery:
         }  # fmt: skip
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.integration.sglang_rank", str(rank), directory, sockets],
+                [sys.executable, "-m", "tests.integration.sglang_rank", str(rank), directory, sockets, overlaps],
                 cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
             )
             for rank in range(2)

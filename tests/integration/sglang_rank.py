@@ -1,7 +1,7 @@
 """One of two tensor-parallel ranks of SGLang's scheduler. Rank 0 publishes, and prints the tokens that SGLang generates.
 
-Run as ``python -m tests.integration.sglang_rank RANK DIRECTORY SOCKETS OVERLAPS``, ``SOCKETS`` being SGLang's ``PortArgs`` as JSON, and
-``OVERLAPS`` ``yes`` or ``no``, for SGLang's overlapped event loop.
+Run as ``python -m tests.integration.sglang_rank RANK DIRECTORY SOCKETS OVERLAPS``, ``SOCKETS`` being SGLang's ``PortArgs`` as JSON,
+and ``OVERLAPS`` ``yes`` or ``no``, for SGLang's overlapped event loop.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ def main(rank: int, directory: str, sockets: str, overlaps: str) -> None:
     """Serve until rank 0 has finished."""
     install_stubs()
     use_environment()
-    running = RunningScheduler(
-        directory, rank=rank, sockets=json.loads(sockets), tp_size=2, disable_overlap_schedule=overlaps == "no"
-    )
+    settings = {"tp_size": 2, "disable_overlap_schedule": overlaps == "no"}
+    running = RunningScheduler(directory, rank=rank, sockets=json.loads(sockets), **settings)
     with running:
         if rank == 0:
             print(json.dumps(scenario(running, directory)), flush=True)

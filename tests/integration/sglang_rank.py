@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
 import torch
 from tests.integration.sglang_scheduler import RunningScheduler, install_stubs, random_weights, use_environment
@@ -21,7 +22,7 @@ def main(rank: int, directory: str, sockets: str, overlaps: str) -> None:
     """Serve until rank 0 has finished."""
     install_stubs()
     use_environment()
-    settings = {"tp_size": 2, "disable_overlap_schedule": overlaps == "no"}
+    settings: dict[str, Any] = {"tp_size": 2, "disable_overlap_schedule": overlaps == "no"}
     running = RunningScheduler(directory, rank=rank, sockets=json.loads(sockets), **settings)
     with running:
         if rank == 0:
@@ -42,7 +43,7 @@ def scenario(running: RunningScheduler, directory: str) -> list[object]:
     coordinator, token = os.environ["WEIGHTSYNC_COORDINATOR"], os.environ["WEIGHTSYNC_TOKEN"]
     with Trainer(state, coordinator, token=token, rank=0, world_size=1) as trainer:  # SGLang's process group is not the trainer's
         for seed in range(1, UPDATES + 1):
-            kept = running.ask(60)
+            kept = running.ask(200)
             running.wait_until_running()
             random_weights(state, seed)
             replica = trainer.publish(timeout=60.0).replicas[0]

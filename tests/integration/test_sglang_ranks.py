@@ -68,5 +68,5 @@ def test_two_ranks_update_and_keep_a_request_that_runs(tmp_path: Path, delivery:
         made = reference.generate(torch.tensor([[3, 1, 2]]), max_new_tokens=8, min_new_tokens=8, do_sample=False)
         assert (used, verified) == (delivery, "installed" if delivery == "direct" else "received")
         assert tokens == made[0, 3:].tolist()
-        assert kept == 60
+        assert kept == 200
         assert len(versions) == 2

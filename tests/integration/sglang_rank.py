@@ -33,7 +33,7 @@ def main(rank: int, directory: str, sockets: str, overlaps: str) -> None:
 
 
 def scenario(running: RunningScheduler, directory: str) -> list[object]:
-    """Return for each update: delivery, verification, and the tokens after it, of a new request and of one that was kept."""
+    """Return for each update, the last one of released ranks: delivery, verification, tokens after it, and a kept request's."""
     from transformers import LlamaForCausalLM
 
     from weightsync.trainer.agent import Trainer
@@ -50,6 +50,10 @@ def scenario(running: RunningScheduler, directory: str) -> list[object]:
             tokens, _ = running.output(running.ask(8))
             of_kept, spans = running.output(kept)
             results.append([replica.delivery, replica.verified, tokens, len(of_kept), [span.version for span in spans]])
+        running.release_memory("weights", "kv_cache")  # both ranks meet at a barrier when it returns
+        random_weights(state, UPDATES + 1)
+        replica = trainer.publish(timeout=60.0).replicas[0]
+        results.append([replica.delivery, replica.verified, running.output(running.ask(8))[0], 0, []])
     return results
 
 

@@ -180,6 +180,15 @@ class RunningScheduler(Closeable):
             assert time.monotonic() < end
             time.sleep(0.005)
 
+    def release_memory(self, *tags: str) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        self.send(ReleaseMemoryOccupationReqInput(tags=list(tags)))
+        end = time.monotonic() + _SECONDS
+        while self.scheduler.weight_updater.offload_tags != set(tags):
+            assert time.monotonic() < end
+            time.sleep(0.005)
+
     def close(self) -> None:
         from sglang.srt.managers.io_struct import ShutdownReq
 

@@ -90,6 +90,30 @@ def test_the_plugin_joins_and_tokens_equal_transformers_after_each_update(served
         assert served.running.labels[-2:] == ["weightsync:none", spans[0].version]
 
 
+def test_a_released_engine_takes_its_memory_again_in_an_update(served: _Served, trainer: Trainer) -> None:
+    served.running.release_memory("weights", "kv_cache")
+    publish(served, trainer, 4)
+    assert not served.running.scheduler.weight_updater.offload_tags
+    assert served.running.output(served.running.ask(8))[0] == served.expected(8)
+
+
+def test_the_tokenizers_process_takes_labels(served: _Served) -> None:
+    from sglang.srt.managers.io_struct import msgpack_decode, msgpack_encode
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.utils import TypeBasedDispatcher
+
+    from weightsync.engines.sglang import plugin
+    from weightsync.engines.sglang.requests import requests_of_sglang
+
+    taken: list[str] = []
+    manager = TokenizerManager.__new__(TokenizerManager)
+    manager._result_dispatcher = TypeBasedDispatcher([])
+    manager._update_weight_version_if_provided = taken.append
+    plugin._take_labels(None, manager)
+    manager._result_dispatcher(msgpack_decode(msgpack_encode(requests_of_sglang().label("run@3"))))
+    assert taken == ["run@3"]
+
+
 @pytest.mark.parametrize("mode", get_args(PauseMode))
 def test_requests_that_run_when_an_update_comes(served: _Served, mode: PauseMode) -> None:
     """Paused in each mode: kept ones go on with the new weights, and nothing that the old ones computed is left."""

@@ -208,6 +208,7 @@ def test_a_loader_that_stops_early_drops_tensors_or_leaves_a_parameter_is_named(
         ({"weight_cache_mode": "daemon"}, "weight-cache daemon"),
         ({"hicache_storage_backend": "file"}, "would outlive the weights"),
         ({"disaggregation_mode": "decode"}, "--disaggregation-mode is 'decode'"),
+        ({"offload_group_size": 2}, "--offload-group-size is 2: weights are moved"),
         ({"pp_size": 2}, "--pipeline-parallel-size is 2"),
         ({"quantization": "fp8"}, "the model is quantized (fp8)"),
         ({"draft": [("draft", None)]}, "--speculative-algorithm is 'EAGLE'"),

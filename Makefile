@@ -170,7 +170,7 @@ $(SGLANG_VENV)/.installed: $(VENV)/.installed locks/sglang.txt
 
 .PHONY: sglang-test
 sglang-test: $(SGLANG_VENV)/.installed ## every test against SGLang's own scheduler and models, on the CPU
-	@$(SGLANG_VENV)/bin/python -m pytest -m sglang tests/integration/test_sglang.py $(ARGS)
+	@$(SGLANG_VENV)/bin/python -m pytest -m sglang tests/integration/test_sglang.py tests/integration/test_sglang_ranks.py $(ARGS)
 
 # NeMo-RL is in no package index: a checkout is needed. The environment holds what those of its modules import that the tests use.
 NEMO_RL ?=

@@ -13,17 +13,18 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-import zmq
 
 from weightsync.closing import Closeable
+from weightsync.engines.sglang.loop import SchedulerLoop
 
+WITHOUT_SGLANG = importlib.util.find_spec("sglang") is None
 STUBBED = ("deep_gemm", "flashinfer", "sgl_kernel", "torchvision")
 _SECONDS = 30.0
 
@@ -44,7 +45,9 @@ class _StubFinder:
 
 
 def install_stubs() -> None:
-    """Make the modules of :data:`STUBBED` importable. Before the first import of SGLang."""
+    """Make the modules of :data:`STUBBED` importable. Before the first import of SGLang. Idempotent."""
+    if any(isinstance(finder, _StubFinder) for finder in sys.meta_path):
+        return
     from transformers import AutoConfig, AutoProcessor  # noqa: F401 - they must not find the stub of torchvision
 
     found = importlib.util.find_spec("sglang")
@@ -80,7 +83,8 @@ def random_weights(state: dict[str, torch.Tensor], seed: int) -> None:
 class RunningScheduler(Closeable):
     """A real ``Scheduler`` whose event loop runs on a thread, and its clients' ends of SGLang's sockets."""
 
-    def __init__(self, directory: str, *, overlap: bool = False, **arguments: Any) -> None:
+    def __init__(self, directory: str, *, rank: int = 0, sockets: Mapping[str, Any] | None = None, **arguments: Any) -> None:
+        import zmq
         from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.plugins.hook_registry import HookRegistry
         from sglang.srt.runtime_context import SpawnRanks, publish
@@ -94,19 +98,22 @@ class RunningScheduler(Closeable):
             "model_path": directory, "device": "cpu", "skip_tokenizer_init": True, "dtype": "float32", "page_size": 1,
             "attention_backend": "torch_native", "sampling_backend": "pytorch", "disable_cuda_graph": True,
             "max_total_tokens": 1024, "context_length": 256,
-            "max_running_requests": 4, "disable_overlap_schedule": not overlap, "log_level": "warning",
+            "max_running_requests": 4, "log_level": "warning",
         }  # fmt: skip
         server_arguments = ServerArgs(**settings | arguments)
         server_arguments.resolve_once()
         server_arguments.check_server_args()
-        ports = PortArgs.init_new(server_arguments)
-        publish(server_arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
+        ports = PortArgs.init_new(server_arguments) if sockets is None else PortArgs(**sockets)
+        publish(server_arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=rank))
         self._context = zmq.Context()
         self._outputs, self._inputs = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
-        self._outputs.bind(ports.tokenizer_ipc_name)
-        self._inputs.bind(ports.scheduler_input_ipc_name)
+        if rank == 0:
+            self._outputs.bind(ports.tokenizer_ipc_name)
+            self._inputs.bind(ports.scheduler_input_ipc_name)
         self.labels: list[str] = []
-        self._made = 0
+        self._leads, self._made = rank == 0, 0
+        self._tokens: dict[str, list[int]] = {}
+        self._ended: dict[str, Any] = {}
         self.scheduler = Scheduler(server_arguments, ports)
         self._thread = threading.Thread(target=self.scheduler.run_event_loop, name="sglang-scheduler")
         self._thread.start()
@@ -114,6 +121,12 @@ class RunningScheduler(Closeable):
     @property
     def paused(self) -> bool:
         return bool(self.scheduler._engine_paused)
+
+    @property
+    def loop(self) -> SchedulerLoop:
+        from weightsync.engines.sglang import plugin
+
+        return plugin._loops[id(self.scheduler)]
 
     def send(self, request: object) -> None:
         from sglang.srt.managers.io_struct import sock_send
@@ -139,21 +152,27 @@ class RunningScheduler(Closeable):
         return name
 
     def output(self, name: str, seconds: float = _SECONDS) -> Any:
-        """Return the last output of a request, or ``None``. Others are dropped, and labels kept."""
+        """Return all tokens of a request and their versions, or its abort, or ``None``."""
+        end = time.monotonic() + seconds
+        while name not in self._ended and (left := end - time.monotonic()) > 0:
+            if self._outputs.poll(max(int(left * 1000), 1)):
+                self._take()
+        return self._ended.pop(name, None)
+
+    def _take(self) -> None:
         from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput, UpdateWeightVersionReqInput, sock_recv
 
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0 and self._outputs.poll(max(int(left * 1000), 1)):
-            output = sock_recv(self._outputs)
-            if isinstance(output, UpdateWeightVersionReqInput):
-                self.labels.append(output.new_version)
-            elif isinstance(output, AbortReq) and output.rid == name:
-                return output
-            elif isinstance(output, BatchTokenIDOutput) and name in output.rids:
-                place = output.rids.index(name)
+        output = sock_recv(self._outputs)
+        if isinstance(output, UpdateWeightVersionReqInput):
+            self.labels.append(output.new_version)
+        elif isinstance(output, AbortReq):
+            self._ended[output.rid] = output
+        elif isinstance(output, BatchTokenIDOutput):
+            for place, name in enumerate(output.rids):
+                tokens = self._tokens.setdefault(name, [])
+                tokens += output.output_ids[place]
                 if output.finished_reasons[place] is not None:
-                    return list(output.output_ids[place]), output.weight_versions[place]
-        return None
+                    self._ended[name] = tokens, output.weight_versions[place]
 
     def wait_until_running(self, count: int = 1) -> None:
         end = time.monotonic() + _SECONDS
@@ -161,10 +180,20 @@ class RunningScheduler(Closeable):
             assert time.monotonic() < end
             time.sleep(0.005)
 
+    def release_memory(self, *tags: str) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        self.send(ReleaseMemoryOccupationReqInput(tags=list(tags)))
+        end = time.monotonic() + _SECONDS
+        while self.scheduler.weight_updater.offload_tags != set(tags):
+            assert time.monotonic() < end
+            time.sleep(0.005)
+
     def close(self) -> None:
         from sglang.srt.managers.io_struct import ShutdownReq
 
-        self.send(ShutdownReq())
+        if self._leads:
+            self.send(ShutdownReq())
         self._thread.join(_SECONDS)
         self._context.destroy(linger=0)
 

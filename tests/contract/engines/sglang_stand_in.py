@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import nn
@@ -87,7 +86,7 @@ class StandInScheduler(Closeable):
         self.model = FusedModel()
         self.weight_updater = WeightUpdater()
         self.runner = SimpleNamespace(model=self.model, weight_updater=self.weight_updater)
-        self.tp_worker, self.ipc_channels = Any, Any
+        self.grammar_manager = SimpleNamespace(grammar_queue=[])
         self.version, self.steps, self.flushes = "", 0, 0
         self.input: list[object] = []
         self.waiting: list[int] = []

@@ -63,4 +63,4 @@ def test_an_sglang_without_the_required_parts_serves_without_updates_and_says_wh
     monkeypatch.setattr(plugin, "missing_parts", lambda: ["Scheduler.ingest_requests"])
     with caplog.at_level(logging.ERROR):
         plugin.register()
-    assert "SGLang 0.5.9 gets no weights from http://head:7400, because it has no Scheduler.ingest_requests" in caplog.text
+    assert "SGLang 0.5.9 gets no weights from http://head:7400, because parts are missing: Scheduler.ingest_requests" in caplog.text

@@ -40,6 +40,13 @@ def until_running(scheduler: StandInScheduler) -> None:
         time.sleep(0.001)
 
 
+def until_ended(scheduler: StandInScheduler, outcomes: list[str]) -> None:
+    end = time.monotonic() + 5.0
+    while scheduler.ended != outcomes:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 def test_an_abort_ends_running_requests_and_those_that_come_later_wait(scheduler: StandInScheduler) -> None:
     scheduler.input.append(100_000)
     until_running(scheduler)
@@ -47,8 +54,9 @@ def test_an_abort_ends_running_requests_and_those_that_come_later_wait(scheduler
     assert scheduler.ended == ["aborted"]
     scheduler.input.append(1)
     time.sleep(0.05)
-    assert scheduler.waiting == [1]
+    assert not scheduler.waiting
     scheduler.loop.proceed(5.0)
+    until_ended(scheduler, ["aborted", "finished"])
 
 
 def test_kept_requests_go_back_to_the_queue(scheduler: StandInScheduler) -> None:
@@ -66,10 +74,7 @@ def test_requests_end_before_a_pause_that_waits_and_new_ones_are_held_back(sched
     assert scheduler.ended == ["finished"]
     scheduler.input.append(1)
     scheduler.loop.proceed(5.0)
-    end = time.monotonic() + 5.0
-    while len(scheduler.ended) < 2:
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    until_ended(scheduler, ["finished", "finished"])
 
 
 def test_a_pause_that_waits_gives_up_in_time_and_lets_new_requests_in(scheduler: StandInScheduler) -> None:
@@ -78,11 +83,25 @@ def test_a_pause_that_waits_gives_up_in_time_and_lets_new_requests_in(scheduler:
     with pytest.raises(DeadlineExceeded, match="requests did not end"):
         scheduler.loop.pause("wait", 0.1)
     scheduler.input.append(1)
-    end = time.monotonic() + 5.0
-    while scheduler.ended != ["finished"]:
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    until_ended(scheduler, ["finished"])
     assert not scheduler._engine_paused
+
+
+def test_a_pause_comes_after_the_grammars_that_are_compiled_and_holds_new_requests_back(scheduler: StandInScheduler) -> None:
+    scheduler.grammar_manager.grammar_queue.append("a grammar")
+    with pytest.raises(DeadlineExceeded, match="made no pass"):
+        scheduler.loop.pause("abort", 0.1)
+    assert not scheduler._engine_paused
+    scheduler.grammar_manager.grammar_queue.clear()
+    scheduler.loop.pause("abort", 5.0)
+
+
+def test_requests_that_were_held_back_run_when_another_client_continues(scheduler: StandInScheduler) -> None:
+    scheduler.loop.pause("abort", 5.0)
+    scheduler.input.append(1)
+    time.sleep(0.02)
+    scheduler.input.append("proceed")
+    until_ended(scheduler, ["finished"])
 
 
 def test_released_memory_is_taken_again_before_it_is_written_and_before_the_cache_is_dropped(scheduler: StandInScheduler) -> None:
@@ -189,6 +208,7 @@ def test_a_loader_that_stops_early_drops_tensors_or_leaves_a_parameter_is_named(
         ({"weight_cache_mode": "daemon"}, "weight-cache daemon"),
         ({"hicache_storage_backend": "file"}, "would outlive the weights"),
         ({"disaggregation_mode": "decode"}, "--disaggregation-mode is 'decode'"),
+        ({"offload_group_size": 2}, "--offload-group-size is 2: weights are moved"),
         ({"pp_size": 2}, "--pipeline-parallel-size is 2"),
         ({"quantization": "fp8"}, "the model is quantized (fp8)"),
         ({"draft": [("draft", None)]}, "--speculative-algorithm is 'EAGLE'"),

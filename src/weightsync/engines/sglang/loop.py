@@ -27,8 +27,7 @@ class Scheduler(Protocol):
     _engine_paused: bool
     weight_updater: Any
     """SGLang's ``SchedulerWeightUpdaterManager``."""
-    tp_worker: Any
-    ipc_channels: Any
+    grammar_manager: Any
 
     def is_fully_idle(self) -> bool:
         """Return whether no request is running or queued."""
@@ -56,7 +55,8 @@ class SchedulerLoop(Closeable):
         self._outbox: list[object] = []
         self._sent: list[Future[None]] = []  # resolved after the pass that carries the outbox
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._drain: Future[None] | None = None
+        self._pausing: tuple[Callable[[], bool], list[object], Future[None]] | None = None
+        self._holding = False
         self._held: list[object] = []
         self._paused = False
         self._asleep: frozenset[str] = frozenset()
@@ -68,19 +68,25 @@ class SchedulerLoop(Closeable):
     def received(self, pulled: list[object] | None) -> None:
         """Change the requests ``pulled`` from the sockets of this rank, before SGLang broadcasts them. ``None``: it pulls none.
 
-        While requests are drained, new work is held back.
+        From a pause to the next continuation rank 0 holds new work back: a request whose grammar is compiled would keep the radix
+        cache from being dropped, and a paused scheduler does not go on with it.
         """
-        if pulled is None:
+        if pulled is None or not self._leads:
             return
         with self._changed:
-            if self._drain is not None:
+            if self._pausing is not None and (self._paused or self._pausing[0]()):
+                _, requests, sent = self._pausing
+                self._outbox += requests
+                self._sent.append(sent)
+                self._pausing = None
+            if self._holding:
                 self._held += [request for request in pulled if self._requests.is_work(request)]
                 pulled[:] = [request for request in pulled if not self._requests.is_work(request)]
-            pulled += self._outbox
-            self._outbox.clear()
-            if self._drain is None:
+            else:
                 pulled += self._held
                 self._held.clear()
+            pulled += self._outbox
+            self._outbox.clear()
 
     def pass_through(self, process: Callable[[list[object]], None], requests: Sequence[object]) -> None:
         """Let SGLang ``process`` the ``requests`` of one pass, and then run the calls that wait."""
@@ -92,13 +98,13 @@ class SchedulerLoop(Closeable):
             self._wake(request)
         process([request for request in requests if not isinstance(request, WakeUp)])
         with self._changed:
-            self._paused = bool(self._scheduler._engine_paused)
+            was_paused, self._paused = self._paused, bool(self._scheduler._engine_paused)
             self._asleep = frozenset(self._scheduler.weight_updater.offload_tags)
-            drain = self._drain
-        if drain is not None and not drain.done() and self._scheduler.is_fully_idle():
-            _resolve(drain)
+            if was_paused and not self._paused:  # continued, by whomever
+                self._holding = self._pausing is not None
         for future in sent:
-            _resolve(future)
+            if future.set_running_or_notify_cancel():
+                future.set_result(None)
         with self._changed:
             self._changed.notify_all()
             if self._leads and self._paused and not self._calls and not self._outbox:
@@ -133,8 +139,8 @@ class SchedulerLoop(Closeable):
         with self._changed:
             self._closed = True
             pending = [*self._sent, *(future for future, _ in self._calls)]
-            if self._drain is not None:
-                pending.append(self._drain)
+            if self._pausing is not None:
+                pending.append(self._pausing[2])
             self._changed.notify_all()
         for future in pending:
             if future.set_running_or_notify_cancel():
@@ -151,7 +157,7 @@ class SchedulerLoop(Closeable):
         """Return when no rank computes. None does until :meth:`proceed`.
 
         With ``abort`` all requests end, with ``keep`` they go back to the queue. With ``wait`` those that this rank has are
-        finished first, while new ones are held back.
+        finished first.
 
         Raises:
             DeadlineExceeded: ``timeout`` passed.
@@ -159,23 +165,22 @@ class SchedulerLoop(Closeable):
         """
         deadline = Deadline(timeout)
         if self._leads:
-            if mode == "wait":
-                self._finish_requests(deadline)
-            self._send(deadline, "pausing", self._requests.retract(), *([self._requests.abort_all()] if mode == "abort" else []))
+            self._send_pause(mode, deadline)
         self._wait(lambda: self._paused, deadline, "SGLang's scheduler did not pause")
 
-    def _finish_requests(self, deadline: Deadline) -> None:
-        drain: Future[None] = Future()
+    def _send_pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        scheduler, sent = self._scheduler, Future[None]()
+        requests = [self._requests.retract(), *([self._requests.abort_all()] if mode == "abort" else [])]
+        ready = scheduler.is_fully_idle if mode == "wait" else lambda: not scheduler.grammar_manager.grammar_queue
         with self._changed:
             self._check_open()
-            if self._paused:
-                return
-            self._drain = drain
+            self._pausing, self._holding = (ready, requests, sent), True
         try:
-            _await(drain, deadline, "SGLang's requests did not end")
-        finally:
+            _await(sent, deadline, "SGLang's requests did not end" if mode == "wait" else "SGLang's scheduler made no pass")
+        except BaseException:
             with self._changed:
-                self._drain = None
+                self._pausing, self._holding = None, self._paused
+            raise
 
     def proceed(self, timeout: float) -> None:
         """Generate again.
@@ -252,8 +257,3 @@ def _await(future: Future[T], deadline: Deadline, what: str) -> T:
     except TimeoutError:
         future.cancel()
         raise DeadlineExceeded(f"{what} in time") from None
-
-
-def _resolve(future: Future[None]) -> None:
-    if future.set_running_or_notify_cancel():
-        future.set_result(None)

@@ -29,11 +29,14 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.version import __version__
 
-    missing = missing_parts()
+    try:
+        missing = ", ".join(missing_parts())
+    except ImportError as error:
+        missing = str(error)
     if missing:
         _log.error(
-            "weightsync: SGLang %s gets no weights from %s, because it has no %s; weightsync was tried with SGLang %s",
-            __version__, os.environ["WEIGHTSYNC_COORDINATOR"], ", ".join(missing), TRIED,
+            "weightsync: SGLang %s gets no weights from %s, because parts are missing: %s; weightsync was tried with SGLang %s",
+            __version__, os.environ["WEIGHTSYNC_COORDINATOR"], missing, TRIED,
         )  # fmt: skip
         return
     HookRegistry.register(f"{SCHEDULER}.run_event_loop", _run_event_loop, HookType.AROUND)

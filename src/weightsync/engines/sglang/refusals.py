@@ -33,6 +33,8 @@ def why_refused(scheduler: Any) -> str | None:  # noqa: ANN401 - SGLang's Schedu
         value = getattr(arguments, setting, None)
         if value not in _UNSET:
             return f"--{setting.replace('_', '-')} is {value!r}: {reason}"
+    if getattr(arguments, "offload_group_size", -1) > 0:
+        return f"--offload-group-size is {arguments.offload_group_size}: {_SETTINGS['cpu_offload_gb']}"
     if arguments.pp_size > 1:
         return f"--pipeline-parallel-size is {arguments.pp_size}: the event loop of SGLang's pipeline ignores a pause"
     runner = scheduler.tp_worker.model_runner

@@ -1,0 +1,71 @@
+"""Two tensor-parallel ranks of SGLang's own scheduler on a CPU: they stop at the same pass, and each takes its shards.
+
+Needs the environment of ``make sglang-test``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.integration.sglang_rank import UPDATES
+from tests.integration.sglang_scheduler import WITHOUT_SGLANG, install_stubs, make_checkpoint, random_weights, use_environment
+
+from weightsync.config import ServerSettings
+from weightsync.server.server import BackgroundServer
+
+pytestmark = [
+    pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarnings("default"),
+    pytest.mark.skipif(WITHOUT_SGLANG, reason="SGLang is not installed here: make sglang-test"),
+]  # fmt: skip
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(("delivery", "overlaps"), [("direct", "yes"), ("streamed", "no")])
+def test_two_ranks_update_and_keep_a_request_that_runs(tmp_path: Path, delivery: str, overlaps: str) -> None:
+    install_stubs()
+    use_environment()
+    from sglang.srt.server_args import PortArgs, ServerArgs
+    from transformers import LlamaForCausalLM
+
+    directory = str(tmp_path / "checkpoint")
+    make_checkpoint(directory)
+    settings = ServerArgs(model_path=directory, device="cpu", tp_size=2)
+    settings.resolve_once()
+    sockets = json.dumps(dataclasses.asdict(PortArgs.init_new(settings)))
+    with BackgroundServer(ServerSettings.load({}, port=0, pause_mode="keep")) as server:
+        environment = os.environ | {
+            "WEIGHTSYNC_COORDINATOR": server.url, "WEIGHTSYNC_TOKEN": server.token, "WEIGHTSYNC_DELIVERY": delivery,
+            "SGLANG_CPU_OMP_THREADS_BIND": f"0|{min(1, (os.cpu_count() or 1) - 1)}",
+        }  # fmt: skip
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.integration.sglang_rank", str(rank), directory, sockets, overlaps],
+                cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        try:
+            output = ranks[0].communicate(timeout=300.0)[0]
+            ranks[1].communicate(timeout=60.0)
+        finally:
+            for rank in ranks:
+                rank.kill()
+    results = json.loads(output.splitlines()[-1])
+    reference = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    state = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
+    assert len(results) == UPDATES + 1
+    for seed, (used, verified, tokens, kept, versions) in enumerate(results, 1):
+        random_weights(state, seed)
+        reference.load_state_dict(state)
+        made = reference.generate(torch.tensor([[3, 1, 2]]), max_new_tokens=8, min_new_tokens=8, do_sample=False)
+        assert (used, verified) == (delivery, "installed" if delivery == "direct" else "received")
+        assert tokens == made[0, 3:].tolist()
+        assert (kept, len(versions)) == ((200, 2) if seed <= UPDATES else (0, 0))

@@ -62,10 +62,11 @@ $(VENV)/.docs: $(VENV)/.installed locks/docs.txt
 	@touch $@
 
 .PHONY: docs
-docs: $(VENV)/.docs ## the site, into build/site, and its pictures from docs/data; RECORD="demo round" records these anew
+docs: $(VENV)/.docs ## the site, into build/site, and its pictures from docs/data; RECORD="demo kill round page" records these anew
 	@$(if $(RECORD),$(BIN)/python -m tests.recording $(RECORD))
 	@$(BIN)/python -m tests.reference
 	@$(BIN)/python -m tests.pictures
+	@$(BIN)/python -m tests.screenshots
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # With vLLM as its engine the demo runs in vLLM's environment.

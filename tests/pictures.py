@@ -238,6 +238,7 @@ PICTURES: dict[str, tuple[Callable[[Any], str], str]] = {
     "grpo": (grpo, "grpo.json"),
     "faults": (faults, "faults.json"),
     "demo": (demo, "demo.json"),
+    "kill": (demo, "kill.json"),
 }
 """Function and data file of each picture."""
 

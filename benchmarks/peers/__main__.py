@@ -66,6 +66,8 @@ class _Run:
                 row |= self._ours(way, deadline)
         except (WeightSyncError, RuntimeError, OSError, ValueError) as error:
             row["error"] = f"{type(error).__name__}: {error}"[:600]
+        if "move" not in row:
+            row["detail"] += "; failed" if "error" in row else "; not measured"
         return row
 
     def _moved(self, way: Way, deadline: Deadline) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,10 +12,11 @@ pytest.importorskip("playwright.sync_api", reason="Playwright is not installed h
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, sync_playwright
 from playwright.sync_api import TimeoutError as PageTimeout
+from tests.screenshots import ARGUMENTS, chromium
 
 __all__ = ["Page", "PageTimeout", "check_accessibility", "check_width", "page", "replica_rows"]
 
-_BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+_BROWSER = chromium()
 if _BROWSER is None:
     pytest.skip("no Chromium here (Debian's package: chromium)", allow_module_level=True)
 
@@ -27,9 +27,7 @@ _MILLISECONDS = 30_000
 def page() -> Iterator[Page]:
     """An empty page."""
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(
-            executable_path=_BROWSER, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        )
+        browser = driver.chromium.launch(executable_path=_BROWSER, args=ARGUMENTS)
         try:
             opened = browser.new_page()
             opened.set_default_timeout(_MILLISECONDS)

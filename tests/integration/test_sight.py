@@ -30,12 +30,12 @@ FEATURES = 256
 class SlowAdapter(weightsync.ModuleAdapter):
     """A module whose engine is slow, or fails, in one method."""
 
-    def __init__(self, slow: str = "", fails: bool = False) -> None:
-        super().__init__(torch.nn.Linear(FEATURES, FEATURES))
-        self._slow, self._fails = slow, fails
+    def __init__(self, slow: str = "", fails: bool = False, features: int = FEATURES) -> None:
+        super().__init__(torch.nn.Linear(features, features))
+        self.slow, self._fails = slow, fails
 
     def _reach(self, method: str) -> None:
-        if method == self._slow:
+        if method == self.slow:
             threading.Event().wait(SLOW)
             if self._fails:
                 raise RuntimeError("on purpose")

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests import pictures, reference
+from tests import pictures, reference, screenshots
 
 import weightsync
 from weightsync import errors
@@ -82,9 +82,30 @@ def test_a_picture_shows_the_data_that_is_here(name: str) -> None:
 
 
 def test_every_picture_is_drawn_and_shown() -> None:
-    assert {path.stem for path in (DOCS / "pictures").iterdir()} == set(pictures.PICTURES)
+    names = {f"{name}.svg" for name in pictures.PICTURES} | {f"{name}.png" for name in screenshots.SCREENSHOTS}
+    assert {path.name for path in (DOCS / "pictures").iterdir()} == names
     pages = "".join(page.read_text() for page in (*reference.PAGES, ROOT / "README.md"))
-    assert set(re.findall(r"!\[[^\]]+\]\([^)]*?(\w+)\.svg\)", pages)) == set(pictures.PICTURES)
+    assert set(re.findall(r"!\[[^\]]+\]\([^)]*?(\w+\.(?:svg|png))\)", pages)) == names
+
+
+def test_screenshots_show_the_data_that_is_here_and_are_small() -> None:
+    taken = {name: (DOCS / "pictures" / f"{name}.png").read_bytes() for name in screenshots.SCREENSHOTS}
+    data, _, page = screenshots.stamp().partition(" ")
+    assert {screenshots.stamp_of(png).partition(" ")[0] for png in taken.values()} == {data}, "run `make docs`"
+    assert len(page) == len(data) == 64
+    assert sum(map(len, taken.values())) < 400_000
+
+
+def test_without_chromium_screenshots_stay_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(screenshots, "FOLDER", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "page.png").write_bytes(b"an older one")
+    assert screenshots.main() == 0
+    assert "stay as they are: no Chromium on the PATH" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["page.png"]
+    assert (tmp_path / "page.png").read_bytes() == b"an older one"
 
 
 def test_a_picture_is_drawn_twice_alike() -> None:

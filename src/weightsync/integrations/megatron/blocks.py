@@ -20,6 +20,7 @@ __all__ = [
     "gated_mlp",
     "head_dim",
     "latent_attention",
+    "norm",
     "norms",
     "prediction",
     "router",
@@ -38,6 +39,11 @@ def whole(name: str, *shape: int, dim: int = 0, cut: bool = False, dtype: str | 
     return Packing((Part(name, shape),), dim, cut, dtype=dtype)
 
 
+def norm(name: str, extent: int) -> Packing:
+    """Return the packing of a norm's weight."""
+    return Packing((Part(name, (extent,)),), cut=False, norm=True)
+
+
 def head_dim(config: HFConfig) -> int:
     """Return the extent of one attention head."""
     given = getattr(config, "head_dim", None)
@@ -52,14 +58,14 @@ def vocabulary(config: HFConfig) -> Rules:
     return {
         "embedding.word_embeddings.weight": Packing((Part(embedding, shape),), padded=True),
         "output_layer.weight": Packing((Part(output, shape),), padded=True),
-        "decoder.final_layernorm.weight": whole("model.norm.weight", shape[1]),
+        "decoder.final_layernorm.weight": norm("model.norm.weight", shape[1]),
     }
 
 
 def norms(config: HFConfig) -> Rules:
     """Return the rules of the norms before attention and MLP: modules of their own, or fused into the linear layer after them."""
-    before = whole("input_layernorm.weight", config.hidden_size)
-    after = whole("post_attention_layernorm.weight", config.hidden_size)
+    before = norm("input_layernorm.weight", config.hidden_size)
+    after = norm("post_attention_layernorm.weight", config.hidden_size)
     return {
         "input_layernorm.weight": before,
         "self_attention.linear_qkv.layer_norm_weight": before,
@@ -81,8 +87,8 @@ def attention(config: HFConfig, *, qkv_bias: bool = False, bias: bool = False, q
     if bias:
         rules["self_attention.linear_proj.bias"] = whole("self_attn.o_proj.bias", hidden)
     if qk_norm:
-        rules["self_attention.q_layernorm.weight"] = whole("self_attn.q_norm.weight", extent)
-        rules["self_attention.k_layernorm.weight"] = whole("self_attn.k_norm.weight", extent)
+        rules["self_attention.q_layernorm.weight"] = norm("self_attn.q_norm.weight", extent)
+        rules["self_attention.k_layernorm.weight"] = norm("self_attn.k_norm.weight", extent)
     return rules
 
 
@@ -116,7 +122,7 @@ def latent_attention(config: HFConfig) -> Rules:
     """Return the rules of multi-head latent attention. Megatron's spec decides whether a rank's down-projections are cut."""
     hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
     keys, position, values = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-    key_norm = whole("self_attn.kv_a_layernorm.weight", rank)
+    key_norm = norm("self_attn.kv_a_layernorm.weight", rank)
     rules = {
         "self_attention.linear_kv_down_proj.weight": whole(
             "self_attn.kv_a_proj_with_mqa.weight", rank + position, hidden, cut=True
@@ -129,7 +135,7 @@ def latent_attention(config: HFConfig) -> Rules:
     queries, low = heads * (keys + position), config.q_lora_rank
     if low is None:
         return {**rules, "self_attention.linear_q_proj.weight": whole("self_attn.q_proj.weight", queries, hidden, cut=True)}
-    query_norm = whole("self_attn.q_a_layernorm.weight", low)
+    query_norm = norm("self_attn.q_a_layernorm.weight", low)
     return {
         **rules,
         "self_attention.linear_q_down_proj.weight": whole("self_attn.q_a_proj.weight", low, hidden, cut=True),
@@ -151,10 +157,10 @@ def prediction(config: HFConfig) -> Rules:
     """Return the rules of what a prediction layer (MTP) has around its Transformer layer."""
     hidden = config.hidden_size
     return {
-        "enorm.weight": whole("enorm.weight", hidden),
-        "hnorm.weight": whole("hnorm.weight", hidden),
+        "enorm.weight": norm("enorm.weight", hidden),
+        "hnorm.weight": norm("hnorm.weight", hidden),
         "eh_proj.weight": whole("eh_proj.weight", hidden, 2 * hidden, cut=True),
-        "final_layernorm.weight": whole("shared_head.norm.weight", hidden),
+        "final_layernorm.weight": norm("shared_head.norm.weight", hidden),
     }
 
 

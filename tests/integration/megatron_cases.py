@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["MESHES", "PADDED", "TIED", "VOCABULARY", "Case", "expert_count", "hf_config"]
+__all__ = ["MESHES", "PADDED", "TIED", "VOCABULARY", "Case", "expert_count", "fsdp_values", "hf_config"]
 
 VOCABULARY, PADDED = 250, 256
 TIED = {"tie_word_embeddings": True}
@@ -19,7 +20,7 @@ class Case:
     With ``cp``, ranks are in context-parallel groups; attention that computes so is TransformerEngine's, and has no weights.
     ``mtp`` is the number of prediction layers. ``first_stage`` layers are in the first pipeline stage, if not as many as in the
     others. With ``contradictions``, changes to the configuration that hf_state alone is given, nothing is published: what it raises
-    for each of them is told.
+    for each of them is told. With ``fsdp``, Transformers' own module is sharded by Megatron-FSDP instead.
     """
 
     family: str
@@ -38,6 +39,7 @@ class Case:
     forward: bool = False
     stacked: bool = True
     contradictions: list[dict[str, Any]] = field(default_factory=list)
+    fsdp: bool = False
 
     def __hash__(self) -> int:
         """By its name."""
@@ -58,6 +60,7 @@ class Case:
         names = ("tp", "pp", "vpp", "ep", "etp", "dp", "cp")
         sizes = {name: getattr(self, name) for name in names} | {"mtp": 2 * self.mtp}
         mesh = "-".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+        mesh = f"fsdp-{mesh}" if self.fsdp else mesh
         uneven = [] if self.first_stage is None else [f"first{self.first_stage}"]
         return "-".join([self.family, mesh or "one", *uneven, *map(str, self.changes)]) + ("" if self.stacked else "-checkpoint")
 
@@ -113,6 +116,16 @@ def hf_config(family: str, changes: dict[str, Any]) -> Any:
 def expert_count(hf: Any) -> int:
     """Experts of a layer, 0 without any."""
     return int({"qwen3_moe": 8, "mixtral": 4, "deepseek_v3": 8}.get(hf.model_type, 0))
+
+
+def fsdp_values(name: str, version: int, shape: tuple[int, ...]) -> Any:
+    """What a tensor of a model that Megatron-FSDP shards holds in a version, as bfloat16. The first is exact in float32 too."""
+    import torch
+
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))).bfloat16().float()
+    for _ in range(1, version):
+        values += 1
+    return values.bfloat16()
 
 
 def _meshes(ranks: int) -> Iterator[Case]:

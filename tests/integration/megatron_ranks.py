@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import multi_latent_attention
 from safetensors.torch import save_file
 from tests.integration.megatron_cases import VOCABULARY, Case, hf_config
+from tests.integration.megatron_fsdp import change, sharded
 from tests.integration.megatron_models import build, fill, initialize, wrapped
 
 import weightsync
@@ -113,6 +114,10 @@ def run(rank: int, case: Case, folder: Path, orders: int, results: int) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=case.world, timeout=timedelta(seconds=90)
     )
+    if case.fsdp:
+        state = sharded(case)
+        publish(rank, case, state, orders, results, lambda version: change(state, version))
+        return
     initialize(case)
     torch.manual_seed(1)
     chunks = build(case)
@@ -127,15 +132,24 @@ def run(rank: int, case: Case, folder: Path, orders: int, results: int) -> None:
         return
     with no_collectives():
         state = hf_state(model, config=hf_config(case.family, case.changes), stacked_experts=case.stacked)
+
+    def place(version: int) -> None:
+        fill(chunks, version)
+        store(chunks, folder, version)
+        if case.forward:
+            forward(chunks[0], folder, version)
+
+    publish(rank, case, state, orders, results, place)
+
+
+def publish(rank: int, case: Case, state: Any, orders: int, results: int, place: Callable[[int], None]) -> None:
+    """Publish all versions. ``place`` gives the weights of a version."""
     output, control = os.fdopen(os.dup(results), "w"), os.fdopen(os.dup(orders))
-    with weightsync.Trainer(state) as trainer:
+    with weightsync.Trainer(state, dtype=torch.bfloat16 if case.fsdp else None) as trainer:  # its main weights are float32
         if rank == 0:
             say(output, environment=trainer.environment)
         for version in range(1, case.versions + 1):
-            fill(chunks, version)
-            store(chunks, folder, version)
-            if case.forward:
-                forward(chunks[0], folder, version)
+            place(version)
             dist.barrier()
             trainer.wait_for_replicas(1, timeout=60)
             result = trainer.publish(version, timeout=60)

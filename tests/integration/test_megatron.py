@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integration.megatron_cases import MESHES, TIED, Case, hf_config
+from tests.integration.megatron_cases import MESHES, TIED, Case, fsdp_values, hf_config
 from tests.integration.megatron_process import Ranks
 
 import weightsync
@@ -113,6 +113,29 @@ def test_every_version_arrives_in_transformers_bit_for_bit(ranks: Ranks, case: C
                 with torch.no_grad():
                     logits = module(computed["ids"]).logits
                 torch.testing.assert_close(logits, computed["logits"], rtol=1e-4, atol=1e-4)
+            ranks.write("")
+    ranks.end()
+
+
+FSDP = [
+    Case("llama", dp=3, versions=2, fsdp=True),
+    pytest.param(Case("llama", dp=2, tp=2, fsdp=True), marks=pytest.mark.rare),
+    pytest.param(Case("qwen2", dp=2, changes=TIED, fsdp=True), marks=pytest.mark.rare),
+]
+
+
+@pytest.mark.parametrize("case", FSDP, ids=str)
+def test_what_megatron_fsdp_shards_arrives_bit_for_bit(ranks: Ranks, case: Case, tmp_path: Path) -> None:
+    """It cuts tensors at other rows than torch does, some ranks have all of one."""
+    module = _module(case)
+    ranks.begin(case, tmp_path)
+    environment = ranks.read("environment")["environment"]
+    where, token = environment["WEIGHTSYNC_COORDINATOR"], environment["WEIGHTSYNC_TOKEN"]
+    with weightsync.Engine(weightsync.ModuleAdapter(module), replica="transformers-0", coordinator=where, token=token):
+        for version in range(1, case.versions + 1):
+            assert ranks.read("published")["replicas"] == [["loaded", "installed", "direct"]]
+            for name, value in module.named_parameters():
+                assert torch.equal(value, fsdp_values(name, version, tuple(value.shape))), name
             ranks.write("")
     ranks.end()
 

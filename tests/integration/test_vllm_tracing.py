@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,12 +18,21 @@ CLASSES = ["LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen2ForCausalLM", "Qwen3Moe
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.rare)])
-def test_traced_layouts_of_vllms_models_are_their_loaders(tmp_path: Path, ranks: int) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.rare),
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.rare),
+    ],
+    ids=json.dumps,
+)
+def test_traced_layouts_of_vllms_models_are_their_loaders(tmp_path: Path, parallel: dict[str, int]) -> None:
+    """With several ranks, they are planned together, so that what no rank has is noticed."""
+    environment, ranks = {**os.environ, "PYTHONPATH": str(ROOT)}, math.prod(parallel.values())
     processes = [
         subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(tmp_path), str(rank), str(ranks)],
+            [sys.executable, str(PROGRAM), str(tmp_path), str(rank), str(ranks), json.dumps(parallel)],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
         )
         for rank in range(ranks)
@@ -40,5 +50,6 @@ def test_traced_layouts_of_vllms_models_are_their_loaders(tmp_path: Path, ranks:
             assert found["reason"] is None, found
             assert found["different"] == [], found
         fused, split = seen[-1], seen[0]
-        assert fused["tensors"] == fused["parameters"]  # the checkpoint holds query, key and value as one, as the engine does
+        assert fused["held"] == fused["parameters"]  # the checkpoint holds query, key and value as one, as the engine does
+        assert all((found["held"] < found["tensors"]) == ("pipeline_parallel_size" in parallel) for found in seen)
         assert split["tensors"] > split["parameters"]

@@ -1,7 +1,7 @@
 """A program: Megatron-core ranks publish to a real vLLM on this CPU; prints what was seen as one line of JSON.
 
-``python vllm_megatron.py CASE TP DIRECTORY`` with a :class:`~tests.integration.megatron_cases.Case` as JSON, and the ranks of
-vLLM. Its workers import this file again, and must not find numba loaded (see ``vllm_rounds.py``).
+``python vllm_megatron.py CASE ENGINE DIRECTORY`` with a :class:`~tests.integration.megatron_cases.Case` and further arguments of
+``vllm.LLM`` as JSON. Its workers import this file again, and must not find numba loaded (see ``vllm_rounds.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,26 @@ def expected(model: Any) -> list[list[int]]:
     return answers
 
 
-def play(case: Case, tp: int, directory: Path) -> dict[str, Any]:
+class Stages:
+    """What vLLM's workers lack on a CPU: a later pipeline stage keeps what it receives in memory that only a warm-up makes.
+
+    The CPU build makes none without compilation. This is what ``GPUModelRunner._dummy_run`` does.
+    """
+
+    model_runner: Any
+
+    def make_room(self) -> None:
+        runner = self.model_runner
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+
+    def count_layers(self) -> int:
+        names = (name.split(".") for name, _ in self.model_runner.model.named_parameters())
+        return len({parts[2] for parts in names if parts[1] == "layers"})
+
+
+def play(case: Case, engine: dict[str, Any], directory: Path) -> dict[str, Any]:
     from tests.integration.megatron_process import Ranks
     from tests.integration.megatron_reference import reference, stacked
     from transformers import AutoModelForCausalLM
@@ -46,9 +65,10 @@ def play(case: Case, tp: int, directory: Path) -> dict[str, Any]:
     torch.nn.Module.to(model, dtype=torch.float32)  # in place: the judge
     llm = LLM(
         model=str(directory / "model"), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=128,
-        tensor_parallel_size=tp, block_size=32, max_num_seqs=8,
-        weight_transfer_config=WeightTransferConfig(backend="weightsync"),
+        block_size=32, max_num_seqs=8, weight_transfer_config=WeightTransferConfig(backend="weightsync"),
+        worker_extension_cls="vllm_megatron.Stages", **engine,
     )  # fmt: skip
+    llm.collective_rpc("make_room")
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
 
     def answers() -> list[list[int]]:
@@ -57,7 +77,8 @@ def play(case: Case, tp: int, directory: Path) -> dict[str, Any]:
 
     ranks, folder = Ranks(directory), directory / "ranks"
     folder.mkdir()
-    seen: dict[str, Any] = {"before": answers() == expected(model), "versions": []}
+    layers = llm.collective_rpc("count_layers")
+    seen: dict[str, Any] = {"before": answers() == expected(model), "layers": layers, "versions": []}
     try:
         ranks.begin(case, folder)
         environment = ranks.read("environment")["environment"]
@@ -81,8 +102,8 @@ def play(case: Case, tp: int, directory: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    case, tp, directory = Case(**json.loads(sys.argv[1])), int(sys.argv[2]), Path(sys.argv[3])
-    print("RESULT " + json.dumps(play(case, tp, directory)), flush=True)
+    case, engine, directory = Case(**json.loads(sys.argv[1])), json.loads(sys.argv[2]), Path(sys.argv[3])
+    print("RESULT " + json.dumps(play(case, engine, directory)), flush=True)
     return 0
 
 

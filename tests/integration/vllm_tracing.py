@@ -2,7 +2,8 @@
 # ruff: noqa: ANN001, ANN201
 """Prints, for some of vLLM's own model classes, whether a traced layout gives the bits that their own ``load_weights`` gives.
 
-``python vllm_tracing.py FOLDER RANK RANKS``, with vLLM installed. Models are built as vLLM's workers build them, without an engine.
+``python vllm_tracing.py FOLDER RANK RANKS PARALLEL``, with vLLM installed. PARALLEL has arguments of its engine as JSON. Models are
+built as vLLM's workers build them, without an engine.
 """
 
 from __future__ import annotations
@@ -41,18 +42,25 @@ def build(config, device):
 
 
 def install(manifest, checkpoint, shards, ranks):
-    """By the project's own plan and copies; what one rank of several holds is no plan, so there by hand."""
+    """By the project's own plan of all ranks and its copies. What the others hold is filled too, in memory of this process."""
     from tests.integration.tracing_delivery import deliver, scramble
 
+    from weightsync.model import Box
+    from weightsync.tensors.shards import Shard
+
     scramble(shards, torch.Generator().manual_seed(1))
-    if ranks == 1:
-        deliver(manifest, checkpoint, [shards])
-    for shard in shards if ranks > 1 else ():
-        places = tuple(slice(start, stop) for start, stop in zip(shard.box.starts, shard.box.stops, strict=True))
-        shard.tensor.copy_(checkpoint[shard.name][places])
+    everyone = [None] * ranks
+    torch.distributed.all_gather_object(everyone, [(one.name, one.shape, one.box.starts, one.box.stops) for one in shards])
+    layouts = [
+        [Shard(name, shape, Box(starts, stops), torch.empty(Box(starts, stops).shape, dtype=checkpoint[name].dtype))
+         for name, shape, starts, stops in boxes]
+        for boxes in everyone
+    ]  # fmt: skip
+    layouts[torch.distributed.get_rank()] = shards
+    deliver(manifest, checkpoint, layouts)
 
 
-def compare(name, folder, rank, ranks):
+def compare(name, folder, rank, ranks, parallel):
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
 
@@ -66,7 +74,7 @@ def compare(name, folder, rank, ranks):
     if rank == 0:
         made.save_pretrained(folder)
     torch.distributed.barrier()
-    asked = EngineArgs(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=32, tensor_parallel_size=ranks)
+    asked = EngineArgs(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=32, **parallel)
     chosen = asked.create_engine_config()
     manifest = checkpoint_of(str(folder), None, chosen.model_config.hf_config).manifest
     from safetensors.torch import load_file
@@ -89,22 +97,29 @@ def compare(name, folder, rank, ranks):
     ]
     return {
         "model": type(engine).__name__, "reason": traced.reason(ranks), "different": different, "parameters": len(values),
-        "tensors": len(manifest),
+        "tensors": len(manifest), "held": len({shard.name for shard in shards}),
     }  # fmt: skip
 
 
-def main(folder, rank, ranks):
+def main(folder, rank, ranks, parallel):
     torch.set_num_threads(1)
-    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
-    with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(ranks, rank, f"file://{folder}/meeting", rank, "gloo")
-        initialize_model_parallel(ranks)
+    if "data_parallel_size" in parallel:
+        parallel["data_parallel_rank"] = rank
+    chosen = VllmConfig(parallel_config=ParallelConfig(**parallel))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    alone = (1, 0) if "data_parallel_size" in parallel else (ranks, rank)
+    with set_current_vllm_config(chosen):
+        init_distributed_environment(*alone, local_rank=rank, backend="gloo")
+        initialize_model_parallel(parallel.get("tensor_parallel_size", 1), parallel.get("pipeline_parallel_size", 1))
     for place, name in enumerate(MODELS):
-        found = compare(name, Path(folder) / str(place), rank, ranks)
+        if "enable_expert_parallel" in parallel and name != "experts":
+            continue
+        found = compare(name, Path(folder) / str(place), rank, ranks, parallel)
         print("RESULT " + json.dumps({"name": name} | found), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))

@@ -16,15 +16,29 @@ __all__ = ["box_of", "local_box"]
 def local_box(name: str, tensor: DTensor) -> Box | None:
     """Return the box of ``tensor`` that this rank holds; ``None`` if the rank is not in its mesh.
 
+    Frameworks that cut tensors in other places than torch attach the chunk that torch's distributed checkpoints ask for, and that
+    chunk counts: Megatron-FSDP cuts a flat buffer of many parameters at rows, evenly in bytes.
+
     Raises:
-        LayoutError: The placements do not describe one box.
+        LayoutError: The placements, or the attached chunks, do not describe one box.
     """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         check_placements(name, tensor.placements)
         return None
+    if hasattr(tensor._local_tensor, "__create_chunk_list__"):
+        return _chunk_box(name, tensor)
     return box_of(name, tuple(tensor.shape), tuple(mesh.shape), tensor.placements, coordinate)
+
+
+def _chunk_box(name: str, tensor: DTensor) -> Box:
+    check_placements(name, tensor.placements)
+    chunks = tensor.__create_chunk_list__()
+    boxes = [Box(tuple(chunk.offsets), tuple(map(sum, zip(chunk.offsets, chunk.sizes, strict=True)))) for chunk in chunks]
+    if len(boxes) != 1 or not boxes[0].within(tuple(tensor.shape)):
+        raise LayoutError(f"{name} declares {chunks} of {list(tensor.shape)} on this rank, which is not one box of it")
+    return boxes[0]
 
 
 def check_placements(name: str, placements: Sequence[Placement]) -> None:

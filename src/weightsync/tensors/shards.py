@@ -208,7 +208,7 @@ def _survey(
     for name, value in tensors.items():
         box, local = _local(name, value)
         shape = tuple(value.shape)
-        first = canonical.setdefault(_identity(name, shape, box, local), name)
+        first = canonical.setdefault(_identity(name, value, shape, box, local), name)
         aliases.setdefault(first, [])
         if first != name:
             aliases[first].append(name)
@@ -356,21 +356,25 @@ def _local(name: str, value: torch.Tensor) -> tuple[Box | None, torch.Tensor]:
             if box.size or local.numel():
                 raise LayoutError(
                     f"{name} has local shape {list(local.shape)}, but its placements {value.placements} of {list(value.shape)} "
-                    f"give {list(box.shape)}"
+                    f"give {list(box.shape)}. Megatron-FSDP says where a part lies in state_dict(keep_vars=True) of what "
+                    "fully_shard_model() returned: pass that"
                 )
             local = local.new_empty(box.shape)
         return box, local
     return Box.whole(tuple(value.shape)), value.detach()
 
 
-def _identity(name: str, shape: tuple[int, ...], box: Box | None, local: torch.Tensor) -> tuple[object, ...]:
+def _identity(name: str, value: torch.Tensor, shape: tuple[int, ...], box: Box | None, local: torch.Tensor) -> tuple[object, ...]:
     """Key that is equal for two names of the same memory.
 
     It uses the storage object instead of its address: ranks with an empty local shard must find the same ties as the others, and
-    all empty tensors have the same address.
+    all empty tensors have the same address. Where all tensors are slices of one buffer, empty ones may be at the same place in it,
+    so there the tensor object itself counts.
     """
     if 0 in shape or box is None:
         return (name,)
+    if hasattr(getattr(value, "_local_tensor", None), "__create_chunk_list__"):
+        return (id(value._local_tensor),)  # type: ignore[attr-defined]
     storage = local.untyped_storage()._cdata
     return (storage, local.storage_offset(), local.stride(), local.dtype, shape, box.starts, box.stops)
 

@@ -11,8 +11,9 @@ from torch import nn
 
 import weightsync
 from weightsync.errors import ConfigurationError, LayoutError, RoundFailed, VerificationError, WeightSyncError
-from weightsync.integrations.megatron import Family, MegatronState, hf_state
+from weightsync.integrations.megatron import FAMILIES, Family, MegatronState, hf_state
 from weightsync.integrations.megatron.blocks import attention, experts, norms, router
+from weightsync.integrations.megatron.packing import Packing, Part
 
 CONFIG = llama_config()
 
@@ -69,6 +70,47 @@ def test_shards_are_views_that_follow_the_parameters() -> None:
         for name, value in dict(module.named_parameters(recurse=False)).items():
             setattr(module, name, nn.Parameter(torch.full_like(value, 5)))
     assert all(one.tensor.eq(5).all() for one in state.declare()[1])
+
+
+@pytest.mark.parametrize("zero_centered", [True, False])
+def test_norms_that_are_stored_minus_one_are_converted_on_request(zero_centered: bool) -> None:
+    """No module that builds without TransformerEngine stores them so."""
+    model = Model(CONFIG, parameters(), layernorm_zero_centered_gamma=zero_centered)
+    family = Family(FAMILIES["llama"].layer, zero_centered_norms=not zero_centered)
+    with pytest.raises(ConfigurationError, match="layernorm_zero_centered_gamma"):
+        hf_state(model, config=CONFIG, family=family)
+    state = hf_state(model, config=CONFIG, family=family, convert_norms=True)
+    before = {name: value.clone() for name, value in held(state).items()}
+    added = 1 if zero_centered else -1
+    names = {
+        "model.norm.weight": "decoder.final_layernorm.weight",
+        "model.layers.1.input_layernorm.weight": "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight",
+        "model.layers.1.post_attention_layernorm.weight": "decoder.layers.1.mlp.linear_fc1.layer_norm_weight",
+    }
+    for change in (0.0, 2.0):
+        with torch.no_grad():
+            for value in model.parameters():
+                value.add_(change)
+        for name, parameter in names.items():
+            assert torch.equal(held(state)[name], model.get_parameter(parameter).detach() + added)
+    plain = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(held(state)[plain], before[plain] + 2)
+    assert sum(name not in names and "norm" in name for name in before) == 2  # of the other layer
+    shards = state.declare()[1]
+    assert state.declare()[1] is shards
+    assert {one.tensor.data_ptr() for one in shards if "norm" not in one.name} <= {
+        value.data_ptr() + offset * value.element_size() for value in model.parameters() for offset in range(value.numel())
+    }
+
+
+def test_a_norm_whose_rule_does_not_say_so_is_not_left_unconverted() -> None:
+    def layer(config: Any, number: int, stacked: bool) -> Any:
+        rules = FAMILIES["llama"].layer(config, number, stacked)
+        return {**rules, "mlp.linear_fc1.layer_norm_weight": Packing((Part("post_attention_layernorm.weight", (8,)),), cut=False)}
+
+    model = Model(CONFIG, parameters(), layernorm_zero_centered_gamma=True)
+    with pytest.raises(LayoutError, match=r"layers\.0\.mlp\.linear_fc1\.layer_norm_weight .* is a norm, and its rule does not"):
+        hf_state(model, config=CONFIG, family=Family(layer), convert_norms=True)
 
 
 def test_wrappers_are_looked_through() -> None:
@@ -189,7 +231,7 @@ LATENT_MODEL = {
         ({}, {"num_query_groups": 4}, "num_query_groups is 4"),
         ({}, {"num_layers": 3}, "num_layers is 3"),
         ({}, {"rotary_interleaved": True}, "rotary_interleaved is True"),
-        ({}, {"layernorm_zero_centered_gamma": True}, "the weight minus one"),
+        ({}, {"layernorm_zero_centered_gamma": True}, "the weight minus one.*convert_norms=True"),
         ({}, {"moe_mlp_glu_interleave_size": 32}, "alternate 32 rows of gate and up"),
         (LATENT | {"rope_interleave": False}, LATENT_MODEL, "rope_interleave=False"),
         (LATENT | {"v_head_dim": 3}, LATENT_MODEL, "v_head_dim is 2"),

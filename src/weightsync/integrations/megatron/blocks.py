@@ -20,7 +20,9 @@ __all__ = [
     "gated_mlp",
     "head_dim",
     "latent_attention",
+    "norm",
     "norms",
+    "plain_mlp",
     "prediction",
     "router",
     "vocabulary",
@@ -38,6 +40,11 @@ def whole(name: str, *shape: int, dim: int = 0, cut: bool = False, dtype: str | 
     return Packing((Part(name, shape),), dim, cut, dtype=dtype)
 
 
+def norm(name: str, extent: int) -> Packing:
+    """Return the packing of a norm's weight."""
+    return Packing((Part(name, (extent,)),), cut=False, norm=True)
+
+
 def head_dim(config: HFConfig) -> int:
     """Return the extent of one attention head."""
     given = getattr(config, "head_dim", None)
@@ -52,14 +59,14 @@ def vocabulary(config: HFConfig) -> Rules:
     return {
         "embedding.word_embeddings.weight": Packing((Part(embedding, shape),), padded=True),
         "output_layer.weight": Packing((Part(output, shape),), padded=True),
-        "decoder.final_layernorm.weight": whole("model.norm.weight", shape[1]),
+        "decoder.final_layernorm.weight": norm("model.norm.weight", shape[1]),
     }
 
 
 def norms(config: HFConfig) -> Rules:
     """Return the rules of the norms before attention and MLP: modules of their own, or fused into the linear layer after them."""
-    before = whole("input_layernorm.weight", config.hidden_size)
-    after = whole("post_attention_layernorm.weight", config.hidden_size)
+    before = norm("input_layernorm.weight", config.hidden_size)
+    after = norm("post_attention_layernorm.weight", config.hidden_size)
     return {
         "input_layernorm.weight": before,
         "self_attention.linear_qkv.layer_norm_weight": before,
@@ -68,33 +75,57 @@ def norms(config: HFConfig) -> Rules:
     }
 
 
-def attention(config: HFConfig, *, qkv_bias: bool = False, bias: bool = False, qk_norm: bool = False) -> Rules:
-    """Return the rules of grouped-query attention: one parameter holds, for each group, its queries, its key and its value."""
+def attention(
+    config: HFConfig, *, qkv_bias: bool = False, bias: bool = False, qk_norm: bool = False, output_gate: bool = False
+) -> Rules:
+    """Return the rules of grouped-query attention: one parameter holds, for each group, its queries, its key and its value.
+
+    With ``output_gate`` (as Qwen3-Next has it), a group's gates follow its queries in Megatron, and ``q_proj`` has each head's gate
+    after its query.
+    """
     heads, groups, extent = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
     hidden = config.hidden_size
     rules = {
-        "self_attention.linear_qkv.weight": _grouped("weight", heads, groups, extent, (hidden,)),
+        "self_attention.linear_qkv.weight": _grouped("weight", heads, groups, extent, (hidden,), output_gate),
         "self_attention.linear_proj.weight": whole("self_attn.o_proj.weight", hidden, heads * extent, dim=1, cut=True),
     }
     if qkv_bias or bias:
-        rules["self_attention.linear_qkv.bias"] = _grouped("bias", heads, groups, extent, ())
+        rules["self_attention.linear_qkv.bias"] = _grouped("bias", heads, groups, extent, (), output_gate)
     if bias:
         rules["self_attention.linear_proj.bias"] = whole("self_attn.o_proj.bias", hidden)
     if qk_norm:
-        rules["self_attention.q_layernorm.weight"] = whole("self_attn.q_norm.weight", extent)
-        rules["self_attention.k_layernorm.weight"] = whole("self_attn.k_norm.weight", extent)
+        rules["self_attention.q_layernorm.weight"] = norm("self_attn.q_norm.weight", extent)
+        rules["self_attention.k_layernorm.weight"] = norm("self_attn.k_norm.weight", extent)
     return rules
 
 
-def _grouped(kind: str, heads: int, groups: int, extent: int, columns: tuple[int, ...]) -> Packing:
-    """Return the packing of queries, key and value of one group after the other."""
-    queries = heads // groups * extent
-    parts = []
+def _grouped(kind: str, heads: int, groups: int, extent: int, columns: tuple[int, ...], gated: bool) -> Packing:
+    """Return the packing of queries, their gates if ``gated``, key and value of one group after the other."""
+    each, parts = heads // groups, list[Part]()
+    step = 2 * extent if gated else extent
     for group in range(groups):
-        parts.append(Part(f"self_attn.q_proj.{kind}", (heads * extent, *columns), group * queries, queries))
+        query, shape = f"self_attn.q_proj.{kind}", (heads * step, *columns)
+        first = group * each
+        if gated:
+            parts += (Part(query, shape, head * step + gate, extent) for gate in (0, extent) for head in range(first, first + each))
+        else:
+            parts.append(Part(query, shape, first * extent, each * extent))
         parts.append(Part(f"self_attn.k_proj.{kind}", (groups * extent, *columns), group * extent, extent))
         parts.append(Part(f"self_attn.v_proj.{kind}", (groups * extent, *columns), group * extent, extent))
     return Packing(tuple(parts))
+
+
+def plain_mlp(config: HFConfig, *, bias: bool = False, up: str = "mlp.up_proj", down: str = "mlp.down_proj") -> Rules:
+    """Return the rules of an MLP without a gate."""
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    rules = {
+        "mlp.linear_fc1.weight": whole(f"{up}.weight", ffn, hidden, cut=True),
+        "mlp.linear_fc2.weight": whole(f"{down}.weight", hidden, ffn, dim=1, cut=True),
+    }
+    if bias:
+        rules["mlp.linear_fc1.bias"] = whole(f"{up}.bias", ffn, cut=True)
+        rules["mlp.linear_fc2.bias"] = whole(f"{down}.bias", hidden)
+    return rules
 
 
 def gated_mlp(config: HFConfig, *, bias: bool = False, ffn: int | None = None, module: str = "mlp", name: str = "mlp") -> Rules:
@@ -116,7 +147,7 @@ def latent_attention(config: HFConfig) -> Rules:
     """Return the rules of multi-head latent attention. Megatron's spec decides whether a rank's down-projections are cut."""
     hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
     keys, position, values = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-    key_norm = whole("self_attn.kv_a_layernorm.weight", rank)
+    key_norm = norm("self_attn.kv_a_layernorm.weight", rank)
     rules = {
         "self_attention.linear_kv_down_proj.weight": whole(
             "self_attn.kv_a_proj_with_mqa.weight", rank + position, hidden, cut=True
@@ -129,7 +160,7 @@ def latent_attention(config: HFConfig) -> Rules:
     queries, low = heads * (keys + position), config.q_lora_rank
     if low is None:
         return {**rules, "self_attention.linear_q_proj.weight": whole("self_attn.q_proj.weight", queries, hidden, cut=True)}
-    query_norm = whole("self_attn.q_a_layernorm.weight", low)
+    query_norm = norm("self_attn.q_a_layernorm.weight", low)
     return {
         **rules,
         "self_attention.linear_q_down_proj.weight": whole("self_attn.q_a_proj.weight", low, hidden, cut=True),
@@ -151,10 +182,10 @@ def prediction(config: HFConfig) -> Rules:
     """Return the rules of what a prediction layer (MTP) has around its Transformer layer."""
     hidden = config.hidden_size
     return {
-        "enorm.weight": whole("enorm.weight", hidden),
-        "hnorm.weight": whole("hnorm.weight", hidden),
+        "enorm.weight": norm("enorm.weight", hidden),
+        "hnorm.weight": norm("hnorm.weight", hidden),
         "eh_proj.weight": whole("eh_proj.weight", hidden, 2 * hidden, cut=True),
-        "final_layernorm.weight": whole("shared_head.norm.weight", hidden),
+        "final_layernorm.weight": norm("shared_head.norm.weight", hidden),
     }
 
 

@@ -105,5 +105,8 @@ FAMILIES = {
     "qwen3_moe": Family(_qwen3_moe),
 }
 """Families by the ``model_type`` of a Hugging Face configuration. Add one's own here, or pass it to ``hf_state``."""
-NO_VIEWS = {"gpt_oss": "its checkpoints alternate single columns of gate and up, so that every column would be a box of its own"}
+NO_VIEWS = {
+    "gpt_oss": "its checkpoints alternate single columns of gate and up, so that every column would be a box: 4.4 million for "
+    "the experts of gpt-oss-20b, copied two bytes at a time"
+}
 """Families whose checkpoints are no views of Megatron's parameters, and why."""

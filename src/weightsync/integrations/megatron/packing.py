@@ -71,6 +71,8 @@ class Packing:
     padded: bool = False
     """Rows that no Hugging Face tensor has follow the stack: a vocabulary is filled up until it can be cut."""
     dtype: str | None = None
+    norm: bool = False
+    """The weight of a norm, which Megatron may store minus one."""
 
     def runs(self, shape: tuple[int, ...], rank: int, size: int) -> list[tuple[int, int]]:
         """Return which runs of the stack, from start to stop, a parameter of ``shape`` holds one after the other.

@@ -21,12 +21,17 @@ __all__ = ["MegatronState", "hf_state"]
 
 
 def hf_state(
-    model_chunks: nn.Module | Sequence[nn.Module], *, config: HFConfig, family: Family | None = None, stacked_experts: bool = False
+    model_chunks: nn.Module | Sequence[nn.Module],
+    *,
+    config: HFConfig,
+    family: Family | None = None,
+    stacked_experts: bool = False,
+    convert_norms: bool = False,
 ) -> MegatronState:
     """Return this rank's part of a Megatron-core GPTModel under Hugging Face names, for :class:`weightsync.Trainer`.
 
-    The shards are views of the live parameters, and follow them to other memory. Call this again after adding or removing modules.
-    No collective is called.
+    The shards are views of the live parameters (but for ``convert_norms``), and follow them to other memory. Call this again after
+    adding or removing modules. No collective is called.
 
     Args:
         model_chunks: What Megatron's ``get_model()`` returns: the model of this rank, or one for each virtual pipeline stage, with
@@ -35,6 +40,9 @@ def hf_state(
         family: The rules; by default those of ``config.model_type`` in :data:`FAMILIES`.
         stacked_experts: Whether to name experts as modules of Transformers do, which stack those of a layer. By default they have
             the names of a checkpoint, which vLLM takes.
+        convert_norms: Whether to publish copies of norms, plus one, if Megatron stores them minus one
+            (``layernorm_zero_centered_gamma``) and the family's checkpoints do not; or minus one the other way round. They are
+            computed anew before each publication, in the dtype of the parameters. By default such a model is refused.
 
     Raises:
         ConfigurationError: The family is unknown, or the two configurations contradict each other.
@@ -53,7 +61,15 @@ def hf_state(
             f"no rules for model_type {kind!r}; known: {', '.join(sorted(FAMILIES))}. "
             "Add a family: docs/guides/megatron.md, hf_state(..., family=Family(...))"
         )
-    _check_configuration(chunks, config, family)
+    _check_configuration(chunks, config)
+    added = int(bool(chunks[0].config.layernorm_zero_centered_gamma)) - int(family.zero_centered_norms)
+    if added and not convert_norms:
+        raise ConfigurationError(
+            f"the norms on {chunks[0].place} (decoder.final_layernorm.weight and others) hold the weight"
+            f"{' minus one' if added > 0 else ''}, and this family's checkpoints {'do not' if added > 0 else 'hold it minus one'} "
+            "(layernorm_zero_centered_gamma): that is no view of the parameter, and is not converted silently. "
+            "hf_state(..., convert_norms=True) publishes converted copies of them"
+        )
     predicted = getattr(chunks[0].config, "mtp_num_layers", None) or 0
     rules = ModelRules(
         config, family, dtype_name(chunks[0].config.params_dtype), stacked=stacked_experts, predicted=predicted
@@ -64,22 +80,30 @@ def hf_state(
             f"Megatron's num_moe_experts is {experts} on {chunks[0].place}, and the Hugging Face configuration means "
             f"{', '.join(map(str, sorted(rules.expert_counts)))}"
         )
-    return MegatronState(chunks, rules)
+    return MegatronState(chunks, rules, added)
 
 
 class MegatronState(ShardedState):
-    """The manifest of the whole model, and the boxes of it that one rank's parameters hold. Made by :func:`hf_state`."""
+    """The manifest of the whole model, and the boxes of it that one rank's parameters hold. Made by :func:`hf_state`.
 
-    def __init__(self, chunks: Sequence[ModelChunk], rules: ModelRules) -> None:
+    ``added`` is what a norm's weight is more than the parameter that stores it: copies are published if it is not zero.
+    """
+
+    def __init__(self, chunks: Sequence[ModelChunk], rules: ModelRules, added: int = 0) -> None:
         self._chunks = chunks
         self._place = chunks[0].place
         self._rules = rules
+        self._added = added
+        self._copies = list[tuple[torch.Tensor, torch.Tensor]]()
+        """Parameters of norms, and the memory of what is published instead."""
         self._shards, self._views = self._take()
 
     def declare(self) -> tuple[Manifest, Sequence[Shard]]:
         """Return the manifest and this rank's shards: the same objects until a parameter has other memory."""
         if not self._views.are_of(self._memory()):
             self._shards, self._views = self._take()
+        for value, copy in self._copies:
+            torch.add(value, self._added, out=copy)
         return self._rules.manifest, self._shards
 
     def _memory(self) -> list[torch.Tensor]:
@@ -87,6 +111,7 @@ class MegatronState(ShardedState):
 
     def _take(self) -> tuple[list[Shard], Views]:
         views = Views(self._memory())
+        self._copies.clear()
         return ordered(self._rules.manifest, (shard for chunk in self._chunks for shard in self._shards_of(chunk))), views
 
     def _shards_of(self, chunk: ModelChunk) -> Iterator[Shard]:
@@ -140,14 +165,22 @@ class MegatronState(ShardedState):
             check_geometry(rule, runs, [number for number in (layer, expert) if number is not None], declared)
         except LayoutError as error:
             raise LayoutError(f"{name} on {self._place}, which holds {rule.parts[0].name}: {error}") from None
+        if self._added and not rule.norm and "norm" in key:
+            raise LayoutError(
+                f"{name} on {self._place} is a norm, and its rule does not say so: make it with blocks.norm(), because norms are "
+                "to be converted"
+            )
+        if self._added and rule.norm:
+            self._copies.append((data, torch.empty_like(data)))
+            data = self._copies[-1][1]
         for piece in rule.pieces(runs):
             view = data.narrow(rule.dim, piece.start, piece.stop - piece.start).view(piece.box.shape)
             for label in (piece.part.name, *self._rules.copies.get(piece.part.name, ())):
                 yield Shard(label, piece.part.shape, piece.box, view)
 
 
-def _check_configuration(chunks: Sequence[ModelChunk], config: HFConfig, family: Family) -> None:
-    """Refuse what shapes cannot tell: two configurations that mean different models, and norms that are stored minus one."""
+def _check_configuration(chunks: Sequence[ModelChunk], config: HFConfig) -> None:
+    """Refuse what shapes cannot tell: two configurations that mean different models."""
     model = chunks[0].config
     place = chunks[0].place
     wanted: Mapping[str, object] = {
@@ -185,12 +218,6 @@ def _check_configuration(chunks: Sequence[ModelChunk], config: HFConfig, family:
         raise ConfigurationError(
             f"Megatron's latent attention on {place} has rotary pairs side by side, and the Hugging Face configuration says "
             "rope_interleave=False, which means that halves are apart"
-        )
-    if bool(model.layernorm_zero_centered_gamma) != family.zero_centered_norms:
-        raise ConfigurationError(
-            f"the norms on {place} (decoder.final_layernorm.weight and others) hold "
-            f"{'the weight minus one' if model.layernorm_zero_centered_gamma else 'the weight'}, and this family's checkpoints do "
-            "not (layernorm_zero_centered_gamma): that is no view of the parameter, and is not converted silently"
         )
     for chunk in chunks:
         shared = bool(chunk.model.share_embeddings_and_output_weights)

@@ -209,7 +209,7 @@ test: ## every check and every test, with coverage, and vLLM's on its CPU build;
 	fi
 
 .PHONY: rare-test
-rare-test: $(VENV)/.installed ## the tests that `make test` leaves out because they take minutes, but those in environments of their own
+rare-test: $(VENV)/.installed ## the tests that take minutes and that `make test` leaves out, except those of vLLM, verl and AReaL
 	@$(BIN)/python $(PYTEST) -m "rare and not vllm and not verl and not nemo_rl and not areal" $(ARGS)
 
 # All of them run, whatever fails, and the last lines of the output say what did.
@@ -221,9 +221,9 @@ test-all: ## every part of PARTS, and a table of them: make test, rare tests, a 
 		echo "make test-all: $$part" >&2; \
 		began=$$SECONDS; result=passed; \
 		$(MAKE) $$part ARGS= RELEASES=0.27.1 SEEDS=10000 || { result=failed; status=1; }; \
-		printf -v row '%-18s %7d  %s\n' $$part $$((SECONDS - began)) $$result; \
+		printf -v row '%-18s %7d  %s' $$part $$((SECONDS - began)) $$result; \
 		echo "make test-all: $$row" >&2; \
-		table+=$$row; \
+		table+=$$row$$'\n'; \
 	done; \
 	printf '\n%-18s %7s  %s\n%s' part seconds result "$$table"; \
 	exit $$status

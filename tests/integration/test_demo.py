@@ -25,6 +25,18 @@ def named_shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
+def mapped_shared_memory() -> set[str]:
+    """Of that, what a process of this machine has mapped."""
+    mapped: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            lines = maps.read_text().splitlines()
+        except OSError:  # it ended meanwhile, or is somebody else's
+            continue
+        mapped |= {line.partition("/dev/shm/")[2].removesuffix(" (deleted)") for line in lines if "/dev/shm/" in line}
+    return mapped
+
+
 class Run:
     """A demo in a process of its own. Its temporary files go to ``directory``, by which its processes are also recognised."""
 
@@ -63,7 +75,8 @@ class Run:
         assert self.processes() == [], self.log
         # torch makes an empty folder for its compiler when Transformers is imported; everything else would be ours
         assert [path for path in self.directory.iterdir() if not path.name.startswith("torchinductor_")] == []
-        assert named_shared_memory() <= self.shared_memory
+        left = named_shared_memory() - self.shared_memory - mapped_shared_memory()  # which is other programs': ours have ended
+        assert not left & named_shared_memory()
 
     def close(self) -> None:
         for pid in self.processes():

@@ -9,7 +9,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp import fully_shard_model
 from tests.integration.megatron_cases import Case, fsdp_values, hf_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 __all__ = ["change", "sharded"]
 
@@ -28,8 +28,9 @@ def sharded(case: Case) -> dict[str, torch.Tensor]:
     """The live DTensors of this rank by checkpoint name, as the guide takes them."""
     from transformers import AutoModelForCausalLM
 
-    torch.cuda.current_device = lambda: 0  # type: ignore[assignment]
-    torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None
+    torch.cuda.current_device = lambda: 0
+    cuda: Any = torch.cuda
+    cuda.synchronize = cuda.empty_cache = lambda *_: None
     torch.cuda.Stream = Idle  # type: ignore[assignment,misc]
     mesh = init_device_mesh("cpu", (case.dp, case.tp), mesh_dim_names=("dp", "tp"))
     model: Any = AutoModelForCausalLM.from_config(hf_config(case.family, case.changes), dtype=getattr(torch, case.dtype))  # type: ignore[no-untyped-call]
@@ -37,7 +38,9 @@ def sharded(case: Case) -> dict[str, torch.Tensor]:
         for name, value in model.named_parameters():
             value.copy_(fsdp_values(name, 1, tuple(value.shape)))
     if case.tp > 1:
-        styles = {f"*.{name}": ColwiseParallel() for name in COLUMNS} | {f"*.{name}": RowwiseParallel() for name in ROWS}
+        styles: dict[str, ParallelStyle] = {f"*.{name}": ColwiseParallel() for name in COLUMNS} | {
+            f"*.{name}": RowwiseParallel() for name in ROWS
+        }
         parallelize_module(model, mesh["tp"], styles)
     wrapped = fully_shard_model(
         model, mesh, dp_shard_dim="dp", tp_dim="tp", device=torch.device("cpu"), fsdp_unit_modules=[type(model.model.layers[0])]

@@ -115,8 +115,8 @@ def run(rank: int, case: Case, folder: Path, orders: int, results: int) -> None:
         "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=case.world, timeout=timedelta(seconds=90)
     )
     if case.fsdp:
-        state = sharded(case)
-        publish(rank, case, state, orders, results, lambda version: change(state, version))
+        shards = sharded(case)
+        publish(rank, case, shards, orders, results, lambda version: change(shards, version))
         return
     initialize(case)
     torch.manual_seed(1)

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def test_two_ranks_update_and_keep_a_request_that_runs(tmp_path: Path, delivery:
             for rank in ranks:
                 rank.kill()
     results = json.loads(output.splitlines()[-1])
-    reference = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    reference: Any = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
     state = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
     assert len(results) == UPDATES + 1
     for seed, (used, verified, tokens, kept, versions) in enumerate(results, 1):

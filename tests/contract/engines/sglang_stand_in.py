@@ -147,10 +147,12 @@ class StandInScheduler(Closeable):
 
 
 def adapter_of(scheduler: StandInScheduler, delivery: Delivery = "streamed") -> SglangAdapter:
-    reload, direct = partial(install, scheduler.runner), None
+    reload = partial(install, scheduler.runner)
+    direct: DirectShards | None = None
     if delivery == "direct":
-        direct = find_direct(scheduler.model, checkpoint().manifest, reload, torch.device("cpu"))
-        assert isinstance(direct, DirectShards)
+        found = find_direct(scheduler.model, checkpoint().manifest, reload, torch.device("cpu"))
+        assert isinstance(found, DirectShards)
+        direct = found
     return SglangAdapter(
         checkpoint(), scheduler.loop, install=reload, flush=scheduler.flush_cache, label=scheduler.record_weight_version_change,
         direct=direct,

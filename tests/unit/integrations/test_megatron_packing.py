@@ -58,7 +58,7 @@ def test_gates_of_a_group_follow_its_queries() -> None:
     packing = PACKINGS["grouped with gates"]
     tensors = {part.name: torch.randn(part.shape) for part in packing.parts}
     stack = torch.cat([tensors[part.name].narrow(0, part.start, part.extent(0)) for part in packing.parts])
-    query, gate, key, value = (rows.reshape(-1, 8) for rows in stack.view(4, 12, 8).split([4, 4, 2, 2], dim=1))
+    query, gate, key, value = (rows.reshape(-1, 8) for rows in torch.split(stack.view(4, 12, 8), [4, 4, 2, 2], dim=1))
     queries, gates = tensors["self_attn.q_proj.weight"].view(8, 4, 8).chunk(2, dim=1)
     assert torch.equal(query, queries.reshape(-1, 8))
     assert torch.equal(gate, gates.reshape(-1, 8))

@@ -27,8 +27,8 @@ DATA = ROOT / "docs" / "data" / "page.json"
 FOLDER = ROOT / "docs" / "pictures"
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
 SCREENSHOTS: dict[str, tuple[dict[str, Any], str]] = {
-    "page": ({"color_scheme": "light", "viewport": {"width": 1180, "height": 900}}, "html"),
-    "page_dark": ({"color_scheme": "dark", "viewport": {"width": 1180, "height": 900}}, "html"),
+    "page": ({"color_scheme": "light", "viewport": {"width": 1180, "height": 900}}, "main"),
+    "page_dark": ({"color_scheme": "dark", "viewport": {"width": 1180, "height": 900}}, "main"),
     "page_phone": ({"color_scheme": "light", "viewport": {"width": 360, "height": 780}}, ""),
     "page_waterfall": ({"color_scheme": "light", "viewport": {"width": 900, "height": 900}}, "[aria-labelledby=of-round]"),
 }

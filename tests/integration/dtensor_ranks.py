@@ -116,14 +116,14 @@ def report(state: nn.Module | dict[str, torch.Tensor], folder: Path, name: str, 
             if tensor.is_floating_point():
                 tensor.mul_(2)
     layout = packed_layout(manifest, shards)
-    shelf = np.zeros(max(layout.regions[0], 1), np.uint8)
-    digests = HostPublisher(manifest, shards, layout, shelf.ctypes.data).place()
+    region = np.zeros(max(layout.regions[0], 1), np.uint8)
+    digests = HostPublisher(manifest, shards, layout, region.ctypes.data).place()
     arrays: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.int64 | np.uint64 | np.uint8]]] = {"digests": digests}
     for row, one in enumerate(shards):
         arrays[f"starts/{row}"] = np.array(one.box.starts, np.int64)
         arrays[f"stops/{row}"] = np.array(one.box.stops, np.int64)
         first = int(layout.offset[row])
-        arrays[f"bytes/{row}"] = shelf[first : first + one.box.size * one.tensor.element_size()]
+        arrays[f"bytes/{row}"] = region[first : first + one.box.size * one.tensor.element_size()]
     for spec in manifest:
         tensor = tensors[spec.name]
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # a collective: every rank calls it

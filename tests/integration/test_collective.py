@@ -76,15 +76,15 @@ def test_two_fsdp_ranks_stream_two_versions_to_two_replicas_bit_for_bit(tmp_path
 
 @contextmanager
 def owner(version: int, nbytes: int, **settings: Any) -> Iterator[tuple[PublishedRegion, Any]]:
-    shelf = PublishedRegion(nbytes, DIGEST)
-    with shelf.placing(version):
-        shelf.payload[:] = contents(nbytes, version)
-    made = Collective(buffer_bytes=2 << 20, **settings).publish(shelf, KEY, this_host())
+    region = PublishedRegion(nbytes, DIGEST)
+    with region.placing(version):
+        region.payload[:] = contents(nbytes, version)
+    made = Collective(buffer_bytes=2 << 20, **settings).publish(region, KEY, this_host())
     try:
-        yield shelf, made
+        yield region, made
     finally:
         made.close()
-        shelf.close()
+        region.close()
 
 
 def reader(made: Any, wanted: Wanted) -> BroadcastReader:
@@ -154,15 +154,15 @@ def test_a_reader_that_comes_later_gets_a_group_of_its_own_and_then_all_are_in_o
     nbytes = 4 << 20
     first, second = big(nbytes, groups=3), big(nbytes, groups=3)
     failures: list[WeightSyncError] = []
-    with owner(1, nbytes, gather_seconds=0.2) as (shelf, made):
+    with owner(1, nbytes, gather_seconds=0.2) as (region, made):
         one, other = reader(made, first), reader(made, second)
         try:
             take(one, first, 1, failures)  # goes on without the other, which is prepared but does not begin
             take(other, second, 1, failures)
             sizes = [source._group.world_size for source in (one, other) if source._group is not None]
             assert (failures, sizes) == ([], [2, 2])
-            with shelf.placing(2):
-                shelf.payload[:] = contents(nbytes, 2)
+            with region.placing(2):
+                region.payload[:] = contents(nbytes, 2)
             made._gather_seconds = 10.0
             together((take, one, first, 2, failures), (take, other, second, 2, failures))
             assert not failures

@@ -111,29 +111,29 @@ def test_an_action_that_raises_does_not_keep_the_others_from_running(
 
 
 def test_a_child_can_neither_change_nor_keep_a_shelf() -> None:
-    with PublishedRegion(8192, "layout") as shelf:
-        with shelf.placing(7):
-            shelf.payload[:] = 9
-        assert shelf.fd is not None
-        held, reader = shelf.payload, map_read_only(shelf.fd, 8192)
+    with PublishedRegion(8192, "layout") as region:
+        with region.placing(7):
+            region.payload[:] = 9
+        assert region.fd is not None
+        held, reader = region.payload, map_read_only(region.fd, 8192)
 
         def unwind() -> None:
-            assert shelf.version == EMPTY
+            assert region.version == EMPTY
             with pytest.raises(ConfigurationError, match="forked child"):
-                shelf.address  # noqa: B018
-            with pytest.raises(ConfigurationError, match="forked child"), shelf.placing(8):
+                region.address  # noqa: B018
+            with pytest.raises(ConfigurationError, match="forked child"), region.placing(8):
                 pass
             assert not held.any()
             assert not reader.any()
             held[:] = 1  # would be a crash, or the parent's weights
-            shelf.header.invalidate()
-            shelf.close()
-            shelf.close()
-            np.ones(1 << 22)  # whatever comes to lie where the shelf was
+            region.header.invalidate()
+            region.close()
+            region.close()
+            np.ones(1 << 22)  # whatever comes to lie where the region was
 
         with child(unwind) as pid:
             assert shelves_in(pid) == []
-            assert shelf.version == 7
+            assert region.version == 7
             assert (held == 9).all()
             assert reader[4096:].tolist() == [9] * 4096
         held = reader = np.empty(0, np.uint8)
@@ -141,8 +141,8 @@ def test_a_child_can_neither_change_nor_keep_a_shelf() -> None:
 
 @pytest.mark.parametrize("scheme", [Tcp(), Tcp(encrypt=True), SharedMemory()], ids=["tcp", "encrypted", "shared_memory"])
 def test_a_child_closes_nothing_of_a_transport_and_holds_nothing(scheme: Tcp | SharedMemory) -> None:
-    with PublishedRegion(4096, "layout") as shelf:
-        owner = scheme.publish(shelf, KEY, this_host())
+    with PublishedRegion(4096, "layout") as region:
+        owner = scheme.publish(region, KEY, this_host())
         source = scheme.open(owner.offer, KEY, Deadline(SECONDS))
 
         def unwind() -> None:

@@ -69,10 +69,10 @@ class CudaIpcPublisher:
         self.offer = Offer(scheme=CudaIpc.name, address=address, host=local_host, traits=CudaIpc.traits)
 
     def _serve(self, channel: Channel) -> None:
-        shelf_fd = self._region.fd
-        if shelf_fd is None:
+        region_fd = self._region.fd
+        if region_fd is None:
             return  # the region was closed before its owner; the reader sees the connection end
-        fd = reopen_read_only(shelf_fd)
+        fd = reopen_read_only(region_fd)
         try:
             channel.send_descriptor(_ASK, fd, Deadline(HELLO_SECONDS))
         finally:

@@ -16,6 +16,7 @@ from tests.faults.leaks import held
 from tests.faults.points import SOURCE_POINTS
 from tests.faults.stage import ROUND_SECONDS, Stage, Tally, Trap
 
+from weightsync.coordinator.events import ReplicaEnded, ReplicaPhase
 from weightsync.errors import WeightSyncError
 
 __all__ = ["MUTANT_ACTS", "SOURCE_TRANSPORTS", "run_sources", "source_cases", "source_mutant_is_caught"]
@@ -166,12 +167,15 @@ def _offered_again(stage: Stage, case: Case, joiner: str, found: Findings) -> No
     """Whoever joins next is not given the source that lied."""
     other = next(name for name in _JOINERS if name != joiner)
     name, number, digest = other.partition("-")[0], stage.version, stage.digest
-    _command(stage, other, "leave")
-    _command(stage, other, "join")
+    with stage.client() as client, client.events() as events:
+        _command(stage, other, "leave")
+        _command(stage, other, "join")
+        for event in events:
+            if isinstance(event, ReplicaPhase) and (event.replica, event.phase) == (name, "quarantine"):
+                found.uncaught.append(f"{case.name}: {name} was given the source that had lied")
+            if isinstance(event, ReplicaEnded) and event.result.name == name:
+                break
     stage.wait_until(f"{name} serves it", lambda: not stage.not_at(number, digest, name), ROUND_SECONDS + _SLACK)
-    result = next(one for past in reversed(stage.status().rounds) for one in past.replicas if one.name == name)
-    if result.source == _SOURCE.partition("-")[0] or "quarantine" in result.phases:
-        found.uncaught.append(f"{case.name}: {name} was given the source that had lied before {result.source}")
 
 
 def _wave(stage: Stage, case: Case, act: str, found: Findings) -> None:

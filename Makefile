@@ -208,20 +208,25 @@ PYTEST_HERE = $(BIN)/python $(PYTEST) -m "not rare and $(HERE)" --cov --cov-repo
 PYTEST_VLLM = python $(PYTEST) -m "vllm and not rare" $(ARGS)
 
 # vLLM is installed meanwhile, by a process group of its own that ends with this shell, however that ends. If ARGS narrow the tests,
-# that happens after the others, and only for a test that needs it; status 5 is pytest's for no test at all.
+# that happens after the others, and only for a test that needs it; status 5 is pytest's for no test at all. The types are checked
+# while the tests run, which leave a part of two cores idle.
 test: ## every check and every test, with coverage, and vLLM's on its CPU build; ARGS="-k name" narrows the tests
 	@export HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-ci}"; \
-	log=$$(mktemp); installing=; status=0; \
+	log=$$(mktemp); types=$$(mktemp); installing=; checking=; status=0; \
 	stop() { \
 		trap '' HUP INT TERM; \
 		if [[ -n $$installing ]] && kill -- -$$installing 2>/dev/null; then wait $$installing || rm -rf $(VLLM_VENV); fi; \
-		rm -f "$$log"; \
+		if [[ -n $$checking ]] && kill -- -$$checking 2>/dev/null; then wait $$checking || true; fi; \
+		rm -f "$$log" "$$types"; \
 	}; \
 	trap stop EXIT; \
 	install() { set -m; nice -n 5 $(MAKE) $(VLLM_VENV)/.installed >"$$log" 2>&1 & installing=$$!; set +m; }; \
 	$(if $(ARGS),,install;) \
-	$(MAKE) lint types audit; \
+	$(MAKE) lint audit; \
+	set -m; nice -n 5 $(MAKE) types >"$$types" 2>&1 & checking=$$!; set +m; \
 	$(PYTEST_HERE) || status=$$?; \
+	wait $$checking || { cat "$$types" >&2; exit 1; }; \
+	checking=; \
 	[[ $$status == 0 $(if $(ARGS),|| $$status == 5) ]] || exit $$status; \
 	$(if $(ARGS),$(if $(filter -m%,$(ARGS)),false,$(BIN)/$(PYTEST_VLLM) -n 0 --collect-only >/dev/null) || exit $$status; install;) \
 	! kill -0 -- -$$installing 2>/dev/null || echo "waiting for vLLM's environment; installing it takes a few minutes" >&2; \

@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, several processes: m
 # Torch's stores ask the name server for the name of each peer, of 127.0.0.1 too. One that does not answer stops both ends for 5 s
 # each time, which exceeds deadlines of tests. With no attempts, glibc asks nobody, also in child processes.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # each such name would be a warning
 
 # Coordinators of tests, also in child processes, must not add their rounds to the user's history.
 os.environ["WEIGHTSYNC_STATE_DIR"] = "off"

@@ -106,8 +106,9 @@ class OwnerHere:
         return []
 
 
-NURSERY = Nursery(__name__)
-"""Nursery of this test process, which forks each :class:`Process`."""
+_TRANSPORTS = ("host.shared_memory", "tcp.transport", "broadcast.gloo")
+NURSERY = Nursery(__name__, *(f"weightsync.transports.{name}" for name in _TRANSPORTS))
+"""Nursery of this test process, which forks each :class:`Process`. Most transports build on one of those that it imports."""
 
 
 class Process:

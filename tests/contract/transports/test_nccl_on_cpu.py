@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has
 
 
 class TestNccl(TransportContract):
-    warm_up = "tests.contract.transports.test_transports:open_a_store"
+    warm_up = "tests.contract.transports.warm_up:open_a_store"
     where = "tests.contract.transports.nccl_on_cpu:NcclOnCpu"
     arguments: ClassVar[dict[str, Any]] = {"buffer_bytes": 2 << 20, "gather_seconds": 0.2}
     buffers: ClassVar[dict[str, str]] = {"cuda": ""}  # host memory stands in for the GPU's

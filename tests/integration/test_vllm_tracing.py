@@ -24,12 +24,14 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
         {},
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.rare),
         pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.rare),
+        pytest.param({"tensor_parallel_size": 2, "enable_expert_parallel": True}, marks=pytest.mark.rare),
+        pytest.param({"data_parallel_size": 2, "enable_expert_parallel": True}, marks=pytest.mark.rare),
     ],
     ids=json.dumps,
 )
 def test_traced_layouts_of_vllms_models_are_their_loaders(tmp_path: Path, parallel: dict[str, int]) -> None:
     """With several ranks, they are planned together, so that what no rank has is noticed."""
-    environment, ranks = {**os.environ, "PYTHONPATH": str(ROOT)}, math.prod(parallel.values())
+    environment, ranks = {**os.environ, "PYTHONPATH": str(ROOT)}, math.prod(parallel.values())  # True is one
     processes = [
         subprocess.Popen(
             [sys.executable, str(PROGRAM), str(tmp_path), str(rank), str(ranks), json.dumps(parallel)],
@@ -45,11 +47,11 @@ def test_traced_layouts_of_vllms_models_are_their_loaders(tmp_path: Path, parall
     for process, out in zip(processes, said, strict=True):
         assert process.returncode == 0, out[-3000:]
         seen = [json.loads(line.removeprefix("RESULT ")) for line in out.splitlines() if line.startswith("RESULT ")]
-        assert [found["model"] for found in seen] == CLASSES
+        experts = "enable_expert_parallel" in parallel
+        assert [found["model"] for found in seen] == (["Qwen3MoeForCausalLM"] if experts else CLASSES)
         for found in seen:
             assert found["reason"] is None, found
             assert found["different"] == [], found
-        fused, split = seen[-1], seen[0]
-        assert fused["held"] == fused["parameters"]  # the checkpoint holds query, key and value as one, as the engine does
-        assert all((found["held"] < found["tensors"]) == ("pipeline_parallel_size" in parallel) for found in seen)
-        assert split["tensors"] > split["parameters"]
+            assert (found["held"] < found["tensors"]) == (experts or "pipeline_parallel_size" in parallel)
+            fused = found["model"] == "Phi3ForCausalLM"  # the checkpoint holds query, key and value as one, as the engine does
+            assert (found["held"] == found["parameters"]) == fused

@@ -81,7 +81,10 @@ def compare(name, folder, rank, ranks, parallel):
 
     checkpoint = load_file(folder / "model.safetensors")
     with set_current_vllm_config(chosen):
-        twin, wanted, engine = build(chosen, "meta"), build(chosen, "cpu"), build(chosen, "cpu")
+        device = (
+            "cpu" if "enable_expert_parallel" in parallel else "meta"
+        )  # where vLLM counts the experts of a rank by a tensor's values
+        twin, wanted, engine = build(chosen, device), build(chosen, "cpu"), build(chosen, "cpu")
         traced = trace_loader(twin.load_weights, twin, manifest)
         for model in (wanted, engine):  # as every engine that serves once did; so its padding is zero
             model.load_weights(checkpoint.items())

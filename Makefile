@@ -203,14 +203,15 @@ types: $(VENV)/.installed ## mypy --strict over src and tests
 # their number of tests, as pytest-xdist would, those with few long ones come last, and at the end one process has nothing to do.
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+COVERAGE ?=
 HERE := not vllm and not verl and not nemo_rl and not areal and not openrlhf and not sglang
-PYTEST_HERE = $(BIN)/python $(PYTEST) -m "not rare and $(HERE)" --cov --cov-report=term $(ARGS)
+PYTEST_HERE = $(BIN)/python $(PYTEST) -m "not rare and $(HERE)" $(COVERAGE) $(ARGS)
 PYTEST_VLLM = python $(PYTEST) -m "vllm and not rare" $(ARGS)
 
 # vLLM is installed meanwhile, by a process group of its own that ends with this shell, however that ends. If ARGS narrow the tests,
 # that happens after the others, and only for a test that needs it; status 5 is pytest's for no test at all. The types are checked
 # while the tests run, which leave a part of two cores idle.
-test: ## every check and every test, with coverage, and vLLM's on its CPU build; ARGS="-k name" narrows the tests
+test: ## every check and every test, and vLLM's on its CPU build; ARGS="-k name" narrows the tests, COVERAGE=--cov counts lines
 	@export HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-ci}"; \
 	log=$$(mktemp); types=$$(mktemp); installing=; checking=; status=0; \
 	stop() { \
@@ -250,7 +251,7 @@ test-all: ## every part of PARTS, and a table of them: make test, rare tests, a 
 	for part in $(PARTS); do \
 		echo "make test-all: $$part" >&2; \
 		began=$$SECONDS; result=passed; \
-		$(MAKE) $$part ARGS= RELEASES=0.27.1 SEEDS=10000 || { result=failed; status=1; }; \
+		$(MAKE) $$part ARGS= COVERAGE=--cov RELEASES=0.27.1 SEEDS=10000 || { result=failed; status=1; }; \
 		printf -v row '%-18s %7d  %s' $$part $$((SECONDS - began)) $$result; \
 		echo "make test-all: $$row" >&2; \
 		table+=$$row$$'\n'; \

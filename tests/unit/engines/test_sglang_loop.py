@@ -159,6 +159,21 @@ def test_a_rank_that_does_not_lead_sends_nothing_and_sees_the_pause_that_was_bro
         follower.loop.proceed(5.0)
 
 
+def test_a_rank_that_rank_0_continued_before_it_was_told_to_resume_has_its_label() -> None:
+    with StandInScheduler(leads=False) as follower:
+        adapter = adapter_of(follower)
+        follower.input.append("retract")
+        adapter.pause("keep", 5.0)
+        adapter.begin()
+        adapter.load((spec.name, torch.ones(spec.shape)) for spec in adapter.manifest())
+        adapter.finish(Version("run", 1, "m", "d"))
+        assert adapter.flush()
+        follower.input.append("proceed")
+        follower.loop.proceed(5.0)
+        adapter.resume()
+        assert follower.version == "run@1"
+
+
 def test_a_rank_that_pulls_nothing_and_a_pass_without_requests_change_nothing() -> None:
     stand_in = SimpleNamespace(_engine_paused=False, weight_updater=SimpleNamespace(offload_tags=set()), is_fully_idle=lambda: True)
     loop = SchedulerLoop(stand_in, REQUESTS, leads=True)

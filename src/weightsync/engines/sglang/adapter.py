@@ -106,11 +106,17 @@ class SglangAdapter(EngineAdapter):
         self._loop.wake(("kv_cache", "cuda_graph"), _PATIENCE)
 
     def flush(self) -> bool:
-        """Drop cached keys and values. Returns whether that succeeded."""
-        return self._loop.call(self._flush, _PATIENCE)
+        """Drop cached keys and values. Returns whether that succeeded.
+
+        Ranks that do not lead set the label here, because rank 0 may continue all of them before they are told to resume.
+        """
+        flushed = self._loop.call(self._flush, _PATIENCE)
+        if flushed and not self._loop.leads:
+            self._loop.call(lambda: self._label(str(self._loaded)), _PATIENCE)
+        return flushed
 
     def resume(self) -> None:
-        """Set the label, and generate again.
+        """Set the label, on rank 0, and generate again.
 
         Raises:
             LoadError: This rank did not load the committed weights.
@@ -118,5 +124,6 @@ class SglangAdapter(EngineAdapter):
         version = self._loaded
         if version is None:
             raise LoadError("this rank of SGLang did not load the committed weights")
-        self._loop.call(lambda: self._label(str(version)), _PATIENCE)
+        if self._loop.leads:
+            self._loop.call(lambda: self._label(str(version)), _PATIENCE)
         self._loop.proceed(_PATIENCE)

@@ -50,7 +50,7 @@ class SchedulerLoop(Closeable):
     """
 
     def __init__(self, scheduler: Scheduler, requests: ControlRequests, *, leads: bool) -> None:
-        self._scheduler, self._requests, self._leads = scheduler, requests, leads
+        self._scheduler, self._requests, self.leads = scheduler, requests, leads
         self._changed = threading.Condition()
         self._outbox: list[object] = []
         self._sent: list[Future[None]] = []  # resolved after the pass that carries the outbox
@@ -71,7 +71,7 @@ class SchedulerLoop(Closeable):
         From a pause to the next continuation rank 0 holds new work back: a request whose grammar is compiled would keep the radix
         cache from being dropped, and a paused scheduler does not go on with it.
         """
-        if pulled is None or not self._leads:
+        if pulled is None or not self.leads:
             return
         with self._changed:
             if self._pausing is not None and (self._paused or self._pausing[0]()):
@@ -107,7 +107,7 @@ class SchedulerLoop(Closeable):
                 future.set_result(None)
         with self._changed:
             self._changed.notify_all()
-            if self._leads and self._paused and not self._calls and not self._outbox:
+            if self.leads and self._paused and not self._calls and not self._outbox:
                 self._changed.wait(_NAP)
             calls = [*self._calls]
             self._calls.clear()
@@ -164,7 +164,7 @@ class SchedulerLoop(Closeable):
             Aborted: The scheduler has ended.
         """
         deadline = Deadline(timeout)
-        if self._leads:
+        if self.leads:
             self._send_pause(mode, deadline)
         self._wait(lambda: self._paused, deadline, "SGLang's scheduler did not pause")
 
@@ -190,7 +190,7 @@ class SchedulerLoop(Closeable):
             Aborted: The scheduler has ended.
         """
         deadline = Deadline(timeout)
-        if self._leads:
+        if self.leads:
             self._send(deadline, "continuing", self._requests.proceed())
         else:  # otherwise the next pause could take this one for its own
             self._wait(lambda: not self._paused, deadline, "SGLang's scheduler did not continue")
@@ -208,7 +208,7 @@ class SchedulerLoop(Closeable):
         deadline = Deadline(timeout)
         with self._changed:
             self._wake_error = None
-        if self._leads:
+        if self.leads:
             self._send(deadline, "waking up", WakeUp(tuple(tags)))
         self._wait(
             lambda: not self._asleep.intersection(tags) or self._wake_error is not None, deadline, "SGLang's memory did not return"

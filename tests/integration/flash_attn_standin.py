@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +22,7 @@ def install() -> None:
         "flash_attn.utils.distributed": ("all_gather",),
     }.items():
         module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)  # Transformers looks for it, and then for a CUDA device
         for function in functions:
             setattr(module, function, _absent)
         sys.modules[name] = module

@@ -78,13 +78,13 @@ class TestCudaIpc(TransportContract):
     warm_up = START_CUDA
 
 
-class NcclContract(TransportContract):
+class ReadsOnLastDevice:
     def on_reading_thread(self) -> AbstractContextManager[object]:
         return torch.cuda.device(torch.cuda.device_count() - 1)  # NCCL sends to the current device
 
 
 @two_gpus
-class TestNccl(NcclContract):
+class TestNccl(ReadsOnLastDevice, TransportContract):
     where = "weightsync.transports.broadcast.nccl:Nccl"
     arguments: ClassVar[dict[str, Any]] = {"buffer_bytes": 2 << 20, "gather_seconds": 0.2}
     warm_up = START_NCCL
@@ -93,7 +93,7 @@ class TestNccl(NcclContract):
 
 
 @two_gpus
-class TestNcclFromHostMemory(NcclContract):
+class TestNcclFromHostMemory(ReadsOnLastDevice, TransportContract):
     where = "weightsync.transports.broadcast.nccl:Nccl"
     arguments: ClassVar[dict[str, Any]] = {"buffer_bytes": 2 << 20, "gather_seconds": 0.2}
     warm_up = START_NCCL

@@ -13,6 +13,7 @@ import torch
 from weightsync.config import Seconds, ServerSettings, token_source
 from weightsync.errors import ConfigurationError
 from weightsync.tensors.shards import DTypes
+from weightsync.transports.registry import FROM_HOST_MEMORY
 
 __all__ = ["Options", "cast", "server_settings"]
 
@@ -73,7 +74,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def shard_transports(self) -> tuple[str, ...] | None:
         """Transports for a rank's own shards: those that read a copy in host memory, unless the user wants GPU memory read."""
-        return self.transports or (("shared_memory", "tcp") if self.device == "cpu" else None)
+        return self.transports or (FROM_HOST_MEMORY if self.device == "cpu" else None)
 
 
 def _builtins(value: Any) -> Any:  # noqa: ANN401 - frameworks give dicts, or OmegaConf's containers, which look like them

@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from weightsync.errors import ConfigurationError, TransportUnavailable
 from weightsync.transports.base import Transport
 
-__all__ = ["BUILT_IN", "known", "transport"]
+__all__ = ["BUILT_IN", "FROM_HOST_MEMORY", "known", "transport"]
 
 BUILT_IN: dict[str, str] = {
     "inproc": "weightsync.transports.host.inproc:InProcess",
@@ -27,6 +27,8 @@ BUILT_IN: dict[str, str] = {
     "collective": "weightsync.transports.broadcast.gloo:Collective",
 }
 """Name to where its class is; fastest first."""
+FROM_HOST_MEMORY = ("shared_memory", "tcp")
+"""What reaches every engine from a copy in host memory: those of the trainer's host, and all others."""
 
 _GROUP = "weightsync.transports"
 

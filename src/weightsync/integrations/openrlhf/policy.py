@@ -19,6 +19,7 @@ from weightsync.errors import ConfigurationError, RoundFailed
 from weightsync.protocol.messages import RoundResult
 from weightsync.trainer.agent import Trainer
 from weightsync.trainer.stream import Stream
+from weightsync.transports.registry import FROM_HOST_MEMORY
 
 __all__ = ["PublishesWeights", "PublishingActorTrainer", "PublishingPolicyActor", "check_trainer"]
 
@@ -33,7 +34,7 @@ class PublishesWeights:
     ``WEIGHTSYNC_TOKEN_FILE`` and the others of :class:`weightsync.config.ClientSettings`.
     """
 
-    transports: Sequence[str] | None = ("shared_memory", "tcp")
+    transports: Sequence[str] | None = FROM_HOST_MEMORY
     """Transports allowed: those of a copy in host memory, which reach engines of all hosts. With ``None``, engines on GPUs of this
     host read the policy's GPU memory where it holds the whole model, and no others can."""
     strategy: Any

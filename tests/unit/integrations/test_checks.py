@@ -12,7 +12,7 @@ from weightsync.integrations.__main__ import CHECKS, main
 
 
 def test_every_framework_that_has_code_is_checked() -> None:
-    assert list(CHECKS) == ["areal", "nemo_rl", "openrlhf", "skyrl", "trl", "verl"]
+    assert list(CHECKS) == ["areal", "nemo_rl", "openrlhf", "sglang", "skyrl", "trl", "verl"]
 
 
 @pytest.mark.parametrize("name", checks.FRAMEWORKS)

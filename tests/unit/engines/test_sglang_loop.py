@@ -145,6 +145,17 @@ def test_memory_that_does_not_return_fails_the_update_and_not_the_scheduler(sche
     adapter.wake_weights()
 
 
+def test_a_rank_whose_memory_did_not_return_before_it_waited_for_that_says_so_at_once() -> None:
+    with StandInScheduler(leads=False) as follower:
+        follower.weight_updater.offload_tags, follower.weight_updater.wake_fails = {"weights"}, True
+        follower.input.append("retract")
+        follower.loop.pause("keep", 5.0)
+        follower.input.append(WakeUp(("weights",)))
+        time.sleep(0.05)
+        with pytest.raises(LoadError, match="out of memory"):
+            follower.loop.wake(["weights"], 0.5)
+
+
 def test_a_call_runs_only_while_the_engine_is_paused(scheduler: StandInScheduler) -> None:
     with pytest.raises(LoadError, match="continued by another client"):
         scheduler.loop.call(lambda: None, 5.0)

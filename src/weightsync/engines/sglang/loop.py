@@ -170,6 +170,7 @@ class SchedulerLoop(Closeable):
             Aborted: The scheduler has ended.
         """
         deadline = Deadline(timeout)
+        self._wake_error = None  # from here on, since rank 0 may wake all ranks before this one waits for it
         if self._leads:
             self._send_pause(mode, deadline)
         self._wait(lambda: self._paused, deadline, "SGLang's scheduler did not pause")
@@ -212,15 +213,14 @@ class SchedulerLoop(Closeable):
         if not self._asleep.intersection(tags):
             return
         deadline = Deadline(timeout)
-        with self._changed:
-            self._wake_error = None
         if self._leads:
             self._send(deadline, "waking up", WakeUp(tuple(tags)))
         self._wait(
             lambda: not self._asleep.intersection(tags) or self._wake_error is not None, deadline, "SGLang's memory did not return"
         )
-        if self._wake_error is not None:
-            raise LoadError(f"SGLang could not take its released memory again: {self._wake_error!r}") from self._wake_error
+        error, self._wake_error = self._wake_error, None
+        if error is not None:
+            raise LoadError(f"SGLang could not take its released memory again: {error!r}") from error
 
     def call(self, work: Callable[[], T], timeout: float) -> T:
         """Run ``work`` on SGLang's thread while it is paused, and return the result or raise its error.

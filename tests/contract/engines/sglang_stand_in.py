@@ -32,6 +32,7 @@ REQUESTS = ControlRequests(
     wake=lambda tags: tags,
     label=lambda version: ("label", version),
     is_work=lambda request: isinstance(request, int),
+    is_abort=lambda request: request == "abort",
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,6 +105,24 @@ def test_requests_that_were_held_back_run_when_another_client_continues(schedule
     until_ended(scheduler, ["finished"])
 
 
+def test_an_abort_finds_a_request_that_was_held_back_and_none_that_came_after_it(scheduler: StandInScheduler) -> None:
+    scheduler.loop.pause("keep", 5.0)
+    scheduler.input += [100_000, "abort", 1]
+    time.sleep(0.05)
+    scheduler.loop.proceed(5.0)
+    until_ended(scheduler, ["aborted", "finished"])
+
+
+def test_an_abort_that_comes_with_the_continuation_finds_a_request_that_was_held_back(scheduler: StandInScheduler) -> None:
+    scheduler.loop.pause("keep", 5.0)
+    scheduler.input.append(100_000)
+    time.sleep(0.05)
+    pulled: list[object] = ["abort"]
+    scheduler.loop._holding = False
+    scheduler.loop.received(pulled)
+    assert pulled == [100_000, "abort"]
+
+
 def test_released_memory_is_taken_again_before_it_is_written_and_before_the_cache_is_dropped(scheduler: StandInScheduler) -> None:
     adapter = adapter_of(scheduler)
     scheduler.weight_updater.offload_tags = {"weights", "kv_cache"}
@@ -126,6 +145,17 @@ def test_memory_that_does_not_return_fails_the_update_and_not_the_scheduler(sche
     adapter.wake_weights()
 
 
+def test_a_rank_whose_memory_did_not_return_before_it_waited_for_that_says_so_at_once() -> None:
+    with StandInScheduler(leads=False) as follower:
+        follower.weight_updater.offload_tags, follower.weight_updater.wake_fails = {"weights"}, True
+        follower.input.append("retract")
+        follower.loop.pause("keep", 5.0)
+        follower.input.append(WakeUp(("weights",)))
+        time.sleep(0.05)
+        with pytest.raises(LoadError, match="out of memory"):
+            follower.loop.wake(["weights"], 0.5)
+
+
 def test_a_call_runs_only_while_the_engine_is_paused(scheduler: StandInScheduler) -> None:
     with pytest.raises(LoadError, match="continued by another client"):
         scheduler.loop.call(lambda: None, 5.0)
@@ -141,6 +171,30 @@ def test_the_end_of_the_scheduler_ends_what_waits_for_it(scheduler: StandInSched
         scheduler.loop.pause("keep", 5.0)
     with pytest.raises(Aborted, match="has ended"):
         scheduler.loop.call(lambda: None, 5.0)
+
+
+def test_a_scheduler_that_fails_ends_what_its_pass_carried_and_what_waits() -> None:
+    stand_in = SimpleNamespace(
+        _engine_paused=False, weight_updater=SimpleNamespace(offload_tags=set()), grammar_manager=SimpleNamespace(grammar_queue=[])
+    )
+    loop = SchedulerLoop(stand_in, REQUESTS, leads=True)
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(loop.pause, "keep", 5.0)]
+        while loop._pausing is None:
+            time.sleep(0.001)
+        loop.received([])
+        waiting.append(threads.submit(loop.call, lambda: None, 5.0))
+        while not loop._calls:
+            time.sleep(0.001)
+        with pytest.raises(ZeroDivisionError):
+            loop.pass_through(lambda requests: 1 // 0, [])  # type: ignore[arg-type, return-value]
+        began = time.monotonic()
+        loop.close()
+        loop.close()
+        for ended in waiting:
+            with pytest.raises(Aborted, match="has ended"):
+                ended.result()
+    assert time.monotonic() - began < 2.0
 
 
 def test_a_rank_that_does_not_lead_sends_nothing_and_sees_the_pause_that_was_broadcast() -> None:

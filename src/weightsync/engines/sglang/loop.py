@@ -80,19 +80,22 @@ class SchedulerLoop(Closeable):
                 self._sent.append(sent)
                 self._pausing = None
             if self._holding:
-                self._held += [request for request in pulled if self._requests.is_work(request)]
+                self._held += [request for request in pulled if self._holds(request)]
                 pulled[:] = [request for request in pulled if not self._requests.is_work(request)]
             else:
-                pulled += self._held
+                pulled[:0] = self._held
                 self._held.clear()
             pulled += self._outbox
             self._outbox.clear()
 
+    def _holds(self, request: object) -> bool:
+        """Return whether ``request`` waits for the continuation: work, and aborts, which must find their requests then."""
+        return self._requests.is_work(request) or self._requests.is_abort(request)
+
     def pass_through(self, process: Callable[[list[object]], None], requests: Sequence[object]) -> None:
         """Let SGLang ``process`` the ``requests`` of one pass, and then run the calls that wait."""
         with self._changed:
-            sent = [] if self._outbox else self._sent
-            self._sent = self._sent if self._outbox else []
+            carried = 0 if self._outbox else len(self._sent)
         ours = [request for request in requests if isinstance(request, WakeUp)]
         for request in ours:
             self._wake(request)
@@ -102,6 +105,7 @@ class SchedulerLoop(Closeable):
             self._asleep = frozenset(self._scheduler.weight_updater.offload_tags)
             if was_paused and not self._paused:  # continued, by whomever
                 self._holding = self._pausing is not None
+            sent, self._sent = self._sent[:carried], self._sent[carried:]
         for future in sent:
             if future.set_running_or_notify_cancel():
                 future.set_result(None)
@@ -141,6 +145,8 @@ class SchedulerLoop(Closeable):
             pending = [*self._sent, *(future for future, _ in self._calls)]
             if self._pausing is not None:
                 pending.append(self._pausing[2])
+            self._sent, self._pausing = [], None
+            self._calls.clear()
             self._changed.notify_all()
         for future in pending:
             if future.set_running_or_notify_cancel():
@@ -164,6 +170,7 @@ class SchedulerLoop(Closeable):
             Aborted: The scheduler has ended.
         """
         deadline = Deadline(timeout)
+        self._wake_error = None  # from here on, since rank 0 may wake all ranks before this one waits for it
         if self.leads:
             self._send_pause(mode, deadline)
         self._wait(lambda: self._paused, deadline, "SGLang's scheduler did not pause")
@@ -206,15 +213,14 @@ class SchedulerLoop(Closeable):
         if not self._asleep.intersection(tags):
             return
         deadline = Deadline(timeout)
-        with self._changed:
-            self._wake_error = None
         if self.leads:
             self._send(deadline, "waking up", WakeUp(tuple(tags)))
         self._wait(
             lambda: not self._asleep.intersection(tags) or self._wake_error is not None, deadline, "SGLang's memory did not return"
         )
-        if self._wake_error is not None:
-            raise LoadError(f"SGLang could not take its released memory again: {self._wake_error!r}") from self._wake_error
+        error, self._wake_error = self._wake_error, None
+        if error is not None:
+            raise LoadError(f"SGLang could not take its released memory again: {error!r}") from error
 
     def call(self, work: Callable[[], T], timeout: float) -> T:
         """Run ``work`` on SGLang's thread while it is paused, and return the result or raise its error.

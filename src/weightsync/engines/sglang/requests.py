@@ -34,6 +34,8 @@ class ControlRequests:
     """What the tokenizer's process is told about a new version."""
     is_work: Callable[[object], bool]
     """Whether a request asks for tokens or an embedding."""
+    is_abort: Callable[[object], bool]
+    """Whether a request aborts others."""
 
 
 def requests_of_sglang() -> ControlRequests:
@@ -53,4 +55,5 @@ def requests_of_sglang() -> ControlRequests:
         wake=lambda tags: io.ResumeMemoryOccupationReqInput(tags=list(tags)),
         label=lambda version: io.UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False),
         is_work=lambda request: isinstance(request, work),
+        is_abort=lambda request: isinstance(request, io.AbortReq),
     )

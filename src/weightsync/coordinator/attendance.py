@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.rank_handle import RoundDeadline
@@ -12,6 +12,8 @@ from weightsync.errors import DeadlineExceeded
 from weightsync.protocol.wait_notices import reminding
 
 __all__ = ["Attendance"]
+
+_SHOWN = 4
 
 
 class Attendance:
@@ -30,13 +32,16 @@ class Attendance:
         """Names of the replicas that a round can update now, sorted."""
         return tuple(sorted(replica.name for replica in self._members.taking_part() if replica.complete))
 
-    async def wait(self, count: int, limit: RoundDeadline, notify: Callable[[str], None]) -> tuple[str, ...]:
-        """Wait until at least ``count`` replicas are ready.
+    async def wait(
+        self, count: int, limit: RoundDeadline, notify: Callable[[str], None], names: Collection[str] = ()
+    ) -> tuple[str, ...]:
+        """Wait until at least ``count`` replicas are ready, and those of ``names`` among them.
 
         Args:
             count: Number of replicas to wait for.
             limit: Deadline of the wait.
             notify: Receives a text now and then that says which replicas are still missing.
+            names: Replicas to wait for.
 
         Returns:
             The names of all replicas that are ready.
@@ -44,21 +49,22 @@ class Attendance:
         Raises:
             DeadlineExceeded: ``limit`` passed. The message lists the ready replicas and what the others lack.
         """
-        with reminding(lambda: notify(f"waiting for {self._wanted(count)}")):
-            while len(self.ready()) < count:
+        with reminding(lambda: notify(f"waiting for {self._wanted(count, names)}")):
+            while len(ready := self.ready()) < count or not set(names) <= set(ready):
                 news = self._news
                 try:
                     async with asyncio.timeout_at(limit.at):
                         await news.wait()
                 except TimeoutError:
-                    raise DeadlineExceeded(f"waited {limit.seconds:.3g} s for {self._wanted(count)}") from None
+                    raise DeadlineExceeded(f"waited {limit.seconds:.3g} s for {self._wanted(count, names)}") from None
         return self.ready()
 
-    def _wanted(self, count: int) -> str:
+    def _wanted(self, count: int, names: Collection[str]) -> str:
         ready = self.ready()
         others = [_lack(replica) for _, replica in sorted(self._members.replicas.items()) if replica.name not in ready]
         known = [f"ready: {', '.join(ready) or 'none'}", *(line for line in others if line)]
-        return f"{count} replica{'s' if count != 1 else ''} ({'; '.join(known)})"
+        wanted = ", ".join(sorted(names)[:_SHOWN]) or f"{count} replica{'s' if count != 1 else ''}"
+        return f"{wanted} ({'; '.join(known)})"
 
 
 def _lack(replica: Replica) -> str:

@@ -22,7 +22,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
@@ -257,8 +257,8 @@ class Coordinator:
         _log.warning("%s cannot publish: %s", member, reason)
         self._rendezvous.cannot_publish(member, number, reason)
 
-    async def wait_for_replicas(self, member: str, count: int, timeout: float) -> tuple[str, ...]:
-        """Wait until rounds can update at least ``count`` replicas. The trainer rank is notified which ones are missing.
+    async def wait_for_replicas(self, member: str, count: int, timeout: float, names: Collection[str] = ()) -> tuple[str, ...]:
+        """Wait until rounds can update ``count`` replicas, ``names`` among them. The trainer rank is notified of missing ones.
 
         Returns:
             The names of all replicas that are ready.
@@ -271,7 +271,7 @@ class Coordinator:
         link = self._members.trainers.get(member)
         if link is None:
             raise MembershipError(f"{member} is not a trainer rank and cannot wait for replicas")
-        return await self._attendance.wait(count, RoundDeadline(timeout), link.node.notify)
+        return await self._attendance.wait(count, RoundDeadline(timeout), link.node.notify, names)
 
     def _start_publication(
         self, epoch: int, number: int, deadline: RoundDeadline, step: int | None = None

@@ -192,7 +192,7 @@ def answer_agent(coordinator: Coordinator, rank: TrainerRank | EngineRank) -> Ca
             coordinator.cannot_publish(rank.member, body.number, f"{body.kind}: {body.message}")
             return Done()
         if isinstance(body, WaitForReplicas) and isinstance(rank, TrainerRank):
-            return ReplicaList(await coordinator.wait_for_replicas(rank.member, body.count, timeout))
+            return ReplicaList(await coordinator.wait_for_replicas(rank.member, body.count, timeout, body.names))
         raise ProtocolError(f"{rank.member} may not send {type(body).__name__} to the coordinator")
 
     return handle

@@ -234,7 +234,7 @@ def _publish(
     """Wait for all receivers, publish, and look whether all of them have it. If the wait fails, the walk is still done."""
     deadline = Deadline(meeting.seconds)
     try:
-        _wait_for(trainer, meeting.receivers, deadline)
+        trainer.wait_for_replicas(0, deadline.remaining("waiting for the rollout ranks"), names=meeting.receivers)
         seconds = deadline.remaining("waiting for the rollout ranks")
     except WeightSyncError:
         for _ in weights or ():
@@ -244,15 +244,6 @@ def _publish(
     result = trainer.publish(timeout=seconds) if shards else trainer.publish_stream(weights or (), step=step, timeout=seconds)
     _check(result, meeting.receivers)
     return result
-
-
-def _wait_for(trainer: Trainer, receivers: Iterable[str], deadline: Deadline) -> None:
-    missing = set(receivers)
-    count = len(missing)
-    while missing:
-        present = trainer.wait_for_replicas(count, deadline.remaining(f"waiting for {', '.join(sorted(missing)[:_SHOWN])}"))
-        missing -= set(present)
-        count = len(present) + 1  # others are there as well
 
 
 def _check(result: RoundResult, receivers: Iterable[str]) -> None:

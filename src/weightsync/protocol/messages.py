@@ -481,9 +481,10 @@ class CannotPublish(_Struct, frozen=True):
 
 
 class WaitForReplicas(_Struct, frozen=True):
-    """A trainer rank waits until ``count`` replicas are ready for rounds. Answered by :class:`ReplicaList`."""
+    """A trainer rank waits until ``count`` replicas, ``names`` among them, are ready. Answered by :class:`ReplicaList`."""
 
     count: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+    names: Annotated[tuple[str, ...], _Many] = ()
 
 
 class ReplicaList(_Struct, frozen=True):

@@ -35,8 +35,9 @@ def local_box(name: str, tensor: DTensor) -> Box | None:
 def _chunk_box(name: str, tensor: DTensor) -> Box:
     check_placements(name, tensor.placements)
     chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    boxes = [Box(tuple(chunk.offsets), tuple(map(sum, zip(chunk.offsets, chunk.sizes, strict=True)))) for chunk in chunks]
-    if len(boxes) != 1 or not boxes[0].within(tuple(tensor.shape)):
+    ranks = {len(tensor.shape), *(len(part) for chunk in chunks for part in (chunk.offsets, chunk.sizes))}
+    boxes = [Box(tuple(chunk.offsets), tuple(map(sum, zip(chunk.offsets, chunk.sizes, strict=False)))) for chunk in chunks]
+    if len(ranks) != 1 or len(boxes) != 1 or not boxes[0].within(tuple(tensor.shape)):
         raise LayoutError(f"{name} declares {chunks} of {list(tensor.shape)} on this rank, which is not one box of it")
     return boxes[0]
 

@@ -222,16 +222,19 @@ class Trainer(Closeable):
         """
         return self._last if self._last >= 0 else None
 
-    def wait_for_replicas(self, count: int = 1, timeout: float | None = None) -> tuple[str, ...]:
-        """Wait until ``count`` replicas have joined whole and hold this trainer's tensors; return the names of all that do.
+    def wait_for_replicas(self, count: int = 1, timeout: float | None = None, *, names: Iterable[str] = ()) -> tuple[str, ...]:
+        """Wait until ``count`` replicas, those of ``names`` among them, have joined whole and hold this trainer's tensors.
+
+        Returns the names of all that do.
 
         Any rank may call it. Raises :class:`~weightsync.errors.DeadlineExceeded` saying who is there, and what the others lack.
         """
         self._check_open()
         deadline = Deadline(self._settings.timeouts.replicas if timeout is None else timeout)
+        wanted = WaitForReplicas(count, tuple(names))
         while True:
             try:
-                answer = self._link.call(WaitForReplicas(count), deadline.remaining(f"waiting for {count} replicas"))
+                answer = self._link.call(wanted, deadline.remaining(f"waiting for {count} replicas"))
             except ConnectionLost:
                 continue  # the next call waits for the connection to come back
             if not isinstance(answer, ReplicaList):

@@ -144,6 +144,9 @@ async def test_waiting_for_replicas_is_a_call_that_is_answered() -> None:
     world.add_engine("b", 1, 2)
     assert await asking == ("a", "b")
     assert asyncio.get_running_loop().time() == pytest.approx(3.0)
+    assert await world.coordinator.wait_for_replicas("trainer/0", 0, 5.0, ["b"]) == ("a", "b")
+    with pytest.raises(DeadlineExceeded, match=r"waited 5 s for b, c \(ready: a, b"):
+        await world.coordinator.wait_for_replicas("trainer/0", 1, 5.0, ["c", "b"])
     with pytest.raises(DeadlineExceeded, match=r"(?s)waited 5 s for 3 replicas \(ready: a, b; odd is refused"):
         await world.coordinator.wait_for_replicas("trainer/0", 3, 5.0)
     world.engines["a/0"].disconnect()

@@ -244,9 +244,9 @@ rare-test: $(VENV)/.installed ## the tests that take minutes and that `make test
 	@$(BIN)/python $(PYTEST) -m "rare and $(HERE)" $(ARGS)
 
 # All of them run, whatever fails, and the last lines of the output say what did.
-PARTS ?= test rare-test vllm-test verl-test areal-test sglang-test test-vllm-matrix faults simulate
+PARTS ?= test rare-test vllm-test verl-test areal-test openrlhf-test sglang-test test-vllm-matrix faults simulate
 .PHONY: test-all
-test-all: ## every part of PARTS, and a table of them: make test, rare tests, a real vLLM and its oldest release, verl, AReaL, SGLang, faults, simulate
+test-all: ## every part of PARTS, and a table of them: make test, rare tests, a real vLLM and its oldest release, verl, AReaL, OpenRLHF, SGLang, faults, simulate
 	@table=; status=0; \
 	for part in $(PARTS); do \
 		echo "make test-all: $$part" >&2; \

@@ -21,7 +21,7 @@ from weightsync.tensors.shards import shards_of
     ids=["ranks differ", "flat", "beyond the shape", "other size"],
 )
 def test_a_chunk_that_is_no_box_of_its_tensor_is_refused(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
     try:
         mesh = init_device_mesh("cpu", (1,))
         tensor = DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)], run_check=False, shape=torch.Size((4, 3)), stride=(3, 1))

@@ -46,6 +46,7 @@ class Terminal(Child):
 
 def main() -> None:
     """Run one of the page's programs."""
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell that starts tests in the background ignores it for all of them
     program, environment = json.loads(sys.argv[1])
     os.environ.update(environment)
     runpy.run_path(program)

@@ -226,7 +226,7 @@ def _attested_while_pausing() -> AbstractContextManager[None]:
 
 
 def _attested_while_paused() -> AbstractContextManager[None]:
-    return replaced((EngineRole, "attests", property(lambda role: role.session.serving)))
+    return replaced((EngineSession, "attests", property(lambda session: session.serving)))
 
 
 def _resumed_after_quarantine() -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ __all__ = [
     "was_tried",
 ]
 
-TRIED = ((0, 25), (0, 27), (0, 32))
+TRIED = ((0, 25), (0, 27), (0, 28), (0, 29), (0, 30), (0, 31), (0, 32))
 """Major and minor numbers of releases that updated for real. Others are used if they have the interface."""
 
 _log = logging.getLogger(__name__)

@@ -135,8 +135,8 @@ class Calls:
                 raise ProtocolError(f"a {type(frame).__name__} frame is not allowed after the handshake")
 
     async def settled(self) -> None:
-        """Wait until every request that has arrived is answered."""
-        while running := [handler for handler in self._handlers.values() if not handler.done()]:
+        """Wait until the answer of every request that has arrived is sent."""
+        while running := [task for task in (*self._handlers.values(), *self._posts) if not task.done()]:
             await asyncio.wait(running)
 
     def notify(self, text: str) -> None:

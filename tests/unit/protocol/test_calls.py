@@ -234,6 +234,24 @@ async def test_closing_fails_everybody_at_once() -> None:
 
 
 @virtual
+async def test_calls_are_settled_when_their_answers_are_sent() -> None:
+    sent: list[Frame] = []
+
+    async def slowly(frame: Frame) -> None:
+        await asyncio.sleep(1)
+        sent.append(frame)
+
+    async def handle(body: Body, timeout: float) -> Body:
+        return Done()
+
+    calls = Calls(slowly, handle)
+    calls.feed(Call(1, 5.0, Resume()))
+    await calls.settled()
+    calls.close()
+    assert sent == [Answer(1, Done())]
+
+
+@virtual
 async def test_a_wire_that_hangs_or_breaks() -> None:
     async def never(frame: Frame) -> None:
         await asyncio.get_running_loop().create_future()

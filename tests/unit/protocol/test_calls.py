@@ -246,6 +246,7 @@ async def test_calls_are_settled_when_their_answers_are_sent() -> None:
 
     calls = Calls(slowly, handle)
     calls.feed(Call(1, 5.0, Resume()))
+    await asyncio.sleep(0.5)  # it is handled, and its answer on the way
     await calls.settled()
     calls.close()
     assert sent == [Answer(1, Done())]

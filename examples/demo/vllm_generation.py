@@ -12,7 +12,7 @@ from examples.demo.gate import Gate
 from examples.demo.generation import Completion, FinishReason
 from examples.demo.records import Order
 from weightsync.deadline import Deadline
-from weightsync.engines.vllm.adapter import UNLABELLED
+from weightsync.engines.staged_adapter import UNLABELLED
 from weightsync.errors import Aborted, DeadlineExceeded
 from weightsync.model import FIRST_EPOCH, Version, parse_label
 

@@ -16,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from weightsync.deadline import Deadline
 from weightsync.engines.hf_checkpoint import HfCheckpoint, checkpoint_of
-from weightsync.engines.vllm.adapter import UNLABELLED, VllmWorkerAdapter
+from weightsync.engines.staged_adapter import UNLABELLED
+from weightsync.engines.vllm.adapter import VllmWorkerAdapter
 from weightsync.engines.vllm.controls import Controls, HttpControls
 from weightsync.engines.vllm.loading import load_in_sessions
 from weightsync.engines.vllm.local_controls import ControlsServer, LocalControls, controls_at, is_local

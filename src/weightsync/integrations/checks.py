@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 import weightsync
 from weightsync.config import ClientSettings
 from weightsync.errors import WeightSyncError
 from weightsync.integrations.trl.releases import TRIED
-from weightsync.server.findings import Finding, ask_coordinator
+from weightsync.server.findings import Finding, ask_coordinator, find_release
 
 __all__ = ["FRAMEWORKS", "Framework", "findings"]
 
@@ -70,20 +69,10 @@ def findings(name: str) -> Iterator[Finding]:
     framework = FRAMEWORKS[name]
     yield Finding("weightsync", "ok", weightsync.__version__)
     yield ask_coordinator("coordinator", ClientSettings.load())
-    try:
-        release = version(name)
-    except PackageNotFoundError:
-        yield Finding(
-            name,
-            "missing",
-            "not installed in this environment",
-            f"install weightsync in {framework.title}'s environment; run this there",
-        )
+    release = find_release(name, framework.title, framework.tried, lambda release: release.startswith(f"{framework.tried}."))
+    yield release
+    if release.status == "missing":
         return
-    if release.startswith(f"{framework.tried}."):
-        yield Finding(name, "ok", release)
-    else:
-        yield Finding(name, "limited", release, f"tried with {framework.tried}; used if the interface fits")
     try:
         framework.look()
     except (ImportError, WeightSyncError) as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 import msgspec
@@ -10,7 +12,7 @@ from weightsync.config import ClientSettings, Timeouts
 from weightsync.errors import AuthenticationError, CoordinatorUnreachable, DeadlineExceeded
 from weightsync.server.client import Client
 
-__all__ = ["Finding", "Status", "ask_coordinator"]
+__all__ = ["Finding", "Status", "ask_coordinator", "find_release"]
 
 _SECONDS = 3.0
 
@@ -24,6 +26,25 @@ class Finding(msgspec.Struct, frozen=True):
     status: Status
     value: str
     cost: str = ""
+
+
+def find_release(package: str, title: str, tried: str, was_tried: Callable[[str], bool]) -> Finding:
+    """Check that a framework is installed: ``missing``, ``ok`` for a release that was tried, else ``limited``.
+
+    Args:
+        package: Name of the distribution.
+        title: Name of the framework in messages.
+        tried: The releases that were tried, for the message.
+        was_tried: Whether a release is one of them.
+    """
+    try:
+        release = version(package)
+    except PackageNotFoundError:
+        cost = f"install weightsync in {title}'s environment; run this there"
+        return Finding(package, "missing", "not installed in this environment", cost)
+    if was_tried(release):
+        return Finding(package, "ok", release)
+    return Finding(package, "limited", release, f"tried with {tried}; used if the interface fits")
 
 
 def ask_coordinator(name: str, settings: ClientSettings) -> Finding:

@@ -234,7 +234,9 @@ class Trainer(Closeable):
         wanted = WaitForReplicas(count, tuple(names))
         while True:
             try:
-                answer = self._link.call(wanted, deadline.remaining(f"waiting for {count} replicas"))
+                answer = self._link.call(
+                    wanted, deadline.remaining(f"waiting for {', '.join(wanted.names) or f'{count} replicas'}")
+                )
             except ConnectionLost:
                 continue  # the next call waits for the connection to come back
             if not isinstance(answer, ReplicaList):

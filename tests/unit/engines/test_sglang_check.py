@@ -11,6 +11,7 @@ import pytest
 
 from weightsync.engines.sglang import check, interface, plugin
 from weightsync.integrations.__main__ import main
+from weightsync.server import findings
 
 
 def test_an_environment_without_sglang_is_said_to_lack_it(
@@ -19,21 +20,21 @@ def test_an_environment_without_sglang_is_said_to_lack_it(
     def absent(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(check, "version", absent)
+    monkeypatch.setattr(findings, "version", absent)
     assert main(["sglang"]) == 1
     assert "missing  sglang       not installed in this environment" in capsys.readouterr().out
 
 
 def test_another_release_is_limited_and_a_scheduler_that_cannot_be_imported_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "version", lambda name: "0.6.0")
+    monkeypatch.setattr(findings, "version", lambda name: "0.6.0")
     monkeypatch.setitem(sys.modules, "sglang", None)
-    findings = {finding.name: finding for finding in check.findings()}
-    assert findings["sglang"].status == "limited"
-    assert findings["interface"].status == "missing"
+    found = {finding.name: finding for finding in check.findings()}
+    assert found["sglang"].status == "limited"
+    assert found["interface"].status == "missing"
 
 
 def test_a_plugin_that_sglang_is_told_to_leave_out_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "version", lambda name: interface.TRIED)
+    monkeypatch.setattr(findings, "version", lambda name: interface.TRIED)
     monkeypatch.setattr(check, "entry_points", lambda group: entry_points(group="console_scripts", name="weightsync"))
     monkeypatch.setattr(check, "missing_parts", list)
     monkeypatch.setenv("SGLANG_PLUGINS", "weightsync, other")

@@ -19,11 +19,11 @@ from tests.contract.engines.sglang_stand_in import (
     checkpoint,
 )
 
-from weightsync.engines.sglang.adapter import UNLABELLED
 from weightsync.engines.sglang.loading import gaps_of_loader, install
 from weightsync.engines.sglang.loop import SchedulerLoop
 from weightsync.engines.sglang.refusals import why_refused
 from weightsync.engines.sglang.requests import WakeUp
+from weightsync.engines.staged_adapter import UNLABELLED
 from weightsync.errors import Aborted, DeadlineExceeded, LoadError
 from weightsync.model import Manifest, TensorSpec, Version
 

@@ -9,6 +9,7 @@ import pytest
 
 from weightsync.integrations import checks
 from weightsync.integrations.__main__ import CHECKS, main
+from weightsync.server import findings
 
 
 def test_every_framework_that_has_code_is_checked() -> None:
@@ -22,7 +23,7 @@ def test_an_environment_without_the_framework_is_said_to_lack_it(
     def absent(package: str) -> str:
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr(checks, "version", absent)
+    monkeypatch.setattr(findings, "version", absent)
     assert main([name]) == 1
     assert f"missing  {name:<13}not installed in this environment" in capsys.readouterr().out
 
@@ -39,7 +40,7 @@ def test_an_environment_without_the_framework_is_said_to_lack_it(
 def test_another_series_is_limited_and_what_cannot_be_imported_is_missing(
     name: str, imported: str, ours: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "version", lambda package: "99.0.0")
+    monkeypatch.setattr(findings, "version", lambda package: "99.0.0")
     monkeypatch.setitem(sys.modules, imported, None)
     monkeypatch.delitem(sys.modules, ours, raising=False)
     found = {finding.name: finding for finding in checks.findings(name)}

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 
-from weightsync.engine.adapter import EngineAdapter
 from weightsync.engines.hf_checkpoint import HfCheckpoint
-from weightsync.engines.host_staging import HostStaging
 from weightsync.engines.sglang.loop import SchedulerLoop
+from weightsync.engines.staged_adapter import COMMIT_SECONDS, UNLABELLED, StagedAdapter
 from weightsync.engines.traced_shards import DirectShards
 from weightsync.errors import LoadError
-from weightsync.model import Manifest, PauseMode, Version
-from weightsync.tensors.shards import Shard
+from weightsync.model import PauseMode, Version
 
-__all__ = ["UNLABELLED", "SglangAdapter"]
-
-UNLABELLED = "weightsync:none"
-"""Label that SGLang reports while no version is installed: from a pause to the next resume, and after an error."""
-
-_PATIENCE = 300.0  # seconds for a step of the commit, in addition to the coordinator's deadline
+__all__ = ["SglangAdapter"]
 
 
-class SglangAdapter(EngineAdapter):
-    """Adapter of one rank, whose scheduler and model are in this process.
-
-    Direct delivery never calls SGLang's loader. Otherwise the rank stages buckets in host memory, and loads them on SGLang's thread
-    after the coordinator has compared the digests, so nothing unverified is written into the model. It costs host memory for one
-    copy of the checkpoint at each rank.
+class SglangAdapter(StagedAdapter):
+    """Adapter of one rank, whose scheduler and model are in this process. Staged tensors are loaded on SGLang's thread.
 
     Args:
         checkpoint: Checkpoint of the model.
@@ -41,8 +30,6 @@ class SglangAdapter(EngineAdapter):
     """
 
     name = "sglang"
-    loads_late = True
-    pauses_twice = True  # any client of the server can call SGLang's /continue_generation
     sleeps = True
 
     def __init__(
@@ -56,28 +43,14 @@ class SglangAdapter(EngineAdapter):
         direct: DirectShards | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self._checkpoint, self._loop, self._direct = checkpoint, loop, direct
-        self._install, self._flush, self._label = install, flush, label
-        self._device = device if device is not None and device.type == "cuda" else None
-        self._staging = HostStaging(checkpoint, "SGLang")
+        super().__init__(checkpoint, "SGLang", direct, device)
+        self._loop, self._install, self._flush, self._label = loop, install, flush, label
         self._loaded: Version | None = None
-
-    def manifest(self) -> Manifest:
-        """Return the checkpoint's manifest."""
-        return self._checkpoint.manifest
-
-    def shards(self) -> Sequence[Shard] | None:
-        """Return shards over the model's parameters; ``None`` for streamed delivery."""
-        return None if self._direct is None else self._direct.now()
-
-    def device(self) -> torch.device | None:
-        """Return the device for buckets, so that a trainer's GPU memory is read to GPU memory first."""
-        return self._device
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """Pause SGLang, and remove its label. Running requests are aborted, finished, or returned to the queue (``keep``)."""
         self._loop.pause(mode, timeout)
-        self._loop.call(lambda: self._label(UNLABELLED), _PATIENCE)
+        self._loop.call(lambda: self._label(UNLABELLED), COMMIT_SECONDS)
 
     def begin(self) -> None:
         """Start a new version, with no tensors staged."""
@@ -86,33 +59,29 @@ class SglangAdapter(EngineAdapter):
 
     def wake_weights(self) -> None:
         """Take released memory of the weights again, and wait until the last step has read them on the device."""
-        self._loop.wake(("weights",), _PATIENCE)
+        self._loop.wake(("weights",), COMMIT_SECONDS)
         if self._device is not None:
             torch.cuda.synchronize(self._device)
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy a bucket into the staging memory. SGLang does not use it yet."""
-        self._staging.load(tensors)
-
     def finish(self, version: Version) -> None:
         """Load the staged tensors on the scheduler's thread."""
-        if self._direct is None or not self._staging.empty:  # all ranks of a round use the same delivery
+        if not self._received_direct:
             self._staging.check_complete()
-            self._loop.call(lambda: self._install(self._staging.tensors()), _PATIENCE)
+            self._loop.call(lambda: self._install(self._staging.tensors()), COMMIT_SECONDS)
         self._loaded = version
 
     def wake_cache(self) -> None:
         """Take released memory of the KV cache and of CUDA graphs again."""
-        self._loop.wake(("kv_cache", "cuda_graph"), _PATIENCE)
+        self._loop.wake(("kv_cache", "cuda_graph"), COMMIT_SECONDS)
 
     def flush(self) -> bool:
         """Drop cached keys and values. Returns whether that succeeded.
 
-        Ranks that do not lead set the label here, because rank 0 may continue all of them before they are told to resume.
+        Ranks that do not lead set the label here, because rank 0 may continue all of them before the coordinator asks them to.
         """
-        flushed = self._loop.call(self._flush, _PATIENCE)
+        flushed = self._loop.call(self._flush, COMMIT_SECONDS)
         if flushed and not self._loop.leads:
-            self._loop.call(lambda: self._label(str(self._loaded)), _PATIENCE)
+            self._loop.call(lambda: self._label(str(self._loaded)), COMMIT_SECONDS)
         return flushed
 
     def resume(self) -> None:
@@ -125,5 +94,5 @@ class SglangAdapter(EngineAdapter):
         if version is None:
             raise LoadError("this rank of SGLang did not load the committed weights")
         if self._loop.leads:
-            self._loop.call(lambda: self._label(str(version)), _PATIENCE)
-        self._loop.proceed(_PATIENCE)
+            self._loop.call(lambda: self._label(str(version)), COMMIT_SECONDS)
+        self._loop.proceed(COMMIT_SECONDS)

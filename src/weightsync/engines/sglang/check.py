@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 
 import weightsync
 from weightsync.config import ClientSettings
 from weightsync.engines.sglang.interface import TRIED, missing_parts
-from weightsync.server.findings import Finding, ask_coordinator
+from weightsync.server.findings import Finding, ask_coordinator, find_release
 
 __all__ = ["findings"]
 
@@ -24,17 +24,10 @@ def findings() -> Iterator[Finding]:
         yield Finding("environment", "ok", "WEIGHTSYNC_COORDINATOR is set")
     else:
         yield Finding("environment", "missing", "WEIGHTSYNC_COORDINATOR is not set", "SGLang does not join")
-    try:
-        release = version("sglang")
-    except PackageNotFoundError:
-        yield Finding(
-            "sglang", "missing", "not installed in this environment", "install weightsync in SGLang's environment; run this there"
-        )
+    release = find_release("sglang", "SGLang", TRIED, TRIED.__eq__)
+    yield release
+    if release.status == "missing":
         return
-    if release == TRIED:
-        yield Finding("sglang", "ok", release)
-    else:
-        yield Finding("sglang", "limited", release, f"tried with {TRIED}; used if the interface fits")
     yield _plugin()
     yield _parts()
 

@@ -103,7 +103,7 @@ class SchedulerLoop(Closeable):
         with self._changed:
             was_paused, self._paused = self._paused, bool(self._scheduler._engine_paused)
             self._asleep = frozenset(self._scheduler.weight_updater.offload_tags)
-            if was_paused and not self._paused:  # continued, by whomever
+            if was_paused and not self._paused:  # continued, perhaps by another client
                 self._holding = self._pausing is not None
             sent, self._sent = self._sent[:carried], self._sent[carried:]
         for future in sent:

@@ -31,7 +31,7 @@ class ControlRequests:
     wake: Callable[[tuple[str, ...]], object]
     """The argument of ``resume_memory_occupation`` for these tags."""
     label: Callable[[str], object]
-    """What the tokenizer's process is told about a new version."""
+    """A new label for the tokenizer's process."""
     is_work: Callable[[object], bool]
     """Whether a request asks for tokens or an embedding."""
     is_abort: Callable[[object], bool]

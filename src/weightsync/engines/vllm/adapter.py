@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.engine.adapter import EngineAdapter
 from weightsync.engines.hf_checkpoint import HfCheckpoint
-from weightsync.engines.host_staging import HostStaging
+from weightsync.engines.staged_adapter import COMMIT_SECONDS, UNLABELLED, StagedAdapter
 from weightsync.engines.traced_shards import DirectShards
 from weightsync.engines.vllm.controls import Controls
 from weightsync.errors import LoadError
-from weightsync.model import Manifest, PauseMode, Version
-from weightsync.tensors.shards import Shard
+from weightsync.model import PauseMode, Version
 
-__all__ = ["UNLABELLED", "VllmWorkerAdapter"]
-
-UNLABELLED = "weightsync:none"
-"""Label that vLLM reports while no version is installed: from a pause to the next resume, and after an error."""
-
-_PATIENCE = 300.0  # seconds for a step of the commit, in addition to the coordinator's deadline
+__all__ = ["VllmWorkerAdapter"]
 
 
-class VllmWorkerAdapter(EngineAdapter):
-    """Adapter with direct delivery if possible. Otherwise it stages buckets in host memory for vLLM to load.
+class VllmWorkerAdapter(StagedAdapter):
+    """Adapter with direct delivery if possible. Otherwise vLLM loads what was staged.
 
-    Direct delivery never calls vLLM's loader. With streamed delivery vLLM loads on the worker's thread between two steps, after
-    the coordinator has compared the digests, so nothing unverified is written into the model. It costs host memory for one copy
-    of the checkpoint at each rank. :meth:`staged` and :meth:`loaded` are called on the worker's thread.
+    It loads on the worker's thread between two steps; :meth:`staged` and :meth:`loaded` are called there.
 
     Args:
         checkpoint: Checkpoint of the model.
@@ -42,8 +33,6 @@ class VllmWorkerAdapter(EngineAdapter):
     """
 
     name = "vllm"
-    loads_late = True
-    pauses_twice = True  # any client of the server can call vLLM's /resume
 
     def __init__(
         self,
@@ -53,25 +42,10 @@ class VllmWorkerAdapter(EngineAdapter):
         device: torch.device | None = None,
         draft_prefix: str | None = None,
     ) -> None:
-        self._checkpoint = checkpoint
+        super().__init__(checkpoint, "vLLM", direct, device, draft_prefix)
         self._controls = controls
-        self._direct = direct
-        self._device = device if device is not None and device.type == "cuda" else None
-        self._staging = HostStaging(checkpoint, "vLLM", draft_prefix)
         self._loaded: set[bool] = set()  # True for the draft model, False for the main model
         self._version: Version | None = None
-
-    def manifest(self) -> Manifest:
-        """Return the checkpoint's manifest."""
-        return self._checkpoint.manifest
-
-    def shards(self) -> Sequence[Shard] | None:
-        """Return shards over the model's parameters; ``None`` for streamed delivery."""
-        return None if self._direct is None else self._direct.now()
-
-    def device(self) -> torch.device | None:
-        """Return the device for buckets, so that a trainer's GPU memory is read to GPU memory first."""
-        return self._device
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """On rank 0, pause the engine and remove its label."""
@@ -90,23 +64,19 @@ class VllmWorkerAdapter(EngineAdapter):
         if self._device is not None:
             torch.cuda.synchronize(self._device)
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy a bucket into the staging memory. vLLM does not use it yet."""
-        self._staging.load(tensors)
-
     def finish(self, version: Version) -> None:
         """On rank 0, let every worker load its staged tensors. An error of any worker fails the commit through rank 0."""
-        if self._direct is not None and self._staging.empty:  # all ranks of a round use the same delivery, which was direct
+        if self._received_direct:
             self._loaded = {False}
         else:
             self._staging.check_complete()
             if self._controls is not None:
-                self._controls.install(_PATIENCE)
+                self._controls.install(COMMIT_SECONDS)
         self._version = version
 
     def flush(self) -> bool:
         """On rank 0, drop cached keys and values. Returns whether that succeeded."""
-        return self._controls is None or self._controls.flush(_PATIENCE)
+        return self._controls is None or self._controls.flush(COMMIT_SECONDS)
 
     def resume(self) -> None:
         """On rank 0, set the label and resume the engine.
@@ -117,8 +87,8 @@ class VllmWorkerAdapter(EngineAdapter):
         if len(self._loaded) < 1 + self.has_draft:
             raise LoadError("this vLLM worker did not load the committed weights")
         if self._controls is not None:
-            self._controls.label(str(self._version), _PATIENCE)
-            self._controls.resume(_PATIENCE)
+            self._controls.label(str(self._version), COMMIT_SECONDS)
+            self._controls.resume(COMMIT_SECONDS)
 
     # The following run on the worker's thread.
 

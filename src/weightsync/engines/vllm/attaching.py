@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from weightsync.closing import Closeable
 from weightsync.config import ClientSettings
-from weightsync.engines.vllm.adapter import UNLABELLED
+from weightsync.engines.staged_adapter import UNLABELLED
 from weightsync.engines.vllm.controls import INSTALL, HttpControls
 from weightsync.engines.vllm.engines import AsyncEngine, OfflineLLM
 from weightsync.engines.vllm.local_controls import ControlsServer

@@ -11,7 +11,7 @@ from weightsync.config import ClientSettings, token_source
 from weightsync.errors import WeightSyncError
 from weightsync.integrations.stream_options import server_settings
 from weightsync.integrations.verl.releases import TRIED, is_tried
-from weightsync.server.findings import Finding, ask_coordinator
+from weightsync.server.findings import Finding, ask_coordinator, find_release
 from weightsync.server.server import BackgroundServer
 
 __all__ = ["findings"]
@@ -25,20 +25,10 @@ def findings() -> Iterator[Finding]:
     """Yield one finding after the other; those that need verl only where it can be imported."""
     yield Finding("weightsync", "ok", weightsync.__version__)
     yield _ray()
-    try:
-        release = version("verl")
-    except PackageNotFoundError:
-        yield Finding(
-            "verl",
-            "missing",
-            "not installed in this environment",
-            "install weightsync in verl's environment; run this there",
-        )
+    release = find_release("verl", "verl", " and ".join(TRIED), is_tried)
+    yield release
+    if release.status == "missing":
         return
-    if is_tried(release):
-        yield Finding("verl", "ok", release)
-    else:
-        yield Finding("verl", "limited", release, f"tried with {' and '.join(TRIED)}; used if the interface fits")
     yield _entry_point()
     yield _registered()
     yield _token()

@@ -38,7 +38,6 @@ class StagedAdapter(EngineAdapter):
     """
 
     loads_late = True
-    pauses_twice = True  # any client of the engine's server can resume it
 
     def __init__(
         self,

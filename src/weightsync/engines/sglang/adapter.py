@@ -30,6 +30,7 @@ class SglangAdapter(StagedAdapter):
     """
 
     name = "sglang"
+    pauses_twice = True  # any client of the server can call SGLang's /continue_generation
     sleeps = True
 
     def __init__(

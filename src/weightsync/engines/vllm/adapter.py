@@ -33,6 +33,7 @@ class VllmWorkerAdapter(StagedAdapter):
     """
 
     name = "vllm"
+    pauses_twice = True  # any client of the server can call vLLM's /resume
 
     def __init__(
         self,

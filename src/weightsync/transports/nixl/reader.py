@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,7 @@ _SETTLE_SECONDS = 10.0
 _STAMP_BYTES = 256  # of a header page: everything that changes
 _PROBES, _PROBE_BYTES, _PROBE_RUN = 32, 4096, 4 << 20
 _LEAST_RUN, _MOST_RUN = 16 << 10, 16 << 20
+_TOUCH_BYTES = 64
 
 
 class _Plan:
@@ -204,6 +205,7 @@ class NixlReader(ConnectedReader):
             plan = _Plan(self._agent)
             try:
                 self._fill(plan, described)
+                self._touch(described, deadline)
             except BaseException:
                 plan.close(deadline)
                 raise
@@ -230,6 +232,33 @@ class NixlReader(ConnectedReader):
         for number, nbytes in enumerate(frames.table[:, 4].tolist()):
             local, remote = plan.staging.addresses[number % BUFFERS], described.buffers[number % BUFFERS]
             plan.frames.append(self._transfer(np.array([[local, nbytes]]), np.array([[remote, nbytes]]), described))
+
+    def _touch(self, described: MemoryDescription, deadline: Deadline) -> None:
+        """Read a few bytes of each region that is read directly.
+
+        Between GPUs of a host UCX maps an allocation at the first read of it, which takes 0.3 ms. In a round the engine is paused.
+        """
+        pieces = np.concatenate([np.empty((0, 4), np.int64), *self._pieces])
+        pieces = pieces[np.unique(pieces[:, 0], return_index=True)[1]]
+        if len(pieces):
+            sizes = np.minimum(pieces[:, 3], _TOUCH_BYTES)
+            source = np.stack([self._regions[pieces[:, 0], 0] + pieces[:, 1], sizes], axis=1)
+            with self._scratch(_TOUCH_BYTES) as (scratch, address):
+                transfer = self._transfer(np.stack([np.full(len(pieces), address), sizes], axis=1), source, described)
+                scratch.groups.append(transfer)
+                transfer.start()
+                transfer.wait(deadline, self._stop)
+
+    @contextmanager
+    def _scratch(self, nbytes: int) -> Iterator[tuple[_Plan, int]]:
+        """A plan of its own, with ``nbytes`` bytes to read into, and their address."""
+        plan = _Plan(self._agent)
+        try:
+            plan.staging = StagingBuffers(nbytes, self._memory, self._on)
+            plan.register(self._memory, plan.staging.span, self._on)
+            yield plan, plan.staging.addresses[0]
+        finally:
+            plan.close(Deadline(_SETTLE_SECONDS))
 
     def _transfer(self, target: Int64, source: Int64, described: MemoryDescription) -> Transfer:
         local = self._memory, target, self._on
@@ -263,17 +292,12 @@ class NixlReader(ConnectedReader):
         largest = int(self._regions[:, 1].argmax()) if len(self._regions) else -1
         if largest < 0 or self._regions[largest, 1] < _PROBE_RUN:
             return _LEAST_RUN
-        probe = _Plan(self._agent)
-        try:
-            staging = StagingBuffers(_PROBE_RUN, self._memory, self._on)
-            probe.register(self._memory, staging.span, self._on)
+        with self._scratch(_PROBE_RUN) as (probe, address):
             apart = 2 * _PROBE_BYTES * np.arange(_PROBES, dtype=np.int64)
             seconds = []
             for offsets, nbytes in ((apart, _PROBE_BYTES), (np.zeros(1, np.int64), _PROBE_RUN)):
                 size = np.full(len(offsets), nbytes, np.int64)
-                target, source = (
-                    np.stack([at + offsets, size], axis=1) for at in (staging.addresses[0], int(self._regions[largest, 0]))
-                )
+                target, source = (np.stack([at + offsets, size], axis=1) for at in (address, int(self._regions[largest, 0])))
                 transfer = self._transfer(target, source, described)
                 probe.groups.append(transfer)
                 took = []
@@ -284,8 +308,6 @@ class NixlReader(ConnectedReader):
                     took.append(time.perf_counter() - started)
                 seconds.append(min(took))
             least = 1.5 * seconds[0] / _PROBES / POSTING_THREADS * _PROBE_RUN / seconds[1]
-        finally:
-            probe.close(Deadline(_SETTLE_SECONDS))
         return int(min(max(least, _LEAST_RUN), _MOST_RUN))
 
     # A transfer.

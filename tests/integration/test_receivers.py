@@ -16,7 +16,7 @@ import torch
 
 from weightsync.config import ClientSettings, ServerSettings
 from weightsync.engine.receiver import Receiver, _Handover
-from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded
+from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, RoundFailed
 from weightsync.integrations import stream_ranks
 from weightsync.integrations.stream_options import Options
 from weightsync.server.client import Client
@@ -74,6 +74,38 @@ def test_a_receiver_with_the_manifest_takes_what_a_module_publishes_and_no_versi
                 assert (replica.error, replica.delivery, replica.nbytes) == (None, "streamed", manifest.nbytes)
                 assert received.keys() == {"norm", "layers.0", "layers.1"}
                 assert all(torch.equal(received[name], held[name]) for name in received)
+
+
+def test_a_stream_that_fails_before_the_receivers_first_loop_fails_that_loop_at_once_and_no_later_one() -> None:
+    """A framework's rank joins for one update, and the trainer may fail before this rank is ready to receive."""
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "layers.0", torch.zeros(8)
+        raise ValueError("cannot be gathered")
+
+    def receive(receiver: Receiver) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for batch in receiver.receive(SECONDS) for name, tensor in batch}
+
+    sent = {"layers.0": torch.randn(8)}
+    with (
+        BackgroundServer(ServerSettings.load({}, port=0)) as server,
+        Trainer(Stream(window_bytes=1 << 14), server.url, token=server.token, rank=0, world_size=1) as trainer,
+        Receiver("r0", server.url, token=server.token) as receiver,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        trainer.wait_for_replicas(1, SECONDS)
+        with pytest.raises(ValueError, match="cannot be gathered"):
+            trainer.publish_stream(broken(), timeout=SECONDS)
+        publishing = pool.submit(trainer.publish_stream, iter(sent.items()), timeout=SECONDS)
+        with pytest.raises(RoundFailed, match="cannot be gathered"):
+            receive(receiver)
+        assert torch.equal(receive(receiver)["layers.0"], sent["layers.0"])
+        assert publishing.result(SECONDS).ok
+        with pytest.raises(ValueError, match="cannot be gathered"):
+            trainer.publish_stream(broken(), timeout=SECONDS)
+        publishing = pool.submit(trainer.publish_stream, iter(sent.items()), timeout=SECONDS)
+        assert torch.equal(receive(receiver)["layers.0"], sent["layers.0"]), "the application was busy, and receives the next one"
+        assert publishing.result(SECONDS).ok
 
 
 def test_a_trainer_that_is_closed_before_its_stream_was_asked_for_says_so() -> None:

@@ -246,6 +246,22 @@ def test_numpys_integers_are_numbers(joined: Joined) -> None:
     assert trainer.publish(int_like, timeout=20).version.number == 3
 
 
+def test_the_frameworks_own_step_is_in_the_result(joined: Joined) -> None:
+    source, target = Net(), Net()
+    trainer = joined.trainer(source)
+    joined.engine(ModuleAdapter(target))
+    int_like: Any = np.int64(400)
+    assert trainer.publish(step=int_like, timeout=20).step == 400
+    assert trainer.publish_async(step=400, timeout=20).result(20).step == 400
+    assert trainer.publish(timeout=20).step is None
+
+
+@pytest.mark.parametrize("step", [0.5, "400", 1 << 63])
+def test_a_step_that_is_no_integer_of_64_bits_is_refused_at_once(joined: Joined, step: Any) -> None:
+    with pytest.raises(ConfigurationError, match="a step is an integer"):
+        joined.trainer(Net()).publish(step=step, timeout=20)
+
+
 def test_a_dead_trainer_rank_ends_the_others_publication_at_once(joined: Joined) -> None:
     ranks = [joined.trainer(Net(), rank=rank, world_size=3) for rank in range(2)]  # the third never comes
     with ThreadPoolExecutor(2) as pool:

@@ -62,3 +62,4 @@ def test_from_the_second_update_on_only_shards_travel_and_the_values_are_equal(f
     run.update(5)
     assert run.taken() == [(expected, [3, 5])]
     assert run.actors.gathers() == [0, 0]
+    assert [result.step for result in run.rounds() if result.ok] == [0, 1, 2, 3, 5], "verl's own count is in each result"

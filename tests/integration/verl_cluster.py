@@ -20,6 +20,10 @@ from verl.checkpoint_engine import CheckpointEngineManager
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.utils.config import omega_conf_to_dataclass
 
+from weightsync.config import ClientSettings
+from weightsync.model import RoundResult
+from weightsync.server.client import Client
+
 ROOT = Path(__file__).resolve().parents[2]
 _RAY_TOKEN = secrets.token_hex(32)  # Ray reads it once in a process, so its second cluster needs the same
 OPTION = "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.weightsync"
@@ -136,6 +140,12 @@ class Run:
     def update(self, step: int | None) -> dict[str, float]:
         metrics: dict[str, float] = self.manager.update_weights(global_steps=step)
         return metrics
+
+    def rounds(self) -> tuple[RoundResult, ...]:
+        """The results that the coordinator keeps."""
+        (about, *_) = ray.get(self.actors.execute_checkpoint_engine(["prepare"] * self.actors.world_size))
+        with Client(ClientSettings.load(coordinator=about["coordinator"])) as client:
+            return client.status().rounds
 
     def rollout_group(self) -> Any:
         """The rollout ranks of the manager's replicas, as the manager groups them for an update."""

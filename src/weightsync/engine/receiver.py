@@ -81,11 +81,12 @@ class _Handover(EngineAdapter):
 
     def aborted(self, reason: str) -> None:
         with self._changed:
-            if not self._running and not (reason and self._next_taker):
+            waits = self._next_taker or (0 if self._takers else 1)  # the first one may come later than the failure of its stream
+            if not self._running and not (reason and waits):
                 return  # between two streams
             why = reason or "the connection to the coordinator broke, or it gave the round up"
             self._stopped = RoundFailed(f"this stream did not arrive: {why}")
-            owner = self._owner if self._running and self._owner else self._next_taker
+            owner = self._owner if self._running and self._owner else waits
             if owner:
                 self._ended = owner, self._stopped
             self._running = False
@@ -211,7 +212,8 @@ class Receiver(Closeable):
     def receive(self, timeout: float | None = None) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Iterate over the batches of one publication, which may have begun or not. Tensors are lent until the next batch.
 
-        Ends when all bytes were verified and committed for this replica. Leaving the loop early fails the round for it.
+        Ends when all bytes were verified and committed for this replica. Leaving the loop early fails the round for it. The first
+        loop also gets the failure of a publication that failed before it; a later one takes the next publication then.
 
         Args:
             timeout: Seconds until the end of the publication; by default ``timeouts.version``.

@@ -240,8 +240,10 @@ def _publish(
         for _ in weights or ():
             pass
         raise
-    shards = weights is None
-    result = trainer.publish(timeout=seconds) if shards else trainer.publish_stream(weights or (), step=step, timeout=seconds)
+    if weights is None:
+        result = trainer.publish(step=step, timeout=seconds)
+    else:
+        result = trainer.publish_stream(weights, step=step, timeout=seconds)
     _check(result, meeting.receivers)
     return result
 

@@ -72,7 +72,7 @@ class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ended: float = 0.0
     """Time of the end by the coordinator's clock, in seconds since the Unix epoch; for display."""
     step: int | None = None
-    """Step count of the training framework, as passed to ``publish_stream``."""
+    """Step count of the training framework, as passed to ``publish`` or ``publish_stream``."""
     slowest: SlowestSpan | None = None
     """Longest phase of any rank, and that rank; ``None`` if the round was not traced."""
     transports: dict[str, int] = {}

@@ -248,24 +248,30 @@ class Trainer(Closeable):
         """Whether engines read this rank's own GPU memory, of which no copy is kept. Then there is no :meth:`publish_async`."""
         return isinstance(self._role, TrainerRole) and self._role.in_place
 
-    def publish(self, number: int | None = None, *, timeout: float | None = None) -> RoundResult:
+    def publish(self, number: int | None = None, *, step: int | None = None, timeout: float | None = None) -> RoundResult:
         """Bring the weights as they are now to every replica, as version ``number``: larger than any before it, or the next.
 
         Every trainer rank calls this with the same number. Returns the round's result when the replicas serve the version. Once it
-        returned, the trainer's memory is not read any more, even if the engines have not finished.
+        returned, the trainer's memory is not read any more, even if the engines have not finished. ``step`` is the training
+        framework's own count, for the result; it may repeat.
 
         Raises :class:`~weightsync.errors.VersionError` (published before, or other ranks publish another number),
-        :class:`~weightsync.errors.ConfigurationError` (an invalid timeout),
+        :class:`~weightsync.errors.ConfigurationError` (an invalid timeout or step),
         :class:`~weightsync.errors.Aborted` (after :meth:`close`, or another rank failed before it could publish),
         :class:`~weightsync.errors.PeerLost` (another rank is gone),
         :class:`~weightsync.errors.DeadlineExceeded` (a rank never came, or the round took too long) and
         :class:`~weightsync.errors.RoundFailed` when fewer replicas than the coordinator's policy requires took the version.
         Replicas that failed never serve in between: see the result's ``replicas``.
         """
-        with self._turn(number, timeout) as (plain, deadline), self._armed(plain, deadline, copies=False) as placing:
-            return self._ask(plain, self._calls, deadline, placing)
+        with (
+            self._turn(number, step, timeout) as (plain, count, deadline),
+            self._armed(plain, deadline, copies=False) as placing,
+        ):
+            return self._ask(plain, self._calls, deadline, placing, count)
 
-    def publish_async(self, number: int | None = None, *, timeout: float | None = None) -> Future[RoundResult]:
+    def publish_async(
+        self, number: int | None = None, *, step: int | None = None, timeout: float | None = None
+    ) -> Future[RoundResult]:
         """Publish as :meth:`publish` does, but return as soon as this rank's shards are copied, with a future of the result.
 
         After that the trainer's memory is not read any more, so the optimizer may step while engines read the copy. The future
@@ -274,8 +280,11 @@ class Trainer(Closeable):
         Raises what :meth:`publish` raises before the copy, and :class:`~weightsync.errors.ConfigurationError` where the memory is
         published :attr:`in_place`, without a copy, or with ``seeds=False``.
         """
-        with self._turn(number, timeout) as (plain, deadline), self._armed(plain, deadline, copies=True) as placing:
-            asked = self._submit(self._ask, plain, self._calls, deadline, placing)
+        with (
+            self._turn(number, step, timeout) as (plain, count, deadline),
+            self._armed(plain, deadline, copies=True) as placing,
+        ):
+            asked = self._submit(self._ask, plain, self._calls, deadline, placing, count)
             asked.add_done_callback(lambda _: placing.set())
             what = "the next version" if plain is None else f"version {plain}"
             if not placing.wait(deadline.remaining(f"placing {what}")):
@@ -308,7 +317,8 @@ class Trainer(Closeable):
             timeout: Seconds for everything, the gathering included.
 
         Raises:
-            ConfigurationError: The trainer publishes a module; or the iterator brought no bytes, or what is not a plain tensor.
+            ConfigurationError: The trainer publishes a module, ``timeout`` or ``step`` is invalid, or the iterator brought no
+                bytes, or what is not a plain tensor.
             ManifestMismatch: The iterator brought a name twice.
             Aborted: The iterator of another rank raised. What this rank's iterator raises is raised as it is.
             RoundFailed: As of :meth:`publish`, or the coordinator was lost meanwhile.
@@ -318,13 +328,12 @@ class Trainer(Closeable):
         self._origin.require("this trainer")
         begun = False
         try:
-            with self._turn(number, timeout) as (plain, deadline):
+            with self._turn(number, step, timeout) as (plain, count, deadline):
                 role = self._role
                 if not isinstance(role, StreamRole):
                     raise ConfigurationError(
                         "this trainer publishes a module with publish(): streams need weightsync.Trainer(weightsync.Stream())"
                     )
-                count = None if step is None else operator.index(step)  # NumPy's and torch's integers, too
                 self._end_earlier_stream(deadline)
                 self._calls += 1
                 publication = role.begin(plain)
@@ -370,9 +379,12 @@ class Trainer(Closeable):
         return self._finished(answer)
 
     @contextmanager
-    def _turn(self, number: int | None, timeout: float | None) -> Iterator[tuple[int | None, Deadline]]:
+    def _turn(
+        self, number: int | None, step: int | None, timeout: float | None
+    ) -> Iterator[tuple[int | None, int | None, Deadline]]:
         """Check the arguments of a publication, and keep other threads from publishing meanwhile."""
         number = None if number is None else _version_number(number)
+        step = None if step is None else _step_count(step)
         timeout = self._settings.timeouts.publish if timeout is None else timeout
         if not (math.isfinite(timeout) and timeout > 0):
             raise ConfigurationError(
@@ -383,7 +395,7 @@ class Trainer(Closeable):
         if not self._publishing.acquire(timeout=timeout):
             raise DeadlineExceeded(f"another thread of this trainer rank was still publishing after {timeout:g} s")
         try:
-            yield number, deadline
+            yield number, step, deadline
         finally:
             self._publishing.release()
 
@@ -429,14 +441,14 @@ class Trainer(Closeable):
         except WeightSyncError as unsent:
             _log.warning("trainer rank %d cannot publish, and could not tell the others: %s", self.rank, unsent)
 
-    def _ask(self, number: int | None, call: int, deadline: Deadline, placing: Placing) -> RoundResult:
+    def _ask(self, number: int | None, call: int, deadline: Deadline, placing: Placing, step: int | None = None) -> RoundResult:
         lost = False
         while True:
             wanted = number if number is not None else placing.number
             what = "the next version" if wanted is None else f"version {wanted}"
             timeout = deadline.remaining(f"publishing {what}")
             try:
-                answer = self._link.call(Publish(wanted, call), timeout)
+                answer = self._link.call(Publish(wanted, call, step), timeout)
                 break
             except ConnectionLost:
                 lost = True  # it comes back, and the coordinator that is there then answers, or runs the round again
@@ -494,6 +506,16 @@ def _version_number(number: int) -> int:
         plain = -1
     if not 0 <= plain < 1 << 63:
         raise VersionError(f"a version is an integer from 0 to 2^63 - 1, not {number!r}")
+    return plain
+
+
+def _step_count(step: int) -> int:
+    try:
+        plain = operator.index(step)  # NumPy's and torch's integers, too
+    except TypeError:
+        plain = 1 << 63
+    if not -1 << 63 <= plain < 1 << 63:
+        raise ConfigurationError(f"a step is an integer of 64 bits, not {step!r}")
     return plain
 
 

@@ -156,7 +156,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """
         if self._manifest is not None:
             try:
-                result = await self._sender.send(None, self._meeting)
+                result = await self._sender.send(None, self._meeting, global_steps)
             except WeightSyncError as error:
                 await asyncio.to_thread(self._sender.leave)  # the next update may stream, if another rank cannot publish shards
                 if isinstance(error, ConfigurationError):  # this rank holds other tensors now

@@ -22,8 +22,11 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 __all__ = [
+    "LINE",
     "compiled",
+    "copy_and_dot",
     "copy_bytes",
+    "dot",
     "inlined",
     "int64",
     "load8",
@@ -41,6 +44,9 @@ __all__ = [
     "store64",
 ]
 
+
+LINE = 64
+"""Bytes of a cache line, and of a step of :func:`dot` and :func:`copy_and_dot`."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -119,19 +125,124 @@ int64 = _loader(types.int64, 64)
 put = _storer(types.uint64, 64)
 
 
+def _prefetch(builder: Any, address: Any) -> None:
+    pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    read, keep, data = number(0), number(2), number(1)
+    builder.call(function, [builder.inttoptr(address, pointer), read, keep, data])
+
+
 @intrinsic
 def prefetch(typing, address):
     """Prefetch the cache line of ``address``. Never faults."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        read, keep, data = ir.Constant(number, 0), ir.Constant(number, 2), ir.Constant(number, 1)
-        builder.call(function, [builder.inttoptr(args[0], pointer), read, keep, data])
+        _prefetch(builder, args[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
+
+
+_WORDS = ir.VectorType(ir.IntType(64), LINE // 8)  # a line as 64-bit integers, each of two words; LLVM divides it as the CPU needs
+_INT64 = ir.IntType(64)
+
+
+def _line(builder: Any, address: Any, offset: Any) -> Any:
+    return builder.inttoptr(builder.add(address, offset), _WORDS.as_pointer())
+
+
+def _add_products(builder: Any, sums: Any, address: Any, columns: Any, offset: Any) -> Any:
+    # The products of the even words and of the odd ones. The multiplication of 32-bit halves is one instruction for a vector, while
+    # the loop over words that LLVM vectorizes by itself spends as much on widening the words (docs/benchmarks/cpu-copies.md).
+    low, high = (ir.Constant(_WORDS, [value] * _WORDS.count) for value in (0xFFFFFFFF, 32))
+    data, factors = (builder.load(_line(builder, base, offset), align=1) for base in (address, columns))
+    even = builder.mul(builder.and_(data, low), builder.and_(factors, low))
+    odd = builder.mul(builder.lshr(data, high), builder.lshr(factors, high))
+    return builder.add(sums[0], even), builder.add(sums[1], odd)
+
+
+def _each_line(builder: Any, first: Any, last: Any, sums: Any, body: Callable[[Any, Any], Any]) -> Any:
+    # A loop over the lines first <= i < last. ``body`` gets a line's offset in bytes and the sums, and returns the new sums.
+    before, head, inside, after = builder.block, *(builder.append_basic_block() for _ in range(3))
+    builder.branch(head)
+    builder.position_at_end(head)
+    line, now = builder.phi(_INT64), tuple(builder.phi(_WORDS) for _ in sums)
+    line.add_incoming(first, before)
+    for phi, start in zip(now, sums, strict=True):
+        phi.add_incoming(start, before)
+    builder.cbranch(builder.icmp_signed("<", line, last), inside, after)
+    builder.position_at_end(inside)
+    grown = body(builder.mul(line, _INT64(LINE)), now)
+    line.add_incoming(builder.add(line, _INT64(1)), builder.block)
+    for phi, value in zip(now, grown, strict=True):
+        phi.add_incoming(value, builder.block)
+    builder.branch(head)
+    builder.position_at_end(after)
+    return now
+
+
+def _total(builder: Any, sums: Any) -> Any:
+    both = builder.add(*sums)
+    total = _INT64(0)
+    for lane in range(_WORDS.count):
+        total = builder.add(total, builder.extract_element(both, ir.IntType(32)(lane)))
+    return total
+
+
+_NO_SUMS = (ir.Constant(_WORDS, [0] * _WORDS.count),) * 2
+
+
+@intrinsic
+def dot(typing: Any, address: Any, columns: Any, lines: Any) -> Any:
+    """Sum of the products of the 32-bit words of ``lines`` lines with those of ``columns``, modulo 2^64."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        start, factors, count = args
+        sums = _each_line(
+            builder, _INT64(0), count, _NO_SUMS, lambda offset, sums: _add_products(builder, sums, start, factors, offset)
+        )
+        return _total(builder, sums)
+
+    return types.uint64(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def copy_and_dot(
+    typing: Any, target: Any, source: Any, read: Any, columns: Any, lines: Any, ahead: Any, limit: Any, behind: Any
+) -> Any:
+    """Copy ``lines`` lines and return :func:`dot` of ``read``, the source or the target, taken ``behind`` lines after the copy.
+
+    While a line is copied, the line ``ahead`` bytes after it is prefetched, unless it begins at ``source + limit`` or after.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        to, start, where, factors, count, distance, end, lag = args
+
+        def copy(offset: Any, sums: Any) -> Any:
+            later = builder.add(offset, distance)
+            fetched = builder.select(builder.icmp_signed("<", later, end), later, offset)
+            _prefetch(builder, builder.add(start, fetched))
+            builder.store(builder.load(_line(builder, start, offset), align=1), _line(builder, to, offset), align=1)
+            return sums
+
+        def copy_and_add(offset: Any, sums: Any) -> Any:
+            copy(offset, sums)
+            return _add_products(builder, sums, where, factors, builder.sub(offset, builder.mul(lag, _INT64(LINE))))
+
+        head = builder.select(builder.icmp_signed("<", lag, count), lag, count)
+        _each_line(builder, _INT64(0), head, (), copy)
+        sums = _each_line(builder, head, count, _NO_SUMS, copy_and_add)
+        sums = _each_line(
+            builder,
+            builder.sub(count, head),
+            count,
+            sums,
+            lambda offset, sums: _add_products(builder, sums, where, factors, offset),
+        )
+        return _total(builder, sums)
+
+    return types.uint64(*[types.int64] * 8), generate
 
 
 @intrinsic

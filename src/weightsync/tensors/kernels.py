@@ -34,8 +34,10 @@ SLICE = 256 << 10
 _LONG = 32 << 10  # bytes that justify a separate system call
 _MOST = 1 << 20  # bytes of one send
 _NO_LIMIT = np.int64(1) << 62
-_LINE = 64  # bytes of a cache line
-_STEP = 256  # bytes copied, then digested from the cache, at a time
+_LINE = raw.LINE
+_LINE_WORDS = _LINE // 4
+_STEP = 256  # bytes copied after a prefetch of as many
+_BEHIND = 4  # lines between what is copied and what is digested
 _AHEAD = 2048  # prefetch distance in bytes, see docs/benchmarks/cpu-copies.md
 _AHEAD_APART = 6144  # the same for short runs with gaps, for which the hardware prefetcher does not help
 _CHECK = 256 << 10  # bytes between two checks of the stop flag
@@ -52,8 +54,9 @@ def _factor(key):
 
 @raw.inlined
 def _dot(address, columns, words):
-    total = np.uint64(0)
-    for i in range(words):
+    lines = words // _LINE_WORDS
+    total = raw.dot(address, columns, lines)
+    for i in range(lines * _LINE_WORDS, words):
         total += np.uint64(raw.load32(columns, i)) * np.uint64(raw.load32(address, i))
     return total
 
@@ -126,15 +129,26 @@ def _copy_run(target, source, size, ahead, limit):
 
 @raw.inlined
 def _copy_digest(target, source, read, first, size, key, columns, ahead, limit):
-    # Copy a run and digest ``read``, the source or the target, a few lines behind the copy and so from the cache.
+    # Copy a run and digest ``read``, the source or the target, a few lines behind the copy and so from the cache. What is not a
+    # whole line of one block is copied first: bytes up to a word, and the end of the run or of a block.
     total = np.uint64(0)
     start = 0
     while start < size:
-        count = min(_STEP - ((first + start) & 3), size - start)
-        _prefetch_lines(source, start, count, ahead, limit)
-        raw.copy_bytes(target + start, source + start, count)
-        total += _run(read + start, first + start, count, key, columns)
-        start += count
+        byte = first + start
+        word = byte >> 2
+        column = word & _MASK
+        lines = np.int64(0) if byte & 3 else min((size - start) // _LINE, (BLOCK - column) // _LINE_WORDS)
+        if lines > 0:
+            to, place = target + start, source + start
+            total += _factor(key + (word >> 12)) * raw.copy_and_dot(
+                to, place, read + start, columns + 4 * column, lines, ahead, limit - start, _BEHIND
+            )
+            start += lines * _LINE
+        else:
+            count = min(_LINE - (byte & 3), size - start)
+            raw.copy_bytes(target + start, source + start, count)
+            total += _run(read + start, byte, count, key, columns)
+            start += count
     return total
 
 

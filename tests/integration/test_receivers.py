@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from weightsync.config import ClientSettings, ServerSettings
+from weightsync.coordinator import coordinator
 from weightsync.engine.receiver import Receiver, _Handover
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, RoundFailed
 from weightsync.integrations import stream_ranks
@@ -74,6 +75,30 @@ def test_a_receiver_with_the_manifest_takes_what_a_module_publishes_and_no_versi
                 assert (replica.error, replica.delivery, replica.nbytes) == (None, "streamed", manifest.nbytes)
                 assert received.keys() == {"norm", "layers.0", "layers.1"}
                 assert all(torch.equal(received[name], held[name]) for name in received)
+
+
+def test_a_stream_that_fails_while_a_receiver_is_still_prepared_fails_its_loop_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def endless(*_: object) -> None:
+        await asyncio.sleep(10 * SECONDS)
+
+    monkeypatch.setattr(coordinator, "open_stream", endless)  # ahead of the round, as the receiver has joined
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "layers.0", torch.zeros(8)
+        raise ValueError("cannot be gathered")
+
+    with (
+        BackgroundServer(ServerSettings.load({}, port=0)) as server,
+        Trainer(Stream(window_bytes=1 << 14), server.url, token=server.token, rank=0, world_size=1) as trainer,
+        Receiver("r0", server.url, token=server.token) as receiver,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        receiving = pool.submit(list, receiver.receive(SECONDS))
+        trainer.wait_for_replicas(1, SECONDS)
+        with pytest.raises(ValueError, match="cannot be gathered"):
+            trainer.publish_stream(broken(), timeout=SECONDS)
+        with pytest.raises(RoundFailed, match="cannot be gathered"):
+            receiving.result(SECONDS / 2)
 
 
 def test_a_stream_that_fails_before_the_receivers_first_loop_fails_that_loop_at_once_and_no_later_one() -> None:

@@ -417,10 +417,11 @@ async def out_of_service(context: RoundContext, report: Report, engines: Engines
 
     The block ends in one of two ways: every rank serves a new version and the caller has called the permit, or every rank is
     quarantined. Leaving the block without a call of the permit, be it by an error, by cancellation or by mistake, makes the replica
-    dirty.
+    dirty. A receiver is out of service at once, without a wait: it serves nothing, and every failure must reach it.
     """
     replica, links = report.replica, dict(engines)
-    await settled(replica, context.deadline)
+    if not replica.takes_any:
+        await settled(replica, context.deadline)
     replica.begin(links)
     permit = _Permit()
     report.paused()

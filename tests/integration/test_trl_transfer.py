@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
@@ -24,7 +23,8 @@ from weightsync.errors import (
     RoundFailed,
 )
 from weightsync.integrations.__main__ import main as check_installation
-from weightsync.integrations.trl import WeightTransfer, releases
+from weightsync.integrations.trl import WeightTransfer
+from weightsync.integrations.trl.interface import check_interface
 from weightsync.integrations.trl.server_mode import ServerModePublisher
 from weightsync.integrations.trl.transfer import JoinOptions
 from weightsync.server.server import BackgroundServer
@@ -171,24 +171,12 @@ def test_the_check_of_an_installation_asks_the_coordinator_and_says_whether_trl_
     assert any(line.startswith("ok" if there else "missing") and line.split()[1] == "trl" for line in lines), lines
 
 
-def test_another_release_of_trl_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(releases, "version", lambda _: "1.99.0")
-    releases.warn_if_untried.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        releases.warn_if_untried()
-        releases.warn_if_untried()
-    releases.warn_if_untried.cache_clear()
-    assert [record.getMessage() for record in caplog.records] == [
-        "weightsync was tried with TRL 1.16, and this is 1.99.0: its interface fits, its behaviour is untried"
-    ]
-
-
 def test_a_trl_without_what_is_substituted_is_refused_by_name() -> None:
     class Generation:
         def sync_weights(self) -> None: ...
 
     with pytest.raises(ConfigurationError, match=r"has no VLLMClient\.init_communicator, VLLMGeneration\._iter_named_params"):
-        releases.check_interface(
+        check_interface(
             SimpleNamespace(VLLMGeneration=Generation),
             {"VLLMClient": ("init_communicator",), "VLLMGeneration": ("sync_weights", "_iter_named_params")},
         )

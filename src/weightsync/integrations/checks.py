@@ -8,7 +8,7 @@ from typing import NamedTuple
 import weightsync
 from weightsync.config import ClientSettings
 from weightsync.errors import WeightSyncError
-from weightsync.integrations.trl.releases import TRIED
+from weightsync.integrations.releases import SERIES
 from weightsync.server.findings import Finding, ask_coordinator, find_release
 
 __all__ = ["FRAMEWORKS", "Framework", "findings"]
@@ -17,9 +17,6 @@ __all__ = ["FRAMEWORKS", "Framework", "findings"]
 class Framework(NamedTuple):
     """What is looked at."""
 
-    title: str
-    tried: str
-    """Series of releases. Another is used if its interface fits."""
     looked_at: str
     """What of the framework is replaced or substituted."""
     fits: str
@@ -49,27 +46,27 @@ def _skyrl() -> None:
 def _trl() -> None:
     from trl.generation import vllm_generation
 
-    from weightsync.integrations.trl.releases import check_interface
+    from weightsync.integrations.trl.interface import check_interface
     from weightsync.integrations.trl.server_mode import NEEDED
 
     check_interface(vllm_generation, NEEDED)
 
 
 FRAMEWORKS = {
-    "areal": Framework("AReaL", "1.0", "engine", "FSDPEngine has what weightsync replaces and calls", _areal),
-    "openrlhf": Framework("OpenRLHF", "0.11", "policy", "its policy actors have what weightsync replaces", _openrlhf),
-    "skyrl": Framework("SkyRL", "0.4", "trainer", "enable() takes its name in vLLM's factory of trainer engines", _skyrl),
-    "trl": Framework("TRL", TRIED, "server mode", "enable() finds what it substitutes", _trl),
+    "areal": Framework("engine", "FSDPEngine has what weightsync replaces and calls", _areal),
+    "openrlhf": Framework("policy", "its policy actors have what weightsync replaces", _openrlhf),
+    "skyrl": Framework("trainer", "enable() takes its name in vLLM's factory of trainer engines", _skyrl),
+    "trl": Framework("server mode", "enable() finds what it substitutes", _trl),
 }
 """By the name of the package."""
 
 
 def findings(name: str) -> Iterator[Finding]:
     """Yield one finding after the other; that of the interface only where the framework is installed."""
-    framework = FRAMEWORKS[name]
+    framework, series = FRAMEWORKS[name], SERIES[name]
     yield Finding("weightsync", "ok", weightsync.__version__)
     yield ask_coordinator("coordinator", ClientSettings.load())
-    release = find_release(name, framework.title, framework.tried, lambda release: release.startswith(f"{framework.tried}."))
+    release = find_release(name, series.title, series.tried, series.has)
     yield release
     if release.status == "missing":
         return

@@ -14,6 +14,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from weightsync.config import ClientSettings
 from weightsync.engines.vllm.trainer import WeightsyncTrainerEngine, WeightsyncTrainerInitInfo
 from weightsync.errors import ConfigurationError
+from weightsync.integrations.releases import warn_if_untried
 
 __all__ = ["NAME", "SkyRLTrainerEngine", "enable"]
 
@@ -47,6 +48,7 @@ class SkyRLTrainerEngine(WeightsyncTrainerEngine):
             ConfigurationError: ``source`` is missing or not supported.
             WeightSyncError: :class:`weightsync.Trainer` raised it.
         """
+        warn_if_untried("skyrl")
         own = WeightsyncTrainerInitInfo(rank=init_info.rank, timeout=ClientSettings.load().timeouts.publish)
         return super().trainer_init(own, client=client, source=source, config=config)
 

@@ -13,9 +13,11 @@ def enable() -> None:
 
     Raises:
         ImportError: AReaL is not installed, or has no FSDP engine under the name that is replaced.
+        ConfigurationError: The engine lacks what is replaced or called. The message names it.
     """
     import areal.engine
 
-    from weightsync.integrations.areal.actor import PublishingFSDPActor
+    from weightsync.integrations.areal.actor import PublishingFSDPActor, check_engine
 
+    check_engine()
     areal.engine.FSDPPPOActor = PublishingFSDPActor

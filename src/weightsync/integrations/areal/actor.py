@@ -14,6 +14,7 @@ from areal.engine.fsdp_engine import FSDPPPOActor
 
 from weightsync.config import ClientSettings
 from weightsync.errors import ConfigurationError, RoundFailed
+from weightsync.integrations.releases import warn_if_untried
 from weightsync.protocol.messages import RoundResult
 from weightsync.trainer.agent import Trainer
 
@@ -52,6 +53,7 @@ class PublishesShards:
             raise ConfigurationError(
                 f"weightsync replaces AReaL's updates of type xccl, and this one is {meta.type}: set actor.weight_update_mode=xccl"
             )
+        warn_if_untried("areal")
         self.weight_update_group_initialized = True  # so that none is made
         super().connect_engine(engine, meta)  # type: ignore[misc]
         self._servers = meta.gen_allocation.parallel.dp_size

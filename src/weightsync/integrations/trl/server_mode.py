@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from weightsync.errors import ConfigurationError
-from weightsync.integrations.trl.releases import check_interface, warn_if_untried
+from weightsync.integrations.releases import warn_if_untried
+from weightsync.integrations.trl.interface import check_interface
 from weightsync.integrations.trl.transfer import JoinOptions, WeightTransfer
 from weightsync.protocol.messages import RoundResult
 from weightsync.tensors.shards import DTypes
@@ -58,7 +59,7 @@ def enable(
 
     options = JoinOptions(coordinator, token, dtype, replicas, timeout, transports)
     check_interface(vllm_generation, NEEDED)
-    warn_if_untried()
+    warn_if_untried("trl")
     options.check()
     kind = vllm_generation.VLLMGeneration
     client: Any

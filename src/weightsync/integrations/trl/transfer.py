@@ -9,7 +9,7 @@ import torch
 
 from weightsync.config import ClientSettings, Secret
 from weightsync.errors import Aborted
-from weightsync.integrations.trl.releases import warn_if_untried
+from weightsync.integrations.releases import warn_if_untried
 from weightsync.protocol.messages import RoundResult
 from weightsync.server.client import Client
 from weightsync.tensors.shards import DTypes
@@ -102,7 +102,7 @@ class WeightTransfer:
 
     def init_weight_transfer(self) -> None:
         """Join the coordinator, and wait for replicas. Raises what :class:`weightsync.Trainer` and its wait for replicas raise."""
-        warn_if_untried()
+        warn_if_untried("trl")
         self.destroy()
         self._options.check()
         self._trainer = self._options.join(Stream())

@@ -65,7 +65,8 @@ class Traced:
     ``fallback``    tensors that the loader transforms, and how; only the loader can deliver them
     ``unused``      tensors of which nothing reached a parameter, and why
     ``partial``     tensors that reached a parameter in part, and how many elements did; the rest is on other ranks or dropped
-    ``unwritten``   parameters that the checkpoint does not fill, and how many elements are left; never written directly
+    ``unwritten``   parameters that the checkpoint does not fill, and how many elements are left, without the ``padding`` of
+                    :func:`trace_loader`; never written directly
     ==============  =========================================================================================================
     """
 
@@ -138,7 +139,14 @@ class Traced:
         return list(different.values())
 
 
-def trace_loader(load: Load, parameters: Parameters, manifest: Manifest, *, max_boxes: int = _MOST_BOXES) -> Traced:
+def trace_loader(
+    load: Load,
+    parameters: Parameters,
+    manifest: Manifest,
+    *,
+    max_boxes: int = _MOST_BOXES,
+    padding: Mapping[str, Sequence[slice]] | None = None,
+) -> Traced:
     """Run ``load`` on a meta tensor for every tensor of ``manifest``, and follow each to the ``parameters`` that it reaches.
 
     What happens to a tensor depends on how the loader uses it:
@@ -159,6 +167,7 @@ def trace_loader(load: Load, parameters: Parameters, manifest: Manifest, *, max_
             engine.
         manifest: The checkpoint.
         max_boxes: Most boxes of one tensor.
+        padding: Rows of parameters, by name, for which no checkpoint has elements. They do not count as ``unwritten``.
 
     Raises:
         LoadError: ``load`` raised. The message names the last tensor that it was given.
@@ -182,7 +191,7 @@ def trace_loader(load: Load, parameters: Parameters, manifest: Manifest, *, max_
         raise
     except Exception as error:
         raise LoadError(_raised(recorder, manifest, requested, error)) from error
-    return _concluded(recorder, parameters, manifest, set(requested), max_boxes)
+    return _concluded(recorder, parameters, manifest, set(requested), max_boxes, padding or {})
 
 
 def _raised(recorder: Recorder, manifest: Manifest, requested: Sequence[str], error: Exception) -> str:
@@ -201,7 +210,14 @@ def _named(parameters: Parameters) -> dict[str, torch.Tensor]:
     return dict(parameters)
 
 
-def _concluded(recorder: Recorder, given: Parameters, manifest: Manifest, requested: set[str], max_boxes: int) -> Traced:
+def _concluded(
+    recorder: Recorder,
+    given: Parameters,
+    manifest: Manifest,
+    requested: set[str],
+    max_boxes: int,
+    padding: Mapping[str, Sequence[slice]],
+) -> Traced:
     parameters = _named(given)
     # Buffers that no checkpoint tensor fills (rotary frequencies) belong to the engine alone.
     required = set(dict(given.named_parameters())) if isinstance(given, nn.Module) else set(parameters)
@@ -225,8 +241,10 @@ def _concluded(recorder: Recorder, given: Parameters, manifest: Manifest, reques
                 copies += _copies(piece.tensor, piece.map, name, manifest, max_boxes)
             except Irregular:
                 recorder.change(piece.touched, f"{name} holds it in more than {max_boxes} boxes")
-        if filled < tensor.numel() and (filled or name in required):
-            unwritten[name] = tensor.numel() - filled
+        spare = next((padding[alias] for alias in names if alias in padding), ())
+        left = tensor.numel() - filled - sum(_unfilled(recorder, tensor[rows]) for rows in spare)
+        if left > 0 and (filled or name in required):
+            unwritten[name] = left
     copies = _checked(recorder, manifest, copies, max_boxes)
     held = _held(manifest, copies)
     fallback = {manifest[index].name: reason for index, reason in sorted(recorder.changed.items())}
@@ -237,6 +255,10 @@ def _concluded(recorder: Recorder, given: Parameters, manifest: Manifest, reques
     }
     partial = {spec.name: int(held[index]) for index, spec in enumerate(manifest) if 0 < held[index] < spec.size}
     return Traced(manifest, tuple(copies), fallback, unused, partial, unwritten, tuple(kinds))
+
+
+def _unfilled(recorder: Recorder, part: torch.Tensor) -> int:
+    return part.numel() - sum(piece.map.size for piece in recorder.pieces_of(part, map_of(part)))
 
 
 def _copies(tensor: int, mapping: AffineMap, name: str, manifest: Manifest, max_boxes: int) -> list[TracedCopy]:

@@ -162,6 +162,18 @@ def test_padding_is_unwritten_and_the_rest_is_direct() -> None:
     assert (padded.unwritten, padded.copies) == (traced.unwritten, traced.copies)
 
 
+def test_rows_that_are_said_to_be_padding_may_stay_unwritten_and_no_others() -> None:
+    def unwritten(store: Store, *rows: slice) -> dict[str, int]:
+        return traced_by(store, 8, 4, padding={"p": rows}).unwritten
+
+    assert unwritten(lambda p, w: p[:6].copy_(w), slice(6, 8)) == {}
+    assert unwritten(lambda p, w: (p[:3].copy_(w[:3]), p[4:7].copy_(w[3:])), slice(3, 4), slice(7, 8)) == {}
+    assert unwritten(lambda p, w: p[:5].copy_(w[:5]), slice(6, 8)) == {"p": 4}
+    assert unwritten(lambda p, w: p[2:].copy_(w), slice(6, 8)) == {"p": 8}
+    assert unwritten(lambda p, w: p[:6, :3].copy_(w[:, :3]), slice(6, 8)) == {"p": 6}
+    assert unwritten(lambda p, w: w.sum(), slice(0, 8)) == {}
+
+
 def test_unused_and_partly_used_tensors_are_named() -> None:
     traced = traced_by(lambda p, w: p.copy_(w[:3]), 3, 4)
     assert traced.partial == {"w": 12}

@@ -1,5 +1,7 @@
 """One of two tensor-parallel ranks of SGLang's scheduler. Rank 0 publishes, and prints the tokens that SGLang generates.
 
+Each rank prints, at last, how many rows of its vocabulary are padding, and how many elements of them are not zero.
+
 Run as ``python -m tests.integration.sglang_rank RANK DIRECTORY SOCKETS OVERLAPS``, ``SOCKETS`` being SGLang's ``PortArgs`` as JSON,
 and ``OVERLAPS`` ``yes`` or ``no``, for SGLang's overlapped event loop.
 """
@@ -9,7 +11,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,10 +35,32 @@ def main(rank: int, directory: str, sockets: str, overlaps: str) -> None:
         else:
             while not running.scheduler.gracefully_exit:
                 time.sleep(0.05)
+        print(json.dumps(running.padding()), flush=True)
+
+
+@contextmanager
+def another_client(running: RunningScheduler) -> Iterator[None]:
+    """Ask SGLang to continue, again and again, on a thread."""
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.wait(0.002):
+            running.go_on()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def scenario(running: RunningScheduler, directory: str) -> list[object]:
-    """Return for each update, the last one of released ranks: delivery, verification, tokens after it, and a kept request's."""
+    """Return for each update: delivery, verification, tokens after it, and a kept request's tokens and versions.
+
+    Another client asks SGLang to continue during the updates. The last one is of released ranks.
+    """
     from transformers import LlamaForCausalLM
 
     from weightsync.trainer.agent import Trainer
@@ -46,7 +73,8 @@ def scenario(running: RunningScheduler, directory: str) -> list[object]:
             kept = running.ask(200)
             running.wait_until_running()
             random_weights(state, seed)
-            replica = trainer.publish(timeout=60.0).replicas[0]
+            with another_client(running):
+                replica = trainer.publish(timeout=60.0).replicas[0]
             tokens, _ = running.output(running.ask(8))
             of_kept, spans = running.output(kept)
             results.append([replica.delivery, replica.verified, tokens, len(of_kept), [span.version for span in spans]])

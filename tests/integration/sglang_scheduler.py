@@ -61,14 +61,14 @@ def install_stubs() -> None:
     sys.meta_path.append(_StubFinder(stubs))
 
 
-def make_checkpoint(directory: str, seed: int = 0) -> None:
+def make_checkpoint(directory: str, seed: int = 0, *, vocab_size: int = 128, intermediate_size: int = 96) -> None:
     """Save a tiny random Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        head_dim=32, max_position_embeddings=256, tie_word_embeddings=False, dtype="float32",
+        vocab_size=vocab_size, hidden_size=64, intermediate_size=intermediate_size, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=False, dtype="float32",
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(directory)
 
@@ -179,6 +179,20 @@ class RunningScheduler(Closeable):
         while len(self.scheduler.running_batch.reqs) < count:
             assert time.monotonic() < end
             time.sleep(0.005)
+
+    def go_on(self) -> None:
+        """Continue generation as another client does."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        self.send(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    def padding(self) -> tuple[int, int]:
+        """Return how many rows of this rank's vocabulary are padding, and how many of their elements are not zero."""
+        from weightsync.engines.sglang.loading import padding_of_vocabulary
+
+        model = self.scheduler.tp_worker.model_runner.model
+        rows = [model.get_parameter(name)[part] for name, parts in padding_of_vocabulary(model).items() for part in parts]
+        return sum(len(part) for part in rows), sum(int(part.count_nonzero()) for part in rows)
 
     def release_memory(self, *tags: str) -> None:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput

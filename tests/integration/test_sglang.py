@@ -24,6 +24,8 @@ from tests.integration.sglang_scheduler import (
 from weightsync.config import ServerSettings
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.agent import Engine
+from weightsync.engines.sglang import refusals
+from weightsync.engines.sglang.caches import drop_caches
 from weightsync.model import PauseMode
 from weightsync.protocol.messages import Delivery
 from weightsync.server.server import BackgroundServer
@@ -144,6 +146,60 @@ def test_requests_that_run_when_an_update_comes(served: _Served, mode: PauseMode
         assert tokens[spans[1].start : spans[1].start + 8] == again.tolist()
 
 
+def test_another_client_does_not_continue_a_paused_engine_and_a_grammar_does_not_keep_its_cache(served: _Served) -> None:
+    running, loop = served.running, served.running.loop
+    loop.pause("keep", 10.0)
+    running.go_on()
+    name = running.ask(8)
+    assert running.output(name, 0.3) is None
+    assert running.paused
+    grammars = running.scheduler.grammar_manager
+    loop.call(lambda: grammars.grammar_queue.append("a request that waits for its grammar"), 10.0)
+    assert not loop.call(running.scheduler.flush_cache, 10.0)
+    assert loop.call(lambda: drop_caches(running.scheduler, None), 10.0)
+    assert loop.call(grammars.grammar_queue.pop, 10.0)
+    loop.proceed(10.0)
+    assert len(running.output(name)[0]) == 8
+
+
+def test_the_settings_that_are_refused_are_settings_of_sglang(served: _Served) -> None:
+    assert refusals._SETTINGS.keys() <= set(served.running.scheduler.server_args.__struct_fields__)
+    assert refusals.why_refused(served.running.scheduler) is None
+
+
+def test_the_rows_that_sglang_pads_are_zeros_after_a_load_and_no_tokens(served: _Served) -> None:
+    from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    from weightsync.engines.sglang.loading import padding_of_vocabulary, rows_of_padding
+
+    model = torch.nn.ModuleDict(
+        {
+            "table": VocabParallelEmbedding(70, 8, org_num_embeddings=66),
+            "head": ParallelLMHead(66, 8, bias=True),
+            "other": torch.nn.Linear(8, 192),
+        }
+    )
+    padding = padding_of_vocabulary(model)
+    assert padding == {
+        "table.weight": [slice(66, 128), slice(132, 192)],
+        "head.weight": [slice(66, 128), slice(128, 128)],
+        "head.bias": [slice(66, 128), slice(128, 128)],
+    }
+    for name, parts in padding.items():
+        parameter: Any = model.get_parameter(name)
+        parameter.data.normal_()
+        parameter.weight_loader(parameter, torch.ones(66, *parameter.shape[1:]))
+        assert all(not parameter[rows].count_nonzero() for rows in parts)
+    for ranks in (1, 2, 3, 4):  # every row is a token's or padding
+        size = 64 * (ranks if 64 % ranks else 1)
+        rows = [
+            VocabParallelEmbedding._get_indices(4 * size, 3 * size, 3 * size - 5, 2 * size + 7, rank, ranks)
+            for rank in range(ranks)
+        ]
+        tokens = sum(each.num_elements_padded - sum(part.stop - part.start for part in rows_of_padding(each)) for each in rows)
+        assert tokens == 3 * size - 5
+
+
 def made_adapter(served: _Served) -> tuple[Any, EngineAdapter]:
     """Return a new adapter of the scheduler with scrambled weights, and its shards."""
     from weightsync.engines.hf_checkpoint import checkpoint_of
@@ -163,7 +219,7 @@ def made_adapter(served: _Served) -> tuple[Any, EngineAdapter]:
     assert loop.call(scheduler.flush_cache, 10.0)
     loop.proceed(10.0)
     return direct, SglangAdapter(
-        checkpoint, loop, install=reload, flush=partial(scheduler.flush_cache, empty_cache=False),
+        checkpoint, loop, install=reload, flush=partial(drop_caches, scheduler, None),
         label=lambda version: scheduler.record_weight_version_change(new_version=version), direct=direct,
     )  # fmt: skip
 
@@ -196,8 +252,5 @@ class TestSglangScheduler(AdapterContract):
     def go_on(self, engine: Any) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
-        self.served.running.send(ContinueGenerationReqInput(torch_empty_cache=False))
-        end = time.monotonic() + 10.0
-        while self.served.running.paused:
-            assert time.monotonic() < end
-            time.sleep(0.005)
+        scheduler, request = self.served.running.scheduler, ContinueGenerationReqInput(torch_empty_cache=False)
+        self.served.running.loop.call(lambda: scheduler.continue_generation(request), 10.0)  # requests of other clients wait

@@ -29,15 +29,21 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(("delivery", "overlaps"), [("direct", "yes"), ("streamed", "no")])
-def test_two_ranks_update_and_keep_a_request_that_runs(tmp_path: Path, delivery: str, overlaps: str) -> None:
+@pytest.mark.parametrize(
+    ("delivery", "overlaps", "vocabulary", "inner", "padding"),
+    [("direct", "yes", 129, 96, (0, 63)), ("streamed", "no", 129, 128, (0, 63)), ("streamed", "yes", 100, 128, (0, 28))],
+)
+def test_two_ranks_update_and_keep_a_request_that_runs(
+    tmp_path: Path, delivery: str, overlaps: str, vocabulary: int, inner: int, padding: tuple[int, int]
+) -> None:
+    """SGLang pads 129 tokens to 192, which two ranks share, and 100 to 128. On a CPU it also pads an inner size of 96."""
     install_stubs()
     use_environment()
     from sglang.srt.server_args import PortArgs, ServerArgs
     from transformers import LlamaForCausalLM
 
     directory = str(tmp_path / "checkpoint")
-    make_checkpoint(directory)
+    make_checkpoint(directory, vocab_size=vocabulary, intermediate_size=inner)
     settings = ServerArgs(model_path=directory, device="cpu", tp_size=2)
     settings.resolve_once()
     sockets = json.dumps(dataclasses.asdict(PortArgs.init_new(settings)))
@@ -54,12 +60,12 @@ def test_two_ranks_update_and_keep_a_request_that_runs(tmp_path: Path, delivery:
             for rank in range(2)
         ]  # fmt: skip
         try:
-            output = ranks[0].communicate(timeout=300.0)[0]
-            ranks[1].communicate(timeout=60.0)
+            outputs = [rank.communicate(timeout=300.0)[0].splitlines() for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()
-    results = json.loads(output.splitlines()[-1])
+    assert [json.loads(lines[-1]) for lines in outputs] == [[2 * rows, 0] for rows in padding]
+    results = json.loads(outputs[0][-2])
     reference: Any = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
     state = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
     assert len(results) == UPDATES + 1

@@ -17,6 +17,7 @@ from torch import nn
 from weightsync.closing import Closeable
 from weightsync.engines.hf_checkpoint import HfCheckpoint
 from weightsync.engines.sglang.adapter import SglangAdapter
+from weightsync.engines.sglang.caches import drop_caches
 from weightsync.engines.sglang.loading import install
 from weightsync.engines.sglang.loop import SchedulerLoop
 from weightsync.engines.sglang.requests import ControlRequests
@@ -33,6 +34,8 @@ REQUESTS = ControlRequests(
     label=lambda version: ("label", version),
     is_work=lambda request: isinstance(request, int),
     is_abort=lambda request: request == "abort",
+    is_switch=lambda request: request in ("retract", "proceed"),
+    is_write=lambda request: request == "write",
 )
 
 
@@ -88,6 +91,7 @@ class StandInScheduler(Closeable):
         self.weight_updater = WeightUpdater()
         self.runner = SimpleNamespace(model=self.model, weight_updater=self.weight_updater)
         self.grammar_manager = SimpleNamespace(grammar_queue=[])
+        self.embeddings = {"image": 1}
         self.version, self.steps, self.flushes = "", 0, 0
         self.input: list[object] = []
         self.waiting: list[int] = []
@@ -119,6 +123,8 @@ class StandInScheduler(Closeable):
                 self._engine_paused = False
             elif isinstance(request, int):
                 self.waiting.append(request)
+            elif request == "write":
+                self.model.qk.data.zero_()
             else:
                 raise ValueError(f"Invalid object: {request}")
 
@@ -137,7 +143,7 @@ class StandInScheduler(Closeable):
 
     def flush_cache(self, empty_cache: bool = True) -> bool:
         self.flushes += 1
-        return not self.running
+        return not self.running and not self.grammar_manager.grammar_queue
 
     def record_weight_version_change(self, new_version: str) -> None:
         self.version = new_version
@@ -155,6 +161,6 @@ def adapter_of(scheduler: StandInScheduler, delivery: Delivery = "streamed") -> 
         assert isinstance(found, DirectShards)
         direct = found
     return SglangAdapter(
-        checkpoint(), scheduler.loop, install=reload, flush=scheduler.flush_cache, label=scheduler.record_weight_version_change,
-        direct=direct,
+        checkpoint(), scheduler.loop, install=reload, flush=partial(drop_caches, scheduler, scheduler.embeddings),
+        label=scheduler.record_weight_version_change, direct=direct,
     )  # fmt: skip

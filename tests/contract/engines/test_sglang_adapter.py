@@ -32,7 +32,9 @@ class TestSglang(AdapterContract):
     def engine(self) -> tuple[Any, EngineAdapter]:
         scheduler = StandInScheduler()
         self.running.append(scheduler)
-        return scheduler, adapter_of(scheduler, self.delivery)
+        adapter = adapter_of(scheduler, self.delivery)
+        assert adapter.pauses_twice  # or a test of the contract is skipped
+        return scheduler, adapter
 
     def installed(self, engine: Any) -> Mapping[str, torch.Tensor]:
         return {name: tensor.contiguous() for name, tensor in engine.model.by_checkpoint().items()}
@@ -44,7 +46,7 @@ class TestSglang(AdapterContract):
         return bool(engine.steps > before)
 
     def go_on(self, engine: Any) -> None:
-        engine.input.append("proceed")
+        engine._engine_paused = False  # requests of other clients wait
         time.sleep(0.05)
 
 

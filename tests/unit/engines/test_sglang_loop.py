@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from tests.contract.engines.sglang_stand_in import (
     checkpoint,
 )
 
-from weightsync.engines.sglang.loading import gaps_of_loader, install
+from weightsync.engines.sglang.loading import gaps_of_loader, install, rows_of_padding
 from weightsync.engines.sglang.loop import SchedulerLoop
 from weightsync.engines.sglang.refusals import why_refused
 from weightsync.engines.sglang.requests import WakeUp
@@ -97,12 +97,77 @@ def test_a_pause_comes_after_the_grammars_that_are_compiled_and_holds_new_reques
     scheduler.loop.pause("abort", 5.0)
 
 
-def test_requests_that_were_held_back_run_when_another_client_continues(scheduler: StandInScheduler) -> None:
+def test_a_continuation_by_another_client_waits_for_the_end_of_the_update(
+    scheduler: StandInScheduler, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler.loop.pause("abort", 5.0)
+    scheduler.input += [1, "proceed", "proceed"]
+    time.sleep(0.05)
+    assert scheduler._engine_paused
+    assert scheduler.loop.call(lambda: scheduler.steps, 5.0) == 0
+    assert caplog.text.count("waits until the update has ended") == 1
+    scheduler.loop.proceed(5.0)
+    until_ended(scheduler, ["finished"])
+
+
+def test_no_client_continues_an_engine_whose_update_failed(scheduler: StandInScheduler) -> None:
+    adapter = adapter_of(scheduler, "direct")
+    adapter.pause("keep", 5.0)
+    with pytest.raises(LoadError, match="did not load"):
+        adapter.resume()
+    scheduler.input += [1, "proceed"]
+    time.sleep(0.05)
+    assert scheduler._engine_paused
+    assert (scheduler.steps, scheduler.version) == (0, UNLABELLED)
+
+
+def test_an_update_fails_if_another_client_writes_weights_meanwhile_and_the_next_one_does_not(scheduler: StandInScheduler) -> None:
+    adapter = adapter_of(scheduler, "direct")
+    scheduler.input.append("write")  # before the pause
+    for disturbs in (True, False):
+        adapter.pause("keep", 5.0)
+        adapter.begin()
+        adapter.finish(Version("run", 1, "m", "d"))
+        if disturbs:
+            scheduler.input.append("write")
+            time.sleep(0.05)
+            for step in (adapter.flush, adapter.resume):
+                with pytest.raises(LoadError, match="another client sent SGLang a str during the update"):
+                    step()
+            assert scheduler.version == UNLABELLED
+    assert adapter.flush()
+    adapter.resume()
+    assert scheduler.version == "run@1"
+
+
+def test_a_pause_by_another_client_during_an_update_comes_after_it(scheduler: StandInScheduler) -> None:
+    scheduler.loop.pause("keep", 5.0)
+    scheduler.input.append("retract")
+    time.sleep(0.05)
+    scheduler.loop.proceed(5.0)
+    end = time.monotonic() + 5.0
+    while not scheduler._engine_paused:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    scheduler.input += [1, "proceed"]  # no update holds these
+    until_ended(scheduler, ["finished"])
+
+
+def test_requests_that_were_held_back_run_when_the_engine_continues_by_itself(scheduler: StandInScheduler) -> None:
     scheduler.loop.pause("abort", 5.0)
     scheduler.input.append(1)
     time.sleep(0.02)
-    scheduler.input.append("proceed")
+    scheduler._engine_paused = False
     until_ended(scheduler, ["finished"])
+
+
+def test_a_grammar_that_is_compiled_keeps_no_cache_and_embeddings_of_images_are_dropped(scheduler: StandInScheduler) -> None:
+    adapter = adapter_of(scheduler)
+    adapter.pause("keep", 5.0)
+    scheduler.grammar_manager.grammar_queue.append("a grammar")  # as in another group of data-parallel attention
+    assert adapter.flush()
+    assert not scheduler.embeddings
+    assert scheduler.grammar_manager.grammar_queue == ["a grammar"]
 
 
 def test_an_abort_finds_a_request_that_was_held_back_and_none_that_came_after_it(scheduler: StandInScheduler) -> None:
@@ -261,12 +326,45 @@ def test_a_loader_that_stops_early_drops_tensors_or_leaves_a_parameter_is_named(
     with pytest.raises(LoadError, match=r"stopped before norm\.weight"):
         install(runner, ((spec.name, torch.ones(spec.shape)) for spec in checkpoint().manifest))
     manifest = checkpoint().manifest
-    assert gaps_of_loader(FusedModel(), manifest, 1) is None
+    assert gaps_of_loader(FusedModel(), manifest, 1, {}) is None
     more = Manifest([*manifest, TensorSpec("bias", (6,), "float32")])
-    assert gaps_of_loader(FusedModel(), more, 1) == "it drops bias"
-    assert gaps_of_loader(FusedModel(), more, 2) is None
+    assert gaps_of_loader(FusedModel(), more, 1, {}) == "it drops bias"
+    assert gaps_of_loader(FusedModel(), more, 2, {}) is None
     fewer = Manifest([spec for spec in manifest if spec.name != "norm.weight"])
-    assert gaps_of_loader(FusedModel(), fewer, 2) == "it does not fill norm"
+    assert gaps_of_loader(FusedModel(), fewer, 2, {}) == "it does not fill norm"
+
+
+def test_only_the_padding_of_a_vocabulary_may_stay_unfilled() -> None:
+    class Padded(FusedModel):
+        rows: ClassVar[dict[str, slice]] = {"q.weight": slice(0, 4), "k.weight": slice(4, 6)}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.qk = torch.nn.Parameter(torch.randn(9, 6))
+
+        def by_checkpoint(self) -> dict[str, torch.Tensor]:
+            return {name: self.qk.data[rows] for name, rows in self.rows.items()} | {"norm.weight": self.norm.data}
+
+    class Skipping(Padded):
+        rows: ClassVar[dict[str, slice]] = {"q.weight": slice(0, 4), "k.weight": slice(7, 9)}
+
+    manifest, padding = checkpoint().manifest, {"qk": [slice(6, 9)]}
+    assert gaps_of_loader(Padded(), manifest, 2, padding) is None
+    assert gaps_of_loader(Padded(), manifest, 2, {}) == "it does not fill qk"
+    assert gaps_of_loader(Skipping(), manifest, 2, padding) == "it does not fill qk"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "padded", "added", "padded_added", "expected"),
+    [(4, 4, 0, 0, []), (3, 4, 0, 0, [3]), (0, 4, 0, 0, [0, 1, 2, 3]), (3, 4, 1, 2, [3, 5]), (4, 4, 2, 4, [6, 7])],
+)
+def test_padding_is_what_neither_the_checkpoints_tokens_nor_added_ones_take(
+    tokens: int, padded: int, added: int, padded_added: int, expected: list[int]
+) -> None:
+    indices = SimpleNamespace(
+        num_org_elements=tokens, num_org_elements_padded=padded, num_added_elements=added, num_elements_padded=padded + padded_added
+    )
+    assert [row for rows in rows_of_padding(indices) for row in range(padded + padded_added)[rows]] == expected
 
 
 @pytest.mark.parametrize(
@@ -277,7 +375,12 @@ def test_a_loader_that_stops_early_drops_tensors_or_leaves_a_parameter_is_named(
         ({"enable_lora": True}, "LoRA layers"),
         ({"weight_cache_mode": "daemon"}, "weight-cache daemon"),
         ({"hicache_storage_backend": "file"}, "would outlive the weights"),
+        ({"enable_hierarchical_cache": True}, "copies to host memory do not end"),
+        ({"enable_streaming_session": True}, "a session keeps its keys and values"),
         ({"disaggregation_mode": "decode"}, "--disaggregation-mode is 'decode'"),
+        ({"decoupled_spec_role": "verifier"}, "the draft model of another server"),
+        ({"input_blocker": object()}, "SGLANG_ENABLE_COLOCATED_BATCH_GEN is set"),
+        ({"device": "meta"}, "the model is on the device meta"),
         ({"offload_group_size": 2}, "--offload-group-size is 2: weights are moved"),
         ({"pp_size": 2}, "--pipeline-parallel-size is 2"),
         ({"quantization": "fp8"}, "the model is quantized (fp8)"),
@@ -290,10 +393,12 @@ def test_settings_that_exclude_updates_are_named(changed: dict[str, object], rea
         "speculative_algorithm": "EAGLE",
     } | changed  # fmt: skip
     config = SimpleNamespace(quantization=settings.pop("quantization", None))
-    runners = settings.pop("draft", None)
+    runners, blocker, device = settings.pop("draft", None), settings.pop("input_blocker", None), settings.pop("device", "cpu")
+    model = torch.nn.Linear(1, 1, device=str(device))
     scheduler = SimpleNamespace(
         server_args=SimpleNamespace(**settings),
-        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model_config=config, model=None)),
+        request_receiver=SimpleNamespace(input_blocker=blocker),
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model_config=config, model=model)),
         draft_worker=None if runners is None else SimpleNamespace(weight_update_runners=lambda: runners),
     )
     assert reason in str(why_refused(scheduler))

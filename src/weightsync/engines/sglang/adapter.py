@@ -23,14 +23,14 @@ class SglangAdapter(StagedAdapter):
         checkpoint: Checkpoint of the model.
         loop: Event loop of this rank's scheduler.
         install: Loads all tensors of the checkpoint into the model. Called on the scheduler's thread.
-        flush: Drops the radix cache. Called on the scheduler's thread.
+        flush: Drops the caches. Called on the scheduler's thread.
         label: Sets the label of the weights. Called on the scheduler's thread.
         direct: Shards over the model's parameters; ``None`` for streamed delivery.
         device: Device of the model.
     """
 
     name = "sglang"
-    pauses_twice = True  # any client of the server can call SGLang's /continue_generation
+    pauses_twice = True  # rank 0 continues all ranks, also those whose own resume fails
     sleeps = True
 
     def __init__(

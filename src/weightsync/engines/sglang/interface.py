@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = ["RECEIVER", "SCHEDULER", "TOKENIZER", "TRIED", "missing_parts"]
 
 TRIED = "0.5.23"
@@ -18,13 +20,15 @@ def missing_parts() -> list[str]:
     Raises:
         ImportError: A module or class cannot be imported.
     """
+    from sglang.srt.managers import mm_schedule
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
-    parts = {
+    parts: dict[Any, tuple[str, ...]] = {
+        mm_schedule: ("embedding_cache",),
         Scheduler: (
             "run_event_loop", "ingest_requests", "process_input_requests", "pause_generation", "continue_generation", "flush_cache",
             "is_fully_idle", "record_weight_version_change",

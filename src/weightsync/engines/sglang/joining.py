@@ -16,7 +16,8 @@ from weightsync.config import replica_name
 from weightsync.engine.agent import Engine
 from weightsync.engines.hf_checkpoint import HfCheckpoint, checkpoint_of
 from weightsync.engines.sglang.adapter import SglangAdapter
-from weightsync.engines.sglang.loading import gaps_of_loader, install
+from weightsync.engines.sglang.caches import drop_caches
+from weightsync.engines.sglang.loading import gaps_of_loader, install, padding_of_vocabulary
 from weightsync.engines.sglang.loop import SchedulerLoop
 from weightsync.engines.sglang.refusals import why_refused
 from weightsync.engines.sglang.requests import requests_of_sglang
@@ -44,6 +45,7 @@ class JoinedScheduler(Closeable):
     """
 
     def __init__(self, scheduler: Any, *, tells_tokenizer: bool) -> None:  # noqa: ANN401 - SGLang's
+        from sglang.srt.managers import mm_schedule
         from sglang.srt.runtime_context import get_parallel
 
         refused = why_refused(scheduler)
@@ -72,7 +74,7 @@ class JoinedScheduler(Closeable):
                 checkpoint,
                 self.loop,
                 install=partial(install, runner),
-                flush=partial(scheduler.flush_cache, empty_cache=False),
+                flush=lambda: drop_caches(scheduler, mm_schedule.embedding_cache),
                 label=label,
                 direct=direct,
                 device=device,
@@ -122,7 +124,7 @@ def _find_direct(
             raise ConfigurationError(f"this rank of SGLang cannot be written directly: {because}")
         _log.warning("weightsync: weights are streamed through SGLang's loader: %s", because)
     try:
-        gaps = gaps_of_loader(runner.model, manifest, ranks)
+        gaps = gaps_of_loader(runner.model, manifest, ranks, padding_of_vocabulary(runner.model))
     except LoadError as error:
         _log.warning("weightsync: cannot check that SGLang's loader takes every tensor: %s", error)
         gaps = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from weightsync.errors import LoadError
 from weightsync.model import Manifest
 from weightsync.tracing.tracer import trace_loader
 
-__all__ = ["gaps_of_loader", "install"]
+__all__ = ["gaps_of_loader", "install", "padding_of_vocabulary", "rows_of_padding"]
 
 _SHOWN = 5
 
@@ -40,17 +40,41 @@ def install(runner: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:  
         raise LoadError(f"SGLang's loader stopped before {untaken[0]} and did not load it and the tensors after it")
 
 
-def gaps_of_loader(model: torch.nn.Module, manifest: Manifest, ranks: int) -> str | None:
+def padding_of_vocabulary(model: torch.nn.Module) -> dict[str, list[slice]]:
+    """Return the rows of ``model``'s embeddings and output layers that belong to no token, by parameter.
+
+    SGLang makes vocabularies divisible by 64 and by the number of ranks. Its loader writes zeros into these rows, no token number
+    addresses them, and the sampler cuts them off.
+    """
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    padding: dict[str, list[slice]] = {}
+    for prefix, layer in model.named_modules():
+        if isinstance(layer, VocabParallelEmbedding):
+            indices = layer.shard_indices
+            for name, parameter in layer.named_parameters(prefix, recurse=False, remove_duplicate=False):
+                if parameter.dim() and parameter.shape[0] == indices.num_elements_padded:
+                    padding[name] = rows_of_padding(indices)
+    return padding
+
+
+def rows_of_padding(indices: Any) -> list[slice]:  # noqa: ANN401 - SGLang's VocabParallelEmbeddingShardIndices
+    """Return the rows of a rank that are padding: those after the checkpoint's tokens, and those after added tokens."""
+    added = indices.num_org_elements_padded
+    return [slice(indices.num_org_elements, added), slice(added + indices.num_added_elements, indices.num_elements_padded)]
+
+
+def gaps_of_loader(model: torch.nn.Module, manifest: Manifest, ranks: int, padding: Mapping[str, Sequence[slice]]) -> str | None:
     """Return on one line what the loader of ``model`` drops or does not fill; ``None`` if it takes everything.
 
     SGLang's loaders skip names that they do not know, and return nothing. So this runs the loader once without bytes. With several
-    ranks a tensor may belong to another rank, so only parameters are checked.
+    ranks a tensor may belong to another rank, so only parameters are checked, except their ``padding``.
 
     Raises:
         LoadError: The loader raised an error.
     """
     with parameters_kept(model):
-        traced = trace_loader(model.load_weights, model, manifest)  # type: ignore[arg-type]
+        traced = trace_loader(model.load_weights, model, manifest, padding=padding)  # type: ignore[arg-type]
     transformed = set(traced.fallback)
     if ranks == 1 and (dropped := [name for name in traced.unused if name not in transformed]):
         return f"it drops {_some(dropped)}"

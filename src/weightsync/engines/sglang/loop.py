@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from weightsync.model import PauseMode
 __all__ = ["Scheduler", "SchedulerLoop"]
 
 _NAP = 0.005  # seconds for which rank 0's loop yields the interpreter while it is paused; SGLang's would spin
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -60,6 +63,7 @@ class SchedulerLoop(Closeable):
         self._held: list[object] = []
         self._paused = False
         self._asleep: frozenset[str] = frozenset()
+        self._disturbance = ""  # a request of another client that wrote weights while the engine was paused
         self._wake_error: Exception | None = None
         self._closed = False
 
@@ -68,8 +72,8 @@ class SchedulerLoop(Closeable):
     def received(self, pulled: list[object] | None) -> None:
         """Change the requests ``pulled`` from the sockets of this rank, before SGLang broadcasts them. ``None``: it pulls none.
 
-        From a pause to the next continuation rank 0 holds new work back: a request whose grammar is compiled would keep the radix
-        cache from being dropped, and a paused scheduler does not go on with it.
+        From a pause to :meth:`proceed` rank 0 holds back new work, and requests of other clients to continue, which would let all
+        ranks generate from weights that are partly written.
         """
         if pulled is None or not self.leads:
             return
@@ -80,17 +84,25 @@ class SchedulerLoop(Closeable):
                 self._sent.append(sent)
                 self._pausing = None
             if self._holding:
-                self._held += [request for request in pulled if self._holds(request)]
-                pulled[:] = [request for request in pulled if not self._requests.is_work(request)]
+                self._hold(pulled)
             else:
                 pulled[:0] = self._held
                 self._held.clear()
             pulled += self._outbox
             self._outbox.clear()
 
-    def _holds(self, request: object) -> bool:
-        """Return whether ``request`` waits for the continuation: work, and aborts, which must find their requests then."""
-        return self._requests.is_work(request) or self._requests.is_abort(request)
+    def _hold(self, pulled: list[object]) -> None:
+        """Move requests that wait for the continuation out of ``pulled``. Aborts also stay, since some of theirs may not wait."""
+        passed: list[object] = []
+        for request in pulled:
+            if self._requests.is_switch(request) and not any(type(held) is type(request) for held in self._held):
+                _log.warning("weightsync: a %s of another client waits until the update has ended", type(request).__name__)
+            waits = self._requests.is_switch(request) or self._requests.is_work(request)
+            if waits or self._requests.is_abort(request):
+                self._held.append(request)
+            if not waits:
+                passed.append(request)
+        pulled[:] = passed
 
     def pass_through(self, process: Callable[[list[object]], None], requests: Sequence[object]) -> None:
         """Let SGLang ``process`` the ``requests`` of one pass, and then run the calls that wait."""
@@ -99,6 +111,10 @@ class SchedulerLoop(Closeable):
         ours = [request for request in requests if isinstance(request, WakeUp)]
         for request in ours:
             self._wake(request)
+        if self._scheduler._engine_paused:
+            self._disturbance = next(
+                (type(request).__name__ for request in requests if self._requests.is_write(request)), self._disturbance
+            )
         process([request for request in requests if not isinstance(request, WakeUp)])
         with self._changed:
             was_paused, self._paused = self._paused, bool(self._scheduler._engine_paused)
@@ -134,6 +150,8 @@ class SchedulerLoop(Closeable):
         try:
             if not self._scheduler._engine_paused:
                 raise LoadError("SGLang was continued by another client during the update")
+            if self._disturbance:
+                raise LoadError(f"another client sent SGLang a {self._disturbance} during the update")
             future.set_result(work())
         except Exception as error:  # noqa: BLE001 - raised where the round waits for it
             future.set_exception(error)
@@ -170,6 +188,7 @@ class SchedulerLoop(Closeable):
             Aborted: The scheduler has ended.
         """
         deadline = Deadline(timeout)
+        self._disturbance = ""
         self._wake_error = None  # from here on, since rank 0 may wake all ranks before this one waits for it
         if self.leads:
             self._send_pause(mode, deadline)

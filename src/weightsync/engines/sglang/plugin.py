@@ -99,4 +99,6 @@ def _tokenizer_takes_labels(scheduler: Any) -> bool:  # noqa: ANN401 - SGLang's
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     hooked = hasattr(TokenizerManager.init_request_dispatcher, "__wrapped__")
-    return hooked and scheduler.rust_server is None and scheduler.server_args.tokenizer_worker_num == 1
+    arguments = scheduler.server_args
+    answers_http = scheduler.rust_server is None and not (arguments.smg_grpc_mode or arguments.grpc_mode)
+    return hooked and answers_http and arguments.tokenizer_worker_num == 1

@@ -36,6 +36,10 @@ class ControlRequests:
     """Whether a request asks for tokens or an embedding."""
     is_abort: Callable[[object], bool]
     """Whether a request aborts others."""
+    is_switch: Callable[[object], bool]
+    """Whether a request pauses or continues generation."""
+    is_write: Callable[[object], bool]
+    """Whether a request writes weights or releases their memory."""
 
 
 def requests_of_sglang() -> ControlRequests:
@@ -48,6 +52,13 @@ def requests_of_sglang() -> ControlRequests:
         io.BatchTokenizedGenerateReqInput,
         io.BatchTokenizedEmbeddingReqInput,
     )
+    writes = (
+        io.UpdateWeightFromDiskReqInput,
+        io.UpdateWeightsFromDistributedReqInput,
+        io.UpdateWeightsFromTensorReqInput,
+        io.UpdateWeightsFromIPCReqInput,
+        io.ReleaseMemoryOccupationReqInput,
+    )
     return ControlRequests(
         retract=lambda: io.PauseGenerationReqInput(mode="retract"),
         abort_all=lambda: io.AbortReq(abort_all=True),
@@ -56,4 +67,6 @@ def requests_of_sglang() -> ControlRequests:
         label=lambda version: io.UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False),
         is_work=lambda request: isinstance(request, work),
         is_abort=lambda request: isinstance(request, io.AbortReq),
+        is_switch=lambda request: isinstance(request, (io.PauseGenerationReqInput, io.ContinueGenerationReqInput)),
+        is_write=lambda request: isinstance(request, writes),
     )

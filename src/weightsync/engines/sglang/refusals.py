@@ -8,19 +8,45 @@ __all__ = ["why_refused"]
 
 _UNSET = (None, "", False, 0, "off", "null", "none", "trivial")
 
+_OUTLIVES = "keys and values outside of SGLang's own cache would outlive the weights that computed them"
+_NOT_DRAINED = "copies to host memory do not end while SGLang is paused, and it drops nothing before that"
+_HALF_WRITTEN = "other servers may read weights that are partly written"
+_MOVED = "weights are moved between host and GPU memory"
+_RENAMED = "LoRA layers rename the parameters of the base model"
+
 _SETTINGS = {
     "enable_eplb": "SGLang's expert load balancing moves experts between ranks while it serves",
     "ep_num_redundant_experts": "redundant experts are copies that SGLang moves between ranks",
     "init_expert_location": "experts are not at their usual places",
     "elastic_ep_backend": "ranks may join and leave",
-    "enable_lora": "LoRA layers rename the parameters of the base model",
+    "enable_lora": _RENAMED,
+    "uno_lora_path": _RENAMED,
     "weight_cache_mode": "the weights belong to SGLang's weight-cache daemon",
+    "remote_instance_weight_loader_start_seed_via_transfer_engine": _HALF_WRITTEN,
+    "modelexpress_config": _HALF_WRITTEN,
     "rl_quant_profile": "weights are quantized after loading",
-    "cpu_offload_gb": "weights are moved between host and GPU memory",
-    "hicache_storage_backend": "keys and values in the storage backend would outlive the weights that computed them",
-    "enable_lmcache": "keys and values in LMCache would outlive the weights that computed them",
+    "modelopt_quant": "weights are quantized after loading",
+    "cpu_offload_gb": _MOVED,
+    "enable_paged_experts": _MOVED,
+    "ple_offload_embedding": _MOVED,
+    "kt_weight_path": "KTransformers has copies of the experts in another form",
+    "enable_elastic_expert_backup": "the backup of the experts would keep its weights",
+    "hicache_storage_backend": _OUTLIVES,
+    "enable_lmcache": _OUTLIVES,
+    "enable_flexkv": _OUTLIVES,
+    "radix_cache_backend": _OUTLIVES,
+    "enable_unified_cache_external_linker": _OUTLIVES,
+    "enable_hierarchical_cache": _NOT_DRAINED,
+    "enable_hisparse": _NOT_DRAINED,
+    "enable_streaming_session": "a session keeps its keys and values in a pause, and SGLang drops nothing meanwhile",
+    "dllm_algorithm": "a pause does not stop the requests that a diffusion model prepares, and SGLang drops nothing before that",
     "enable_pdmux": "its event loop ignores a pause",
     "disaggregation_mode": "prefill servers keep keys and values of the old weights during a pause",
+    "enable_pd_role_switch": "prefill servers keep keys and values of the old weights during a pause",
+    "decoupled_spec_role": "the draft model of another server would keep its weights",
+    "encoder_only": "a server of the vision part has only some of the checkpoint's tensors",
+    "language_only": "the vision part is on another server, which would keep its weights",
+    "enable_mm_global_cache": "embeddings in SGLang's global cache would outlive the weights that computed them",
     "enable_dp_attention_local_control_broadcast": "a pause would not reach all ranks in the same pass",
 }
 """Settings of ``ServerArgs`` that must be unset, and why."""
@@ -34,10 +60,15 @@ def why_refused(scheduler: Any) -> str | None:  # noqa: ANN401 - SGLang's Schedu
         if value not in _UNSET:
             return f"--{setting.replace('_', '-')} is {value!r}: {reason}"
     if getattr(arguments, "offload_group_size", -1) > 0:
-        return f"--offload-group-size is {arguments.offload_group_size}: {_SETTINGS['cpu_offload_gb']}"
+        return f"--offload-group-size is {arguments.offload_group_size}: {_MOVED}"
     if arguments.pp_size > 1:
         return f"--pipeline-parallel-size is {arguments.pp_size}: the event loop of SGLang's pipeline ignores a pause"
+    if scheduler.request_receiver.input_blocker is not None:
+        return "SGLANG_ENABLE_COLOCATED_BATCH_GEN is set: SGLang holds requests back, and so a pause"
     runner = scheduler.tp_worker.model_runner
+    device = next(runner.model.parameters()).device.type
+    if device not in ("cuda", "cpu"):
+        return f"the model is on the device {device}: only CUDA, ROCm and the CPU are supported"
     quantization = runner.model_config.quantization
     if quantization is not None:
         return f"the model is quantized ({quantization}), and SGLang changes such weights after loading them"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -55,6 +56,7 @@ class PolicyModel:
     def __init__(self, rank: int, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = SHAPES) -> None:
         self.rank, self.shapes = rank, shapes
         self.seed, self.fault, self.walked = 0, "", False
+        self.released = threading.Event()  # ends a walk that stopped
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.walked = False
@@ -62,6 +64,8 @@ class PolicyModel:
         for place, (name, (shape, dtype)) in enumerate(self.shapes.items()):
             if place == 4 and self.fault == "raise":
                 raise ValueError("the fifth tensor cannot be gathered")
+            if place == 4 and self.fault == "stop":
+                self.released.wait(SECONDS)
             tensor = memory.setdefault((shape, dtype), torch.empty(shape, dtype=dtype))
             tensor.copy_(_value(name, shape, self.seed))
             yield name, tensor

@@ -31,7 +31,7 @@ from tests.integration.refit_contract import (
 )
 
 from weightsync.config import Address, ServerSettings
-from weightsync.errors import ConfigurationError, DeadlineExceeded, WeightSyncError
+from weightsync.errors import ConfigurationError, DeadlineExceeded, MembershipError, WeightSyncError
 from weightsync.integrations.nemo_rl import Engine, releases
 from weightsync.integrations.nemo_rl.engine import NAME
 from weightsync.integrations.stream_options import Options
@@ -233,6 +233,30 @@ def test_an_update_for_which_a_worker_does_not_come_ends_at_the_deadline_on_both
         assert local.walked() == [True] * POLICIES
     finally:
         local.close()
+
+
+@pytest.mark.rare
+def test_a_policy_rank_that_does_not_walk_is_an_error_on_all_ranks_at_the_deadline_and_says_what_to_restart(no_leaks: None) -> None:
+    local = LocalRefits(timeout=2.0)
+    try:
+        works(local, 1)
+        local.set_faults(["", "stop"], ["", ""])
+        policies, workers = local.fail(2)
+        assert all(isinstance(error, DeadlineExceeded) for error in policies), policies
+        assert all(isinstance(error, WeightSyncError) for error in workers), workers
+        model, engine = local.policies[1]
+        with pytest.raises(ConfigurationError, match="restart the policy ranks"):
+            asyncio.run(engine.send_weights(model.weights()))
+    finally:
+        local.policies[1][0].released.set()
+        local.close()
+
+
+def test_two_workers_of_one_name_are_refused_by_every_rank() -> None:
+    policy, worker = make(), make()
+    offers = [{**policy.prepare(), "coordinator": "http://127.0.0.1:7400", "seconds": 5.0}, worker.prepare(), worker.prepare()]
+    with pytest.raises(MembershipError, match="two rollout ranks have one name"):
+        policy.init_policy_process_group(worker_rank=0, train_world_size=1, rollout_world_size=2, metadata=offers)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from weightsync.errors import (
     CoordinatorUnreachable,
     DeadlineExceeded,
     RoundFailed,
+    WeightSyncError,
 )
 from weightsync.integrations.__main__ import main as check_installation
 from weightsync.integrations.trl import WeightTransfer
@@ -152,6 +153,18 @@ def test_a_server_that_is_gone_fails_the_update_within_its_deadline() -> None:
             transfer.send_weights(iter(Source(1)))
         source = Source(2)
         with pytest.raises(RoundFailed):
+            transfer.send_weights(iter(source))
+        assert source.drained
+        transfer.destroy()
+
+
+def test_a_coordinator_that_dies_before_an_update_fails_it_within_its_deadline_after_all_was_gathered() -> None:
+    with coordinator() as running, replica(running, module(1)):
+        transfer = WeightTransfer(running.url, token=running.token, timeout=3)
+        transfer.init_weight_transfer()
+        running.stop()
+        source = Source(1)
+        with pytest.raises(WeightSyncError):
             transfer.send_weights(iter(source))
         assert source.drained
         transfer.destroy()

@@ -23,6 +23,7 @@ def check_interface(module: object, needed: Mapping[str, Sequence[str]]) -> None
         if not callable(getattr(getattr(module, kind, None), method, None))
     ]
     if lacking:
+        tried = SERIES["trl"].tried
         raise ConfigurationError(
-            f"this TRL ({getattr(module, '__name__', module)}) has no {', '.join(lacking)}: weightsync was tried with TRL {SERIES['trl'].tried}"
+            f"this TRL ({getattr(module, '__name__', module)}) has no {', '.join(lacking)}: weightsync was tried with TRL {tried}"
         )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from weightsync.engines.module import ModuleAdapter as ModuleAdapter
     from weightsync.errors import Aborted as Aborted
     from weightsync.errors import AuthenticationError as AuthenticationError
+    from weightsync.errors import BroadcastBroken as BroadcastBroken
     from weightsync.errors import ConfigurationError as ConfigurationError
     from weightsync.errors import CoordinatorUnreachable as CoordinatorUnreachable
     from weightsync.errors import DeadlineExceeded as DeadlineExceeded
@@ -92,6 +93,7 @@ __all__ = [
     "Aborted",
     "AuthenticationError",
     "Box",
+    "BroadcastBroken",
     "Collective",
     "ConfigurationError",
     "CoordinatorUnreachable",

@@ -17,6 +17,7 @@
     │   ├── ProtocolError         a frame violates the protocol
     │   ├── StaleSource           the publisher no longer holds the requested version or layout
     │   └── PeerLost              the other process disconnected
+    │       └── BroadcastBroken   another reader of a broadcast left or stopped; the bytes can be requested again
     ├── LoadError                 the engine's loader raised, or did not consume its tensors
     ├── VerificationError         installed bytes do not match the published digests
     ├── RoundFailed               a round ended without the required replicas
@@ -32,6 +33,7 @@ from __future__ import annotations
 __all__ = [
     "Aborted",
     "AuthenticationError",
+    "BroadcastBroken",
     "ConfigurationError",
     "CoordinatorUnreachable",
     "DeadlineExceeded",
@@ -117,6 +119,10 @@ class StaleSource(TransportError):
 
 class PeerLost(TransportError):
     """The other process disconnected."""
+
+
+class BroadcastBroken(PeerLost):
+    """Another reader of a broadcast left or stopped. The publisher is alive: the bytes can be requested again."""
 
 
 class LoadError(WeightSyncError):

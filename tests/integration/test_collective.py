@@ -19,7 +19,7 @@ from weightsync.config import ServerSettings
 from weightsync.deadline import Deadline
 from weightsync.engine.agent import Engine
 from weightsync.engines.module import ModuleAdapter
-from weightsync.errors import PeerLost, StaleSource, WeightSyncError
+from weightsync.errors import BroadcastBroken, StaleSource, WeightSyncError
 from weightsync.server.server import BackgroundServer
 from weightsync.testing.copy_cases import Wanted, big
 from weightsync.testing.owner_process import contents
@@ -137,7 +137,7 @@ def test_a_reader_that_dies_fails_the_others_soon_and_the_next_group_is_without_
             began = time.monotonic()
             together((take, one, alive, 1, failures), (die,))
             assert not nothing
-            assert [type(error) for error in failures] == [PeerLost]
+            assert [type(error) for error in failures] == [BroadcastBroken]
             assert time.monotonic() - began < 10  # of a deadline of 20
             failures.clear()
             take(one, alive, 1, failures)  # at once, with nobody to wait for

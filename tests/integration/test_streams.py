@@ -120,7 +120,7 @@ def world(server: BackgroundServer, owned: ExitStack) -> World:
     return World(server, owned)
 
 
-@pytest.mark.parametrize("transport", ["inproc", "shared_memory", "tcp"])
+@pytest.mark.parametrize("transport", ["inproc", "shared_memory", "tcp", "collective"])
 def test_every_tensor_arrives_in_every_round(world: World, transport: str) -> None:
     trainer = world.trainer(transports=[transport])
     receivers = [world.receiver(name, transports=[transport]) for name in ("r0", "r1")]

@@ -6,9 +6,10 @@
                                         ├─ in order ┤
     trainer rank 1 ─ window 1, 3, 5 ... ┘          └─ replica 1: pause ─ window 0, 1 ✗ quarantine
 
-A rank fills a window again when no replica needs it any more; that is all the backpressure there is. The trainer's ranks go on to
-the end of the stream whatever happens to replicas: a failed one needs no more windows. The version exists at the end, when all
-digests are known. An engine pauses when the first window is there: a stream that fails before it changes nothing. A receiver
+A rank fills a window again when no replica needs it any more; that is all the backpressure there is. Where readers share a
+broadcast, replicas take windows in step, so that none waits at the trainer for one that is still loading. The trainer's ranks go
+on to the end of the stream whatever happens to replicas: a failed one needs no more windows. The version exists at the end, when
+all digests are known. An engine pauses when the first window is there: a stream that fails before it changes nothing. A receiver
 pauses at once: it serves nothing itself, and a failure must reach it too.
 """
 
@@ -66,14 +67,15 @@ _REASON = "the trainer publishes a stream"
 class WindowFlow:
     """Windows on their way: who has placed which, and which replicas still need them. Nothing is polled."""
 
-    def __init__(self, replicas: Iterable[str]) -> None:
+    def __init__(self, replicas: Iterable[str], *, in_step: bool = False) -> None:
         self.placed: list[WindowPlaced] = []
         """Windows in order. Their number in the stream is their index."""
         self.tensors = StreamedTensors()
         self.nbytes = 0
         """Bytes of all placed windows' tensors."""
         self._early: dict[int, WindowPlaced] = {}
-        self._needed = dict.fromkeys(replicas, 0)
+        self._needed = dict.fromkeys(replicas, -1)  # before a replica is ready for window 0
+        self._in_step = in_step
         self._ended = False
         self._windows: int | None = None
         self._news = asyncio.Event()
@@ -81,7 +83,7 @@ class WindowFlow:
     @property
     def released(self) -> int:
         """Windows before this one are needed by no replica any more."""
-        return min(self._needed.values(), default=len(self.placed))
+        return max(min(self._needed.values(), default=len(self.placed)), 0)
 
     @property
     def readers(self) -> int:
@@ -123,7 +125,7 @@ class WindowFlow:
         self._changed()
 
     def took(self, replica: str, windows: int) -> None:
-        """A replica needs no window before number ``windows`` any more."""
+        """A replica is ready for window number ``windows``, and needs none before it any more."""
         self._needed[replica] = windows
         self._changed()
 
@@ -136,6 +138,12 @@ class WindowFlow:
         """Wait for window ``number``; ``None`` once the stream has ended before it."""
         await self._until(lambda: number < len(self.placed) or self._ended, f"waiting for window {number}", deadline)
         return self.placed[number] if number < len(self.placed) else None
+
+    async def turn(self, number: int, deadline: RoundDeadline) -> None:
+        """Wait until every other replica is ready for window ``number`` too, if they take windows in step."""
+        if self._in_step:
+            what = f"waiting for replicas that have not taken window {number - 1}"
+            await self._until(lambda: min(self._needed.values(), default=number) >= number, what, deadline)
 
     async def room(self, number: int, windows: int, deadline: RoundDeadline) -> None:
         """Wait until the memory of window ``number`` is free, where the trainer's ranks together have ``windows``."""
@@ -171,7 +179,8 @@ async def run_stream_round(context: RoundContext) -> RoundResult:
             f"a stream passes once, so all {len(names)} replicas take it together, and at most {limit} may be out of service: "
             "raise or remove max_unavailable"
         )
-    flow = WindowFlow(names)
+    offers = [offer for link in context.trainers.values() for offer in link.node.rank.offers]
+    flow = WindowFlow(names, in_step=any(offer.traits.shared_fate for offer in offers))
     return await conduct(context, partial(_place, flow), partial(_update_replica, flow))
 
 
@@ -317,7 +326,9 @@ async def open_stream(trainers: Trainers, engines: Engines, deadline: RoundDeadl
 async def _move(context: RoundContext, flow: WindowFlow, report: Report, engines: Engines, placing: Placing) -> Placement:
     """Bring every window to every rank, in order, and compare the digests of each at once."""
     number, world_size = 0, len(context.trainers)
+    flow.took(report.replica.name, number)
     while (window := await flow.get(number, context.deadline)) is not None:
+        await flow.turn(number, context.deadline)
         body = MoveWindow(number, number % world_size, window)
         published = np.frombuffer(window.digests, "<u8")
 

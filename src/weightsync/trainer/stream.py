@@ -301,7 +301,7 @@ class StreamRole:
     Raises:
         TransportUnavailable: No transport given can read the windows' memory.
         SharedMemoryTooSmall: There is no memory for them.
-        ConfigurationError: A transport cannot encrypt where it must, or readers of a transport share a fate.
+        ConfigurationError: A transport cannot encrypt where it must.
     """
 
     live = True
@@ -319,12 +319,6 @@ class StreamRole:
         network: Network = LOOPBACK,
         dtype: DTypes = None,
     ) -> None:
-        sharing = [transport.name for transport in transports if transport.traits.shared_fate]
-        if sharing:
-            raise ConfigurationError(
-                f"{', '.join(sharing)} cannot carry a stream: readers of a broadcast agree on everything before it begins, and "
-                "what is in a window is known only when it is full. Leave it out of transports"
-            )
         self.window_bytes, self.windows = stream.capacity, stream.windows
         self.manifest = _NOTHING
         self.epoch = 0
@@ -342,14 +336,14 @@ class StreamRole:
         self._publishers: list[Publisher]
         with ExitStack() as owned:
             if stream.device is None:
-                self.region = region = PublishedRegion(nbytes, self.layout.digest)
+                self.region = region = PublishedRegion(nbytes, self.layout.digest, windows=True)
                 self._memory = torch.from_numpy(region.payload)
             else:
                 device = torch.device(stream.device)
                 device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
                 self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
                 where = (self._memory.data_ptr(),)
-                self.region = CudaRegion((nbytes,), self.layout.digest, lambda: where, int(device.index))
+                self.region = CudaRegion((nbytes,), self.layout.digest, lambda: where, int(device.index), windows=True)
             owned.callback(self.region.close)
             memory: Memory = "host" if stream.device is None else "cuda"
             self._publishers, reason = publish_region(self.region, memory, transports, key, local_host, network, owned)

@@ -96,7 +96,8 @@ class Reader(ABC):
 
     The order of calls is ``prepare`` once per plan; then per round ``begin``, ``submit`` and ``wait`` for each group in ascending
     order, ``end``. After an error the reader may be prepared and begun again unless the error was
-    :class:`~weightsync.errors.PeerLost`; the bytes under the targets are then undefined until a later round succeeds.
+    :class:`~weightsync.errors.PeerLost` itself (after :class:`~weightsync.errors.BroadcastBroken` it may); the bytes under the
+    targets are then undefined until a later transfer succeeds.
     """
 
     stream_ordered: ClassVar[bool] = False

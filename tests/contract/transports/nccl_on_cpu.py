@@ -117,7 +117,7 @@ class Sockets:
 
 def _join(
     backend: str, rank: int, size: int, name: str, deadline: Deadline, *, address: str = "", port: int = 0,
-    rendezvous: Any = None, interface: str = "", device: torch.device | None = None, priority: bool = False,
+    rendezvous: Any = None, interface: str = "", device: torch.device | None = None, priority: bool = False, joining: Any = None,
 ) -> ProcessGroup:  # fmt: skip
     assert (backend, device, priority) == ("nccl", _CPU, True)
     stores: Any = dist

@@ -15,7 +15,7 @@ from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.engine.fill.filler import FillContext, Filled
 from weightsync.engine.readers import connect, reaches
-from weightsync.errors import LayoutError, ManifestMismatch, ProtocolError
+from weightsync.errors import BroadcastBroken, LayoutError, ManifestMismatch, ProtocolError
 from weightsync.model import Layout, Manifest, TensorSpec
 from weightsync.model.window import StreamedTensors, WindowPart, window_layout
 from weightsync.planning.pieces import Pieces
@@ -34,6 +34,7 @@ __all__ = ["WindowReceiver"]
 
 _GRACE = 5.0  # seconds for the receiving thread to end after an abort
 _LEAST_WINDOW = 4096  # a stream's windows may always have so many bytes
+_ATTEMPTS = 3  # of a window that is broadcast: with all readers, with those that are left, alone
 
 
 class WindowReceiver:
@@ -76,6 +77,8 @@ class WindowReceiver:
             with span("connect", source.member):
                 transport, reader = connect(source, context.transports, self._device, context.host, deadline, context.encrypted)
             self._sources.append((transport, reader, source.layout_digest))
+            if transport.traits.shared_fate:  # which finds out now whether it can send to this device
+                reader.prepare([CopyTable.empty()], source.layout_digest, deadline)
         context.engine.check_abort()
         self._buffers = [staging_buffer(self._body.window_bytes, self._device) for _ in range(context.buffers)]
         if self._device is not None:
@@ -219,14 +222,22 @@ class WindowReceiver:
     ) -> None:
         transport, reader, layout_digest = source
         check_abort = self._context.engine.check_abort
-        check_abort()
-        reader.prepare([table], layout_digest, deadline)
-        check_abort()
-        reader.begin(placed.stamp, deadline)
-        check_abort()  # a begin forgets that it was aborted before
-        reader.read(0, deadline, digests if transport.traits.digests == "inline" else None)
-        failpoints.reached("engine.group")
-        reader.end(deadline)
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                check_abort()
+                reader.prepare([table], layout_digest, deadline)
+                check_abort()
+                reader.begin(placed.stamp, deadline)
+                check_abort()  # a begin forgets that it was aborted before
+                reader.read(0, deadline, digests if transport.traits.digests == "inline" else None)
+                failpoints.reached("engine.group")
+                reader.end(deadline)
+                return
+            except BroadcastBroken:  # the window stays where it is until this engine rank has it
+                if attempt == _ATTEMPTS:
+                    raise
+                if digests is not None:
+                    digests.fill(0)
 
     def _table(self, placed: WindowPlaced, manifest: Manifest, layout: Layout, addresses: tuple[int, ...]) -> CopyTable:
         """What to copy from the trainer's region, where the window begins at ``placed.offset``."""

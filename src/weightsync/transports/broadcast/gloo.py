@@ -23,7 +23,7 @@ from weightsync.transports.broadcast.sender import BroadcastJob, Packer, Sending
 from weightsync.transports.broadcast.transport import Broadcast, BufferSettings
 from weightsync.transports.host.memory import available_bytes
 from weightsync.transports.host.region import PublishedRegion
-from weightsync.transports.net.channel import DATA, HEADER, Channel, FrameHeader
+from weightsync.transports.net.channel import DATA, HEADER, FrameHeader
 from weightsync.transports.tcp.sender import frames_of
 
 __all__ = ["Collective"]
@@ -124,23 +124,27 @@ class _HostReceiving(ReceivingWire):
     def __init__(self, settings: BufferSettings) -> None:
         self._settings = settings
         self._buffers: list[npt.NDArray[np.uint8]] = []
+        self._groups: Sequence[CopyTable] = ()
         self._frames = np.empty((0, 5), np.int64)
         self.join = partial(init_custom_process_group, "gloo")
 
     def make_room(self, groups: Sequence[CopyTable], buffer_bytes: int, peer: str) -> None:
-        if self._buffers and len(self._buffers[0]) == buffer_bytes:
+        same = bool(self._buffers) and len(self._buffers[0]) == buffer_bytes
+        if not same or groups is not self._groups:
+            self._frames, self._groups = _frames(*tiles_and_bytes(groups), buffer_bytes), groups
+        if same:
             return
+        self._buffers = []
         needed, free = self._settings.num_buffers * buffer_bytes, available_bytes()
         if free is not None and needed > free:
             raise ProtocolError(f"{peer} broadcasts in buckets of which {needed:,} bytes do not fit here")
-        self._frames = _frames(*tiles_and_bytes(groups), buffer_bytes)
         self._buffers = [np.empty(buffer_bytes, np.uint8) for _ in range(self._settings.num_buffers)]
 
-    def receive(self, channel: Channel, group: ProcessGroup, version: int, deadline: Deadline) -> Receipt:
+    def receive(self, group: ProcessGroup, version: int, deadline: Deadline) -> Receipt:
         return _HostReceipt(group, self._frames, version, self._buffers, deadline)
 
     def release(self) -> None:
-        self._buffers = []
+        self._buffers, self._groups = [], ()
 
 
 class _HostReceipt(Receipt):

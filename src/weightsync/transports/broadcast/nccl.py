@@ -8,7 +8,6 @@ engine rank on the same GPU cannot use it: they have ``cuda_ipc``.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 
@@ -30,7 +29,6 @@ from weightsync.transports.broadcast.transport import Broadcast, BufferSettings
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.pinning import Pinned
 from weightsync.transports.host.region import EMPTY, PublishedRegion
-from weightsync.transports.net.channel import END, Channel
 from weightsync.transports.net.requests import Ready
 
 __all__ = ["Nccl"]
@@ -123,7 +121,7 @@ class _DevicePacker(Packer):
 
     def __init__(self, device: torch.device, buffer_bytes: int, num_buffers: int) -> None:
         self._device, self._buffer_bytes, self._num_buffers = device, buffer_bytes, num_buffers
-        self._made_for: tuple[int, ...] = ()
+        self._made_for: tuple[bytes, tuple[int, ...]] = b"", ()
         self._packed: PackedBroadcast | None = None
 
     def send(self, group: ProcessGroup, job: BroadcastJob, deadline: Deadline) -> None:
@@ -134,12 +132,12 @@ class _DevicePacker(Packer):
         group.broadcast(_one_byte(self._device), deadline)
 
     def _made(self, job: BroadcastJob) -> PackedBroadcast:
-        """The one in hand, unless the trainer's memory moved; what is wanted stays the same."""
-        regions = tuple(job.regions)
-        if self._packed is None or regions != self._made_for:
+        """The one in hand, unless other tiles are wanted or the trainer's memory moved."""
+        made_for = job.request, tuple(job.regions)
+        if self._packed is None or made_for != self._made_for:
             self._packed = None  # two would not fit
-            self._packed = PackedBroadcast(job.tiles, job.frames, self._device, self._buffer_bytes, self._num_buffers, regions)
-            self._made_for = regions
+            self._packed = PackedBroadcast(job.tiles, job.frames, self._device, self._buffer_bytes, self._num_buffers, job.regions)
+            self._made_for = made_for
         return self._packed
 
 
@@ -151,6 +149,7 @@ class _DeviceReceiving(ReceivingWire):
     def __init__(self, device: torch.device, settings: BufferSettings) -> None:
         self._device, self._settings = device, settings
         self._packed: PackedBroadcast | None = None
+        self._groups: Sequence[CopyTable] = ()
         self._buffer_bytes = 0
         self._frames_of: list[tuple[int, int]] = []
         self.join = _joining(device)
@@ -162,58 +161,34 @@ class _DeviceReceiving(ReceivingWire):
             )
 
     def make_room(self, groups: Sequence[CopyTable], buffer_bytes: int, peer: str) -> None:
-        if self._packed is not None and self._buffer_bytes == buffer_bytes:
+        if self._packed is not None and groups is self._groups and self._buffer_bytes == buffer_bytes:
             return
         frames = packed_frames(*tiles_and_bytes(groups), buffer_bytes)
         self._packed = None  # two would not fit
         self._packed = PackedBroadcast(_together(groups), frames, self._device, buffer_bytes, self._settings.num_buffers)
         self._frames_of = frames_of_groups(frames, len(groups))
-        self._buffer_bytes = buffer_bytes
+        self._groups, self._buffer_bytes = groups, buffer_bytes
 
     def warm_up(self, group: ProcessGroup, deadline: Deadline) -> None:
         group.broadcast(_one_byte(self._device), deadline)
 
-    def receive(self, channel: Channel, group: ProcessGroup, version: int, deadline: Deadline) -> Receipt:
+    def receive(self, group: ProcessGroup, version: int, deadline: Deadline) -> Receipt:
         if self._packed is None:
             raise ProtocolError("a transfer began without buffers")
         if version != EMPTY:  # readers of the targets must be done before they change
             wait_until_idle(self._device, deadline, f"what this engine rank has queued on its device before version {version}")
-        return _DeviceReceipt(channel, group, self._packed, self._frames_of, version, deadline)
+        return _DeviceReceipt(group, self._packed, self._frames_of, version)
 
     def release(self) -> None:
-        self._packed = None
+        self._packed, self._groups = None, ()
 
 
 class _DeviceReceipt(Receipt):
-    """Receives while it is read, not ahead. So one GPU never waits for two senders, each of which may wait for another reader.
+    """Receives while it is read, not ahead. So one GPU never waits for two senders, each of which may wait for another reader."""
 
-    A thread closes the group as soon as the publisher goes away or reports a failure, or this end aborts. NCCL itself would wait
-    without limit.
-    """
-
-    uses_channel = True
-
-    def __init__(
-        self,
-        channel: Channel,
-        group: ProcessGroup,
-        packed: PackedBroadcast,
-        frames_of: list[tuple[int, int]],
-        version: int,
-        deadline: Deadline,
-    ) -> None:
-        self._channel, self._group, self._packed, self._deadline = channel, group, packed, deadline
+    def __init__(self, group: ProcessGroup, packed: PackedBroadcast, frames_of: list[tuple[int, int]], version: int) -> None:
+        self._group, self._packed = group, packed
         self._frames_of, self._version, self._next = frames_of, version, 0
-        self._thread = threading.Thread(target=self._watch, name="weightsync-nccl-watch", daemon=True)
-        self._thread.start()
-
-    def _watch(self) -> None:
-        try:
-            ended = self._channel.next_kind(self._deadline) == END
-        except WeightSyncError:
-            ended = False
-        if not ended:
-            self._group.close()
 
     def read(self, group: int, tiles: CopyTable, deadline: Deadline, digests: npt.NDArray[np.uint64] | None) -> None:
         if digests is not None:
@@ -231,11 +206,10 @@ class _DeviceReceipt(Receipt):
         return count
 
     def abort(self, error: WeightSyncError) -> None:
-        """Nothing to do: the thread sees that the channel was aborted."""
+        """Nothing to do: the group is closed where the connection is watched."""
 
     def ended(self, seconds: float) -> bool:
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        return True
 
 
 def _together(groups: Sequence[CopyTable]) -> CopyTable:

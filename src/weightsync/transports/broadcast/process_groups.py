@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -183,12 +183,13 @@ def init_custom_process_group(
     device: torch.device | None = None,
     interface: str = "",
     priority: bool = False,
+    joining: Future[ProcessGroup] | None = None,
 ) -> ProcessGroup:
     """Join group ``name`` as ``rank`` of ``world_size``; returns when all ranks have (gloo) or can (NCCL connects when first used).
 
     Rank 0 gives its ``rendezvous``, the others its ``address`` and ``port``. ``device`` is the GPU that an NCCL rank uses,
     with ``priority`` ahead of other work of this process there. ``interface`` is the address of this host where gloo is to listen;
-    without, torch's choice.
+    without, torch's choice. Ranks that do not bring the rendezvous stop waiting when another thread cancels ``joining``.
     Raises :class:`~weightsync.errors.TransportUnavailable` for a backend that is not there,
     :class:`~weightsync.errors.ConfigurationError` for an impossible rank, :class:`~weightsync.errors.DeadlineExceeded`,
     :class:`~weightsync.errors.PeerLost`.
@@ -233,21 +234,20 @@ def init_custom_process_group(
         return ProcessGroup(name, backend, rank, world_size, made, (store, rendezvous))
 
     # Rank 0 waits at its own store, whose close ends the wait. The others wait for somebody else's.
-    return meet() if rendezvous is not None else _in_time(meet, deadline, f"{what} at {address}:{port}")
+    return meet() if rendezvous is not None else _in_time(meet, joining or Future(), deadline, f"{what} at {address}:{port}")
 
 
 _joining = threading.Semaphore(_MOST_JOINING)
 
 
-def _in_time(meet: Callable[[], ProcessGroup], deadline: Deadline, what: str) -> ProcessGroup:
-    """Run ``meet`` in a thread and wait for it until ``deadline``.
+def _in_time(meet: Callable[[], ProcessGroup], made: Future[ProcessGroup], deadline: Deadline, what: str) -> ProcessGroup:
+    """Run ``meet`` in a thread and wait for it until ``deadline``, or until ``made`` is cancelled.
 
     A store's client tries again while no store listens, but goes on after its timeout, and waits for ever for the first answer of a
     listener that is no store. A thread that is late is left behind and closes what it makes; there are never many of them.
     """
     if not _joining.acquire(blocking=False):
         raise TransportUnavailable(f"{_MOST_JOINING} earlier attempts to join a group still wait for an answer; try again later")
-    made: Future[ProcessGroup] = Future()
 
     def run() -> None:
         try:
@@ -269,6 +269,8 @@ def _in_time(meet: Callable[[], ProcessGroup], deadline: Deadline, what: str) ->
         group = made.result(deadline.remaining(what))
         thread.join(_ABORT_SECONDS)  # it has nothing more to do
         return group
+    except CancelledError:
+        raise PeerLost(f"{what} was given up") from None
     except TimeoutError:  # of the wait, or the attempt's own
         if made.cancel():
             raise DeadlineExceeded(f"{what} did not finish within {deadline.seconds:g} s") from None

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsync.deadline import Deadline
-from weightsync.errors import Aborted, DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, from_wire
+from weightsync.errors import (
+    Aborted,
+    BroadcastBroken,
+    DeadlineExceeded,
+    PeerLost,
+    ProtocolError,
+    WeightSyncError,
+    from_wire,
+)
 from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
 from weightsync.transports.broadcast.process_groups import ProcessGroup
 from weightsync.transports.host.region import EMPTY
@@ -26,6 +37,7 @@ from weightsync.transports.net.requests import (
     decode_control,
     next_control,
     send_request,
+    transfer_deadline,
 )
 
 __all__ = ["LEAST_BUFFER", "MOST_BUFFER", "BroadcastReader", "Receipt", "ReceivingWire", "tiles_and_bytes"]
@@ -45,9 +57,6 @@ def tiles_and_bytes(groups: Sequence[CopyTable]) -> tuple[Int64, Int64]:
 
 class Receipt(ABC):
     """One transfer that is being received. Not thread-safe, except :meth:`abort`."""
-
-    uses_channel: ClassVar[bool] = False
-    """Whether its thread looks at the channel, which must not be closed before the thread ended."""
 
     @abstractmethod
     def read(self, group: int, tiles: CopyTable, deadline: Deadline, digests: npt.NDArray[np.uint64] | None) -> None:
@@ -77,13 +86,13 @@ class ReceivingWire(ABC):
 
     @abstractmethod
     def make_room(self, groups: Sequence[CopyTable], buffer_bytes: int, peer: str) -> None:
-        """Have buffers of this size for these tiles.
+        """Have buffers of this size for these tiles: the list that was given last means the same tiles.
 
         Raises :class:`~weightsync.errors.WeightSyncError` if they do not fit here.
         """
 
     @abstractmethod
-    def receive(self, channel: Channel, group: ProcessGroup, version: int, deadline: Deadline) -> Receipt:
+    def receive(self, group: ProcessGroup, version: int, deadline: Deadline) -> Receipt:
         """Begin to receive a version through ``group``."""
 
     def warm_up(self, group: ProcessGroup, deadline: Deadline) -> None:  # noqa: B027 - only a wire that warms up
@@ -100,6 +109,50 @@ class ReceivingWire(ABC):
         """Give up the buffers and the tables of tiles."""
 
 
+class _Watch:
+    """A thread that ends a transfer when the publisher goes away or reports a failure, when this end aborts, or at ``deadline``.
+
+    Nothing else does: NCCL waits without limit, gloo for a reader that stopped, a store's client for a store that is gone.
+    """
+
+    def __init__(self, channel: Channel, deadline: Deadline) -> None:
+        self.joining: Future[ProcessGroup] = Future()
+        self._channel, self._deadline = channel, deadline
+        self._receiving: tuple[ProcessGroup, Receipt] | None = None
+        self._lock, self._failed = threading.Lock(), False
+        self._thread = threading.Thread(target=self._run, name="weightsync-broadcast-watch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            if self._channel.next_kind(self._deadline) == END:
+                return
+        except WeightSyncError:
+            pass  # whoever receives finds out the same
+        with self._lock:
+            self._failed = True
+        self.joining.cancel()
+        self._end()
+
+    def covers(self, group: ProcessGroup, receipt: Receipt) -> None:
+        """End these too. They are ended at once if the transfer has ended meanwhile."""
+        with self._lock:
+            self._receiving, failed = (group, receipt), self._failed
+        if failed:
+            self._end()
+
+    def _end(self) -> None:
+        if self._receiving is not None:
+            group, receipt = self._receiving
+            group.close()
+            receipt.abort(PeerLost("the publisher ended this broadcast"))
+
+    def ended(self, seconds: float) -> bool:
+        """Wait at most ``seconds`` until the publisher has said something, or is gone. Returns whether it has."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+
 class BroadcastReader(ConnectedReader):
     """A :class:`~weightsync.transports.base.Reader` to which a publisher at ``host`` sends through a process group of ``wire``.
 
@@ -112,13 +165,14 @@ class BroadcastReader(ConnectedReader):
     def __init__(self, dial: Dial, deadline: Deadline, host: str, wire: ReceivingWire) -> None:
         self._host, self._wire = host, wire
         self._group: ProcessGroup | None = None
+        self._shared = False  # whether the group of the last transfer had other readers
         self._receipt: Receipt | None = None
+        self._watch: _Watch | None = None
         self._version = EMPTY
         super().__init__(dial, deadline)
 
     def prepare(self, groups: Sequence[CopyTable], layout_digest: str, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Reader.prepare`."""
-        self._wire.release()
         super().prepare(groups, layout_digest, deadline)
         if self._wire.warms_up and self._channel is not None:
             self._warm_up(self._channel, deadline)
@@ -131,14 +185,12 @@ class BroadcastReader(ConnectedReader):
         try:
             send_request(channel, Warmup(deadline.remaining("warming up")), deadline)
             if channel.next_kind(deadline) != END:
-                group = self._join(channel, next_control(channel, ANSWER_BYTES, deadline), deadline)
-                self._receipt = self._wire.receive(channel, group, EMPTY, deadline)
-                self._wire.warm_up(group, deadline)
-                self._wait_for_receipt(self._receipt, deadline)
+                self._wire.warm_up(self._join(channel, next_control(channel, ANSWER_BYTES, deadline), EMPTY, deadline), deadline)
+                self._wait_for_receipt(deadline)
             self._take_end(channel, 0, EMPTY, deadline)
         except WeightSyncError as error:
-            raise self._why(channel, error) from error
-        self._receipt = None
+            raise self._why(channel, error, deadline) from error
+        self._receipt = self._watch = None
 
     def begin(self, version: int, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Reader.begin`. Returns when the group of readers is complete."""
@@ -146,14 +198,13 @@ class BroadcastReader(ConnectedReader):
         channel = self._connected(deadline)
         answer = self._asked(channel, Start(version, deadline.remaining("beginning a transfer")), deadline)
         try:
-            group = self._join(channel, answer, deadline)
-            self._receipt = self._wire.receive(channel, group, version, deadline)
+            self._join(channel, answer, version, deadline)
         except WeightSyncError as error:
-            raise self._why(channel, error) from error
+            raise self._why(channel, error, deadline) from error
         self._version = version
 
-    def _join(self, channel: Channel, join: object, deadline: Deadline) -> ProcessGroup:
-        """Join the group that the publisher names, unless this reader is in it."""
+    def _join(self, channel: Channel, join: object, version: int, deadline: Deadline) -> ProcessGroup:
+        """Join the group that the publisher names, unless this reader is in it, and begin to receive from it."""
         if isinstance(join, Fail):
             raise from_wire(join.kind, join.message)
         if not isinstance(join, JoinEpoch):
@@ -164,14 +215,20 @@ class BroadcastReader(ConnectedReader):
             or not 0 < join.port < 1 << 16
         ):
             raise ProtocolError(f"{channel.peer} named an impossible group")
+        limit = transfer_deadline(min(join.seconds, deadline.remaining("joining a group")))
+        self._shared = join.size > 2
         self._wire.make_room(self._groups, join.buffer_bytes, channel.peer)
+        watch = self._watch = _Watch(channel, limit)
         if self._group is not None and (self._group.name != join.epoch or self._group.closed):
             self._drop_group()
         if self._group is None:
             interface = str(channel.socket.getsockname()[0])
             self._group = self._wire.join(
-                join.rank, join.size, join.epoch, deadline, address=self._host, port=join.port, interface=interface
-            )
+                join.rank, join.size, join.epoch, limit, address=self._host, port=join.port, interface=interface,
+                joining=watch.joining,
+            )  # fmt: skip
+        self._receipt = self._wire.receive(self._group, version, limit)
+        watch.covers(self._group, self._receipt)
         return self._group
 
     def _under_way(self) -> tuple[Channel, Receipt]:
@@ -191,7 +248,7 @@ class BroadcastReader(ConnectedReader):
             deadline.remaining(f"reading group {group}")
             receipt.read(group, self._groups[group], deadline, digests)
         except WeightSyncError as error:
-            raise self._why(channel, error) from error
+            raise self._why(channel, error, deadline) from error
         except BaseException:
             self._drop()
             raise
@@ -201,31 +258,48 @@ class BroadcastReader(ConnectedReader):
         channel, receipt = self._under_way()
         try:
             frames = receipt.frames()
-            self._wait_for_receipt(receipt, deadline)
+            self._wait_for_receipt(deadline)
             self._take_end(channel, frames, self._version, deadline)
+        except BroadcastBroken:
+            self._leave_transfer()
+            raise
         except BaseException:
             self._drop()
             raise
-        self._receipt = None
+        self._receipt = self._watch = None
 
-    def _wait_for_receipt(self, receipt: Receipt, deadline: Deadline) -> None:
-        if not receipt.ended(deadline.remaining("ending the transfer")):
-            raise DeadlineExceeded(f"a broadcast did not end within {deadline.seconds:g} s")
+    def _wait_for_receipt(self, deadline: Deadline) -> None:
+        for waiting in (self._receipt, self._watch):
+            if waiting is not None and not waiting.ended(deadline.remaining("ending the transfer")):
+                raise DeadlineExceeded(f"a broadcast did not end within {deadline.seconds:g} s")
 
-    def _why(self, channel: Channel, error: WeightSyncError) -> WeightSyncError:
-        """Return what the publisher says of a broadcast that broke, else ``error``. Drops the connection and the group."""
-        cause = error
+    def _why(self, channel: Channel, error: WeightSyncError, deadline: Deadline) -> WeightSyncError:
+        """Return what the publisher says of a broadcast that broke, else ``error``. Leaves the group.
+
+        If other readers broke it, and the publisher says so, the connection stays for the next request.
+        """
+        cause, stays = error, isinstance(error, BroadcastBroken)
         if self._aborted:
-            cause = Aborted("the transfer was aborted")
-        elif isinstance(error, PeerLost):
+            cause, stays = Aborted("the transfer was aborted"), False
+        elif stays:  # it has said so already
+            pass
+        elif isinstance(error, PeerLost) or (isinstance(error, DeadlineExceeded) and time.monotonic() < deadline.at):
             try:
+                if self._watch is not None:
+                    self._watch.ended(_WHY_SECONDS)
                 answer = next_control(channel, ANSWER_BYTES, Deadline(_WHY_SECONDS))
                 if isinstance(answer, Fail):
                     cause = from_wire(answer.kind, answer.message)
-            except WeightSyncError as silence:
-                if isinstance(silence, PeerLost):
-                    cause = silence
-        self._drop()
+                    stays = isinstance(cause, BroadcastBroken)
+            except (PeerLost, Aborted) as silence:
+                cause = silence
+            except WeightSyncError:  # it is there, and has noticed nothing
+                if self._shared:
+                    cause = BroadcastBroken(str(error))
+        if stays:
+            self._leave_transfer()
+        else:
+            self._drop()
         return cause
 
     def _take_end(self, channel: Channel, frames: int, version: int, deadline: Deadline) -> None:
@@ -247,15 +321,19 @@ class BroadcastReader(ConnectedReader):
             group.close()
 
     def _drop(self) -> None:
+        if self._watch is not None and self._channel is not None:
+            self._channel.abort()  # the publisher notices, and ends the broadcast
+        self._leave_transfer()
+        super()._drop()
+
+    def _leave_transfer(self) -> None:
         receipt, self._receipt = self._receipt, None
         if receipt is not None:
             receipt.abort(Aborted("the transfer was given up"))
-            if self._channel is not None:
-                self._channel.abort()  # the publisher notices, and ends the broadcast
-            if receipt.uses_channel:
-                receipt.ended(_CLOSE_SECONDS)
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.ended(_CLOSE_SECONDS)  # before the channel is used again, or closed
         self._drop_group()
-        super()._drop()
         if receipt is not None and not receipt.ended(_CLOSE_SECONDS if self._closed else 0):
             self._wire.release()  # a broadcast still writes to the buffers
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.deadline import Deadline
-from weightsync.errors import PeerLost, ProtocolError, StaleSource, WeightSyncError, to_wire
+from weightsync.errors import BroadcastBroken, DeadlineExceeded, PeerLost, ProtocolError, StaleSource, WeightSyncError, to_wire
 from weightsync.protocol.messages import Host
 from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
 from weightsync.transports.base import Transport
@@ -45,6 +46,10 @@ __all__ = ["BroadcastJob", "BroadcastPublisher", "Packer", "SendingWire"]
 Int64 = npt.NDArray[np.int64]
 
 _CLOSE_SECONDS = 10.0
+_GATHER_PART = 0.25
+"""At most so much of the first reader's time is spent waiting for other readers."""
+_SHARED_PART = 0.5
+"""So much of the readers' time a window may take to several: the rest is for sending it again."""
 _NOTHING = b""
 _MEETING = EMPTY  # instead of a version: nothing is sent
 
@@ -58,6 +63,11 @@ class _Member:
         self.request = _NOTHING  # a digest of all that it wants: equal for readers that can share a broadcast
         self.tiles, self.frames = CopyTable.empty(), np.empty((0, 5), np.int64)
         self.transfer: _Transfer | None = None
+        self.group: _Group | None = None
+        self.received: tuple[bytes, int] | None = None
+        """What it got last, which it does not request again."""
+        self.absent = False
+        """Whether it was waited for in vain since it last began a transfer."""
 
     def tell(self, answer: Fail | JoinEpoch) -> None:
         """Send ``answer``. If the reader is gone, its own thread notices."""
@@ -73,22 +83,28 @@ class _Transfer:
         self.members: list[_Member] = []
         self.deadline = deadline
         self.timer: threading.Timer | None = None
-        self.epoch: _Group | None = None
+        self.group: _Group | None = None
         self.failed = ""
+
+    @property
+    def key(self) -> tuple[bytes, int]:
+        """What is sent."""
+        return self.request, self.version
 
     def fail(self, why: str) -> None:
         """Make the broadcast end soon."""
         self.failed = self.failed or why
-        if self.epoch is not None:
-            self.epoch.close()
+        if self.group is not None:
+            self.group.close()
 
 
 class BroadcastJob(NamedTuple):
     """What is broadcast: ``frames`` of ``tiles`` of the memory at ``regions``, as ``version``.
 
-    ``check`` is called before each frame, and raises if the memory has changed.
+    ``request`` is equal for jobs with equal tiles. ``check`` is called before each frame, and raises if the memory has changed.
     """
 
+    request: bytes
     tiles: CopyTable
     frames: Int64
     regions: Sequence[int]
@@ -146,15 +162,17 @@ class SendingWire(ABC):
 
 
 class _Group:
-    """The sender's end of one process group, which ``readers`` may join from now on at ``address`` and :attr:`port`.
+    """The sender's end of one process group, which ``members`` may join from now on at ``address`` and :attr:`port`.
 
     Not thread-safe, except :meth:`close`.
     """
 
-    def __init__(self, wire: SendingWire, address: str, readers: int, deadline: Deadline) -> None:
+    def __init__(self, wire: SendingWire, address: str, members: tuple[_Member, ...], deadline: Deadline) -> None:
         self.name = secrets.token_hex(16)
+        self.members = members
+        """In the order of their ranks, from 1 on."""
         self.packer = wire.packer()
-        self._wire, self._size = wire, readers + 1
+        self._wire, self._size = wire, len(members) + 1
         self._rendezvous = StoreRendezvous(address, self._size, deadline)
         self.port = self._rendezvous.port
         self._joined: ProcessGroup | None = None
@@ -208,7 +226,11 @@ class BroadcastPublisher(ListeningPublisher):
         self._gathering: dict[tuple[bytes, int], _Transfer] = {}
         self._running: set[_Transfer] = set()
         self._threads: list[threading.Thread] = []
-        self._epochs: dict[bytes, tuple[_Group, tuple[_Member, ...]]] = {}
+        self._broken: tuple[bytes, int] | None = None
+        """The window whose broadcast to several readers broke last, if none succeeded since."""
+        self._closing = False
+        self._apart = EMPTY
+        """The version whose windows go to each reader alone."""
         try:
             super().__init__(transport, key, local_host, *where)
         except BaseException:
@@ -244,7 +266,6 @@ class BroadcastPublisher(ListeningPublisher):
     def _remember(self, member: _Member, want: RegisterTiles) -> None:
         with self._lock:
             member.request = _NOTHING
-            self._forget(member)
         tiles, counts = wanted_tiles(want, self._layout_digest, self._sizes, TILE_BYTES)
         member.tiles, member.frames = tiles, self._wire.cut(counts, tiles.rows * tiles.row_bytes)
         with self._lock:
@@ -257,11 +278,9 @@ class BroadcastPublisher(ListeningPublisher):
         """Make the group of a reader that shares its request with no other. Readers that share get a group when all begin."""
         deadline = _within(member, request.seconds)
         with self._lock:
-            alone = all(one is member or one.request != member.request for one in self._members)
+            alone = not self._region.windows and all(one is member or one.request != member.request for one in self._members)
             if alone:
-                transfer = member.transfer = _Transfer(member.request, _MEETING, deadline)
-                transfer.members.append(member)
-                self._run(transfer)
+                self._run_alone(member, _MEETING, deadline)
         if not alone:
             member.channel.send([FrameHeader(END, 0, _MEETING).pack()], Deadline(ANSWER_SECONDS))
 
@@ -269,36 +288,55 @@ class BroadcastPublisher(ListeningPublisher):
         deadline = _within(member, request.seconds)
         member.header.require(request.version)
         with self._lock:
+            member.absent = False
+            if request.version == self._apart:
+                self._run_alone(member, request.version, deadline)
+                return
             key = (member.request, request.version)
             transfer = self._gathering.get(key)
             if transfer is None:
                 transfer = self._gathering[key] = _Transfer(*key, deadline)
-            elif deadline.at > transfer.deadline.at:
-                transfer.deadline = deadline
+            elif (deadline.at < transfer.deadline.at) == self._region.windows:
+                transfer.deadline = deadline  # the last one; of a window the first one, as it can be sent again
             transfer.members.append(member)
             member.transfer = transfer
             self._look(member.request)
 
+    def _run_alone(self, member: _Member, version: int, deadline: Deadline) -> None:
+        transfer = member.transfer = _Transfer(member.request, version, deadline)
+        transfer.members.append(member)
+        self._run(transfer)
+
+    def _awaited(self, transfer: _Transfer) -> list[_Member]:
+        """The readers that have not begun and should be part of this transfer. A window goes to all readers."""
+        idle = (member for member in self._members if member.transfer is None)
+        if self._region.windows:
+            return [member for member in idle if not member.absent and member.received != transfer.key]
+        return [member for member in idle if member.request == transfer.request]
+
     def _look(self, request: bytes) -> None:
         """Begin transfers that wait for no reader any more, and limit how long the others wait. Call with the lock held."""
-        waiting = any(member.request == request and member.transfer is None for member in self._members)
-        for key, transfer in list(self._gathering.items()):
-            if key[0] != request:
+        for transfer in list(self._gathering.values()):
+            if transfer.request != request and not self._region.windows:
                 continue
-            if not waiting or not transfer.members:
+            if not transfer.members or not self._awaited(transfer):
                 self._begin(transfer)
             elif transfer.timer is None:
-                transfer.timer = threading.Timer(self._gather_seconds, self._begin_late, [transfer])
+                left = transfer.deadline.at - time.monotonic()
+                seconds = max(min(self._gather_seconds, left * _GATHER_PART), 0.0)
+                transfer.timer = threading.Timer(seconds, self._begin_late, [transfer])
                 transfer.timer.daemon = True
                 transfer.timer.start()
 
     def _begin_late(self, transfer: _Transfer) -> None:
         with self._lock:
-            if self._gathering.get((transfer.request, transfer.version)) is transfer:
+            if self._gathering.get(transfer.key) is transfer:
+                for member in self._awaited(transfer):
+                    member.absent = True
                 self._begin(transfer)
 
     def _begin(self, transfer: _Transfer) -> None:
-        del self._gathering[transfer.request, transfer.version]
+        del self._gathering[transfer.key]
         if transfer.timer is not None:
             transfer.timer.cancel()
         if transfer.members:
@@ -317,19 +355,12 @@ class BroadcastPublisher(ListeningPublisher):
         with self._lock:
             self._members.discard(member)
             transfer, member.transfer = member.transfer, None
-            self._forget(member)
             if transfer is not None and transfer in self._running:
                 transfer.fail("another reader of this broadcast went away")
             elif transfer is not None:
                 transfer.members.remove(member)
+            _disband(member)  # it will not be complete again
             self._look(member.request)
-
-    def _forget(self, member: _Member) -> None:
-        """Close the groups of a reader that is gone: they will not be complete again. Call with the lock held."""
-        for request, (epoch, members) in list(self._epochs.items()):
-            if member in members:
-                epoch.close()
-                del self._epochs[request]
 
     # Sending.
 
@@ -339,7 +370,7 @@ class BroadcastPublisher(ListeningPublisher):
 
     def _send(self, transfer: _Transfer, members: tuple[_Member, ...]) -> None:
         failure: Fail | None = None
-        first, held = members[0], self._wire.memory
+        first, held, several = members[0], self._wire.memory, len(members) > 1
         sent = 0
         header: Header | None = first.header
         stamp = (0, EMPTY)
@@ -352,28 +383,34 @@ class BroadcastPublisher(ListeningPublisher):
         try:
             if transfer.version != _MEETING:
                 stamp, sent = first.header.require(transfer.version), len(first.frames)
-            group, packer = self._epoch(transfer, members)
-            job = BroadcastJob(first.tiles, first.frames, self._wire.regions, transfer.version, check)
+            deadline = transfer.deadline
+            if several and self._region.windows:
+                deadline = Deadline(deadline.remaining("sending a window") * _SHARED_PART)
+            group = self._group(transfer, members, deadline)
+            joined = group.join(deadline)
+            job = BroadcastJob(transfer.request, first.tiles, first.frames, self._wire.regions, transfer.version, check)
             if transfer.version == _MEETING:
-                packer.warm_up(group, job, transfer.deadline)
+                group.packer.warm_up(joined, job, deadline)
             else:
-                packer.send(group, job, transfer.deadline)
+                group.packer.send(joined, job, deadline)
                 check()
         except Exception as caught:  # noqa: BLE001 - sent to the readers, which raise it
-            why = isinstance(caught, PeerLost) and transfer.failed
-            failure = Fail(*to_wire(PeerLost(why) if why else caught))  # the error itself would keep the region mapped
+            failure = Fail(*to_wire(self._reason(transfer, caught, several)))  # the error itself would keep the region mapped
         finally:
             header = None  # a thread that hangs in a group that was aborted would keep the region mapped
         del held
         with self._lock:
             for member in members:
                 member.transfer = None
+                member.received = transfer.key if failure is None else None
+            if failure is None:
+                self._broken = None
         if failure is not None:
             # Sent before the group is closed, so that readers learn why.
             for member in members:
                 member.tell(failure)
-            if transfer.epoch is not None:
-                transfer.epoch.close()
+            if transfer.group is not None:
+                transfer.group.close()
         else:
             end = FrameHeader(END, sent, transfer.version).pack()
             for member in members:
@@ -382,40 +419,57 @@ class BroadcastPublisher(ListeningPublisher):
         with self._lock:
             self._running.discard(transfer)
 
-    def _epoch(self, transfer: _Transfer, members: tuple[_Member, ...]) -> tuple[ProcessGroup, Packer]:
-        """Return the group of these readers, the one that there is or a new one, and its buffers, when all have joined."""
+    def _reason(self, transfer: _Transfer, caught: Exception, several: bool) -> Exception:
+        """What to tell the readers of a broadcast that failed. They may request a window again that one of them broke.
+
+        After a window that took too long, or broke twice, whoever is to blame is found by sending to each reader alone.
+        """
+        slow = isinstance(caught, DeadlineExceeded) and self._region.windows
         with self._lock:
-            epoch, before = self._epochs.pop(transfer.request, (None, ()))
-        if epoch is not None and (set(before) != set(members) or epoch.closed):
-            epoch.close()
-            epoch = None
-        if epoch is not None:
-            members = before  # each has its rank already, whichever asked first this time
-        if epoch is None:
-            epoch = _Group(self._wire, self.bound, len(members), transfer.deadline)
+            if not isinstance(caught, PeerLost) and not slow:
+                return caught
+            if several and self._region.windows:
+                if slow or self._broken == transfer.key:
+                    self._apart = transfer.version
+                self._broken = transfer.key
+            if several and not self._closing:
+                return BroadcastBroken(transfer.failed or str(caught))
+            return PeerLost(transfer.failed) if transfer.failed else caught
+
+    def _group(self, transfer: _Transfer, members: tuple[_Member, ...], deadline: Deadline) -> _Group:
+        """Return the group of exactly these readers, the one that there is or a new one, and tell them to join it."""
         with self._lock:
-            transfer.epoch = epoch
+            group = members[0].group
+            if group is not None and (group.closed or set(group.members) != set(members)):
+                group = None
+            if group is None:
+                for member in members:
+                    _disband(member)
+        if group is None:
+            group = _Group(self._wire, self.bound, members, deadline)
+        with self._lock:
+            transfer.group = group
             if transfer.failed:
-                epoch.close()
+                group.close()
                 raise PeerLost(transfer.failed)
-        for rank, member in enumerate(members, 1):
-            member.tell(JoinEpoch(epoch.name, rank, len(members) + 1, epoch.port, self._wire.buffer_bytes))
-        group = epoch.join(transfer.deadline)
-        with self._lock:
-            self._epochs[transfer.request] = (epoch, members)
-        return group, epoch.packer
+            for member in members:
+                member.group = group
+        seconds = deadline.remaining("sending to readers")
+        for rank, member in enumerate(group.members, 1):  # each keeps its rank, whichever asked first this time
+            member.tell(JoinEpoch(group.name, rank, len(members) + 1, group.port, self._wire.buffer_bytes, seconds))
+        return group
 
     def close(self) -> None:
         """See :class:`weightsync.transports.base.Publisher`."""
+        self._closing = True
         super().close()
         with self._lock:
-            running, threads, epochs = list(self._running), self._threads, [epoch for epoch, _ in self._epochs.values()]
+            running, threads = list(self._running), self._threads
             gathering, self._gathering = list(self._gathering.values()), {}
-            self._epochs = {}
+            for member in self._members:
+                _disband(member)
         for transfer in running:
             transfer.fail("the trainer rank stopped serving")
-        for epoch in epochs:
-            epoch.close()
         for transfer in gathering:
             if transfer.timer is not None:
                 transfer.timer.cancel()
@@ -423,6 +477,15 @@ class BroadcastPublisher(ListeningPublisher):
         for thread in threads:
             thread.join(_CLOSE_SECONDS)
         self._wire.close()
+
+
+def _disband(member: _Member) -> None:
+    """Close the group that a reader is in. Call with the lock held."""
+    group = member.group
+    if group is not None:
+        group.close()
+        for one in group.members:
+            one.group = None
 
 
 def _within(member: _Member, seconds: float) -> Deadline:

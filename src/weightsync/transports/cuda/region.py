@@ -75,7 +75,8 @@ class CudaRegion:
     is asked at every placing, so that memory that was freed, moved or put on another allocation since is exported again and
     never read stale. After :meth:`export`, processes of this machine may map them: from then on a placing raises
     :class:`~weightsync.errors.TransportUnavailable` for memory that CUDA IPC cannot share, and
-    :class:`~weightsync.errors.StaleSource` for memory that is not allocated.
+    :class:`~weightsync.errors.StaleSource` for memory that is not allocated. ``windows`` is that of
+    :class:`~weightsync.transports.host.region.PublishedRegion`.
 
     ::
 
@@ -91,9 +92,11 @@ class CudaRegion:
         layout_digest: str,
         addresses: Callable[[], Sequence[int]],
         device: int,
+        *,
+        windows: bool = False,
     ) -> None:
         self.sizes = tuple(sizes)
-        self.layout_digest = layout_digest
+        self.layout_digest, self.windows = layout_digest, windows
         self.device = device
         self._addresses = addresses
         self._cell = PublishedRegion(0, layout_digest)

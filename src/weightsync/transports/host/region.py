@@ -105,6 +105,8 @@ class PublishedRegion:
     memory has no name in any file system, so nothing is left behind however the process ends; it is there (resident) when
     this returns. In a forked child a region holds nothing, and closing it changes nothing for the parent.
 
+    ``windows`` says that it is a stream's: it holds windows, each of which goes to all readers.
+
     Raises :class:`~weightsync.errors.SharedMemoryTooSmall` if the memory cannot be had, and
     :class:`~weightsync.errors.ConfigurationError` for a negative size.
 
@@ -115,14 +117,14 @@ class PublishedRegion:
         assert region.version == 7
     """
 
-    def __init__(self, nbytes: int, layout_digest: str) -> None:
+    def __init__(self, nbytes: int, layout_digest: str, *, windows: bool = False) -> None:
         if nbytes < 0:
             raise ConfigurationError(f"a region cannot have {nbytes} bytes")
         self._origin = Origin()
         self.nbytes = nbytes
         self.sizes = (nbytes,)
         """Bytes of each region of the layout."""
-        self.layout_digest = layout_digest
+        self.layout_digest, self.windows = layout_digest, windows
         self._memory = allocate(HEADER_BYTES + nbytes)
         self._bytes: npt.NDArray[np.uint8] | None = np.frombuffer(self._memory.map, np.uint8)
         self.header = Header(self._bytes)

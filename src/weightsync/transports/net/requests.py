@@ -101,7 +101,7 @@ class JoinEpoch(_Frame, frozen=True):
     """Of ``collective`` and ``nccl``, to a :class:`Start`: the broadcast begins, to all readers in this epoch's group.
 
     A reader that is in another epoch's group leaves it and joins this one, as ``rank`` of ``size``, at ``port`` of the owner.
-    Buckets have at most ``buffer_bytes`` bytes, header included.
+    Buckets have at most ``buffer_bytes`` bytes, header included. The owner gives the broadcast up after ``seconds``.
     """
 
     epoch: str
@@ -109,6 +109,7 @@ class JoinEpoch(_Frame, frozen=True):
     size: int
     port: int
     buffer_bytes: int
+    seconds: float
 
 
 class DescribeMemory(_Frame, frozen=True):

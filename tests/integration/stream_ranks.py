@@ -1,4 +1,8 @@
-"""Processes of the stream tests: trainer ranks that gather an FSDP2 model over gloo, and receivers."""
+"""Processes of the stream tests: trainer ranks that gather an FSDP2 model over gloo, and receivers, of which one ends early.
+
+``python -m tests.integration.stream_ranks FOLDER [SIGNAL SECONDS [TRANSPORT ...]]``: the second receiver gets the signal in the
+middle of the second publication, and publications take at most so many seconds.
+"""
 
 from __future__ import annotations
 
@@ -42,48 +46,55 @@ def gathered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, value.full_tensor()
 
 
-def train(rank: int, world_size: int, folder: str) -> None:
+def train(rank: int, world_size: int, folder: str, seconds: float, transports: list[str] | None) -> None:
     torch.set_num_threads(1)
     method = f"file://{folder}/store"
     limit = timedelta(seconds=_SECONDS)
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world_size, timeout=limit)
     mesh = init_device_mesh("cpu", (world_size,))
-    with Trainer(Stream(window_bytes=8192)) as trainer:
+    with Trainer(Stream(window_bytes=8192), transports=transports) as trainer:
         trainer.wait_for_replicas(RECEIVERS, _SECONDS)
         for number in range(ROUNDS):
             module = model(number)
             for layer in module:
                 fully_shard(layer, mesh=mesh)
-            result = trainer.publish_stream(gathered(module), step=10 * number, timeout=_SECONDS)
+            result = trainer.publish_stream(gathered(module), step=10 * number, timeout=seconds)
             good = sorted(replica.name for replica in result.replicas if replica.error is None)
             Path(folder, f"result-{number}-{rank}").write_text(f"{result.version} {result.step} {' '.join(good)}")
             dist.barrier()
     dist.destroy_process_group()
 
 
-def receive(name: str, folder: str, dies_in: int) -> None:
+def receive(name: str, folder: str, ends_in: int, ends_by: int, transports: list[str] | None) -> None:
     torch.set_num_threads(1)
-    with Receiver(name) as receiver:
+    with Receiver(name, transports=transports) as receiver:
         for number in range(ROUNDS):
             tensors = {}
             for batch in receiver.receive(_SECONDS):
-                if number == dies_in:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if number == ends_in:
+                    os.kill(os.getpid(), ends_by)
                 tensors.update({key: tensor.float().numpy().copy() for key, tensor in batch})
             np.savez(Path(folder, f"{name}-{number}.npz"), **tensors)  # type: ignore[arg-type]
 
 
 def main() -> None:
-    folder = sys.argv[1]
+    folder, *rest = sys.argv[1:]
+    how, seconds, *transports = rest or ("SIGKILL", str(_SECONDS))
+    ends_by, allowed = int(signal.Signals[how]), transports or None
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=train, args=(rank, 2, folder)) for rank in range(2)]
-    processes += [context.Process(target=receive, args=(f"r{index}", folder, 1 if index else -1)) for index in range(RECEIVERS)]
-    for process in processes:
+    trainers = [context.Process(target=train, args=(rank, 2, folder, float(seconds), allowed)) for rank in range(2)]
+    receivers = [
+        context.Process(target=receive, args=(f"r{index}", folder, 1 if index else -1, ends_by, allowed))
+        for index in range(RECEIVERS)
+    ]
+    for process in (*trainers, *receivers):
         process.start()
-    for process in processes:
+    for process in (*trainers, receivers[0]):
         process.join(2 * _SECONDS)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
+    receivers[1].kill()
+    receivers[1].join(_SECONDS)
+    codes = [process.exitcode for process in (*trainers, *receivers)]
+    for process in (*trainers, *receivers):
         process.kill()
     if codes != [0, 0, 0, -signal.SIGKILL]:
         raise SystemExit(f"the processes ended with {codes}")

@@ -120,7 +120,7 @@ def world(server: BackgroundServer, owned: ExitStack) -> World:
     return World(server, owned)
 
 
-@pytest.mark.parametrize("transport", ["inproc", "shared_memory", "tcp", "collective"])
+@pytest.mark.parametrize("transport", ["inproc", "shared_memory", "tcp"])
 def test_every_tensor_arrives_in_every_round(world: World, transport: str) -> None:
     trainer = world.trainer(transports=[transport])
     receivers = [world.receiver(name, transports=[transport]) for name in ("r0", "r1")]
@@ -460,17 +460,22 @@ def test_replicas_that_may_not_be_out_of_service_together_refuse_a_stream(owned:
 def test_real_ranks_gather_to_the_end_and_the_others_finish_when_a_receiver_is_killed(
     server: BackgroundServer, tmp_path: Path
 ) -> None:
+    run_ranks(server, tmp_path)
+
+
+def run_ranks(server: BackgroundServer, folder: Path, *how: str) -> None:
+    """Run :mod:`tests.integration.stream_ranks`, and check what the processes published and received."""
     environment = {**os.environ, "WEIGHTSYNC_COORDINATOR": server.url, "WEIGHTSYNC_TOKEN": server.token}
-    command = [sys.executable, "-m", "tests.integration.stream_ranks", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.integration.stream_ranks", str(folder), *how]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     for number in range(stream_ranks.ROUNDS):
-        results = {(tmp_path / f"result-{number}-{rank}").read_text() for rank in range(2)}
+        results = {(folder / f"result-{number}-{rank}").read_text() for rank in range(2)}
         [(version, step, *good)] = [result.split() for result in results]
         assert (version.partition("@")[2], step, good) == (str(number), str(10 * number), ["r0"] if number else ["r0", "r1"])
         wanted = {name: tensor.float() for name, tensor in stream_ranks.model(number).state_dict().items()}
         for name in good:
-            with np.load(tmp_path / f"{name}-{number}.npz") as arrays:
+            with np.load(folder / f"{name}-{number}.npz") as arrays:
                 assert same({key: torch.from_numpy(arrays[key]) for key in arrays}, wanted)
 
 
@@ -534,11 +539,6 @@ def test_one_loop_receives(world: World) -> None:
 def test_a_stream_checks_its_arguments(make: Callable[[], Stream]) -> None:
     with pytest.raises(ConfigurationError):
         make()
-
-
-def test_broadcasts_cannot_carry_a_stream(world: World) -> None:
-    with pytest.raises(ConfigurationError, match="collective cannot carry"):
-        world.trainer(transports=["shared_memory", "collective"])
 
 
 class Slow(ModuleAdapter):

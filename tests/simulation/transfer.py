@@ -10,7 +10,7 @@ import numpy.typing as npt
 from tests.simulation.threads import Event, threads
 
 from weightsync.deadline import Deadline
-from weightsync.errors import PeerLost
+from weightsync.errors import BroadcastBroken, PeerLost
 from weightsync.protocol.messages import Host, Offer, Traits
 from weightsync.transports.base import LOOPBACK, Network, Transport
 from weightsync.transports.host.mapped import MappedReader
@@ -56,7 +56,7 @@ class _Publisher:
         self.region, self.owner = shelf, owner
         self.open = True
         self.sources: list[SimulatedReader] = []
-        self.offer = Offer(Simulated.name, f"shelf-{next(scheme.names)}", here, Simulated.traits)
+        self.offer = Offer(Simulated.name, f"shelf-{next(scheme.names)}", here, scheme.traits)
         self._scheme = scheme
         scheme.owners[self.offer.address] = self
 
@@ -120,6 +120,8 @@ class SimulatedReader(MappedReader):
         """See :meth:`weightsync.transports.base.Reader.read`."""
         deadline = next(value for value in rest if isinstance(value, Deadline))
         kind = self._pass("read", deadline)
+        if self.world.broadcast_breaks():
+            raise BroadcastBroken("another reader was told to leave")
         if self._owner_side.owner.lies and kind not in CORRUPTIONS:
             kind = CORRUPTIONS[0]
         clean: Any = self._addresses
@@ -147,10 +149,10 @@ class Simulated(Transport):
     """The transport ``simulated``."""
 
     name = "simulated"
-    traits = Traits(live_source=True)
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.traits = Traits(live_source=True, shared_fate=world.sharing)
         self.owners: dict[str, _Publisher] = {}
         self.names = itertools.count()
 

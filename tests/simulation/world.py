@@ -35,6 +35,9 @@ class World:
 
     def __init__(self, seed: int, *, streams: bool = False) -> None:
         self.streams = streams
+        self.sharing = streams and seed % 2 == 1
+        """Whether readers share the broadcasts of a stream."""
+        self._breaking = random.Random(f"breaking {seed}")
         self.loop = cast("VirtualTimeLoop", asyncio.get_running_loop())
         self.random = random.Random(seed)
         self.max_unavailable = 1 if seed % 3 == 0 and not streams else None  # a third of the schedules roll through the replicas
@@ -237,6 +240,12 @@ class World:
         if kind in ("disconnect", "coordinator crash") and (point in GATES or self.random.random() < 0.5):
             seconds += self.random.uniform(0.0, _BACK)  # connected again, it is still in the middle of this
         return seconds, kind
+
+    def broadcast_breaks(self) -> bool:
+        """Whether another reader spoils a broadcast of a window now."""
+        breaks = self.sharing and not self.calm and self._breaking.random() < 0.1
+        self.seen["window read again"] += breaks
+        return breaks
 
     def at_source(self, reader: EngineProcess, source: Agent) -> None:
         """What goes wrong with ``source`` while ``reader`` reads from it, if it is an engine rank."""

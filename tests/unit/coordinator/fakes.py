@@ -34,6 +34,7 @@ from weightsync.protocol.messages import (
     PlanSlice,
     Prepared,
     RoundResult,
+    Traits,
     Updated,
     WindowPlaced,
 )
@@ -129,6 +130,8 @@ class World:
     """Every replica has a machine of its own."""
     windows: int = 0
     """Trainers stream :data:`STREAMED`, with so many windows on each rank."""
+    shared: bool = False
+    """Readers of trainers share broadcasts."""
     publishing: bool = False
     """Whether trainers are inside of a publication."""
 
@@ -302,7 +305,8 @@ class TrainerProcess(_Process):
         self.last: Version | None = None
         self.credential = ""
         self.make: Callable[[], TrainerRank] = lambda: TrainerRank(
-            self.member, rank, count, session, HOST, manifest, rows_layout(manifest, rank, count), (Offer("memory", "x", HOST),),
+            self.member, rank, count, session, HOST, manifest, rows_layout(manifest, rank, count),
+            (Offer("memory", "x", HOST, Traits(shared_fate=world.shared)),),
             published=self.placed if self.placed is not None else published, live=world.live and world.tells,
             version=self.last, credential=self.credential, window_bytes=4096 if world.windows else 0, windows=world.windows,
         )  # fmt: skip

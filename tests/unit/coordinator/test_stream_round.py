@@ -17,10 +17,10 @@ NOTHING = Manifest(())
 STEPS = ("pause", "window", "end", "commit", "resume")
 
 
-def stream_world(trainers: int = 2, windows: int = 2, **settings: object) -> World:
+def stream_world(trainers: int = 2, windows: int = 2, *, shared: bool = False, **settings: object) -> World:
     """Trainer ranks with few windows, an engine of two ranks, one of one, and a receiver."""
     rules = RoundSettings(run="test", grace=GRACE, timeout=600.0, require="any", **settings)  # type: ignore[arg-type]
-    world = World(rules, live=True, windows=windows)
+    world = World(rules, live=True, windows=windows, shared=shared)
     world.add_trainers(trainers, NOTHING)
     world.add_replica("duo", 2)
     world.add_replica("solo")
@@ -56,9 +56,10 @@ async def test_windows_are_read_from_the_rank_that_placed_them_whoever_joined_fi
 @pytest.mark.parametrize("kind", ["fail", "crash", "hang", "stubborn", "lost", "vanish"])
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("member", ["duo/1", "solo/0", "receiver/0"])
+@pytest.mark.parametrize("shared", [False, True])
 @virtual
-async def test_a_replica_that_fails_fails_alone(member: str, step: str, kind: str) -> None:
-    world = stream_world()
+async def test_a_replica_that_fails_fails_alone(member: str, step: str, kind: str, shared: bool) -> None:
+    world = stream_world(shared=shared)
     name = member.partition("/")[0]
     others = [other for other in ("duo", "solo", "receiver") if other != name]
     assert (await world.publish(1)).ok
@@ -162,9 +163,26 @@ async def test_nobody_is_seeded_from_a_stream() -> None:
     assert set(world.states().values()) == {("loaded", 2)}
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @virtual
-async def test_a_hanging_replica_leaves_the_others_half_of_the_time() -> None:
-    world = stream_world()
+async def test_replicas_take_windows_in_step_where_their_readers_share_a_broadcast(shared: bool) -> None:
+    world = stream_world(1, 3, shared=shared)
+    world.delays["solo/0", "pause"] = 5.0
+    world.delays["solo/0", "window"] = 2.0
+    assert (await world.publish(1)).ok
+    times = {
+        member: [time for time, who, phase in world.log if (who, phase) == (member, "window")] for member in ("duo/0", "solo/0")
+    }
+    [paused] = [time for time, who, phase in world.log if (who, phase) == ("solo/0", "pause")]
+    assert (times["duo/0"][0] >= paused) == shared
+    assert all(fast >= slow for fast, slow in zip(times["duo/0"][1:], times["solo/0"], strict=False)) == shared
+    world.check()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@virtual
+async def test_a_hanging_replica_leaves_the_others_half_of_the_time(shared: bool) -> None:
+    world = stream_world(shared=shared)
     world.faults["solo/0", "window"] = "stubborn"
     started = asyncio.get_running_loop().time()
     result = await world.publish(1, timeout=40.0)

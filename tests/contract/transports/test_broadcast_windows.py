@@ -131,7 +131,7 @@ class StreamOfWindows:
 
 def together(members: list[Member], window: int, *others: Callable[[], None]) -> float:
     """Let all members take a window at once. Returns the seconds that it took."""
-    calls = [*(lambda member=member: member.take(window) for member in members), *others]  # type: ignore[misc]
+    calls = [*(lambda member=member: member.take(window) for member in members), *others]
     threads = [threading.Thread(target=call) for call in calls]
     started = time.monotonic()
     for thread in threads:

@@ -1,4 +1,8 @@
-"""The publisher of every broadcast transport: gathers readers that want the same, and broadcasts to them all at once."""
+"""The publisher of every broadcast transport: gathers readers that want the same, and broadcasts to them all at once.
+
+A window of a stream is wanted by all readers. One that was not sent in time, or broke twice, goes to each reader alone, and so do
+all later windows of that version: whoever is slow or broken fails alone.
+"""
 
 from __future__ import annotations
 

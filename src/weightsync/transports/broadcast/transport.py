@@ -6,7 +6,8 @@ broadcast sends them once from the trainer rank. Readers ask over a connection l
 tiles that begin the same version within ``gather_seconds`` of each other, or all that are prepared, form a group, which is kept
 until its members change (an **epoch**). What only one reader wants goes the same way, to that one. The price is what every
 collective has: a member that dies or stops holds up the others of its group, until it is noticed or the deadline comes, and
-they fail with it; their next attempt makes a new group.
+they fail with it; their next attempt makes a new group. The windows of a stream go to all readers, and are sent again to those
+that are left (:class:`~weightsync.errors.BroadcastBroken`).
 
 Members are authenticated as for ``tcp``; the group's own connections are not, and nothing is encrypted. Bytes are believed only
 once their digests are the published ones. Use it in a trusted network.

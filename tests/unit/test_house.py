@@ -31,6 +31,7 @@ PUBLIC = [
     "Aborted",
     "AuthenticationError",
     "Box",
+    "BroadcastBroken",
     "Collective",
     "ConfigurationError",
     "CoordinatorUnreachable",

@@ -26,6 +26,7 @@ STATUS: dict[type[WeightSyncError], HTTPStatus] = {
     errors.LoadError: HTTPStatus.BAD_GATEWAY,
     errors.VerificationError: HTTPStatus.BAD_GATEWAY,
     errors.PeerLost: HTTPStatus.BAD_GATEWAY,
+    errors.BroadcastBroken: HTTPStatus.BAD_GATEWAY,
     errors.RoundFailed: HTTPStatus.BAD_GATEWAY,
     errors.TransportError: HTTPStatus.BAD_GATEWAY,
     errors.CoordinatorUnreachable: HTTPStatus.SERVICE_UNAVAILABLE,

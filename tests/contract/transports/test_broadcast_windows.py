@@ -255,7 +255,7 @@ class TestWindows:
                 member.reader.read(0, deadline)
                 member.reader.end(deadline)
             except WeightSyncError as error:
-                member.attempts.append(error)
+                member.attempts.append(error.with_traceback(None))
 
         def close() -> None:
             begun.wait(10)

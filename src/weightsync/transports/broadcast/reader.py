@@ -167,6 +167,7 @@ class BroadcastReader(ConnectedReader):
         self._group: ProcessGroup | None = None
         self._shared = False  # whether the group of the last transfer had other readers
         self._receipt: Receipt | None = None
+        self._left: list[Receipt] = []  # of transfers that were given up, whose threads still ran
         self._watch: _Watch | None = None
         self._version = EMPTY
         super().__init__(dial, deadline)
@@ -334,7 +335,9 @@ class BroadcastReader(ConnectedReader):
         if watch is not None:
             watch.ended(_CLOSE_SECONDS)  # before the channel is used again, or closed
         self._drop_group()
+        self._left = [earlier for earlier in self._left if not earlier.ended(0)]
         if receipt is not None and not receipt.ended(_CLOSE_SECONDS if self._closed else 0):
+            self._left.append(receipt)
             self._wire.release()  # a broadcast still writes to the buffers
 
     def abort(self) -> None:
@@ -348,3 +351,7 @@ class BroadcastReader(ConnectedReader):
         """See :meth:`weightsync.transports.base.Reader.close`."""
         super().close()
         self._wire.release()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for receipt in self._left:
+            receipt.ended(max(deadline - time.monotonic(), 0))
+        self._left.clear()

@@ -152,6 +152,8 @@ class StreamSender:
         self._role: tuple[object, ...] = ()
         self._state: Mapping[str, torch.Tensor] | None = None
         self._stuck: Future[RoundResult] | None = None
+        self._idle = False
+        """Whether it has not sent in this update."""
         owned.callback(self.leave)
 
     def join(self, coordinator: str, rank: int, world_size: int, state: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -162,9 +164,10 @@ class StreamSender:
         """
         self._check_walked()
         role = (coordinator, rank, world_size)
-        if self._trainer is not None and self._role == role and self._state is state:
+        idle, self._idle = self._idle, True
+        if self._trainer is not None and self._role == role and self._state is state and not idle:
             return
-        self.leave()
+        self.leave()  # also if it did not send in the last update, whose error would reach it in this one
         options = self._options
         self._trainer = Trainer(
             Stream(window_bytes=self._window_bytes, device=options.staging()) if state is None else state,
@@ -204,6 +207,7 @@ class StreamSender:
             WeightSyncError: What :meth:`weightsync.Trainer.publish_stream` raises.
         """
         self._check_walked()
+        self._idle = False
         trainer = self._trainer
         if trainer is None:
             raise ConfigurationError(f"this {self._kind} rank lacks its coordinator: the framework did not initialize it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def traced_by(store: Store, *shape: int, dtype: torch.dtype = torch.float32, manifest: Manifest = W, **options: int) -> Traced:
+def traced_by(store: Store, *shape: int, dtype: torch.dtype = torch.float32, manifest: Manifest = W, **options: Any) -> Traced:
     """A loader that does ``store(parameter, tensor)`` with every tensor, into one parameter ``p``."""
     parameter = meta(*shape, dtype=dtype)
 

@@ -4,9 +4,16 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.streams --megabytes 512                              # gloo, host windows
     torchrun --nproc-per-node 2 -m benchmarks.streams --model qwen3-30b-a3b --device cuda          # NCCL gathers, CUDA IPC
+    torchrun --nproc-per-node 2 -m benchmarks.streams --model qwen3-30b-a3b --shrink 64 --window-megabytes 16 --phases send
 
 Every rank holds half of each tensor, as FSDP2 does, and gathers with ``full_tensor()``. Rank 0 starts a receiver for each rank, on
 that rank's device. A receiver takes batches and does nothing with them.
+
+For the phases ``send`` and ``stream`` each rank says where the time went, as medians: seconds inside the iterator, in the calling
+thread between two tensors, and after the last one; and microseconds of processor time for each tensor in the calling thread, in all
+other threads of the process, and in each of those that Python knows by name. Gathering and all of these threads share one GIL.
+Processor time of the calling thread contains the iterator's. With ``--shrink`` tensors have a fraction of their rows, so that bytes
+do not dominate.
 """
 
 from __future__ import annotations
@@ -16,9 +23,12 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -36,11 +46,16 @@ __all__ = ["main"]
 
 _Items = Iterable[tuple[str, torch.Tensor]]
 _HIDDEN = 1024
+_PHASES = ("gather", "send", "stream")
 
 
-def _shapes(options: argparse.Namespace) -> list[TensorSpec]:
+def _shapes(options: argparse.Namespace, world_size: int) -> list[TensorSpec]:
     if options.model:
-        return MODELS[options.model]()
+        least = world_size if options.shrink > 1 else 1
+        return [
+            TensorSpec(spec.name, (max(spec.shape[0] // options.shrink // least, 1) * least, *spec.shape[1:]), spec.dtype)
+            for spec in MODELS[options.model]()
+        ]
     count = max(options.megabytes * (1 << 20) // (2 * _HIDDEN * _HIDDEN), 1)
     return [TensorSpec(f"layers.{number}.weight", (_HIDDEN, _HIDDEN), "bfloat16") for number in range(count)]
 
@@ -67,6 +82,59 @@ def _start_receivers(trainer: Trainer, devices: list[str], owned: ExitStack) -> 
     return processes
 
 
+class _Clock:
+    """Where the time of one publication goes: wall clock of the calling thread, processor time of every thread."""
+
+    def __init__(self, tensors: int) -> None:
+        self._tensors = tensors
+        self._inside = self._last = 0.0
+
+    def watched(self, items: _Items) -> Iterator[tuple[str, torch.Tensor]]:
+        """The items, with a note of the time that the iterator itself takes."""
+        resumed = time.perf_counter()
+        for item in items:
+            yielded = time.perf_counter()
+            self._inside += yielded - resumed
+            yield item
+            resumed = time.perf_counter()
+        self._last = time.perf_counter()
+        self._inside += self._last - resumed
+
+    def measure(self, act: Callable[[], object]) -> dict[str, float]:
+        """Run ``act``, which publishes what :meth:`watched` gives, and say where its time went."""
+        threads, process, started = self._threads(), time.process_time(), time.perf_counter()
+        act()
+        ended, spent = time.perf_counter(), time.process_time() - process
+        now = self._threads()
+        now.subtract(threads)
+        calling = now.pop(threading.current_thread().name)
+        each = {f"thread {name}": seconds for name, seconds in now.items() if seconds > 0}
+        cpu = {"calling thread": calling, "other threads": spent - calling, **each}
+        return {
+            "seconds_in_iterator": self._inside,
+            "seconds_between": self._last - started - self._inside,
+            "seconds_after": ended - self._last,
+            **{f"cpu_us_per_tensor, {name}": seconds / self._tensors * 1e6 for name, seconds in cpu.items()},
+        }
+
+    @staticmethod
+    def _threads() -> Counter[str]:
+        """Processor seconds of the threads that Python knows, by name. One that has ended is only in the process's own."""
+        seconds: Counter[str] = Counter()
+        for thread in threading.enumerate():
+            if thread.ident is not None:
+                clock = time.clock_gettime_ns(time.pthread_getcpuclockid(thread.ident))
+                seconds[thread.name] += clock / 1e9  # type: ignore[assignment]
+        return seconds
+
+
+def _medians(measured: list[dict[str, float]]) -> dict[str, list[float]]:
+    """Median, least and most of each figure."""
+    names = dict.fromkeys(name for one in measured for name in one)
+    values = {name: [one.get(name, 0.0) for one in measured] for name in names}
+    return {name: [round(figure, 3) for figure in (median(given), min(given), max(given))] for name, given in values.items()}
+
+
 def _timed(act: Callable[[], object], device: torch.device) -> float:
     dist.barrier()
     started = time.perf_counter()
@@ -78,11 +146,13 @@ def _timed(act: Callable[[], object], device: torch.device) -> float:
 
 
 def main() -> None:
-    """Measure, and print one JSON object on rank 0."""
+    """Measure, and print one JSON object on each rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=sorted(MODELS))
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shrink", type=int, default=1, help="divide the rows of a model's tensors by this")
+    parser.add_argument("--phases", nargs="+", choices=_PHASES, default=_PHASES)
     parser.add_argument("--window-megabytes", type=int, default=0)
     parser.add_argument("--windows", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
@@ -98,7 +168,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
     mesh = init_device_mesh(device.type, (world_size,))
-    specs = _shapes(options)
+    specs = _shapes(options, world_size)
     shards = {}
     for spec in specs:
         local = torch.full((spec.shape[0] // world_size, *spec.shape[1:]), rank + 1.0, dtype=torch_dtype(spec.dtype), device=device)
@@ -131,18 +201,33 @@ def main() -> None:
 
         whole = [(name, value.full_tensor()) for name, value in shards.items()]
         publish(whole)  # connects, and compiles kernels
-        gather = [_timed(drained, device) for _ in range(options.repeats)]
-        send = [_timed(lambda: publish(whole), device) for _ in range(options.repeats)]
+        seconds: dict[str, list[float]] = {}
+        clocks: dict[str, list[dict[str, float]]] = {"send": [], "stream": []}
+
+        def published(phase: str) -> None:
+            clock = _Clock(len(specs))
+            items = clock.watched(whole if phase == "send" else gathering())
+            clocks[phase].append(clock.measure(lambda: publish(items)))
+
+        if "gather" in options.phases:
+            seconds["gather"] = [_timed(drained, device) for _ in range(options.repeats)]
+        if "send" in options.phases:
+            seconds["send"] = [_timed(lambda: published("send"), device) for _ in range(options.repeats)]
         whole.clear()
-        both = [_timed(lambda: publish(gathering()), device) for _ in range(options.repeats)]
+        if "stream" in options.phases:
+            seconds["stream"] = [_timed(lambda: published("stream"), device) for _ in range(options.repeats)]
+        report: dict[str, object] = {"rank": rank}
         if rank == 0:
-            floor = max(min(gather), min(send))
-            report = {
+            report |= {
                 "bytes": sum(spec.nbytes for spec in specs), "tensors": len(specs), "ranks": world_size, "device": device.type,
-                "gather_seconds": gather, "send_seconds": send, "stream_seconds": both, "floor_seconds": floor,
-                "ratio": min(both) / floor,
+                "seconds": {phase: [round(value, 3) for value in values] for phase, values in seconds.items()},
             }  # fmt: skip
-            print(json.dumps(report))
+            if len(seconds) == len(_PHASES):
+                middle = {phase: median(values) for phase, values in seconds.items()}
+                floor = max(middle["gather"], middle["send"])
+                report |= {"floor_seconds": round(floor, 3), "ratio": round(middle["stream"] / floor, 3)}
+        report |= {phase: _medians(measured) for phase, measured in clocks.items() if measured}
+        print(json.dumps(report), flush=True)
     dist.destroy_process_group()
 
 

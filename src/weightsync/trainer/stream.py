@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,16 +18,14 @@ import torch
 from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, TransportUnavailable, WeightSyncError
-from weightsync.model import Layout, Manifest, TensorSpec
-from weightsync.model.window import ALIGNMENT, StreamedTensors, WindowPart, window_layout
+from weightsync.model import Layout, Manifest
+from weightsync.model.window import ALIGNMENT
 from weightsync.protocol.messages import Body, Done, Host, Memory, Offer, PlaceWindow, WindowPlaced
-from weightsync.publishing.host_copy import chunks
 from weightsync.publishing.published_shards import publish_region
 from weightsync.spans import span
-from weightsync.tensors.cuda.digest import LayoutDigest
 from weightsync.tensors.cuda.waiting import wait_for_event
-from weightsync.tensors.digest import digest_rows
-from weightsync.tensors.shards import DTypes, checkpoint_name, dtype_name, published_dtype
+from weightsync.tensors.shards import DTypes, checkpoint_name
+from weightsync.trainer.stream_plan import StreamPlan, WindowContents
 from weightsync.transports.base import LOOPBACK, Key, Network, Publisher, Transport
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import EMPTY, PublishedRegion
@@ -74,11 +72,9 @@ class Stream:
 
 @dataclass
 class _Window:
-    """A window that this rank fills: what is in it, where it begins in the region, and, on a device, when its copies are done."""
+    """A window that this rank fills: when it is full what is in it, and, on a device, when its copies are done."""
 
-    offset: int
-    parts: list[WindowPart] = field(default_factory=list)
-    nbytes: int = 0
+    contents: WindowContents | None = None
     copied: torch.cuda.Event | None = None
     stream: torch.cuda.Stream | None = None
     """The CUDA stream of the last copy into it, which all copies before it precede."""
@@ -97,9 +93,19 @@ class StreamedPublication:
         world_size: Number of trainer ranks.
         dtype: What to convert to; see :class:`weightsync.Trainer`.
         stamp: Version number under which the region is readable meanwhile.
+        plan: That of the publication before, if its stream came to its end.
     """
 
-    def __init__(self, memory: torch.Tensor, capacity: int, rank: int, world_size: int, dtype: DTypes, stamp: int) -> None:
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        capacity: int,
+        rank: int,
+        world_size: int,
+        dtype: DTypes,
+        stamp: int,
+        plan: StreamPlan | None = None,
+    ) -> None:
         self.stamp = stamp
         self._memory, self._capacity = memory, capacity
         self._slots = len(memory) // capacity
@@ -113,10 +119,11 @@ class StreamedPublication:
         """The window that the coordinator asks for next."""
         self._error: WeightSyncError | None = None
         # Of the thread that iterates:
-        self._tensors = StreamedTensors()
+        self._earlier = plan
+        self._plan: StreamPlan | None = None
+        self._taken = 0  # tensors so far
         self._current: _Window | None = None
-        self._number = 0  # of the window in progress
-        self._used = self._count = 0  # bytes and tensors of it
+        self._number = -1  # of the window in progress
 
     # The thread that iterates.
 
@@ -150,83 +157,74 @@ class StreamedPublication:
                 self.stop(error)
                 raise
 
+    @property
+    def plan(self) -> StreamPlan | None:
+        """Where everything went, for the next publication; ``None`` unless the stream came to its end."""
+        return self._plan if self._end is not None else None
+
     def _take(self, name: str, tensor: torch.Tensor, deadline: Deadline) -> None:
-        given, own = self._dtype, tensor.dtype
-        dtype = given.get(name, own) if isinstance(given, Mapping) else published_dtype(given, own)
-        shape = tuple(tensor.shape)
-        spec = TensorSpec(name, shape, dtype_name(dtype))
-        most = self._most or self._first_call(deadline)
-        if spec.nbytes <= most:
-            self._put(WindowPart(name, shape, spec.dtype, 0), tensor, dtype, deadline)
-            return
-        if dtype.itemsize > most:
-            raise ConfigurationError(f"a window of {most} bytes holds no element of {name}")
-        for box in chunks(shape, most // dtype.itemsize):
-            self._close()
-            starts, stops = tuple(cut.start for cut in box), tuple(cut.stop for cut in box)
-            self._put(WindowPart(name, shape, spec.dtype, 0, starts, stops), tensor[box], dtype, deadline)
+        plan = self._plan or self._first_plan(deadline)
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        for number, _, box, target in plan.parts(self._taken, name, tensor):
+            if number != self._number:
+                self._close(plan)
+                self._open(number, deadline)
+            if target is not None:
+                if self._memory.is_cuda:
+                    self._follow()
+                target.copy_(tensor if box is None else tensor[box])
+        self._taken += 1
 
-    def _put(self, part: WindowPart, tensor: torch.Tensor, dtype: torch.dtype, deadline: Deadline) -> None:
-        offset = -(-self._used // ALIGNMENT) * ALIGNMENT
-        if offset + part.nbytes > self._most:
-            self._close()
-            offset = 0
-        self._tensors.add(part)
-        self._used, self._count = offset + part.nbytes, self._count + 1
-        if self._number % self._world_size != self._rank:
-            return
-        window = self._current or self._open(deadline)
-        window.parts.append(WindowPart(part.name, part.shape, part.dtype, offset, part.starts, part.stops))
-        window.nbytes = self._used
-        if part.nbytes:
-            if self._memory.is_cuda:
-                self._follow(window)
-            first = window.offset + offset
-            target = self._memory[first : first + part.nbytes].view(dtype)
-            target.view(tensor.shape).copy_(tensor.detach())
-
-    def _follow(self, window: _Window) -> None:
-        """Order the next copy after those before it: an iterator may yield each tensor on a CUDA stream of its own."""
-        current = torch.cuda.current_stream(self._memory.device)
-        if window.stream is not None and window.stream != current:
-            current.wait_stream(window.stream)
-        window.stream = current
-
-    def _open(self, deadline: Deadline) -> _Window:
-        """The next window of this rank, when its memory is free."""
-        reused = self._number - self._slots * self._world_size  # the window whose memory this is
-        with self._changed:
-            self._wait(lambda: self._released > reused, deadline, "waiting for readers")
-        self._current = _Window(self._number // self._world_size % self._slots * self._capacity)
-        return self._current
-
-    def _close(self) -> None:
-        """Let the window in progress be read, unless it is empty."""
-        if not self._count:
-            return
-        window, self._current = self._current, None
-        if window is not None:
-            if self._memory.is_cuda:
-                window.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                window.copied.record(window.stream or torch.cuda.current_stream(self._memory.device))
-            with self._changed:
-                self._full[self._number] = window
-                self._changed.notify_all()
-        self._number, self._used, self._count = self._number + 1, 0, 0
-
-    def _finish(self) -> None:
-        self._close()
-        manifest, _ = self._tensors.end()
-        if not manifest.nbytes:
-            raise ConfigurationError("the stream brought no bytes: nothing can be published")
-        with self._changed:
-            self._end = WindowPlaced(windows=self._number, manifest=manifest.fingerprint, stamp=self.stamp)
-            self._changed.notify_all()
-
-    def _first_call(self, deadline: Deadline) -> int:
+    def _first_plan(self, deadline: Deadline) -> StreamPlan:
+        """Wait for the size of windows. The plan of the publication before, if windows have the same size."""
         with self._changed:
             self._wait(lambda: bool(self._most), deadline, "waiting for the other trainer ranks to publish")
-            return self._most
+        self._plan = self._earlier
+        if self._plan is None or self._plan.most != self._most:
+            self._plan = StreamPlan(self._memory, self._capacity, self._most, self._rank, self._world_size, self._dtype)
+        return self._plan
+
+    def _follow(self) -> None:
+        """Order the next copy after those before it: an iterator may yield each tensor on a CUDA stream of its own."""
+        window, current = self._current, torch.cuda.current_stream(self._memory.device)
+        if window is not None and window.stream != current:
+            if window.stream is not None:
+                current.wait_stream(window.stream)
+            window.stream = current
+
+    def _open(self, number: int, deadline: Deadline) -> None:
+        """Begin window ``number``; one of this rank when its memory is free."""
+        if number % self._world_size == self._rank:
+            reused = number - self._slots * self._world_size  # the window whose memory this is
+            with self._changed:
+                self._wait(lambda: self._released > reused, deadline, "waiting for readers")
+            self._current = _Window()
+        self._number = number
+
+    def _close(self, plan: StreamPlan) -> None:
+        """Let the window in progress be read, if there is one and it is this rank's."""
+        window, self._current = self._current, None
+        if window is None:
+            return
+        window.contents = plan.contents(self._number)
+        if self._memory.is_cuda:
+            window.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            window.copied.record(window.stream or torch.cuda.current_stream(self._memory.device))
+        with self._changed:
+            self._full[self._number] = window
+            self._changed.notify_all()
+
+    def _finish(self) -> None:
+        plan = self._plan
+        if plan is not None:
+            plan.cut(self._taken)
+            self._close(plan)
+        if plan is None or not plan.end().nbytes:
+            raise ConfigurationError("the stream brought no bytes: nothing can be published")
+        with self._changed:
+            self._end = WindowPlaced(windows=self._number + 1, manifest=plan.end().fingerprint, stamp=self.stamp)
+            self._changed.notify_all()
 
     def _wait(self, ready: Callable[[], bool], deadline: Deadline, what: str) -> None:
         if not self._changed.wait_for(lambda: self._error is not None or ready(), deadline.remaining(what)):
@@ -260,39 +258,24 @@ class StreamedPublication:
             self._changed.notify_all()
             self._wait(lambda: body.window in self._full or self._end is not None, deadline, f"filling window {body.window}")
             window = self._full.pop(body.window, None)
-            if window is None:
-                return self._end or WindowPlaced()
+        if window is None or window.contents is None:
+            return self._end or WindowPlaced()
         with span("digest"):
-            digests = self._digests(window, deadline)
+            digests = self._digests(window, window.contents, deadline)
         return WindowPlaced(
-            parts=tuple(window.parts),
-            nbytes=window.nbytes,
-            offset=window.offset,
+            parts=window.contents.parts,
+            nbytes=window.contents.nbytes,
+            offset=window.contents.offset,
             stamp=self.stamp,
             digests=digests.astype("<u8").tobytes(),
         )
 
-    def _digests(self, window: _Window, deadline: Deadline) -> npt.NDArray[np.uint64]:
-        """Digests of the parts, in their order, of what the window's memory holds."""
-        manifest, layout, order = window_layout(window.parts, window.nbytes)
-        digests = np.zeros(len(window.parts), np.uint64)
-        address = self._memory.data_ptr() + window.offset
-        if window.copied is None:
-            rows = np.zeros(len(layout), np.uint64)
-            digest_rows(manifest, layout, (address,), 0, len(layout), rows)
-            digests[order] = rows
-            return digests
-        device = self._memory.device
-        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(device), torch.cuda.stream(side):
+    def _digests(self, window: _Window, contents: WindowContents, deadline: Deadline) -> npt.NDArray[np.uint64]:
+        if window.copied is None or self._plan is None:
+            return contents.digests(deadline)
+        with torch.cuda.device(self._memory.device), torch.cuda.stream(self._plan.side):
             wait_for_event(window.copied, deadline, "filling a window of the stream")
-            taken = LayoutDigest(manifest, layout, (address,), device)
-            taken.launch()
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
-            wait_for_event(done, deadline, "digesting a window of the stream")
-            digests[order] = taken.taken()
-        return digests
+            return contents.digests(deadline)
 
 
 class StreamRole:
@@ -327,6 +310,7 @@ class StreamRole:
         self._dtype = {checkpoint_name(name): kind for name, kind in dtype.items()} if isinstance(dtype, Mapping) else dtype
         self._key = Key(key)
         self._stamps = 0
+        self._plan: StreamPlan | None = None
         self._running: tuple[int | None, StreamedPublication] | None = None
         self._lock = threading.Lock()
         nbytes = self.windows * self.window_bytes
@@ -365,7 +349,10 @@ class StreamRole:
     def begin(self, number: int | None) -> StreamedPublication:
         """Begin a publication, which answers the coordinator's calls from now on until :meth:`end`."""
         self._stamps += 1
-        publication = StreamedPublication(self._memory, self.window_bytes, self._rank, self._world_size, self._dtype, self._stamps)
+        plan, self._plan = self._plan, None
+        publication = StreamedPublication(
+            self._memory, self.window_bytes, self._rank, self._world_size, self._dtype, self._stamps, plan
+        )
         with self.region.placing(self._stamps):
             pass  # windows change while it is readable; a reader of one that changes is not in the round any more
         with self._lock:
@@ -377,6 +364,7 @@ class StreamRole:
         with self._lock:
             running, self._running = self._running, None
         if running is not None:
+            self._plan = running[1].plan
             running[1].stop(Aborted("the publication of this stream is over"))
         if self.region.version != EMPTY:
             self.region.header.invalidate()
@@ -400,6 +388,7 @@ class StreamRole:
         """Stop serving and free the windows. Safe twice."""
         self.end()
         self._owned.close()
+        self._plan = None
         self._memory = self._memory.new_empty(0)  # the region is unmapped with its last view
 
 

@@ -1,0 +1,207 @@
+"""Where the tensors of a stream go: planned when they come for the first time, only compared when the same stream comes again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.deadline import Deadline
+from weightsync.errors import ConfigurationError
+from weightsync.model import Layout, Manifest, TensorSpec
+from weightsync.model.window import ALIGNMENT, StreamedTensors, WindowPart, window_layout
+from weightsync.publishing.host_copy import chunks
+from weightsync.tensors.cuda.digest import LayoutDigest
+from weightsync.tensors.cuda.waiting import wait_for_event
+from weightsync.tensors.digest import digest_rows
+from weightsync.tensors.shards import DTypes, dtype_name, published_dtype
+
+__all__ = ["PlannedPart", "StreamPlan", "WindowContents"]
+
+
+class PlannedPart(NamedTuple):
+    """A tensor, or a part of one larger than a window, and where it goes.
+
+    ``box`` is ``None`` for a whole tensor. ``target`` is a view of this rank's memory with the part's shape and published dtype;
+    ``None`` if another rank sends it, or if it has no bytes.
+    """
+
+    window: int
+    part: WindowPart
+    box: tuple[slice, ...] | None
+    target: torch.Tensor | None
+
+
+class _PlannedTensor(NamedTuple):
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    """The tensor's own, before it is converted."""
+    parts: tuple[PlannedPart, ...]
+
+
+class WindowContents:
+    """What is in a full window of this rank, whose memory is ``memory``, ``offset`` bytes from the beginning of the region."""
+
+    def __init__(self, parts: tuple[WindowPart, ...], nbytes: int, memory: torch.Tensor, offset: int) -> None:
+        self.parts, self.nbytes, self.offset = parts, nbytes, offset
+        self._memory = memory
+
+    @cached_property
+    def _described(self) -> tuple[Manifest, Layout, list[int], tuple[int, ...]]:
+        return *window_layout(self.parts, self.nbytes), (self._memory.data_ptr(),)
+
+    @cached_property
+    def _on_device(self) -> LayoutDigest:
+        manifest, layout, _, address = self._described
+        return LayoutDigest(manifest, layout, address, self._memory.device)
+
+    def digests(self, deadline: Deadline) -> npt.NDArray[np.uint64]:
+        """Digest the parts, in their order, of what the memory holds now: on a device, after the current stream's work."""
+        manifest, layout, order, address = self._described
+        digests = np.zeros(len(self.parts), np.uint64)
+        if not self._memory.is_cuda:
+            rows = np.zeros(len(layout), np.uint64)
+            digest_rows(manifest, layout, address, 0, len(layout), rows)
+            digests[order] = rows
+            return digests
+        self._on_device.launch()
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        wait_for_event(done, deadline, "digesting a window of the stream")
+        digests[order] = self._on_device.taken()
+        return digests
+
+
+class StreamPlan:
+    """Tensors of a stream in their order, cut into windows of at most ``most`` bytes, as all trainer ranks cut them.
+
+    Grows while a stream comes for the first time. A stream that differs from the one before is planned anew from its first
+    difference. After an error it must be dropped. Used by the thread that iterates; :class:`WindowContents` by another.
+
+    Args:
+        memory: This rank's windows, ``uint8[windows * capacity]``.
+        capacity: Bytes from one window to the next.
+        most: Bytes that are used of each.
+        rank: This trainer rank, which sends the windows whose number is its own, modulo the world size.
+        world_size: Number of trainer ranks.
+        dtype: What to convert to; see :class:`weightsync.Trainer`.
+    """
+
+    def __init__(self, memory: torch.Tensor, capacity: int, most: int, rank: int, world_size: int, dtype: DTypes) -> None:
+        self.most = most
+        self._memory, self._capacity = memory, capacity
+        self._rank, self._world_size, self._dtype = rank, world_size, dtype
+        self._planned: list[_PlannedTensor] = []
+        self._contents: dict[int, WindowContents] = {}
+        self._manifest: Manifest | None = None
+        # What comes next continues here:
+        self._tensors = StreamedTensors()
+        self._window = self._used = 0
+        self._parts: list[WindowPart] = []  # of the window
+
+    @cached_property
+    def side(self) -> torch.cuda.Stream:
+        """The CUDA stream of digests."""
+        return torch.cuda.Stream(self._memory.device)  # type: ignore[no-untyped-call]
+
+    def parts(self, index: int, name: str, tensor: torch.Tensor) -> tuple[PlannedPart, ...]:
+        """Where tensor number ``index`` of the stream goes.
+
+        Raises:
+            ConfigurationError: Its dtype cannot be published, or a window holds no element of it.
+            ManifestMismatch: It came already.
+        """
+        if index < len(self._planned):
+            kept = self._planned[index]
+            if kept.name == name and kept.dtype is tensor.dtype and kept.shape == tensor.shape:
+                return kept.parts
+        if index < len(self._planned) or self._manifest is not None:
+            self._continue_after(index)
+        parts = self._plan(name, tensor)
+        self._planned.append(_PlannedTensor(name, tensor.shape, tensor.dtype, parts))
+        return parts
+
+    def cut(self, count: int) -> None:
+        """The stream has only ``count`` tensors: forget what is planned after them."""
+        if count < len(self._planned):
+            self._continue_after(count)
+
+    def contents(self, window: int) -> WindowContents:
+        """What is in a window of this rank, to which nothing is added any more."""
+        if window not in self._contents:
+            offset = self._slot(window)
+            memory = self._memory[offset : offset + self._capacity]
+            self._contents[window] = WindowContents(tuple(self._parts), self._used, memory, offset)
+        return self._contents[window]
+
+    def end(self) -> Manifest:
+        """All tensors, when all have come."""
+        if self._manifest is None:
+            self._manifest, _ = self._tensors.end()
+            self._tensors = StreamedTensors()
+        return self._manifest
+
+    def _continue_after(self, count: int) -> None:
+        del self._planned[count:]
+        self._manifest, self._tensors = None, StreamedTensors()
+        parts = [planned for tensor in self._planned for planned in tensor.parts]
+        for planned in parts:
+            self._tensors.add(planned.part)
+        self._window = parts[-1].window if parts else 0
+        self._parts = [planned.part for planned in parts if planned.window == self._window]
+        self._used = self._parts[-1].offset + self._parts[-1].nbytes if parts else 0
+        self._contents = {number: contents for number, contents in self._contents.items() if number < self._window}
+
+    def _plan(self, name: str, tensor: torch.Tensor) -> tuple[PlannedPart, ...]:
+        given, own = self._dtype, tensor.dtype
+        dtype = given.get(name, own) if isinstance(given, Mapping) else published_dtype(given, own)
+        spec = TensorSpec(name, tuple(tensor.shape), dtype_name(dtype))
+        if spec.nbytes <= self.most:
+            return (self._placed(spec, dtype, None),)
+        if dtype.itemsize > self.most:
+            raise ConfigurationError(f"a window of {self.most} bytes holds no element of {name}")
+        parts = []
+        for box in chunks(spec.shape, self.most // dtype.itemsize):
+            self._advance()
+            parts.append(self._placed(spec, dtype, box))
+        return tuple(parts)
+
+    def _placed(self, spec: TensorSpec, dtype: torch.dtype, box: tuple[slice, ...] | None) -> PlannedPart:
+        starts, stops = tuple(cut.start for cut in box or ()), tuple(cut.stop for cut in box or ())
+        extents = spec.shape if box is None else tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        nbytes = prod(extents) * dtype.itemsize
+        offset = -(-self._used // ALIGNMENT) * ALIGNMENT
+        if offset + nbytes > self.most:
+            self._advance()
+            offset = 0
+        part = WindowPart(spec.name, spec.shape, spec.dtype, offset, starts, stops)
+        self._tensors.add(part)
+        self._parts.append(part)
+        self._used = offset + nbytes
+        target = None
+        if nbytes and self._own(self._window):
+            first = self._slot(self._window) + offset
+            with torch.inference_mode(False):  # kept for publications outside of it
+                target = self._memory[first : first + nbytes].view(dtype).view(extents)
+        return PlannedPart(self._window, part, box, target)
+
+    def _advance(self) -> None:
+        """Begin the next window, unless this one is empty."""
+        if not self._parts:
+            return
+        if self._own(self._window):
+            self.contents(self._window)
+        self._window, self._used, self._parts = self._window + 1, 0, []
+
+    def _own(self, window: int) -> bool:
+        return window % self._world_size == self._rank
+
+    def _slot(self, window: int) -> int:
+        """Bytes from the beginning of this rank's memory to one of its windows."""
+        return window // self._world_size * self._capacity % len(self._memory)

@@ -71,8 +71,6 @@ class WindowFlow:
         self.placed: list[WindowPlaced] = []
         """Windows in order. Their number in the stream is their index."""
         self.tensors = StreamedTensors()
-        self.nbytes = 0
-        """Bytes of all placed windows' tensors."""
         self._early: dict[int, WindowPlaced] = {}
         self._needed = dict.fromkeys(replicas, -1)  # before a replica is ready for window 0
         self._in_step = in_step
@@ -104,7 +102,6 @@ class WindowFlow:
             digests = np.frombuffer(following.digests, "<u8").tolist()
             for part, digest in zip(following.parts, digests, strict=True):
                 self.tensors.add(part, digest)
-                self.nbytes += part.nbytes
             self.placed.append(following)
         self._changed()
 
@@ -344,8 +341,8 @@ async def _move(context: RoundContext, flow: WindowFlow, report: Report, engines
     end = EndStream(placement.version.manifest)
     moved = await on_all("move", context.deadline, engines, lambda link, left: link.node.end_stream(end, left))
     for member, answer in moved.items():
-        if answer.nbytes != flow.nbytes:
-            raise ProtocolError(f"{member} moved {answer.nbytes:,} bytes instead of the {flow.nbytes:,} of the stream")
+        if answer.nbytes != flow.tensors.nbytes:
+            raise ProtocolError(f"{member} moved {answer.nbytes:,} bytes instead of the {flow.tensors.nbytes:,} of the stream")
     report.moved = moved
     return placement
 

@@ -27,7 +27,7 @@ _CONVERTIBLE = frozenset({"float16", "bfloat16", "float32", "float64"})
 _SHOWN = 10
 
 
-class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One checkpoint tensor: Hugging Face name, global shape in elements, dtype by torch's name, and the names tied to it.
 
     ``name`` is the tied name that this rank's loader or module uses. Another rank may use another one.

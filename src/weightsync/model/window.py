@@ -24,7 +24,7 @@ ALIGNMENT = 256
 _Extents = Annotated[tuple[int, ...], msgspec.Meta(max_length=16)]
 
 
-class WindowPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WindowPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One tensor of a window, ``offset`` bytes from its beginning, contiguous.
 
     ``starts`` and ``stops`` are the box that is in the window; both are empty for a whole tensor.
@@ -127,6 +127,8 @@ class StreamedTensors:
     """The tensors of a stream as they come, and their digests, which add up over the parts of a tensor."""
 
     def __init__(self) -> None:
+        self.nbytes = 0
+        """Bytes of all parts so far."""
         self._specs: dict[str, TensorSpec] = {}
         self._left: dict[str, int] = {}
         self._digests: dict[str, int] = {}
@@ -137,12 +139,14 @@ class StreamedTensors:
         Raises:
             ManifestMismatch: The tensor came already, or as another one.
             LayoutError: The part is impossible.
+            ConfigurationError: Its dtype is unknown.
         """
         part.check()
         name, spec, size = part.name, part.spec, part.size
         known = self._specs.get(name)
+        self.nbytes += size * itemsize(part.dtype)
         if known is None:
-            self._specs[name], self._left[name], self._digests[name] = spec, spec.size - size, digest
+            self._specs[name], self._left[name], self._digests[name] = spec, 0 if part.whole else spec.size - size, digest
             return
         if known != spec or not size or size > self._left[name]:
             raise ManifestMismatch(f"the stream brings {name} twice, or as two different tensors")

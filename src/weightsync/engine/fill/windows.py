@@ -133,7 +133,7 @@ class WindowReceiver:
         for part, digest in zip(placed.parts, digests.tolist(), strict=True):
             self._tensors.add(part, digest)
         self._pending = self._arrived(placed, bucket)
-        self.nbytes += sum(part.nbytes for part in placed.parts)
+        self.nbytes = self._tensors.nbytes
         self._context.progress(self.nbytes)
         return digests
 

@@ -171,8 +171,8 @@ class StreamedPublication:
                 self._close(plan)
                 self._open(number, deadline)
             if target is not None:
-                if self._memory.is_cuda:
-                    self._follow()
+                if self._current is not None and self._memory.is_cuda:
+                    self._follow(self._current)
                 target.copy_(tensor if box is None else tensor[box])
         self._taken += 1
 
@@ -180,18 +180,18 @@ class StreamedPublication:
         """Wait for the size of windows. The plan of the publication before, if windows have the same size."""
         with self._changed:
             self._wait(lambda: bool(self._most), deadline, "waiting for the other trainer ranks to publish")
-        self._plan = self._earlier
-        if self._plan is None or self._plan.most != self._most:
-            self._plan = StreamPlan(self._memory, self._capacity, self._most, self._rank, self._world_size, self._dtype)
-        return self._plan
+        plan, self._earlier = self._earlier, None
+        if plan is None or plan.most != self._most:
+            plan = StreamPlan(self._memory, self._capacity, self._most, self._rank, self._world_size, self._dtype)
+        self._plan = plan
+        return plan
 
-    def _follow(self) -> None:
+    def _follow(self, window: _Window) -> None:
         """Order the next copy after those before it: an iterator may yield each tensor on a CUDA stream of its own."""
-        window, current = self._current, torch.cuda.current_stream(self._memory.device)
-        if window is not None and window.stream != current:
-            if window.stream is not None:
-                current.wait_stream(window.stream)
-            window.stream = current
+        current = torch.cuda.current_stream(self._memory.device)
+        if window.stream is not None and window.stream != current:
+            current.wait_stream(window.stream)
+        window.stream = current
 
     def _open(self, number: int, deadline: Deadline) -> None:
         """Begin window ``number``; one of this rank when its memory is free."""

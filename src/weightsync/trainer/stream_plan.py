@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -187,7 +188,7 @@ class StreamPlan:
         target = None
         if nbytes and self._own(self._window):
             first = self._slot(self._window) + offset
-            with torch.inference_mode(False):  # kept for publications outside of it
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # kept for others
                 target = self._memory[first : first + nbytes].view(dtype).view(extents)
         return PlannedPart(self._window, part, box, target)
 

@@ -97,6 +97,24 @@ def test_tensors_may_be_yielded_on_cuda_streams_of_their_own(server: BackgroundS
             assert all(torch.equal(arrived[name], sent[name]) for name in sent)
 
 
+@pytest.mark.skipif(len(DEVICES) < 2, reason="NCCL broadcasts to other GPUs than the trainer's")
+def test_windows_are_broadcast_to_another_gpu_by_nccl(server: BackgroundServer) -> None:
+    with ExitStack() as owned:
+        stream = Stream(window_bytes=1 << 18, device=DEVICES[0])
+        token, transports = server.token, ["nccl"]
+        trainer = owned.enter_context(Trainer(stream, server.url, token=token, rank=0, world_size=1, transports=transports))
+        receiver = owned.enter_context(Receiver("r", server.url, token=token, device=DEVICES[1], transports=transports))
+        pool = owned.enter_context(ThreadPoolExecutor(1))
+        for seed in range(3):
+            sent = weights(seed, DEVICES[0])
+            coming = pool.submit(received, receiver)
+            result = trainer.publish_stream(lent(sent), timeout=SECONDS)
+            arrived = coming.result(SECONDS)
+            assert result.replicas[0].transports == ("nccl",)
+            assert {tensor.device for tensor in arrived.values()} == {DEVICES[1]}
+            assert all(torch.equal(arrived[name].to(DEVICES[0]), sent[name]) for name in sent)
+
+
 def test_host_windows_take_tensors_of_a_gpu(server: BackgroundServer) -> None:
     with ExitStack() as owned:
         trainer = owned.enter_context(Trainer(Stream(window_bytes=1 << 18), server.url, token=server.token, rank=0, world_size=1))

@@ -12,6 +12,7 @@ NCCL aborts a collective that runs. Gloo cannot: one that runs ends when a peer 
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
@@ -189,7 +190,8 @@ def init_custom_process_group(
 
     Rank 0 gives its ``rendezvous``, the others its ``address`` and ``port``. ``device`` is the GPU that an NCCL rank uses,
     with ``priority`` ahead of other work of this process there. ``interface`` is the address of this host where gloo is to listen;
-    without, torch's choice. Ranks that do not bring the rendezvous stop waiting when another thread cancels ``joining``.
+    without, torch's choice. A rank that gives ``joining`` stops waiting when another thread cancels it, and fails at once if
+    nothing listens at the address; without, it waits for a rendezvous that has not begun.
     Raises :class:`~weightsync.errors.TransportUnavailable` for a backend that is not there,
     :class:`~weightsync.errors.ConfigurationError` for an impossible rank, :class:`~weightsync.errors.DeadlineExceeded`,
     :class:`~weightsync.errors.PeerLost`.
@@ -210,6 +212,8 @@ def init_custom_process_group(
         else:
             at = f"{address}:{port}"
         try:
+            if joining is not None:  # a store's client would try again until its timeout, in a thread that nothing can end
+                socket.create_connection((address, port), deadline.remaining(what)).close()
             if rendezvous is None:
                 store = _c10d.TCPStore(address, port, world_size, is_master=False, timeout=_patience(deadline, what))
             store.set_timeout(_patience(deadline, what))
@@ -220,7 +224,7 @@ def init_custom_process_group(
                 made = _gloo(inner, rank, world_size, patience, interface)
             else:
                 made = _nccl(inner, rank, world_size, device, priority)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             store = inner = None  # with this frame, the error that is raised would keep their connections
             text = _first_line(error)
             # "timed out", "wait timeout after"; a store that answered and then went away is no longer received from

@@ -2,7 +2,8 @@
 
 Four modules that need CUDA's libraries, or a build of torch that is not here, are stubs of SGLang's own kind, which it installs on
 macOS: ``sgl_kernel``, ``flashinfer``, ``deep_gemm`` and ``torchvision``. None of them is called: a CPU without AMX runs SGLang's
-native PyTorch code. SGLang itself is not changed but by the hooks of the plugin.
+native PyTorch code. SGLang itself is not changed but by the hooks of the plugin, and by one method that its attention in plain
+PyTorch lacks (:func:`add_what_sglang_lacks_on_a_cpu`).
 """
 
 from __future__ import annotations
@@ -73,8 +74,28 @@ def make_checkpoint(directory: str, seed: int = 0, *, vocab_size: int = 128, int
     LlamaForCausalLM(config).save_pretrained(directory)
 
 
+def make_experts_checkpoint(directory: str, *, vocab_size: int) -> None:
+    """Save a tiny random mixture-of-experts model, of a family that can serve with data-parallel attention."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=vocab_size, hidden_size=64, intermediate_size=128, moe_intermediate_size=64, num_experts=4,
+        num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256,
+        tie_word_embeddings=False, dtype="float32",
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(directory)
+
+
+def add_what_sglang_lacks_on_a_cpu() -> None:
+    """Give SGLang's attention in plain PyTorch a method that data-parallel attention calls, and that other attentions have."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1
+
+
 def random_weights(state: dict[str, torch.Tensor], seed: int) -> None:
-    """Fill the state of a Llama so that its greedy tokens differ from seed to seed."""
+    """Fill the state of a model so that its greedy tokens differ from seed to seed."""
     generator = torch.Generator().manual_seed(seed)
     for tensor in state.values():
         tensor.copy_(torch.randn(tensor.shape, generator=generator) * (0.2 if tensor.dim() > 1 else 1.0))

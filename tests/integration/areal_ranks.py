@@ -1,7 +1,7 @@
-"""A program: AReaL's own FSDP2 engine on this CPU, updated through weightsync as AReaL's trainer does; prints what became of it.
+"""A program: AReaL's own FSDP2 engine on this CPU, updated through weightsync as AReaL's trainer does.
 
-``python -m torch.distributed.run areal_ranks.py MODEL SERVERS VERSION...``. Before each version the weights change. At the end
-every rank writes down its result, and rank 0 the whole model in the dtype that is published.
+``python areal_ranks.py MODEL SERVERS VERSION...``, once for each rank. Before each version the weights change. At the
+end every rank writes down its result, and rank 0 the whole model in the dtype that is published.
 """
 
 from __future__ import annotations

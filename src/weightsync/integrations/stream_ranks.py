@@ -42,6 +42,7 @@ __all__ = [
     "StreamSender",
     "about_this_rank",
     "arrange",
+    "in_thread",
     "join",
     "join_async",
     "leave_in_background",
@@ -124,7 +125,7 @@ async def join_async(
     name: str, meeting: Meeting, options: Options, device: torch.device | None, manifest: Manifest | None = None
 ) -> Receiver:
     """As :func:`join`, without blocking. If the caller is cancelled meanwhile, the receiver leaves as soon as it has joined."""
-    joining = _in_thread(partial(join, name, meeting, options, device, manifest), "weightsync-join")
+    joining = in_thread(partial(join, name, meeting, options, device, manifest), "weightsync-join")
     try:
         return await asyncio.shield(asyncio.wrap_future(joining))
     except asyncio.CancelledError:
@@ -212,7 +213,7 @@ class StreamSender:
         if trainer is None:
             raise ConfigurationError(f"this {self._kind} rank lacks its coordinator: the framework did not initialize it")
         whole = None if weights is None else cast(weights, self._options)
-        walk = _in_thread(partial(_publish, trainer, meeting, whole, step), "weightsync-walk")
+        walk = in_thread(partial(_publish, trainer, meeting, whole, step), "weightsync-walk")
         try:
             return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(walk)), meeting.seconds + GRACE)
         except TimeoutError:
@@ -264,7 +265,7 @@ def _check(result: RoundResult, receivers: Iterable[str]) -> None:
         raise RoundFailed(f"version {result.version} did not reach {len(failures)} rollout ranks: {'; '.join(failures[:_SHOWN])}")
 
 
-def _in_thread(work: Callable[[], T], name: str) -> Future[T]:
+def in_thread(work: Callable[[], T], name: str) -> Future[T]:
     """Run ``work`` in a daemon thread, on this thread's device and without gradients. The process can end while it hangs."""
     done: Future[T] = Future()
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None

@@ -5,12 +5,18 @@
 """
 
 import sys
+from typing import Any
 
 from weightsync.errors import ConfigurationError
 
-__all__ = ["PROGRAM", "enable"]
+__all__ = ["PROGRAM", "actor_class", "enable"]
 
 PROGRAM = "openrlhf.cli.train_ppo_ray"
+
+
+def actor_class(actor: Any) -> Any:  # noqa: ANN401 - Ray's, and a class made by OpenRLHF
+    """The class that ``ray.remote`` made ``actor`` of."""
+    return actor.__ray_metadata__.modified_class.__ray_actor_class__
 
 
 def enable() -> None:
@@ -27,11 +33,9 @@ def enable() -> None:
     from weightsync.integrations.openrlhf.rollout import JoiningRolloutActor
 
     check_trainer()
-    ours = ray.remote(num_gpus=1)(PublishingPolicyActor)
-    held = getattr(ppo_actor, "PolicyModelActor", None)
-    if getattr(held, "__name__", "") == getattr(ours, "__name__", ""):
+    if actor_class(ppo_actor.PolicyModelActor) is PublishingPolicyActor:
         return
     if PROGRAM in sys.modules:
         raise ConfigurationError(f"{PROGRAM} is imported already: call weightsync.integrations.openrlhf.enable() before that")
-    ppo_actor.PolicyModelActor = ours
+    ppo_actor.PolicyModelActor = ray.remote(num_gpus=1)(PublishingPolicyActor)
     vllm_engine.RolloutRayActor = ray.remote(JoiningRolloutActor)

@@ -15,7 +15,9 @@ import torch
 from openrlhf.trainer.ray import ppo_actor
 
 from weightsync.config import ClientSettings
-from weightsync.errors import ConfigurationError, RoundFailed
+from weightsync.errors import ConfigurationError, DeadlineExceeded, RoundFailed
+from weightsync.integrations.openrlhf import actor_class
+from weightsync.integrations.stream_ranks import GRACE, in_thread
 from weightsync.protocol.messages import RoundResult
 from weightsync.trainer.agent import Trainer
 from weightsync.trainer.stream import Stream
@@ -24,7 +26,7 @@ from weightsync.transports.registry import FROM_HOST_MEMORY
 __all__ = ["PublishesWeights", "PublishingActorTrainer", "PublishingPolicyActor", "check_trainer"]
 
 _log = logging.getLogger(__name__)
-_PolicyActor: Any = ppo_actor.PolicyModelActor.__ray_metadata__.modified_class
+_PolicyActor: Any = actor_class(ppo_actor.PolicyModelActor)
 
 
 class PublishesWeights:
@@ -37,6 +39,8 @@ class PublishesWeights:
     transports: Sequence[str] | None = FROM_HOST_MEMORY
     """Transports allowed: those of a copy in host memory, which reach engines of all hosts. With ``None``, engines on GPUs of this
     host read the policy's GPU memory where it holds the whole model, and no others can."""
+    stream: Stream = Stream()
+    """Staging windows of a rank, where parameters are gathered."""
     strategy: Any
     actor: Any
     result: RoundResult | None = None
@@ -52,11 +56,12 @@ class PublishesWeights:
         Raises:
             ConfigurationError: The update is not one of a whole model between GPUs of their own.
             RoundFailed: An engine did not take it. Raised on every rank.
+            DeadlineExceeded: The update took longer than its timeout, also where this rank is still in a gather that another one
+                never joins.
             WeightSyncError: What :class:`weightsync.Trainer`, its wait for replicas and its publications raise.
         """
         trainer = self._publisher or self._join()
-        result = trainer.publish_stream(self._whole()) if self._gathers else trainer.publish()
-        self.result = result
+        self.result = result = self._stream(trainer) if self._gathers else trainer.publish()
         engines = self.strategy.args.vllm.num_engines
         if len(result.updated) < engines:
             failures = "; ".join(f"{replica.name}: {replica.error}" for replica in result.missed)
@@ -76,10 +81,26 @@ class PublishesWeights:
         if args.train.colocate_all and not args.train.async_enable:
             raise ConfigurationError("weightsync needs GPUs of their own for vLLM: leave out --train.colocate_all")
         url = ClientSettings.load().coordinator.url  # without one, Trainer would start a coordinator that no engine knows
-        self._publisher = trainer = Trainer(Stream() if self._gathers else self.actor.model.module, url, transports=self.transports)
+        self._publisher = trainer = Trainer(
+            self.stream if self._gathers else self.actor.model.module, url, transports=self.transports
+        )
         names = trainer.wait_for_replicas(args.vllm.num_engines)
         _log.info("OpenRLHF's policy rank %d publishes to %s", trainer.rank, ", ".join(names))
         return trainer
+
+    def _stream(self, trainer: Trainer) -> RoundResult:
+        """Stream in a thread of its own: a gather waits for the other ranks as long as the process group does, up to an hour."""
+        seconds = ClientSettings.load().timeouts.publish
+        walk = in_thread(lambda: trainer.publish_stream(self._whole(), timeout=seconds), "weightsync-walk")
+        try:
+            return walk.result(seconds + GRACE)
+        except TimeoutError:
+            if walk.done():
+                raise
+            raise DeadlineExceeded(
+                f"policy rank {trainer.rank} did not gather its parameters within {seconds:g} s: another policy rank does not take "
+                "part, or the gather itself hangs. Restart the policy actors"
+            ) from None
 
     def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather one parameter after the other, on every rank, as OpenRLHF does."""

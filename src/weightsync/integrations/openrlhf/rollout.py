@@ -7,9 +7,11 @@ from typing import Any
 from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
 from vllm.config import WeightTransferConfig
 
+from weightsync.integrations.openrlhf import actor_class
+
 __all__ = ["JoiningRolloutActor"]
 
-_RolloutActor: Any = RolloutRayActor.__ray_metadata__.modified_class
+_RolloutActor: Any = actor_class(RolloutRayActor)
 
 
 class JoiningRolloutActor(_RolloutActor):  # type: ignore[misc]

@@ -82,8 +82,8 @@ def main(model: str, engines: str, stage: str, updates: str, lora_rank: str = "0
     deepspeed.init_distributed(dist_backend="gloo")
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True},
-        # DeepSpeed waits for the last of several gathers only, which is right for NCCL. With gloo an earlier one may still be
-        # writing, and garbage replaces a parameter that is being loaded. One after the other they are all awaited.
+        # By its source DeepSpeed waits for the last of several gathers only. With gloo an earlier one may still be writing to a
+        # parameter that is being loaded: garbage was seen in one. One after the other they are all awaited.
         "zero_optimization": {"stage": int(stage), "stage3_allgather_sequential": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
     }  # fmt: skip

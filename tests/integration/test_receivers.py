@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -50,6 +51,33 @@ def test_a_receiver_that_is_closed_after_its_loop_has_taken_the_version(monkeypa
         assert [replica.error for replica in publishing.result(SECONDS).replicas] == [None]
     assert received.keys() == sent.keys()
     assert all(torch.equal(received[name], sent[name]) for name in sent)
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["stream", "shards"])
+def test_receivers_that_leave_right_after_their_loops_have_taken_the_version(shards: bool) -> None:
+    """The last answer of such a receiver and its goodbye arrive together."""
+    sent = {f"layers.{number}": torch.randn(96, 40) for number in range(9)}
+    manifest = manifest_of(sent) if shards else None
+    errors: list[str | None] = []
+
+    def receive(name: str) -> None:
+        with Receiver(name, server.url, token=server.token, manifest=manifest) as receiver:
+            for _ in receiver.receive(SECONDS):
+                pass
+
+    with ExitStack() as owned:
+        server = owned.enter_context(BackgroundServer(ServerSettings.load({}, port=0)))
+        pool = owned.enter_context(ThreadPoolExecutor(2))
+        token, given = server.token, sent if shards else Stream(window_bytes=1 << 15)
+        trainer = owned.enter_context(Trainer(given, server.url, token=token, rank=0, world_size=1, seeds=not shards))
+        for _ in range(15):
+            receiving = [pool.submit(receive, name) for name in ("a", "b")]
+            trainer.wait_for_replicas(0, SECONDS, names=("a", "b"))
+            published = trainer.publish(timeout=SECONDS) if shards else trainer.publish_stream(iter(sent.items()), timeout=SECONDS)
+            errors += [replica.error for replica in published.replicas]
+            for one in receiving:
+                one.result(SECONDS)
+    assert errors == [None] * 30
 
 
 def test_a_receiver_with_the_manifest_takes_what_a_module_publishes_and_no_version_from_before_it_joined() -> None:

@@ -200,9 +200,13 @@ class Replica:
     def succeed(self, links: dict[str, RankHandle[EngineNode]], version: Version) -> None:
         """End an update: every rank committed ``version`` and was resumed.
 
+        A rank that has closed its connection on purpose since, as a receiver does at the end of its loop, had the version.
+
         Raises:
-            PeerLost: A rank disconnected in the meantime.
+            PeerLost: A rank vanished in the meantime, or reconnected.
         """
+        if self.state == "lost" and not self._vanished and self.members().items() <= links.items():
+            return
         self._check_links(links)
         self.become("loaded", version)
         self.refuted_by.clear()

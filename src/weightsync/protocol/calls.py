@@ -58,6 +58,7 @@ class Calls:
         self._handlers: dict[int, asyncio.Task[None]] = {}
         self._posts: set[asyncio.Task[None]] = set()
         self._closed: WeightSyncError | None = None
+        self._returned: asyncio.Event | None = None
 
     async def call(self, body: Body, timeout: float) -> Body:
         """Send ``body`` and return the other side's answer. A call that times out or is cancelled is withdrawn from the other side.
@@ -90,6 +91,8 @@ class Calls:
             raise
         finally:
             del self._waiting[number]
+            if self._returned is not None and not self._answered():
+                self._returned.set()
             if tracer is not None and self._followed.pop(number, None) is not None:
                 tracer.unanswered(self._peer, type(body).__name__, sent, asyncio.get_running_loop().time())
             answered = answered or (answer.done() and not answer.cancelled())
@@ -138,6 +141,16 @@ class Calls:
         """Wait until the answer of every request that has arrived is sent."""
         while running := [task for task in (*self._handlers.values(), *self._posts) if not task.done()]:
             await asyncio.wait(running)
+
+    async def returned(self) -> None:
+        """Wait until every call whose answer has arrived has returned to its caller, and the caller's task has run on."""
+        if self._answered():
+            self._returned = asyncio.Event()
+            await self._returned.wait()
+            await asyncio.sleep(0)  # the last call's task runs on in the pass of the event loop in which it set the event
+
+    def _answered(self) -> bool:
+        return any(answer.done() for answer in self._waiting.values())
 
     def notify(self, text: str) -> None:
         """Send a :class:`~weightsync.protocol.messages.Notice` if the connection is open. Never waits."""

@@ -234,6 +234,7 @@ class _Connection:
                     calls.feed(frame)
         except WebSocketDisconnect as gone:
             self.said_goodbye = gone.code == CloseCode.NORMAL_CLOSURE
+            await calls.returned()  # an answer may have arrived together with the goodbye
             return (
                 readable(gone.reason or "", _REASON_BYTES)
                 or f"its connection ended without a goodbye: killed, crashed, hung or cut off (code {gone.code})"

@@ -179,7 +179,7 @@ class WebSocketConnection:
             return None
         if event.opcode is Opcode.PONG and bytes(event.data) == self._ping:
             self._ping = None
-        if event.opcode not in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT) or self._protocol.state is not State.OPEN:
+        if event.opcode not in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT) or self._closed_here():
             return None
         if event.opcode is not Opcode.CONT:
             self._text = event.opcode is Opcode.TEXT
@@ -188,6 +188,12 @@ class WebSocketConnection:
             return None
         data, self._parts = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts), []
         return {"type": "websocket.receive", "text": data.decode("utf-8", "replace")} if self._text else _received(data)
+
+    def _closed_here(self) -> bool:
+        """Whether this end closed, or has to. What arrived together with the peer's close was sent before it, and counts."""
+        return self._protocol.parser_exc is not None or (
+            self._protocol.state is not State.OPEN and self._protocol.close_rcvd is None
+        )
 
     def _may_send_frame(self) -> bool:
         """Count one frame that is no whole message. Returns ``False`` for a peer that sent too many, which is cut off."""

@@ -253,6 +253,26 @@ async def test_calls_are_settled_when_their_answers_are_sent() -> None:
 
 
 @virtual
+async def test_calls_whose_answers_arrived_have_returned_before_a_connection_is_given_up() -> None:
+    async def wire(frame: Frame) -> None:
+        pass
+
+    calls = Calls(wire, refuse)
+    called = asyncio.ensure_future(calls.call(Resume(), 5.0))
+    waiting = asyncio.ensure_future(calls.call(Resume(), 5.0))
+    await asyncio.sleep(0.1)
+    calls.feed(Answer(1, Done()))
+    assert not called.done()
+    await calls.returned()
+    assert called.done()
+    assert not waiting.done()
+    await calls.returned()  # nothing to wait for
+    calls.close()
+    with pytest.raises(PeerLost):
+        await waiting
+
+
+@virtual
 async def test_a_wire_that_hangs_or_breaks() -> None:
     async def never(frame: Frame) -> None:
         await asyncio.get_running_loop().create_future()

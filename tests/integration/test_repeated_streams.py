@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import pytest
 import torch
 
 from weightsync.config import ServerSettings
@@ -57,3 +60,23 @@ def test_the_next_stream_may_bring_other_tensors() -> None:
             arrived = coming.result(SECONDS)
             assert arrived.keys() == sent.keys()
             assert all(torch.equal(arrived[name], sent[name]) and arrived[name].dtype == sent[name].dtype for name in sent)
+
+
+@pytest.mark.parametrize("streams", [0, 1, 2])
+def test_a_closed_trainer_has_given_its_windows_back(streams: int) -> None:
+    def mapped() -> int:
+        gc.collect()
+        return Path("/proc/self/maps").read_text().count("memfd:weightsync")
+
+    sent, before = weights(0), mapped()
+    with BackgroundServer(ServerSettings.load({}, port=0)) as server, ThreadPoolExecutor(1) as pool:
+        trainer = Trainer(Stream(window_bytes=1 << 14), server.url, token=server.token, rank=0, world_size=1)
+        for _ in range(streams):
+            with Receiver("r", server.url, token=server.token) as receiver:
+                publishing = pool.submit(trainer.publish_stream, lent(sent), timeout=SECONDS)
+                for _ in receiver.receive(SECONDS):
+                    pass
+                publishing.result(SECONDS)
+        assert mapped() > before
+        trainer.close()
+        assert mapped() == before

@@ -205,10 +205,9 @@ class Replica:
         Raises:
             PeerLost: A rank vanished in the meantime, or reconnected.
         """
-        if self.state == "lost" and not self._vanished and self.members().items() <= links.items():
-            return
-        self._check_links(links)
-        self.become("loaded", version)
+        if self.state != "lost" or self._vanished or not self.members().items() <= links.items():
+            self._check_links(links)
+            self.become("loaded", version)
         self.refuted_by.clear()
         for link in links.values():
             link.serving = version

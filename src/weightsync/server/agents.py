@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 _Answer = Callable[[Body, float], Awaitable[Body]]
 _REASON_BYTES = 120  # RFC 6455: a close frame carries at most 123 bytes of reason
+_RETURN_SECONDS = 1.0  # for calls whose answers have arrived when their agent leaves
 
 
 class AgentSockets:
@@ -234,7 +235,8 @@ class _Connection:
                     calls.feed(frame)
         except WebSocketDisconnect as gone:
             self.said_goodbye = gone.code == CloseCode.NORMAL_CLOSURE
-            await calls.returned()  # an answer may have arrived together with the goodbye
+            async with _at_most(_RETURN_SECONDS):
+                await calls.returned()  # an answer may have arrived together with the goodbye
             return (
                 readable(gone.reason or "", _REASON_BYTES)
                 or f"its connection ended without a goodbye: killed, crashed, hung or cut off (code {gone.code})"

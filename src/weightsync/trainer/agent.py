@@ -489,6 +489,7 @@ class Trainer(Closeable):
         if self._origin.elsewhere:
             return
         self._closed = True
+        self._asked = None  # its callback refers to the windows, which must not be in use when they are freed
         self._owned.close()
 
 

@@ -387,9 +387,9 @@ class StreamRole:
     def close(self) -> None:
         """Stop serving and free the windows. Safe twice."""
         self.end()
-        self._owned.close()
         self._plan = None
-        self._memory = self._memory.new_empty(0)  # the region is unmapped with its last view
+        self._memory = self._memory.new_empty(0)  # its views would keep the region mapped
+        self._owned.close()
 
 
 def _checked(item: object) -> tuple[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
@@ -17,14 +17,14 @@ import pytest
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.errors import BroadcastBroken, PeerLost, WeightSyncError
+from weightsync.errors import BroadcastBroken, DeadlineExceeded, PeerLost, WeightSyncError
 from weightsync.testing.copy_cases import tiles_from
 from weightsync.testing.owner_process import contents
 from weightsync.testing.transport_contract import nothing_left
 from weightsync.transports.broadcast.gloo import Collective
-from weightsync.transports.broadcast.process_groups import ProcessGroup
+from weightsync.transports.broadcast.process_groups import ProcessGroup, init_custom_process_group
 from weightsync.transports.broadcast.reader import BroadcastReader
-from weightsync.transports.broadcast.sender import BroadcastJob, BroadcastPublisher, Packer
+from weightsync.transports.broadcast.sender import BroadcastJob, BroadcastPublisher, Packer, _Group
 from weightsync.transports.broadcast.transport import Broadcast
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
@@ -239,6 +239,29 @@ class TestWindows:
         assert silent.has(2)
         together([silent, *asking], 3)
         assert all(member.has(3) and member.size == 4 for member in (silent, *asking))
+
+    def test_a_group_whose_readers_come_one_by_one_ends_at_its_deadline(self) -> None:
+        """A store's client waits for each member anew."""
+        limit = 1.0
+        publisher = Collective().publish(PublishedRegion(WINDOW, LAYOUT, windows=True), KEY, this_host())
+        assert isinstance(publisher, BroadcastPublisher)
+        silent: Any = object()
+        group = _Group(publisher._wire, publisher.bound, (silent, silent), Deadline(limit))
+        began = time.monotonic()
+
+        def come_late() -> None:
+            time.sleep(0.7 * limit)
+            with suppress(WeightSyncError):
+                init_custom_process_group("gloo", 1, 3, group.name, Deadline(2.0), address="127.0.0.1", port=group.port)
+
+        late = threading.Thread(target=come_late)
+        late.start()
+        with pytest.raises(DeadlineExceeded, match="did not join its group within 1 s"):
+            group.join(Deadline(limit))
+        assert time.monotonic() - began < 1.3 * limit
+        late.join(10)
+        group.close()
+        publisher.close()
 
     @pytest.mark.parametrize("make", WIRES)
     def test_a_publisher_that_goes_away_is_not_asked_again(self, make: Callable[..., Broadcast], owned: ExitStack) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from tests.virtual_time import run
 
 from weightsync.config import RoundSettings
 from weightsync.coordinator import round as protocol
-from weightsync.coordinator.rank_handle import RoundDeadline
+from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
 from weightsync.coordinator.replicas import TRANSITIONS, Replica
-from weightsync.errors import WeightSyncError
+from weightsync.errors import PeerLost, WeightSyncError
 from weightsync.model import Version
 
 FAULTS = [
@@ -148,3 +149,23 @@ def test_a_dirty_replica_cannot_become_loaded_without_an_update() -> None:
         replica.become("loaded", Version("test", 1, "", ""))
     with pytest.raises(RuntimeError, match="exactly a loaded replica has a version"):
         replica.become("updating", Version("test", 1, "", ""))
+
+
+def test_a_rank_that_leaves_after_its_last_answer_leaves_the_others_with_the_version() -> None:
+    version = Version("test", 1, "", "")
+    links: dict[str, RankHandle[Any]] = {}
+    replica = Replica("r", 2, None)  # type: ignore[arg-type]
+    for number in range(2):
+        rank = SimpleNamespace(member=f"r/{number}", rank=number, serving=None)
+        links[rank.member] = replica.links[number] = RankHandle(SimpleNamespace(rank=rank))
+    replica.begin(links)
+    replica.detach(links["r/1"], "its process closed it", clean=True)
+    replica.succeed(links, version)
+    assert replica.state == "lost"
+    assert links["r/0"].serving == version
+    with pytest.raises(PeerLost, match="a rank of replica r disconnected"):
+        vanished = Replica("r", 2, None)  # type: ignore[arg-type]
+        vanished.links = dict(enumerate(links.values()))
+        vanished.begin(links)
+        vanished.detach(links["r/1"], "killed")
+        vanished.succeed(links, version)

@@ -188,14 +188,39 @@ class _Group:
         return self._closed or (self._joined is not None and self._joined.closed)
 
     def join(self, deadline: Deadline) -> ProcessGroup:
-        """Return the group when all readers are in it. Raises :class:`~weightsync.errors.PeerLost` if it was closed meanwhile."""
+        """Return the group when all readers are in it.
+
+        Raises:
+            DeadlineExceeded: A reader did not come in time.
+            PeerLost: The group was closed meanwhile.
+        """
         if self._joined is None and not self._closed:
-            where = self._rendezvous.address
-            self._joined = self._wire.join(0, self._size, self.name, deadline, rendezvous=self._rendezvous, interface=where)
+            self._joined = self._meet(deadline)
         if self._joined is None or self._closed:
             self.close()
             raise PeerLost("the group of this broadcast was closed")
         return self._joined
+
+    def _meet(self, deadline: Deadline) -> ProcessGroup:
+        # torch waits for each member anew; closing the rendezvous ends its wait.
+        late = threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            self.close()
+
+        timer = threading.Timer(deadline.remaining("joining a group"), give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            where = self._rendezvous.address
+            return self._wire.join(0, self._size, self.name, deadline, rendezvous=self._rendezvous, interface=where)
+        except PeerLost as error:
+            if late.is_set():
+                raise DeadlineExceeded(f"a reader did not join its group within {deadline.seconds:.3g} s") from error
+            raise
+        finally:
+            timer.cancel()
 
     def close(self) -> None:
         """Leave the group, so that all who are in it notice, and end a :meth:`join` that waits. Safe twice, from any thread."""

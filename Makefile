@@ -156,8 +156,12 @@ areal-test: $(AREAL_VENV)/.installed ## every test against AReaL's own engine
 # of a new environment of Python 3.11 is too old.
 ON_VLLM = echo "import site; site.addsitedir('$$($(VLLM_VENV)/bin/python -c '$(SITE)')')" >"$$site/on-top-of-vllm.pth"; \
 	$(OPENRLHF_VENV)/bin/python -m pip --quiet --disable-pip-version-check uninstall --yes setuptools >&2;
+# DeepSpeed compiles an extension at its first use, for a minute or more, behind a lock that a killed process leaves: not in a test.
+export OPENRLHF_BUILD = from deepspeed.accelerator import get_accelerator; get_accelerator().create_op_builder("ShareMemCommBuilder").load()
+$(OPENRLHF_VENV)/.installed openrlhf-test: export TORCH_EXTENSIONS_DIR = $(abspath $(OPENRLHF_VENV))/torch_extensions
 $(OPENRLHF_VENV)/.installed: $(VENV)/.installed $(VLLM_VENV)/.installed locks/openrlhf.txt
 	@$(call ON_TOP,$(OPENRLHF_VENV),locks/openrlhf.txt,$(ON_VLLM))
+	@rm -rf "$$TORCH_EXTENSIONS_DIR" && DS_ACCELERATOR=cpu $(OPENRLHF_VENV)/bin/python -c "$$OPENRLHF_BUILD" >&2
 	@touch $@
 
 .PHONY: openrlhf-test

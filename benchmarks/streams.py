@@ -7,13 +7,18 @@
     torchrun --nproc-per-node 2 -m benchmarks.streams --model qwen3-30b-a3b --shrink 64 --window-megabytes 16 --phases send
 
 Every rank holds half of each tensor, as FSDP2 does, and gathers with ``full_tensor()``. Rank 0 starts a receiver for each rank, on
-that rank's device. A receiver takes batches and does nothing with them.
+that rank's device, or on ``--receiver-devices``. A receiver takes batches and does nothing with them. With ``--coordinator
+separate`` the coordinator has a process of its own instead of being in rank 0's. With ``--shrink`` tensors have a fraction of
+their rows, so that bytes do not dominate.
 
-For the phases ``send`` and ``stream`` each rank says where the time went, as medians: seconds inside the iterator, in the calling
-thread between two tensors, and after the last one; and microseconds of processor time for each tensor in the calling thread, in all
-other threads of the process, and in each of those that Python knows by name. Gathering and all of these threads share one GIL.
-Processor time of the calling thread contains the iterator's. With ``--shrink`` tensors have a fraction of their rows, so that bytes
-do not dominate.
+The phases take turns, because a shared host's speed changes while they run: the ratio of each repetition is to the floor of that
+repetition, and the one reported is their median, with the lowest and the highest.
+
+With ``--profile`` each rank says where the time of ``send`` and ``stream`` went, as medians: seconds inside the iterator, in the
+calling thread between two tensors (and how many of them it waited for a free window), and after the last one; and microseconds of
+processor time for each tensor in the calling thread, in all other threads of the process, and in each of those that Python knows
+by name. Gathering and all of these threads share one GIL. Processor time of the calling thread contains the iterator's. Reading
+clocks at each tensor takes time itself.
 """
 
 from __future__ import annotations
@@ -21,14 +26,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from statistics import median
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -36,11 +44,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from weightsync.bench.gpu_job import MODELS
+from weightsync.config import ServerSettings
+from weightsync.deadline import Deadline
 from weightsync.engine.receiver import Receiver
 from weightsync.model import TensorSpec
+from weightsync.server.server import BackgroundServer
 from weightsync.tensors.shards import torch_dtype
 from weightsync.trainer.agent import Trainer
-from weightsync.trainer.stream import Stream
+from weightsync.trainer.stream import Stream, StreamedPublication
 
 __all__ = ["main"]
 
@@ -60,20 +71,49 @@ def _shapes(options: argparse.Namespace, world_size: int) -> list[TensorSpec]:
     return [TensorSpec(f"layers.{number}.weight", (_HIDDEN, _HIDDEN), "bfloat16") for number in range(count)]
 
 
-def _receive(name: str, device: str) -> None:
+def _receive(name: str, device: str, transport: str | None) -> None:
     """Be a receiver until standard input ends: one publication for each line."""
-    with Receiver(name, device=device if device != "cpu" else None) as receiver:
+    transports = [transport] if transport else None
+    with Receiver(name, device=device if device != "cpu" else None, transports=transports) as receiver:
         print("joined", flush=True)
         for _ in sys.stdin:
             for batch in receiver.receive():
                 del batch
 
 
-def _start_receivers(trainer: Trainer, devices: list[str], owned: ExitStack) -> list[subprocess.Popen[str]]:
+def _start_coordinator(owned: ExitStack) -> str:
+    """Start one in a process of its own. Returns its URL and its token, separated by a space."""
+    token = secrets.token_urlsafe(32)
+    command = [sys.executable, "-m", "benchmarks.streams", "--serve"]
+    process = subprocess.Popen(
+        command, env={**os.environ, "WEIGHTSYNC_TOKEN": token}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    owned.enter_context(process)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    owned.callback(process.stdin.close)
+    return f"{process.stdout.readline().strip()} {token}"
+
+
+def _serve() -> None:
+    """Be the coordinator until standard input ends."""
+    with BackgroundServer(ServerSettings.load(port=0)) as server:
+        print(server.url, flush=True)
+        sys.stdin.read()
+
+
+def _from_rank_zero(text: str) -> str:
+    shared = [text]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
+def _start_receivers(trainer: Trainer, devices: list[str], transport: str | None, owned: ExitStack) -> list[subprocess.Popen[str]]:
     environment = {**os.environ, **trainer.environment}
     processes = []
     for number, device in enumerate(devices):
         command = [sys.executable, "-m", "benchmarks.streams", "--receive", f"receiver-{number}", "--device", device]
+        command += ["--transport", transport] if transport else []
         process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True, stdout=subprocess.DEVNULL)
         owned.enter_context(process)
         if process.stdin is not None:
@@ -87,14 +127,13 @@ class _Clock:
 
     def __init__(self, tensors: int) -> None:
         self._tensors = tensors
-        self._inside = self._last = 0.0
+        self._inside = self._last = self.waited = 0.0
 
     def watched(self, items: _Items) -> Iterator[tuple[str, torch.Tensor]]:
         """The items, with a note of the time that the iterator itself takes."""
         resumed = time.perf_counter()
         for item in items:
-            yielded = time.perf_counter()
-            self._inside += yielded - resumed
+            self._inside += time.perf_counter() - resumed
             yield item
             resumed = time.perf_counter()
         self._last = time.perf_counter()
@@ -113,9 +152,23 @@ class _Clock:
         return {
             "seconds_in_iterator": self._inside,
             "seconds_between": self._last - started - self._inside,
+            "seconds_between, waiting for a window": self.waited,
             "seconds_after": ended - self._last,
             **{f"cpu_us_per_tensor, {name}": seconds / self._tensors * 1e6 for name, seconds in cpu.items()},
         }
+
+    @contextmanager
+    def watching_waits(self) -> Iterator[None]:
+        """Note the time that the iterating thread waits for windows."""
+        unwatched = StreamedPublication._open
+
+        def opened(publication: StreamedPublication, number: int, deadline: Deadline) -> None:
+            started = time.perf_counter()
+            unwatched(publication, number, deadline)
+            self.waited += time.perf_counter() - started
+
+        with patch.object(StreamedPublication, "_open", opened):
+            yield
 
     @staticmethod
     def _threads() -> Counter[str]:
@@ -156,10 +209,18 @@ def main() -> None:
     parser.add_argument("--window-megabytes", type=int, default=0)
     parser.add_argument("--windows", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--transport", help="name of the transport; without one, the first that fits")
+    parser.add_argument("--receiver-devices", nargs="+")
+    parser.add_argument("--coordinator", choices=("rank0", "separate"), default="rank0")
+    parser.add_argument("--profile", action="store_true", help="say where the time went")
     parser.add_argument("--receive")
+    parser.add_argument("--serve", action="store_true")
     options = parser.parse_args()
+    if options.serve:
+        _serve()
+        return
     if options.receive:
-        _receive(options.receive, options.device)
+        _receive(options.receive, options.device, options.transport)
         return
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cuda = options.device.startswith("cuda")
@@ -182,14 +243,19 @@ def main() -> None:
         for _, tensor in gathering():
             del tensor
 
+    places = options.receiver_devices or [f"cuda:{number}" if cuda else "cpu" for number in range(world_size)]
     with ExitStack() as owned:
         stream = Stream(options.window_megabytes << 20 or None, options.windows, device if cuda else None)
-        trainer = owned.enter_context(Trainer(stream))
+        where = _start_coordinator(owned) if rank == 0 and options.coordinator == "separate" else ""
+        if options.coordinator == "separate":
+            where = _from_rank_zero(where)
+        url, _, token = where.partition(" ")
+        transports = [options.transport] if options.transport else None
+        trainer = owned.enter_context(Trainer(stream, url or None, token=token or None, transports=transports))
         receivers = []
         if rank == 0:
-            names = [f"cuda:{number}" if cuda else "cpu" for number in range(world_size)]
-            receivers = _start_receivers(trainer, names, owned)
-        trainer.wait_for_replicas(world_size)
+            receivers = _start_receivers(trainer, places, options.transport, owned)
+        trainer.wait_for_replicas(len(places))
 
         def publish(items: _Items) -> None:
             for process in receivers:
@@ -205,17 +271,17 @@ def main() -> None:
         clocks: dict[str, list[dict[str, float]]] = {"send": [], "stream": []}
 
         def published(phase: str) -> None:
+            items = whole if phase == "send" else gathering()
+            if not options.profile:
+                publish(items)
+                return
             clock = _Clock(len(specs))
-            items = clock.watched(whole if phase == "send" else gathering())
-            clocks[phase].append(clock.measure(lambda: publish(items)))
+            with clock.watching_waits():
+                clocks[phase].append(clock.measure(lambda: publish(clock.watched(items))))
 
-        if "gather" in options.phases:
-            seconds["gather"] = [_timed(drained, device) for _ in range(options.repeats)]
-        if "send" in options.phases:
-            seconds["send"] = [_timed(lambda: published("send"), device) for _ in range(options.repeats)]
-        whole.clear()
-        if "stream" in options.phases:
-            seconds["stream"] = [_timed(lambda: published("stream"), device) for _ in range(options.repeats)]
+        for _ in range(options.repeats):
+            for phase in options.phases:
+                seconds.setdefault(phase, []).append(_timed(drained if phase == "gather" else partial(published, phase), device))
         report: dict[str, object] = {"rank": rank}
         if rank == 0:
             report |= {
@@ -223,9 +289,10 @@ def main() -> None:
                 "seconds": {phase: [round(value, 3) for value in values] for phase, values in seconds.items()},
             }  # fmt: skip
             if len(seconds) == len(_PHASES):
-                middle = {phase: median(values) for phase, values in seconds.items()}
-                floor = max(middle["gather"], middle["send"])
-                report |= {"floor_seconds": round(floor, 3), "ratio": round(middle["stream"] / floor, 3)}
+                floors = [max(pair) for pair in zip(seconds["gather"], seconds["send"], strict=True)]
+                ratios = sorted(streamed / floor for streamed, floor in zip(seconds["stream"], floors, strict=True))
+                report |= {"floor_seconds": round(median(floors), 3)}
+                report |= {"ratio": [round(value, 3) for value in (median(ratios), ratios[0], ratios[-1])]}
         report |= {phase: _medians(measured) for phase, measured in clocks.items() if measured}
         print(json.dumps(report), flush=True)
     dist.destroy_process_group()

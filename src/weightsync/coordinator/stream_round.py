@@ -99,9 +99,7 @@ class WindowFlow:
             raise ConfigurationError(_DIFFERENT)
         self._early[number] = window
         while (following := self._early.pop(len(self.placed), None)) is not None:
-            digests = np.frombuffer(following.digests, "<u8").tolist()
-            for part, digest in zip(following.parts, digests, strict=True):
-                self.tensors.add(part, digest)
+            self.tensors.add_window(following.parts, np.frombuffer(following.digests, "<u8").tolist())
             self.placed.append(following)
         self._changed()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 from math import prod
 from typing import Annotated
@@ -22,6 +22,7 @@ ALIGNMENT = 256
 """Every tensor begins at a multiple of this many bytes of its window."""
 
 _Extents = Annotated[tuple[int, ...], msgspec.Meta(max_length=16)]
+_WINDOWS = 256  # remembered: a stream mostly brings the same windows as the one before
 
 
 class WindowPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -70,8 +71,11 @@ class WindowPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fal
         return self.size * itemsize(self.dtype)
 
 
-def window_layout(parts: Sequence[WindowPart], nbytes: int, *, assembled: bool = False) -> tuple[Manifest, Layout, list[int]]:
+@lru_cache(maxsize=_WINDOWS)
+def window_layout(parts: tuple[WindowPart, ...], nbytes: int, *, assembled: bool = False) -> tuple[Manifest, Layout, list[int]]:
     """Manifest and layout of a window of ``nbytes`` bytes, and the index in ``parts`` of each row of the layout.
+
+    Results are remembered, so they must not be changed.
 
     Parts without elements have no row. With ``assembled``, a part of a tensor lies in region 1, the memory of the whole tensor;
     everything else lies in region 0, the window.
@@ -123,6 +127,14 @@ def _manifest(specs: tuple[TensorSpec, ...]) -> Manifest:
     return Manifest(specs)
 
 
+@lru_cache(maxsize=_WINDOWS)
+def _measured(parts: tuple[WindowPart, ...]) -> tuple[tuple[WindowPart, TensorSpec, int, int], ...]:
+    """The parts, checked, with the tensor, elements and bytes of each."""
+    for part in parts:
+        part.check()
+    return tuple((part, part.spec, part.size, part.nbytes) for part in parts)
+
+
 class StreamedTensors:
     """The tensors of a stream as they come, and their digests, which add up over the parts of a tensor."""
 
@@ -142,9 +154,17 @@ class StreamedTensors:
             ConfigurationError: Its dtype is unknown.
         """
         part.check()
-        name, spec, size = part.name, part.spec, part.size
+        self._note(part, part.spec, part.size, part.nbytes, digest)
+
+    def add_window(self, parts: tuple[WindowPart, ...], digests: Iterable[int]) -> None:
+        """Take note of the parts of a window, as :meth:`add` does, which takes longer."""
+        for known, digest in zip(_measured(parts), digests, strict=True):
+            self._note(*known, digest)
+
+    def _note(self, part: WindowPart, spec: TensorSpec, size: int, nbytes: int, digest: int) -> None:
+        name = part.name
         known = self._specs.get(name)
-        self.nbytes += size * itemsize(part.dtype)
+        self.nbytes += nbytes
         if known is None:
             self._specs[name], self._left[name], self._digests[name] = spec, 0 if part.whole else spec.size - size, digest
             return

@@ -78,6 +78,8 @@ class _Window:
     copied: torch.cuda.Event | None = None
     stream: torch.cuda.Stream | None = None
     """The CUDA stream of the last copy into it, which all copies before it precede."""
+    handle: int | None = None
+    """CUDA's own handle of that stream; 0 is a stream, too."""
 
 
 class StreamedPublication:
@@ -188,10 +190,13 @@ class StreamedPublication:
 
     def _follow(self, window: _Window) -> None:
         """Order the next copy after those before it: an iterator may yield each tensor on a CUDA stream of its own."""
+        handle = torch._C._cuda_getCurrentRawStream(self._memory.device.index)  # for every tensor: a Stream object takes longer
+        if handle == window.handle:
+            return
         current = torch.cuda.current_stream(self._memory.device)
-        if window.stream is not None and window.stream != current:
+        if window.stream is not None:
             current.wait_stream(window.stream)
-        window.stream = current
+        window.stream, window.handle = current, handle
 
     def _open(self, number: int, deadline: Deadline) -> None:
         """Begin window ``number``; one of this rank when its memory is free."""
@@ -209,7 +214,8 @@ class StreamedPublication:
             return
         window.contents = plan.contents(self._number)
         if self._memory.is_cuda:
-            window.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            # Blocking: the iterating threads need the processors that a spinning wait for each window would take.
+            window.copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             window.copied.record(window.stream or torch.cuda.current_stream(self._memory.device))
         with self._changed:
             self._full[self._number] = window

@@ -18,7 +18,7 @@ PART = WindowPart("big", (4, 6), "float32", 768, (1, 0), (3, 6))
 
 
 def test_rows_are_in_the_manifests_order_and_point_back_to_their_parts() -> None:
-    parts = [WHOLE, FIRST, EMPTY, SCALAR, PART]
+    parts = (WHOLE, FIRST, EMPTY, SCALAR, PART)
     manifest, layout, order = window_layout(parts, 1024)
     names = [manifest[int(tensor)].name for tensor in layout.tensor]
     assert names == ["big", "layers.2.w", "layers.10.w", "scalar"]
@@ -34,7 +34,7 @@ def test_rows_are_in_the_manifests_order_and_point_back_to_their_parts() -> None
 
 
 def test_a_part_is_put_together_in_the_memory_of_its_tensor() -> None:
-    _, layout, _ = window_layout([WHOLE, PART], 1024, assembled=True)
+    _, layout, _ = window_layout((WHOLE, PART), 1024, assembled=True)
     assert layout.regions == (1024, 96)
     assert layout.region.tolist() == [1, 0]
     assert layout.offset.tolist() == [24, 256]
@@ -43,14 +43,14 @@ def test_a_part_is_put_together_in_the_memory_of_its_tensor() -> None:
 @pytest.mark.parametrize(
     ("parts", "nbytes", "error"),
     [
-        ([WHOLE], 256 + 59, LayoutError),
-        ([WHOLE, WHOLE], 1024, ConfigurationError),
-        ([WindowPart("w", (1 << 62, 4), "float32", 0)], 1024, ConfigurationError),
-        ([WindowPart("w", (2,), "complex", 0)], 1024, ConfigurationError),
-        ([WindowPart("w\n", (2,), "int8", 0)], 1024, ConfigurationError),
+        ((WHOLE,), 256 + 59, LayoutError),
+        ((WHOLE, WHOLE), 1024, ConfigurationError),
+        ((WindowPart("w", (1 << 62, 4), "float32", 0),), 1024, ConfigurationError),
+        ((WindowPart("w", (2,), "complex", 0),), 1024, ConfigurationError),
+        ((WindowPart("w\n", (2,), "int8", 0),), 1024, ConfigurationError),
     ],
 )
-def test_a_window_that_is_impossible_is_refused(parts: list[WindowPart], nbytes: int, error: type[Exception]) -> None:
+def test_a_window_that_is_impossible_is_refused(parts: tuple[WindowPart, ...], nbytes: int, error: type[Exception]) -> None:
     with pytest.raises(error):
         window_layout(parts, nbytes)
 
@@ -58,7 +58,7 @@ def test_a_window_that_is_impossible_is_refused(parts: list[WindowPart], nbytes:
 def test_parts_of_two_tensors_in_a_window_are_refused() -> None:
     other = WindowPart("huge", (4, 6), "float32", 256, (1, 0), (3, 6))
     with pytest.raises(LayoutError, match="two"):
-        window_layout([PART, other], 1024, assembled=True)
+        window_layout((PART, other), 1024, assembled=True)
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,11 @@ def test_a_forged_part_is_refused(forged: dict[str, object]) -> None:
     fields = {"name": "w", "shape": (3, 5), "dtype": "float32", "offset": 0} | forged
     part = msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=WindowPart)
     with pytest.raises(LayoutError):
-        window_layout([part], 1024)
+        window_layout((part,), 1024)
     with pytest.raises(LayoutError):
         StreamedTensors().add(part)
+    with pytest.raises(LayoutError):
+        StreamedTensors().add_window((part,), [0])
 
 
 def test_digests_add_up_over_the_parts_of_a_tensor() -> None:
@@ -96,6 +98,24 @@ def test_digests_add_up_over_the_parts_of_a_tensor() -> None:
     assert digests.dtype == np.uint64 and digests.tolist() == [2, 0, 5]
 
 
+def test_a_window_counts_as_its_parts_do() -> None:
+    first, last = ((WindowPart("big", (4, 6), "float32", 0, (a, 0), (b, 6)),) for a, b in ((0, 1), (3, 4)))
+    windows: list[tuple[WindowPart, ...]] = [(WHOLE, FIRST, EMPTY), (*first, PART), last]
+    for _ in range(2):  # the second time they are known
+        apart, together = StreamedTensors(), StreamedTensors()
+        for window in windows:
+            digests = [2**64 - 1 - index for index in range(len(window))]
+            together.add_window(window, digests)
+            for part, digest in zip(window, digests, strict=True):
+                apart.add(part, digest)
+        assert together.nbytes == apart.nbytes == 60 + 4 + 96
+        (manifest, totals), (same, expected) = together.end(), apart.end()
+        assert manifest == same
+        assert totals.tolist() == expected.tolist()
+    with pytest.raises(ValueError, match="shorter"):
+        StreamedTensors().add_window(windows[0], [0])
+
+
 @pytest.mark.parametrize(
     "parts", [[FIRST, FIRST], [EMPTY, EMPTY], [PART, PART, PART], [PART, WindowPart("big", (4, 6), "int8", 0, (0, 0), (1, 6))]]
 )
@@ -104,6 +124,8 @@ def test_a_tensor_comes_once_and_as_one_tensor(parts: list[WindowPart]) -> None:
     with pytest.raises(ManifestMismatch, match="twice"):
         for part in parts:
             streamed.add(part)
+    with pytest.raises(ManifestMismatch, match="twice"):
+        StreamedTensors().add_window(tuple(parts), [0] * len(parts))
 
 
 def test_a_tensor_that_did_not_come_whole_ends_nothing() -> None:

@@ -8,10 +8,22 @@ import torch
 from weightsync.trainer import stream
 
 
-def test_the_first_copy_to_a_window_is_followed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stream of the CPU, which compares as one of a GPU does: it is not unequal to None. ``tests/gpu`` copies for real."""
+def test_a_copy_on_another_stream_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With streams that note what they wait for; ``tests/gpu`` copies for real. The default stream's handle is 0."""
     publication = stream.StreamedPublication(torch.zeros(512, dtype=torch.uint8), 256, 0, 1, None, 1)
-    window, current = stream._Window(), torch.Stream(device="cpu")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
-    publication._follow(window)
-    assert window.stream is current
+    window = stream._Window()
+    waits: list[tuple[int, int]] = []
+
+    class Noted:
+        def __init__(self, handle: int) -> None:
+            self.handle = handle
+
+        def wait_stream(self, other: Noted) -> None:
+            waits.append((self.handle, other.handle))
+
+    for handle in (0, 0, 5, 5, 0):
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _, handle=handle: handle, raising=False)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _, handle=handle: Noted(handle))
+        publication._follow(window)
+        assert window.handle == handle
+    assert waits == [(5, 0), (0, 5)]

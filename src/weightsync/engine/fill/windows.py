@@ -110,8 +110,9 @@ class WindowReceiver:
         placed, bucket = body.placed, self._buffers[body.window % len(self._buffers)]
         if not 0 <= placed.nbytes <= self._body.window_bytes or placed.offset < 0:
             raise ProtocolError(f"a window of {placed.nbytes:,} bytes at {placed.offset} is not one of this stream")
-        for part in placed.parts:
-            self._check(part)
+        if not self._takes_any:
+            for part in placed.parts:
+                self._check(part)
         if len(self._buffers) == 1:
             self._load(deadline)
         source, member = self._sources[body.source], self._body.sources[body.source].member
@@ -130,8 +131,7 @@ class WindowReceiver:
                 with suppress(Exception):  # the error that ended this is the one to report
                     self._receiving.result(_GRACE)
             raise
-        for part, digest in zip(placed.parts, digests.tolist(), strict=True):
-            self._tensors.add(part, digest)
+        self._tensors.add_window(placed.parts, digests.tolist())
         self._pending = self._arrived(placed, bucket)
         self.nbytes = self._tensors.nbytes
         self._context.progress(self.nbytes)
@@ -167,8 +167,6 @@ class WindowReceiver:
     def _check(self, part: WindowPart) -> None:
         """Raise unless the part is possible, and the engine takes this tensor."""
         part.check()
-        if self._takes_any:
-            return
         own = self._context.manifest
         index = own.index.get(part.name)
         if index is None:

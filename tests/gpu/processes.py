@@ -9,6 +9,7 @@ import sys
 from contextlib import ExitStack
 from typing import Any
 
+import pytest
 import torch
 from tests.gpu.owner_process import HERE
 
@@ -18,7 +19,15 @@ from weightsync.protocol.messages import Offer
 from weightsync.server.server import BackgroundServer
 from weightsync.trainer.agent import Trainer
 
-__all__ = ["Joined", "OwnerProcess", "change", "end_of", "far", "fingerprint_of", "line_of", "told"]
+__all__ = ["Joined", "OwnerProcess", "change", "end_of", "far", "fingerprint_of", "line_of", "on_two_gpus", "told"]
+
+on_two_gpus = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    pytest.mark.timeout(150),
+    pytest.mark.filterwarnings("default::DeprecationWarning"),
+]
+"""Marks of tests whose engine is on another GPU than the trainer."""
 
 
 class OwnerProcess:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -55,22 +56,27 @@ def received(receiver: Receiver) -> Tensors:
     return {name: tensor.clone() for batch in receiver.receive(SECONDS) for name, tensor in batch}
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=str)
-def test_batches_lie_on_the_receivers_device(server: BackgroundServer, device: torch.device) -> None:
+def assert_arrives(server: BackgroundServer, device: torch.device, transport: str, **options: Any) -> None:
+    """Publish three times from the first GPU to a receiver on ``device``, with ``options`` of both."""
     with ExitStack() as owned:
         stream = Stream(window_bytes=1 << 18, device=DEVICES[0])
-        trainer = owned.enter_context(Trainer(stream, server.url, token=server.token, rank=0, world_size=1))
-        receiver = owned.enter_context(Receiver("r", server.url, token=server.token, device=device))
-        pool = owned.enter_context(ThreadPoolExecutor(2))
+        trainer = owned.enter_context(Trainer(stream, server.url, token=server.token, rank=0, world_size=1, **options))
+        receiver = owned.enter_context(Receiver("r", server.url, token=server.token, device=device, **options))
+        pool = owned.enter_context(ThreadPoolExecutor(1))
         for seed in range(3):
             sent = weights(seed, DEVICES[0])
             coming = pool.submit(received, receiver)
             result = trainer.publish_stream(lent(sent), timeout=SECONDS)
             arrived = coming.result(SECONDS)
-            assert result.replicas[0].transports == ("cuda_ipc",)
+            assert result.replicas[0].transports == (transport,)
             assert {tensor.device for tensor in arrived.values()} == {device}
             assert arrived.keys() == sent.keys()
             assert all(torch.equal(arrived[name].to(DEVICES[0]), sent[name]) for name in sent)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_batches_lie_on_the_receivers_device(server: BackgroundServer, device: torch.device) -> None:
+    assert_arrives(server, device, "cuda_ipc")
 
 
 def test_tensors_may_be_yielded_on_cuda_streams_of_their_own(server: BackgroundServer) -> None:
@@ -99,20 +105,7 @@ def test_tensors_may_be_yielded_on_cuda_streams_of_their_own(server: BackgroundS
 
 @pytest.mark.skipif(len(DEVICES) < 2, reason="NCCL broadcasts to other GPUs than the trainer's")
 def test_windows_are_broadcast_to_another_gpu_by_nccl(server: BackgroundServer) -> None:
-    with ExitStack() as owned:
-        stream = Stream(window_bytes=1 << 18, device=DEVICES[0])
-        token, transports = server.token, ["nccl"]
-        trainer = owned.enter_context(Trainer(stream, server.url, token=token, rank=0, world_size=1, transports=transports))
-        receiver = owned.enter_context(Receiver("r", server.url, token=token, device=DEVICES[1], transports=transports))
-        pool = owned.enter_context(ThreadPoolExecutor(1))
-        for seed in range(3):
-            sent = weights(seed, DEVICES[0])
-            coming = pool.submit(received, receiver)
-            result = trainer.publish_stream(lent(sent), timeout=SECONDS)
-            arrived = coming.result(SECONDS)
-            assert result.replicas[0].transports == ("nccl",)
-            assert {tensor.device for tensor in arrived.values()} == {DEVICES[1]}
-            assert all(torch.equal(arrived[name].to(DEVICES[0]), sent[name]) for name in sent)
+    assert_arrives(server, DEVICES[1], "nccl", transports=["nccl"])
 
 
 def test_host_windows_take_tensors_of_a_gpu(server: BackgroundServer) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from tests.gpu.engine_process import Model, fingerprint
 from tests.gpu.owner_process import HERE, KEY, LAYOUT, SIZES, contents
-from tests.gpu.processes import Joined, OwnerProcess, change, end_of, fingerprint_of, line_of
+from tests.gpu.processes import Joined, OwnerProcess, change, end_of, fingerprint_of, line_of, on_two_gpus
 from tests.gpu.reader_process import whole
 
 from weightsync.config import ServerSettings
@@ -28,12 +28,7 @@ from weightsync.protocol.messages import Offer
 from weightsync.server.server import BackgroundServer
 from weightsync.transports.broadcast.nccl import Nccl
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-    pytest.mark.timeout(150),
-    pytest.mark.filterwarnings("default::DeprecationWarning"),
-]
+pytestmark = on_two_gpus
 pytest.importorskip("triton", reason="needs Triton")
 
 

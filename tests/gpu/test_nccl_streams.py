@@ -7,12 +7,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 import torch
+from tests.contract.transports.broadcast_groups import groups
 from tests.gpu.engine_process import Model, fingerprint
-from tests.gpu.processes import Joined, change, fingerprint_of
+from tests.gpu.processes import Joined, change, fingerprint_of, on_two_gpus
 
 from weightsync.config import ServerSettings
 from weightsync.engine.receiver import Receiver
@@ -21,14 +21,10 @@ from weightsync.model import RoundResult
 from weightsync.server.server import BackgroundServer
 from weightsync.trainer.agent import Trainer
 from weightsync.trainer.stream import Stream
-from weightsync.transports.broadcast import sender
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-    pytest.mark.timeout(150),
-    pytest.mark.filterwarnings("default::DeprecationWarning"),
-]
+__all__ = ["groups"]
+
+pytestmark = on_two_gpus
 pytest.importorskip("triton", reason="needs Triton")
 
 needs_three = pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three CUDA devices")
@@ -38,20 +34,6 @@ needs_three = pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs th
 def joined() -> Iterator[Joined]:
     with BackgroundServer(ServerSettings.load({}, port=0, require="any")) as server, ExitStack() as owned:
         yield Joined(server, owned)
-
-
-@pytest.fixture
-def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many readers each group had that the publisher made."""
-    made: list[int] = []
-    connect = sender._Group.__init__
-
-    def counting(group: Any, *arguments: Any) -> None:
-        connect(group, *arguments)
-        made.append(len(group.members))
-
-    monkeypatch.setattr(sender._Group, "__init__", counting)
-    return made
 
 
 def streaming(joined: Joined, device: str | None = "cuda:0") -> Trainer:

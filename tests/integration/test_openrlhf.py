@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import signal
 import socket
@@ -23,6 +24,7 @@ from tests.integration.policy_run import FailingAdapter, PolicyRun
 
 import weightsync
 from weightsync.errors import ConfigurationError
+from weightsync.integrations import releases
 from weightsync.integrations.__main__ import main as check_installation
 
 pytestmark = [pytest.mark.openrlhf, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
@@ -108,7 +110,9 @@ def test_the_check_of_an_installation_finds_what_is_replaced(
     assert "its policy actors have what weightsync replaces" in capsys.readouterr().out
 
 
-def test_enable_replaces_the_actors_that_openrlhfs_program_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enable_replaces_the_actors_that_openrlhfs_program_starts_and_names_a_release_that_was_not_tried(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     flash_attn_standin.install()
     from openrlhf.trainer.ray import ppo_actor, vllm_engine
 
@@ -123,8 +127,13 @@ def test_enable_replaces_the_actors_that_openrlhfs_program_starts(monkeypatch: p
     with pytest.raises(ConfigurationError, match="imported already"):
         enable()
     monkeypatch.delitem(sys.modules, PROGRAM)
-    enable()
-    enable()
+    releases.warn_if_untried.cache_clear()
+    monkeypatch.setattr(releases, "version", lambda _: "9.99.0")
+    with caplog.at_level(logging.WARNING):
+        enable()
+        enable()
+    releases.warn_if_untried.cache_clear()
+    assert ["with OpenRLHF" in record.getMessage() for record in caplog.records if record.name == releases.__name__] == [True]
     assert actor_class(ppo_actor.PolicyModelActor) is PublishingPolicyActor
     assert issubclass(PublishingPolicyActor, actor_class(policy))
     assert actor_class(vllm_engine.RolloutRayActor) is JoiningRolloutActor

@@ -14,18 +14,23 @@ from typing import Any
 
 import pytest
 import torch
+from tests.contract.transports.broadcast_groups import groups
 from tests.integration import test_streams
-from tests.integration.test_streams import SECONDS, World, failing, lent, same, weights
+from tests.integration.test_streams import SECONDS, Tensors, World, failing, lent, same, weights
 
 from weightsync.config import ServerSettings
 from weightsync.engine.agent import Engine
+from weightsync.engine.receiver import Receiver
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import RoundFailed, WeightSyncError
 from weightsync.protocol.messages import Traits
 from weightsync.server.server import BackgroundServer
+from weightsync.trainer.agent import Trainer
 from weightsync.transports.broadcast import sender
 from weightsync.transports.broadcast.gloo import Collective
 from weightsync.transports.broadcast.transport import Broadcast
+
+__all__ = ["groups"]
 
 Made = Callable[[], Broadcast]
 
@@ -63,18 +68,14 @@ def world(server: BackgroundServer) -> Iterator[World]:
         yield World(server, owned)
 
 
+def assert_arrives(world: World, trainer: Trainer, receivers: list[Receiver], sent: Tensors) -> None:
+    coming = [world.receive(receiver) for receiver in receivers]
+    assert trainer.publish_stream(lent(sent), timeout=SECONDS).ok
+    assert all(same(future.result(SECONDS), sent) for future in coming)
+
+
 @pytest.mark.parametrize("make", WIRES)
-def test_each_trainer_rank_connects_one_group_for_all_publications(
-    world: World, make: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[int] = []
-    connect = sender._Group.__init__
-
-    def counting(group: Any, *arguments: Any) -> None:
-        connect(group, *arguments)
-        made.append(len(group.members))
-
-    monkeypatch.setattr(sender._Group, "__init__", counting)
+def test_each_trainer_rank_connects_one_group_for_all_publications(world: World, make: Made, groups: list[int]) -> None:
     trainers = [world.trainer(rank=rank, world_size=2, transports=[make()]) for rank in range(2)]
     receivers = [world.receiver(name, transports=[make()]) for name in ("r0", "r1", "r2")]
     trainers[0].wait_for_replicas(3, SECONDS)
@@ -83,12 +84,8 @@ def test_each_trainer_rank_connects_one_group_for_all_publications(
         asked = [world.pool.submit(trainer.publish_stream, lent(weights(seed)), timeout=SECONDS) for trainer in trainers]
         result = asked[0].result(SECONDS)
         assert all(same(future.result(SECONDS), weights(seed)) for future in coming)
-        assert [(one.error, one.transports) for one in result.replicas] == [(None, (receivers_by(make),))] * 3
-    assert made == [3, 3]
-
-
-def receivers_by(make: Made) -> str:
-    return make().name
+        assert [(one.error, one.transports) for one in result.replicas] == [(None, (make().name,))] * 3
+    assert groups == [3, 3]
 
 
 @pytest.mark.parametrize("make", WIRES)
@@ -128,9 +125,7 @@ def test_a_receiver_that_stops_in_the_middle_fails_alone(world: World, make: Mad
         with pytest.raises(OSError, match="no room"):
             stopped.result(SECONDS)
         going.append(stopping)
-    coming = [world.receive(receiver) for receiver in going]
-    assert trainer.publish_stream(lent(weights(4)), timeout=SECONDS).ok
-    assert all(same(future.result(SECONDS), weights(4)) for future in coming)
+    assert_arrives(world, trainer, going, weights(4))
 
 
 @pytest.mark.parametrize("make", WIRES)
@@ -166,9 +161,7 @@ def test_a_generator_that_raises_ends_on_both_sides_and_the_next_one_arrives(wor
     for future in coming:
         with pytest.raises(RoundFailed, match="no gather"):
             future.result(SECONDS)
-    coming = [world.receive(receiver) for receiver in receivers]
-    assert trainer.publish_stream(lent(weights(1)), timeout=SECONDS).ok
-    assert all(same(future.result(SECONDS), weights(1)) for future in coming)
+    assert_arrives(world, trainer, receivers, weights(1))
 
 
 @pytest.mark.parametrize("make", WIRES)

@@ -217,8 +217,8 @@ class StreamSender:
         try:
             return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(walk)), meeting.seconds + GRACE)
         except TimeoutError:
-            if walk.done():
-                raise
+            if walk.done():  # with this error of its own, or in this very moment
+                return walk.result()
             self._stuck = walk
             raise DeadlineExceeded(
                 f"{self._kind} rank {trainer.rank} did not walk its weights within {meeting.seconds:g} s. Their walk is a "

@@ -123,7 +123,10 @@ def _strides(extents: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]
 
 @lru_cache(maxsize=2)
 def _manifest(specs: tuple[TensorSpec, ...]) -> Manifest:
-    """The manifest, which is mostly the one of the stream before, and of other ends in this process: it takes 6 us a tensor."""
+    """Return the manifest of ``specs``.
+
+    Cached, because it takes 6 us a tensor, and the next stream, or another reader in this process, mostly has the same tensors.
+    """
     return Manifest(specs)
 
 
@@ -166,7 +169,8 @@ class StreamedTensors:
         known = self._specs.get(name)
         self.nbytes += nbytes
         if known is None:
-            self._specs[name], self._left[name], self._digests[name] = spec, 0 if part.whole else spec.size - size, digest
+            self._specs[name], self._digests[name] = spec, digest
+            self._left[name] = 0 if part.whole else spec.size - size
             return
         if known != spec or not size or size > self._left[name]:
             raise ManifestMismatch(f"the stream brings {name} twice, or as two different tensors")

@@ -143,11 +143,11 @@ class Calls:
             await asyncio.wait(running)
 
     async def returned(self) -> None:
-        """Wait until every call whose answer has arrived has returned to its caller, and the caller's task has run on."""
+        """Wait until every call whose answer has arrived has returned, and the done callbacks of its task have run."""
         if self._answered():
             self._returned = asyncio.Event()
             await self._returned.wait()
-            await asyncio.sleep(0)  # the last call's task runs on in the pass of the event loop in which it set the event
+            await asyncio.sleep(0)  # the last call set the event before its task ended, so this task wakes before those callbacks
 
     def _answered(self) -> bool:
         return any(answer.done() for answer in self._waiting.values())

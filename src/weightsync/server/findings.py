@@ -1,4 +1,4 @@
-"""Results of checks (``weightsync doctor``, ``python -m weightsync.integrations``), and the check that both make."""
+"""Results of checks (``weightsync doctor``, ``python -m weightsync.integrations``), and checks that several of them make."""
 
 from __future__ import annotations
 

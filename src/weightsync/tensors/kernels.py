@@ -146,6 +146,7 @@ def _copy_digest(target, source, read, first, size, key, columns, ahead, limit):
             start += lines * _LINE
         else:
             count = min(_LINE - (byte & 3), size - start)
+            _prefetch_lines(source, start, count, ahead, limit)
             raw.copy_bytes(target + start, source + start, count)
             total += _run(read + start, byte, count, key, columns)
             start += count

@@ -18,9 +18,11 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.errors import BroadcastBroken, DeadlineExceeded, PeerLost, WeightSyncError
+from weightsync.tensors.copies import gather_tiles
 from weightsync.testing.copy_cases import tiles_from
 from weightsync.testing.owner_process import contents
 from weightsync.testing.transport_contract import nothing_left
+from weightsync.transports.broadcast import gloo
 from weightsync.transports.broadcast.gloo import Collective
 from weightsync.transports.broadcast.process_groups import ProcessGroup, init_custom_process_group
 from weightsync.transports.broadcast.reader import BroadcastReader
@@ -293,6 +295,25 @@ class TestWindows:
         assert together([], 1, first, second, close) < SECONDS / 4
         for member in members:
             assert type(member.attempts[-1]) is PeerLost or member.attempts[-1] is None, member.attempts
+
+    def test_a_window_whose_packing_takes_too_long_goes_to_each_reader_alone(
+        self, owned: ExitStack, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stream = StreamOfWindows(collective, owned)
+        members = stream.members(2, seconds=2.0)
+        packed = threading.Event()
+
+        def slowly(*arguments: Any) -> None:
+            if not packed.is_set():
+                packed.set()
+                time.sleep(1.2)  # more than half of the readers' time
+            gather_tiles(*arguments)
+
+        monkeypatch.setattr(gloo, "gather_tiles", slowly)
+        together(members, 0)
+        assert all(member.has(0) and member.size == 2 for member in members), [member.attempts for member in members]
+        assert {len(member.attempts) for member in members} == {2}
+        assert "packing a bucket took longer than" in str(members[0].attempts[0])
 
     @pytest.mark.parametrize("make", WIRES)
     def test_a_window_that_breaks_twice_goes_to_each_reader_alone(

@@ -259,12 +259,15 @@ async def test_calls_whose_answers_arrived_have_returned_before_a_connection_is_
 
     calls = Calls(wire, refuse)
     called = asyncio.ensure_future(calls.call(Resume(), 5.0))
+    handed_on: list[Body] = []
+    called.add_done_callback(lambda done: handed_on.append(done.result()))
     waiting = asyncio.ensure_future(calls.call(Resume(), 5.0))
     await asyncio.sleep(0.1)
     calls.feed(Answer(1, Done()))
     assert not called.done()
     await calls.returned()
     assert called.done()
+    assert handed_on == [Done()]
     assert not waiting.done()
     await calls.returned()  # nothing to wait for
     calls.close()

@@ -24,7 +24,7 @@ def findings() -> Iterator[Finding]:
         yield Finding("environment", "ok", "WEIGHTSYNC_COORDINATOR is set")
     else:
         yield Finding("environment", "missing", "WEIGHTSYNC_COORDINATOR is not set", "SGLang does not join")
-    release = find_release("sglang", "SGLang", TRIED, TRIED.__eq__)
+    release = find_release("sglang", "SGLang", TRIED, lambda installed: installed == TRIED)
     yield release
     if release.status == "missing":
         return

@@ -15,7 +15,7 @@ TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 
 def missing_parts() -> list[str]:
-    """Return what this SGLang lacks, as ``Class.method``; empty if it has every part.
+    """Return what this SGLang lacks, as ``Class.method`` or ``module.name``; empty if it has every part.
 
     Raises:
         ImportError: A module or class cannot be imported.
@@ -38,4 +38,4 @@ def missing_parts() -> list[str]:
         TokenizerManager: ("init_request_dispatcher", "_update_weight_version_if_provided"),
         WeightUpdater: ("begin_weight_update", "end_weight_update"),
     }  # fmt: skip
-    return [f"{owner.__name__}.{method}" for owner, methods in parts.items() for method in methods if not hasattr(owner, method)]
+    return [f"{owner.__name__}.{name}" for owner, names in parts.items() for name in names if not hasattr(owner, name)]

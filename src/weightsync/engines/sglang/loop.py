@@ -63,7 +63,7 @@ class SchedulerLoop(Closeable):
         self._held: list[object] = []
         self._paused = False
         self._asleep: frozenset[str] = frozenset()
-        self._disturbance = ""  # a request of another client that wrote weights while the engine was paused
+        self._disturbance = ""  # type of a request by which another client wrote weights while the engine was paused
         self._wake_error: Exception | None = None
         self._closed = False
 
@@ -92,7 +92,10 @@ class SchedulerLoop(Closeable):
             self._outbox.clear()
 
     def _hold(self, pulled: list[object]) -> None:
-        """Move requests that wait for the continuation out of ``pulled``. Aborts also stay, since some of theirs may not wait."""
+        """Move requests that wait for the continuation out of ``pulled``.
+
+        Aborts wait as well as pass, because the requests that they name may be held back or in SGLang.
+        """
         passed: list[object] = []
         for request in pulled:
             if self._requests.is_switch(request) and not any(type(held) is type(request) for held in self._held):

@@ -15,7 +15,7 @@ PROGRAM = "openrlhf.cli.train_ppo_ray"
 
 
 def actor_class(actor: Any) -> Any:  # noqa: ANN401 - Ray's, and a class made by OpenRLHF
-    """The class that ``ray.remote`` made ``actor`` of."""
+    """Return the class that was given to ``ray.remote`` for ``actor``."""
     return actor.__ray_metadata__.modified_class.__ray_actor_class__
 
 
@@ -31,8 +31,10 @@ def enable() -> None:
 
     from weightsync.integrations.openrlhf.policy import PublishingPolicyActor, check_trainer
     from weightsync.integrations.openrlhf.rollout import JoiningRolloutActor
+    from weightsync.integrations.releases import warn_if_untried
 
     check_trainer()
+    warn_if_untried("openrlhf")
     if actor_class(ppo_actor.PolicyModelActor) is PublishingPolicyActor:
         return
     if PROGRAM in sys.modules:

@@ -95,8 +95,8 @@ class PublishesWeights:
         try:
             return walk.result(seconds + GRACE)
         except TimeoutError:
-            if walk.done():
-                raise
+            if walk.done():  # with this error of its own, or in this very moment
+                return walk.result()
             raise DeadlineExceeded(
                 f"policy rank {trainer.rank} did not gather its parameters within {seconds:g} s: another policy rank does not take "
                 "part, or the gather itself hangs. Restart the policy actors"

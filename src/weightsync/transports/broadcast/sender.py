@@ -1,7 +1,7 @@
 """The publisher of every broadcast transport: gathers readers that want the same, and broadcasts to them all at once.
 
-A window of a stream is wanted by all readers. One that was not sent in time, or broke twice, goes to each reader alone, and so do
-all later windows of that version: whoever is slow or broken fails alone.
+All readers request each window of a stream. If a window was not sent in time, or its broadcast broke twice, the publisher sends it
+and all later windows of that version to each reader alone, so that only the reader fails that is slow or broken.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class _Group:
         return self._joined
 
     def _meet(self, deadline: Deadline) -> ProcessGroup:
-        # torch waits for each member anew; closing the rendezvous ends its wait.
+        # torch's timeout starts again for each member; closing the rendezvous ends its wait.
         late = threading.Event()
 
         def give_up() -> None:
@@ -307,7 +307,7 @@ class BroadcastPublisher(ListeningPublisher):
         """Make the group of a reader that shares its request with no other. Readers that share get a group when all begin."""
         deadline = _within(member, request.seconds)
         with self._lock:
-            alone = not self._region.windows and all(one is member or one.request != member.request for one in self._members)
+            alone = not self._region.windows and not self._sharing(member)
             if alone:
                 self._run_alone(member, _MEETING, deadline)
         if not alone:
@@ -325,11 +325,16 @@ class BroadcastPublisher(ListeningPublisher):
             transfer = self._gathering.get(key)
             if transfer is None:
                 transfer = self._gathering[key] = _Transfer(*key, deadline)
-            elif (deadline.at < transfer.deadline.at) == self._region.windows:
-                transfer.deadline = deadline  # the last one; of a window the first one, as it can be sent again
+            else:
+                first_or_last = min if self._region.windows else max  # a window can be sent again to readers that have time left
+                transfer.deadline = first_or_last(transfer.deadline, deadline, key=lambda limit: limit.at)
             transfer.members.append(member)
             member.transfer = transfer
             self._look(member.request)
+
+    def _sharing(self, member: _Member) -> bool:
+        """Whether another reader has the same request. Call with the lock held."""
+        return any(other.request == member.request for other in self._members if other is not member)
 
     def _run_alone(self, member: _Member, version: int, deadline: Deadline) -> None:
         transfer = member.transfer = _Transfer(member.request, version, deadline)
@@ -388,7 +393,7 @@ class BroadcastPublisher(ListeningPublisher):
                 transfer.fail("another reader of this broadcast went away")
             elif transfer is not None:
                 transfer.members.remove(member)
-            _disband(member)  # it will not be complete again
+            _disband(member)  # its group cannot be complete again
             self._look(member.request)
 
     # Sending.
@@ -432,6 +437,8 @@ class BroadcastPublisher(ListeningPublisher):
             for member in members:
                 member.transfer = None
                 member.received = transfer.key if failure is None else None
+                if failure is not None and member.group is transfer.group:
+                    member.group = None  # it is closed below: a reader that begins again before that gets another one
             if failure is None:
                 self._broken = None
         if failure is not None:
@@ -449,9 +456,9 @@ class BroadcastPublisher(ListeningPublisher):
             self._running.discard(transfer)
 
     def _reason(self, transfer: _Transfer, caught: Exception, several: bool) -> Exception:
-        """What to tell the readers of a broadcast that failed. They may request a window again that one of them broke.
+        """Return the error for the readers of a broadcast that failed. If it is ``BroadcastBroken``, they may request it again.
 
-        After a window that took too long, or broke twice, whoever is to blame is found by sending to each reader alone.
+        A window that took too long, or broke twice, does not show which reader is to blame: from then on each is sent to alone.
         """
         slow = isinstance(caught, DeadlineExceeded) and self._region.windows
         with self._lock:
@@ -513,8 +520,8 @@ def _disband(member: _Member) -> None:
     group = member.group
     if group is not None:
         group.close()
-        for one in group.members:
-            one.group = None
+        for other in group.members:
+            other.group = None
 
 
 def _within(member: _Member, seconds: float) -> Deadline:

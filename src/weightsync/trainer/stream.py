@@ -72,10 +72,12 @@ class Stream:
 
 @dataclass
 class _Window:
-    """A window that this rank fills: when it is full what is in it, and, on a device, when its copies are done."""
+    """A window that this rank fills."""
 
     contents: WindowContents | None = None
+    """Set when it is full."""
     copied: torch.cuda.Event | None = None
+    """Set when it is full and lies on a device: the end of its copies."""
     stream: torch.cuda.Stream | None = None
     """The CUDA stream of the last copy into it, which all copies before it precede."""
     handle: int | None = None
@@ -155,7 +157,7 @@ class StreamedPublication:
         if self._error is None:
             try:
                 self._finish()
-            except WeightSyncError as error:
+            except Exception as error:
                 self.stop(error)
                 raise
 
@@ -199,7 +201,7 @@ class StreamedPublication:
         window.stream, window.handle = current, handle
 
     def _open(self, number: int, deadline: Deadline) -> None:
-        """Begin window ``number``; one of this rank when its memory is free."""
+        """Begin window ``number``. If this rank sends it, wait first until its memory is free."""
         if number % self._world_size == self._rank:
             reused = number - self._slots * self._world_size  # the window whose memory this is
             with self._changed:

@@ -82,7 +82,7 @@ class WindowContents:
 class StreamPlan:
     """Tensors of a stream in their order, cut into windows of at most ``most`` bytes, as all trainer ranks cut them.
 
-    Grows while a stream comes for the first time. A stream that differs from the one before is planned anew from its first
+    Grows while a stream comes for the first time. A stream that differs from the one before is planned again from its first
     difference. After an error it must be dropped. Used by the thread that iterates; :class:`WindowContents` by another.
 
     Args:
@@ -116,7 +116,7 @@ class StreamPlan:
 
         Raises:
             ConfigurationError: Its dtype cannot be published, or a window holds no element of it.
-            ManifestMismatch: It came already.
+            ManifestMismatch: The stream brought a tensor of this name already.
         """
         if index < len(self._planned):
             kept = self._planned[index]

@@ -100,5 +100,6 @@ def _tokenizer_takes_labels(scheduler: Any) -> bool:  # noqa: ANN401 - SGLang's
 
     hooked = hasattr(TokenizerManager.init_request_dispatcher, "__wrapped__")
     arguments = scheduler.server_args
-    answers_http = scheduler.rust_server is None and not (arguments.smg_grpc_mode or arguments.grpc_mode)
+    grpc = any(getattr(arguments, name, False) for name in ("smg_grpc_mode", "grpc_mode"))  # not in every release
+    answers_http = scheduler.rust_server is None and not grpc
     return hooked and answers_http and arguments.tokenizer_worker_num == 1

@@ -29,8 +29,6 @@ _log = logging.getLogger(__name__)
 _ABORT_SECONDS = 10.0
 _BUFFERS = 2
 
-Step = Callable[[UpdateClient], None]
-
 
 class Pushed(msgspec.Struct, kw_only=True):
     """What became of one engine."""
@@ -55,11 +53,11 @@ class _Target:
         self.result = Pushed(url=client.url, engine=client.engine)
         self.failed = False
 
-    def run(self, what: Step) -> None:
+    def run(self, step: Callable[[_Target], None]) -> None:
         if self.failed:
             return
         try:
-            what(self.client)
+            step(self)
         except WeightSyncError as error:
             self.failed = True
             self.result.answer = f"{type(error).__name__}: {error}"
@@ -100,16 +98,18 @@ def push(
     def step() -> Deadline:
         return Deadline(min(step_timeout, deadline.remaining("the push")))
 
-    def always(what: Step) -> Callable[[_Target], Step]:
-        return lambda target: what
+    def pause(target: _Target) -> None:
+        target.result.touched = True
+        target.client.pause(mode, step())
+        target.client.begin(label, None, step(), deadline)
 
-    def paused(target: _Target) -> Step:
-        def run(client: UpdateClient) -> None:
-            target.result.touched = True
-            client.pause(mode, step())
-            client.begin(label, None, step(), deadline)
-
-        return run
+    def commit(target: _Target) -> None:
+        answer = target.client.commit(reading.digests, step())
+        target.client.flush(step())
+        target.client.resume(step())
+        target.client.leave(step())
+        target.result.answer, target.result.ok, target.result.verified = answer, True, target.client.verifies
+        target.result.seconds = time.monotonic() - started
 
     buckets = buckets_of(checkpoint.manifest, bucket_bytes)
     with (
@@ -117,37 +117,25 @@ def push(
         ThreadPoolExecutor(max(len(targets), 1), thread_name_prefix="weightsync-target") as threads,
     ):
 
-        def each(what: Callable[[_Target], Step]) -> None:
-            for done in [threads.submit(target.run, what(target)) for target in targets]:
+        def each(work: Callable[[_Target], None]) -> None:
+            for done in [threads.submit(target.run, work) for target in targets]:
                 done.result()  # every step inside has the deadline
 
         try:
             reading.wait_for_first(step())
-            each(always(lambda client: client.check(checkpoint.manifest, label, step())))
-            each(always(lambda client: client.join(step())))
-            each(paused)
+            each(lambda target: target.client.check(checkpoint.manifest, label, step()))
+            each(lambda target: target.client.join(step()))
+            each(pause)
             for number, bucket in enumerate(reading.in_order(step)):
                 last = number == len(buckets) - 1
 
-                def send(client: UpdateClient, bucket: Bucket = bucket, last: bool = last) -> None:
-                    client.update(bucket, last, step())
+                def send(target: _Target, bucket: Bucket = bucket, last: bool = last) -> None:
+                    target.client.update(bucket, last, step())
 
-                each(always(send))
+                each(send)
                 if all(target.failed for target in targets):
                     break
                 progress(sum(spec.nbytes for spec in bucket.specs))
-
-            def commit(target: _Target) -> Step:
-                def run(client: UpdateClient) -> None:
-                    answer = client.commit(reading.digests, step())
-                    client.flush(step())
-                    client.resume(step())
-                    client.leave(step())
-                    target.result.answer, target.result.ok, target.result.verified = answer, True, client.verifies
-                    target.result.seconds = time.monotonic() - started
-
-                return run
-
             each(commit)
         except BaseException:
             for target in targets:

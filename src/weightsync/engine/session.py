@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +18,10 @@ import torch
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.adapter_calls import AdapterCalls
-from weightsync.engine.draft import join_manifests
-from weightsync.engine.loading import load_all
 from weightsync.engine.read_back import ReadBack
-from weightsync.errors import Aborted, DeadlineExceeded, LoadError, ProtocolError
+from weightsync.errors import Aborted, DeadlineExceeded, LoadError, ProtocolError, WeightSyncError
 from weightsync.model import Manifest, PauseMode, Version
+from weightsync.model.manifest import join_manifests
 from weightsync.tensors.shards import Shard
 
 __all__ = ["EngineSession", "State", "Ticket"]
@@ -31,6 +30,7 @@ State = Literal["serving", "pausing", "paused", "writing", "written", "committed
 """An update takes a rank through these in order. ``quarantined``: only a pause leads out of it."""
 
 _PAUSE_SECONDS = 5.0
+_SHOWN = 3
 _numbers = itertools.count(1)
 
 
@@ -379,3 +379,23 @@ def _reaches(served: Version, version: int | Version) -> bool:
 def _split(tensors: Sequence[tuple[str, torch.Tensor]], prefix: str) -> list[Sequence[tuple[str, torch.Tensor]]]:
     """What is the model's, and what is the draft model's."""
     return [[item for item in tensors if item[0].startswith(prefix) is draft] for draft in (False, True)]
+
+
+def load_all(
+    load: Callable[[Iterable[tuple[str, torch.Tensor]]], None], name: str, tensors: Sequence[tuple[str, torch.Tensor]]
+) -> None:
+    """Hand ``tensors`` to ``load``, the loader of the adapter ``name``.
+
+    Raises :class:`~weightsync.errors.LoadError` if the loader raises, or leaves tensors of its iterator untaken.
+    """
+    left = iter(tensors)
+    try:
+        load(left)
+    except WeightSyncError:
+        raise
+    except Exception as error:
+        names = ", ".join(name for name, _ in tensors[:_SHOWN])
+        raise LoadError(f"the {name} loader raised on a bucket of {len(tensors)} tensors ({names}, ...): {error!r}") from error
+    missed = sum(1 for _ in left)
+    if missed:
+        raise LoadError(f"the {name} loader took {len(tensors) - missed} of the {len(tensors)} tensors of a bucket")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 from weightsync.errors import ConfigurationError
 from weightsync.external import checkpoint_files
 from weightsync.model import Manifest, TensorSpec
+from weightsync.model.manifest import join_manifests
 from weightsync.tensors.shards import manifest_of
 
 __all__ = ["HfCheckpoint", "checkpoint_of"]
@@ -34,9 +34,6 @@ class HfCheckpoint:
         Raises:
             ConfigurationError: The prefix is empty, or a name of this checkpoint starts with it.
         """
-        # Imported late, because it imports numba, which must not be loaded when a CPU worker of vLLM starts.
-        from weightsync.engine.draft import join_manifests
-
         specs = [
             msgspec.structs.replace(spec, name=prefix + spec.name, aliases=tuple(prefix + name for name in spec.aliases))
             for spec in draft.manifest
@@ -68,7 +65,8 @@ def checkpoint_of(model: str, revision: str | None, config: object) -> HfCheckpo
                 "this engine are unknown"
             )
         return HfCheckpoint(built, tuple(spec.name for spec in built))
-    aliases = {} if built is None else _ties(built, headers)
+    # A trainer's model has the same ties.
+    aliases = {spec.name: spec.aliases for spec in built or () if spec.aliases and spec.name in headers}
     tied = {name for others in aliases.values() for name in others}
     specs = [msgspec.structs.replace(spec, aliases=aliases.get(name, ())) for name, spec in headers.items() if name not in tied]
     return HfCheckpoint(Manifest(specs), tuple(headers))
@@ -111,12 +109,3 @@ def _built(config: object) -> Manifest | None:
         return None
     dtype = getattr(config, "dtype", None)
     return manifest_of(model, dtype=dtype if isinstance(dtype, torch.dtype) else None)
-
-
-def _ties(built: Manifest, headers: Mapping[str, TensorSpec]) -> dict[str, tuple[str, ...]]:
-    """Return the aliases of each name in the files. A trainer's model has the same ones."""
-    ties: dict[str, tuple[str, ...]] = {}
-    for spec in built:
-        if spec.aliases and spec.name in headers:
-            ties[spec.name] = spec.aliases
-    return ties

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from weightsync.errors import ConfigurationError, ManifestMismatch
 from weightsync.model.dtypes import itemsize
 
-__all__ = ["MAX_BYTES", "Manifest", "TensorSpec"]
+__all__ = ["MAX_BYTES", "Manifest", "TensorSpec", "join_manifests"]
 
 MAX_BYTES = 1 << 60
 """Most bytes of a model, a tensor or a region. Real ones are far smaller; the bound prevents overflow by forged ones."""
@@ -25,6 +25,7 @@ _MAX_NAME = 1024
 _EXAMPLES = 3  # names in a line
 _CONVERTIBLE = frozenset({"float16", "bfloat16", "float32", "float64"})
 _SHOWN = 10
+_ASTRAY = 5  # names in a message
 
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -182,6 +183,23 @@ class Manifest:
         raise ManifestMismatch(
             f"{who} does not hold the trainer's tensors; {count} difference{'s' if count > 1 else ''}:\n  {text}"
         )
+
+
+def join_manifests(main: Manifest, draft: Manifest | None, prefix: str) -> Manifest:
+    """The manifest of everything that may arrive: the main model's tensors, and a draft model's, whose names have the ``prefix``.
+
+    Raises :class:`~weightsync.errors.ConfigurationError` where the rule would send a tensor to the wrong model.
+    """
+    if draft is None:
+        return main
+    astray = [spec.name for spec in main for name in (spec.name, *spec.aliases) if name.startswith(prefix)]
+    astray += [spec.name for spec in draft for name in (spec.name, *spec.aliases) if not name.startswith(prefix)]
+    if astray or not prefix:
+        names = ", ".join(name[:200] for name in astray[:_ASTRAY])
+        raise ConfigurationError(
+            f"names that begin with {prefix!r} must be the draft model's, and only they; {len(astray)} are not: {names}"
+        )
+    return Manifest([*main, *draft])
 
 
 def _dtype_line(published: str, held: str, names: list[str]) -> str:

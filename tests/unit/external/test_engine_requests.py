@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from weightsync.deadline import Deadline
-from weightsync.engine.draft import join_manifests
 from weightsync.errors import ConfigurationError, DeadlineExceeded, VerificationError, VersionError
 from weightsync.external.checks import check_digests, parse_version
 from weightsync.external.clients import lmdeploy, sglang, vllm, weightsync
 from weightsync.external.clients.http import GroupSpec, HttpCall, destroy_group, init_group
 from weightsync.external.session import WeightUpdates
 from weightsync.model import Manifest, TensorSpec, Version, fold
+from weightsync.model.manifest import join_manifests
 
 WISH = GroupSpec("head", 29500, 1, 5, "g", "nccl")
 SPECS = [TensorSpec("a", (2, 3), "bfloat16"), TensorSpec("b", (), "bfloat16")]

@@ -212,8 +212,8 @@ def engine(sockets: Sockets, config: dict[str, Any]) -> None:
 
     def obey(order: dict[str, Any]) -> None:
         served = None if joined is None else joined._served
-        if served is not None and isinstance(served._shards.region, PublishedRegion):
-            _corrupt(served._shards.region, order["corrupt"], order["seed"])
+        if served is not None and isinstance(served.region, PublishedRegion):
+            _corrupt(served.region, order["corrupt"], order["seed"])
 
     joined: Engine | None = None
     gated = Gate(gate, obey)

@@ -243,7 +243,7 @@ class EngineProcess(Agent):
         vars(self.engine).update(fields)
         if world.serving and direct:
             served = self.engine._served = role.serve_weights([world.scheme], world.key, LOOPBACK)
-            served._shards._placer = _Placer(self, served._shards._placer)  # type: ignore[assignment]
+            served._placer = _Placer(self, served._placer)  # type: ignore[assignment]
             self.stale = np.zeros(max(served.layout.regions[0], 1), np.uint8)
         self.link = _Link(
             _SETTINGS, hello=self.engine._hello, receive=role.receive, on_lost=lambda _: role.session.abort(), name=self.member

@@ -147,7 +147,7 @@ class Engine(Closeable):
             serving=role.session.attests, takes_any=role.adapter.takes_any,
             offers=served.offers if served is not None else (), key=served.key if served is not None else b"",
             source_layout=served.layout.to_columns() if served is not None else None,
-            live=served is not None and served.live,
+            live=served is not None and served.in_place,
         )  # fmt: skip
 
     @property

@@ -11,8 +11,8 @@ from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.engine.session import EngineSession
 from weightsync.errors import LayoutError, StaleSource
-from weightsync.model import Layout, Manifest, Version
-from weightsync.protocol.messages import Host, Offer, Place, Placed
+from weightsync.model import Manifest, Version
+from weightsync.protocol.messages import Host, Place, Placed
 from weightsync.publishing.published_shards import PublishedShards
 from weightsync.tensors.shards import Shard, ShardedState, ordered
 from weightsync.transports.base import Network, Transport
@@ -33,42 +33,20 @@ class _Parameters(ShardedState):
         return self._session.manifest, ordered(self._session.manifest, shards)
 
 
-class ServedWeights:
-    """The region in which readers of other replicas find what this engine rank serves, and the publishers of that region.
+class ServedWeights(PublishedShards):
+    """What this engine rank serves, published for readers of other replicas.
 
-    A version is in it from :meth:`place`, which only a rank that serves this version carries out, until :meth:`withdraw`, which the
-    session calls when the rank leaves service. Used within turns of the session, except :meth:`abort`.
-
-    Raises what :class:`~weightsync.publishing.published_shards.PublishedShards` raises.
+    A version is in the region from :meth:`place`, which only a rank that serves this version carries out, until :meth:`withdraw`,
+    which the session calls when the rank leaves service. Used within turns of the session, except :meth:`abort`.
     """
 
     def __init__(
         self, session: EngineSession, transports: Sequence[Transport], key: bytes, local_host: Host, network: Network
     ) -> None:
         self._session = session
-        self._shards = PublishedShards(_Parameters(session), transports, key, local_host, network=network)
         self._stop = np.zeros(1, np.int8)
         self._placed: tuple[Version, Placed] | None = None
-
-    @property
-    def layout(self) -> Layout:
-        """Layout of the region."""
-        return self._shards.layout
-
-    @property
-    def offers(self) -> tuple[Offer, ...]:
-        """How readers reach the region."""
-        return self._shards.offers
-
-    @property
-    def key(self) -> bytes:
-        """What readers must know."""
-        return self._shards.key
-
-    @property
-    def live(self) -> bool:
-        """Whether readers read the parameters themselves."""
-        return self._shards.in_place
+        super().__init__(_Parameters(session), transports, key, local_host, network=network)
 
     def place(self, body: Place, deadline: Deadline) -> Placed:
         """Make the version that this rank serves readable.
@@ -86,8 +64,8 @@ class ServedWeights:
         self._session.check_abort()  # an abort that came before is not in the flag any more
         failpoints.reached("engine.place")
         started = time.perf_counter()
-        self._shards.follow()
-        with self._shards.placing(body.number, self._stop, deadline) as digests:
+        self.follow()
+        with self.placing(body.number, self._stop, deadline) as digests:
             failpoints.reached("engine.placing")
             self._session.check_abort()
         placed = Placed(digests=digests.astype("<u8").tobytes(), seconds=time.perf_counter() - started)
@@ -95,14 +73,10 @@ class ServedWeights:
         return placed
 
     def withdraw(self) -> None:
-        """Let readers find no version from here on; those that are reading notice. Safe to repeat."""
+        """See :meth:`PublishedShards.withdraw`. The version is placed again when it is asked for again."""
         self._placed = None
-        self._shards.withdraw()
+        super().withdraw()
 
     def abort(self) -> None:
         """Make a placing in another thread end soon. Never blocks."""
         self._stop[0] = 1
-
-    def close(self) -> None:
-        """Stop serving and free the region. Safe twice."""
-        self._shards.close()

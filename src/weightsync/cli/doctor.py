@@ -13,10 +13,12 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from weightsync.cli.doctor_network import look_at_data_interface
 from weightsync.config import ClientSettings
 from weightsync.engines.vllm.releases import tried_releases, was_tried
+from weightsync.errors import TransportUnavailable
+from weightsync.protocol.tokens import is_loopback
 from weightsync.server.findings import Finding, ask_coordinator
+from weightsync.transports.hostinfo import own_address, reachable_address
 
 __all__ = ["examine"]
 
@@ -197,14 +199,6 @@ def _open_files(name: str) -> Finding:
     return Finding(name, "ok", description)
 
 
-def _loopback(name: str) -> Finding:
-    return _bind(name, socket.AF_INET, "127.0.0.1", "the coordinator cannot listen, so nothing works on this machine alone")
-
-
-def _ipv6(name: str) -> Finding:
-    return _bind(name, socket.AF_INET6, "::1", "coordinator and ranks need IPv4 addresses")
-
-
 def _bind(name: str, family: socket.AddressFamily, host: str, cost: str) -> Finding:
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -215,14 +209,11 @@ def _bind(name: str, family: socket.AddressFamily, host: str, cost: str) -> Find
     return Finding(name, "ok", f"can listen on {host}")
 
 
-def _package(package: str, cost: str) -> Callable[[str], Finding]:
-    def look(name: str) -> Finding:
-        try:
-            return Finding(name, "ok", version(package))
-        except PackageNotFoundError:
-            return Finding(name, "missing", "not installed", cost)
-
-    return look
+def _package(name: str, cost: str) -> Finding:
+    try:
+        return Finding(name, "ok", version(name))
+    except PackageNotFoundError:
+        return Finding(name, "missing", "not installed", cost)
 
 
 def _vllm(name: str) -> Finding:
@@ -237,6 +228,23 @@ def _vllm(name: str) -> Finding:
     return Finding(name, "missing", "not installed", f"needed only to serve with vLLM; tried: {tried_releases()}")
 
 
+def _data_interface(name: str, settings: ClientSettings) -> Finding:
+    """Find the address at which a trainer rank of this machine would serve its shards over TCP, as the trainer does."""
+    where = settings.coordinator
+    try:
+        if settings.data_host is not None:
+            return Finding(name, "ok", f"{own_address(settings.data_host)} (WEIGHTSYNC_DATA_HOST={settings.data_host})")
+        if is_loopback(where.host):
+            return Finding(
+                name, "ok", "127.0.0.1, because the coordinator is on loopback: reachable by engines of this machine only. For "
+                "other engines set WEIGHTSYNC_DATA_HOST to an interface or address",
+            )  # fmt: skip
+        address = reachable_address(where.host, where.port)
+    except TransportUnavailable as error:
+        return Finding(name, "missing", str(error), "a trainer here cannot serve engines over TCP: set WEIGHTSYNC_DATA_HOST")
+    return Finding(name, "ok", f"{address}, which has the route to {where.host}; WEIGHTSYNC_DATA_HOST selects another")
+
+
 _CHECKS: dict[str, Callable[[str], Finding]] = {
     "python": _python,
     "torch": _torch,
@@ -249,14 +257,16 @@ _CHECKS: dict[str, Callable[[str], Finding]] = {
     "nccl": _nccl,
     "nixl": _nixl,
     "open files": _open_files,
-    "loopback": _loopback,
-    "ipv6": _ipv6,
-    "numba": _package("numba", "digests and copies on the CPU cannot be compiled: pip install numba"),
-    "ray": _package("ray", "needed only for weightsync.ray: pip install '.[ray]' in a clone of weightsync"),
+    "loopback": partial(
+        _bind, family=socket.AF_INET, host="127.0.0.1", cost="the coordinator cannot listen, so nothing works on this machine alone"
+    ),
+    "ipv6": partial(_bind, family=socket.AF_INET6, host="::1", cost="coordinator and ranks need IPv4 addresses"),
+    "numba": partial(_package, cost="digests and copies on the CPU cannot be compiled: pip install numba"),
+    "ray": partial(_package, cost="needed only for weightsync.ray: pip install '.[ray]' in a clone of weightsync"),
     "vllm": _vllm,
 }
 
 _NETWORK: dict[str, Callable[..., Finding]] = {
     "coordinator": ask_coordinator,
-    "data interface": look_at_data_interface,
+    "data interface": _data_interface,
 }

@@ -18,8 +18,8 @@ import typer
 from tests.integration.service_support import engine_hello, joined, trainer_hello
 from typer.testing import CliRunner, Result
 
+from weightsync.cli import doctor
 from weightsync.cli.doctor import examine
-from weightsync.cli.doctor_network import look_at_data_interface
 from weightsync.cli.errors import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_UNREACHABLE, exit_code
 from weightsync.cli.main import app
 from weightsync.cli.options import parse_size
@@ -294,8 +294,8 @@ def test_doctor_asks_the_coordinator_and_tries_the_token(server: BackgroundServe
 
 def test_doctor_says_on_which_address_a_trainer_would_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks("-c", "http://127.0.0.1:1")["data interface"]["value"].startswith("127.0.0.1, ")
-    monkeypatch.setattr("weightsync.cli.doctor_network.reachable_address", lambda host, port: f"{host}:{port}")
-    monkeypatch.setattr("weightsync.cli.doctor._NETWORK", {"data interface": look_at_data_interface})
+    monkeypatch.setattr("weightsync.cli.doctor.reachable_address", lambda host, port: f"{host}:{port}")
+    monkeypatch.setattr("weightsync.cli.doctor._NETWORK", {"data interface": doctor._data_interface})
     assert checks("-c", "http://head:1")["data interface"]["value"].startswith("head:1, which has the route to head")
     monkeypatch.setenv("WEIGHTSYNC_DATA_HOST", "lo")
     assert checks("-c", "http://head:1")["data interface"]["value"] == "127.0.0.1 (WEIGHTSYNC_DATA_HOST=lo)"

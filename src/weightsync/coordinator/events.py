@@ -98,8 +98,7 @@ _BACKLOG = 1024
 class Feed:
     """Delivers every event to every subscriber. A slow subscriber loses its oldest events; the publisher never blocks."""
 
-    def __init__(self, backlog: int = _BACKLOG) -> None:
-        self._backlog = backlog
+    def __init__(self) -> None:
         # Weak: an iterator that ends before it begins runs no code, also none that would remove it from here.
         self._subscribers: WeakKeyDictionary[asyncio.Event, deque[Event]] = WeakKeyDictionary()
         self._closed = False
@@ -115,7 +114,7 @@ class Feed:
 
         To end the subscription earlier, close the iterator (``contextlib.aclosing``).
         """
-        wake, queue = asyncio.Event(), deque[Event](maxlen=self._backlog)
+        wake, queue = asyncio.Event(), deque[Event](maxlen=_BACKLOG)
         self._subscribers[wake] = queue
         return self._events(wake, queue)
 

@@ -40,11 +40,6 @@ class Connections:
     def __len__(self) -> int:
         return len(self._all)
 
-    @property
-    def unauthenticated(self) -> int:
-        """Connections that have not shown the token."""
-        return len(self._unauthenticated)
-
     def acquire(self) -> float:
         """Take a permit for one more connection, or return in how many seconds there will be one."""
         now = time.monotonic()

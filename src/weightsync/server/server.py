@@ -177,15 +177,8 @@ class BackgroundServer:
         return self._started.result(0)[1].reveal()
 
     @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that the coordinator lives on; only its thread may touch the coordinator."""
-        if self._loop is None:
-            raise ConfigurationError("this server is not running")
-        return self._loop
-
-    @property
     def coordinator(self) -> Coordinator:
-        """The coordinator itself, for code that runs on :attr:`loop`."""
+        """The coordinator itself, which lives on the loop of its thread."""
         return self._started.result(0)[2]
 
     def start(self) -> Address:

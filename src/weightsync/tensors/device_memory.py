@@ -107,8 +107,3 @@ class DeviceDigest:
         """Digests of all launched rows. Waits for the device's current stream."""
         with torch.cuda.device(self._device):
             return self._digest.taken()
-
-    @property
-    def table_bytes(self) -> int:
-        """Device memory of the tables, in bytes."""
-        return self._digest.table_bytes

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.model import Layout, Manifest
+from weightsync.model.layout import packed_strides
 
 __all__ = [
     "Cut",
@@ -44,12 +45,8 @@ def packed(manifest: Manifest, tensor: Int64, starts: Int64, stops: Int64, align
     if extents.size and extents.min() < 1:
         full = np.all(extents > 0, axis=1)
         tensor, starts, stops, extents = tensor[full], starts[full], stops[full], extents[full]
-    strides = np.empty_like(extents)
-    step = manifest.itemsizes[tensor]
-    for dim in reversed(range(manifest.dims)):
-        strides[:, dim] = step
-        step = step * extents[:, dim]
-    padded = -(-step // alignment) * alignment
+    strides = packed_strides(extents, manifest.itemsizes[tensor])
+    padded = -(-strides[:, 0] * extents[:, 0] // alignment) * alignment
     ends = np.cumsum(padded)
     total = int(ends[-1]) if len(ends) else 0
     region = np.zeros(len(tensor), np.int32)

@@ -14,7 +14,7 @@ from weightsync.errors import LayoutError
 from weightsync.model.box import Box
 from weightsync.model.manifest import MAX_BYTES, Manifest
 
-__all__ = ["Layout", "LayoutColumns"]
+__all__ = ["Layout", "LayoutColumns", "packed_strides"]
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -117,6 +117,12 @@ class Layout:
         sizes: Int64 = np.prod(self.stops - self.starts, axis=1)
         return sizes
 
+    def contiguous(self, manifest: Manifest) -> bool:
+        """Whether each shard lies in memory without gaps, in C order."""
+        extents = self.stops - self.starts
+        packed = packed_strides(extents, manifest.itemsizes[self.tensor])
+        return not np.any((self.strides != packed) & (extents > 1))
+
     def nbytes(self, manifest: Manifest) -> int:
         """Bytes of all shards."""
         return int((self.sizes() * manifest.itemsizes[self.tensor]).sum())
@@ -174,3 +180,18 @@ class Layout:
             wide("strides").reshape(rows, dims),
             columns.regions,
         )
+
+
+def packed_strides(extents: Int64, itemsizes: Int64) -> Int64:
+    """Bytes between neighbors in each dimension of boxes that lie in memory without gaps, in C order.
+
+    Args:
+        extents: Elements of each box, ``int64[rows, dims]``, as the result.
+        itemsizes: Bytes of an element, ``int64[rows]``.
+    """
+    strides = np.empty_like(extents)
+    step = itemsizes
+    for dim in reversed(range(extents.shape[1])):
+        strides[:, dim] = step
+        step = step * extents[:, dim]
+    return strides

@@ -6,6 +6,7 @@ import numpy as np
 
 from weightsync.errors import ConfigurationError
 from weightsync.model import Layout, Manifest
+from weightsync.model.layout import packed_strides
 
 __all__ = ["staging_layout"]
 
@@ -41,11 +42,6 @@ def staging_layout(manifest: Manifest, bucket_bytes: int, alignment: int = 512) 
         offset.append(begin)
     chosen = np.array(tensor, np.int32)
     stops = manifest.shapes[chosen]
-    strides = np.empty_like(stops)
-    step = manifest.itemsizes[chosen]
-    for dim in reversed(range(manifest.dims)):
-        strides[:, dim] = step
-        step = step * stops[:, dim]
     return Layout(
         manifest,
         chosen,
@@ -53,6 +49,6 @@ def staging_layout(manifest: Manifest, bucket_bytes: int, alignment: int = 512) 
         stops,
         np.array(region, np.int32),
         np.array(offset, np.int64),
-        strides,
+        packed_strides(stops, manifest.itemsizes[chosen]),
         tuple(regions),
     )

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.model import Layout, Manifest
+from weightsync.model.layout import packed_strides
 from weightsync.planning.geometry import spread
 
 __all__ = ["split_rows"]
@@ -33,10 +34,7 @@ def split_rows(manifest: Manifest, layout: Layout, max_bytes: int) -> Layout:
     if not rows:
         return layout
     extents = layout.stops - layout.starts
-    inner: Int64 = np.empty_like(extents)  # bytes of one index of each dimension
-    inner[:, -1] = manifest.itemsizes[layout.tensor]
-    for dim in reversed(range(dims - 1)):
-        inner[:, dim] = inner[:, dim + 1] * extents[:, dim + 1]
+    inner = packed_strides(extents, manifest.itemsizes[layout.tensor])  # bytes of one index of each dimension
     if not np.any(inner[:, 0] * extents[:, 0] > max_bytes):
         return layout
     step = np.empty_like(extents)

@@ -167,12 +167,8 @@ class HostPublisher:
         for row, shard in enumerate(self._shards):
             if manifest[int(layout.tensor[row])].name != shard.name or layout.box(row, manifest) != shard.box:
                 raise LayoutError(f"row {row} of the layout is not the shard of {shard.name} at {list(shard.box.starts)}")
-        extents = layout.stops - layout.starts
-        close = manifest.itemsizes[layout.tensor]
-        for dim in range(manifest.dims - 1, -1, -1):
-            if np.any((layout.strides[:, dim] != close) & (extents[:, dim] > 1)):
-                raise LayoutError("the rows of a published region must be contiguous")
-            close = close * extents[:, dim]
+        if not layout.contiguous(manifest):
+            raise LayoutError("the rows of a published region must be contiguous")
 
 
 def chunks(shape: tuple[int, ...], most: int) -> Iterator[tuple[slice, ...]]:

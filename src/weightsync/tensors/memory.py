@@ -10,6 +10,7 @@ import torch
 
 from weightsync.errors import LayoutError
 from weightsync.model import Layout, Manifest
+from weightsync.model.layout import packed_strides
 from weightsync.tensors.shards import Shard, dtype_name, ordered
 
 __all__ = ["layout_in_place", "packed_layout"]
@@ -65,10 +66,7 @@ def packed_layout(manifest: Manifest, shards: Iterable[Shard], alignment: int = 
         raise LayoutError(f"alignment must be a power of two, not {alignment}")
     tensor, starts, stops, _ = _columns(manifest, rows)
     extents = stops - starts
-    strides = np.empty_like(extents)
-    strides[:, -1] = manifest.itemsizes[tensor]
-    for dim in range(manifest.dims - 2, -1, -1):
-        strides[:, dim] = strides[:, dim + 1] * extents[:, dim + 1]
+    strides = packed_strides(extents, manifest.itemsizes[tensor])
     sizes = strides[:, 0] * extents[:, 0]
     ends = np.cumsum(-(-sizes // alignment) * alignment)
     offset = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(rows)]

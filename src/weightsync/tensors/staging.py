@@ -111,16 +111,12 @@ class Staging:
 
     def _check(self) -> None:
         layout, manifest = self._layout, self._manifest
-        extents = layout.stops - layout.starts
-        if np.any(extents != manifest.shapes[layout.tensor]):
+        if np.any(layout.stops - layout.starts != manifest.shapes[layout.tensor]):
             raise LayoutError("a staging layout holds whole tensors only")
-        close = manifest.itemsizes[layout.tensor]
-        if np.any(layout.offset % np.maximum(close, 1)):
+        if np.any(layout.offset % np.maximum(manifest.itemsizes[layout.tensor], 1)):
             raise LayoutError("a tensor in a staging layout is not aligned to its elements")
-        for dim in range(manifest.dims - 1, -1, -1):
-            if np.any((layout.strides[:, dim] != close) & (extents[:, dim] > 1)):
-                raise LayoutError("a tensor in a staging layout is not contiguous")
-            close = close * extents[:, dim]
+        if not layout.contiguous(manifest):
+            raise LayoutError("a tensor in a staging layout is not contiguous")
 
 
 def staging_buffer(size: int, device: torch.device | None) -> Buffer:

@@ -9,7 +9,7 @@ from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.rank_handle import RoundDeadline
 from weightsync.coordinator.replicas import Replica
 from weightsync.errors import DeadlineExceeded
-from weightsync.protocol.wait_notices import reminding
+from weightsync.protocol.notices import reminding
 
 __all__ = ["Attendance"]
 

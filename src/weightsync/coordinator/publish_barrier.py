@@ -13,7 +13,7 @@ from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
 from weightsync.coordinator.ranks import TrainerNode
 from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, PeerLost, VersionError, WeightSyncError
 from weightsync.protocol.messages import RoundResult
-from weightsync.protocol.wait_notices import reminding
+from weightsync.protocol.notices import reminding
 
 __all__ = ["RETURN_SECONDS", "PublishBarrier"]
 

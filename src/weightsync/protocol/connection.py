@@ -42,8 +42,7 @@ from weightsync.protocol.dial import dial
 from weightsync.protocol.endpoint import unreachable
 from weightsync.protocol.event_loop import shared_loop
 from weightsync.protocol.messages import Body, Confirmed, Frame, Hello, Progress, Quarantine, Welcome, decode, encode
-from weightsync.protocol.notices import tell
-from weightsync.protocol.wait_notices import NOTICE_SECONDS, reminding
+from weightsync.protocol.notices import NOTICE_SECONDS, reminding, tell
 from weightsync.protocol.worker import Received, Worker
 
 __all__ = ["ConnectionLost", "CoordinatorConnection"]
@@ -88,7 +87,6 @@ class CoordinatorConnection(Closeable):
         receive: Callable[[Body], Received],
         on_welcome: Callable[[Welcome], None] | None = None,
         on_lost: Callable[[str], None] | None = None,
-        on_notice: Callable[[str], None] | None = None,
         name: str = "agent",
     ) -> None:
         self._origin = Origin()
@@ -97,7 +95,6 @@ class CoordinatorConnection(Closeable):
         self._receive = receive
         self.on_answer: AnswerWatcher | None = None
         """Called after every call of the coordinator that was answered, on the thread of all links."""
-        self._on_notice = on_notice or (lambda text: tell(_log, f"{name}: {text}"))
         self._calls_worker = Worker(f"weightsync-calls-{name}")
         self._quarantine_worker = Worker(f"weightsync-quarantine-{name}")
         self._borrowed: asyncio.AbstractEventLoop | None = None
@@ -147,7 +144,7 @@ class CoordinatorConnection(Closeable):
         soon = min(NOTICE_SECONDS, timeout)
         try:
             if not wait([self._first], soon).done:
-                tell(_log, f"{self._name}: waiting for the coordinator at {self._settings.coordinator} ({self._trouble})")
+                self._tell_waiting()
             return self._first.result(timeout - soon)
         except TimeoutError:
             self.close()
@@ -301,7 +298,7 @@ class CoordinatorConnection(Closeable):
         if not welcome.refusal:
             return
         if self._first.done():
-            self._on_notice(f"rounds leave this rank out: {welcome.refusal}")
+            self._tell(f"rounds leave this rank out: {welcome.refusal}")
             return
         await socket.close(CloseCode.NORMAL_CLOSURE, "its process closed it")
         raise from_wire(*welcome.refusal.split(": ", 1))
@@ -318,7 +315,7 @@ class CoordinatorConnection(Closeable):
             except ConnectionClosed as error:
                 raise ConnectionLost(f"the coordinator at {self._settings.coordinator} is gone: {error}") from None
 
-        calls = Calls(send, self._dispatch, on_notice=self._on_notice, on_answer=self.on_answer)
+        calls = Calls(send, self._dispatch, on_notice=self._tell, on_answer=self.on_answer)
         reason = "the link was closed"
         try:
             self._calls, self._send, self._socket, self._trouble = calls, send, socket, ""
@@ -424,8 +421,11 @@ class CoordinatorConnection(Closeable):
             raise ConnectionLost(f"{what} was not sent: {self._trouble}")
         return await self._calls.call(body, deadline.remaining(what))
 
+    def _tell(self, text: str) -> None:
+        tell(_log, f"{self._name}: {text}")
+
     def _tell_waiting(self) -> None:
-        self._on_notice(f"waiting for the coordinator at {self._settings.coordinator} ({self._trouble})")
+        self._tell(f"waiting for the coordinator at {self._settings.coordinator} ({self._trouble})")
 
     def _schedule_progress(self) -> None:
         loop = asyncio.get_running_loop()

@@ -1,11 +1,17 @@
-"""Notices that a person must see, whether or not the program configures logging."""
+"""Notices that a person must see, whether or not the program configures logging, and reminders of what a caller waits for."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-__all__ = ["tell"]
+__all__ = ["NOTICE_SECONDS", "reminding", "tell"]
+
+NOTICE_SECONDS = 2.0
+"""Seconds after which a waiting call sends its first reminder."""
 
 
 def tell(log: logging.Logger, text: str) -> None:
@@ -31,3 +37,21 @@ def _shown(log: logging.Logger) -> bool:
             return True
         current = current.parent if current.propagate else None
     return False
+
+
+@contextmanager
+def reminding(notify: Callable[[], None]) -> Iterator[None]:
+    """Call ``notify`` after :data:`NOTICE_SECONDS`, then after twice, four times, ... as many, until the block ends."""
+    loop = asyncio.get_running_loop()
+    handle: asyncio.TimerHandle
+
+    def due(seconds: float) -> None:
+        nonlocal handle
+        handle = loop.call_later(2 * seconds, due, 2 * seconds)
+        notify()
+
+    handle = loop.call_later(NOTICE_SECONDS, due, NOTICE_SECONDS)
+    try:
+        yield
+    finally:
+        handle.cancel()

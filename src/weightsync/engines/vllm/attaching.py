@@ -238,19 +238,8 @@ async def attach_async(
     """Join an ``AsyncLLM`` from its event loop.
 
     All pause modes are supported. Suspended requests (``keep``) continue with the new weights, and their keys and values are
-    recomputed.
-
-    Args:
-        engine: The engine.
-        replica: As for :func:`attach`.
-        coordinator: As for :func:`attach`.
-        token: As for :func:`attach`.
-        run: As for :func:`attach`.
-        bucket_bytes: As for :func:`attach`.
-        transports: As for :func:`attach`.
-        delivery: As for :func:`attach`.
-        draft_prefix: As for :func:`attach`.
-        on_label: Called with every new label of the weights, on another thread, while the engine is paused.
+    recomputed. ``on_label`` is called with every new label of the weights, on another thread, while the engine is paused. The other
+    arguments are those of :func:`attach`.
 
     Returns:
         A coroutine function that leaves the coordinator.
@@ -296,19 +285,8 @@ def attach_server(
     Any client of vLLM's routes can name a coordinator. So the token in the server's environment is used only for the coordinator
     that its ``WEIGHTSYNC_COORDINATOR`` names. For another coordinator give ``token``, which is then sent to ``url``. A
     coordinator of the same user on the same machine needs neither. Leave by posting to ``/shutdown_weight_transfer_engine``, or
-    by ending the server.
-
-    Args:
-        url: URL of the server. Rank 0 of the server also uses it, so it must be valid on that machine.
-        replica: As for :func:`attach`.
-        coordinator: As for :func:`attach`.
-        token: As for :func:`attach`.
-        run: As for :func:`attach`.
-        bucket_bytes: As for :func:`attach`.
-        transports: As for :func:`attach`.
-        delivery: As for :func:`attach`.
-        draft_prefix: As for :func:`attach`.
-        timeout: Time limit in seconds.
+    by ending the server. Rank 0 of the server also uses ``url``, so it must be valid on that machine. ``timeout`` is in seconds.
+    The other arguments are those of :func:`attach`.
 
     Raises:
         PeerLost: The server does not answer.

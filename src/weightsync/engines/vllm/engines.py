@@ -18,10 +18,6 @@ class OfflineLLM(Protocol):
         """Call a method of every worker."""
         ...
 
-    def update_weight_version(self, new_version: str) -> None:
-        """Set the label of the weights."""
-        ...
-
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Drop cached keys and values. Returns whether all were dropped."""
         ...
@@ -42,10 +38,6 @@ class AsyncEngine(Protocol):
 
     async def resume_generation(self) -> None:
         """Resume generation."""
-        ...
-
-    async def update_weight_version(self, new_version: str) -> None:
-        """Set the label of the weights."""
         ...
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:

@@ -25,8 +25,7 @@ from weightsync.errors import (
 )
 from weightsync.integrations.__main__ import main as check_installation
 from weightsync.integrations.trl import WeightTransfer
-from weightsync.integrations.trl.interface import check_interface
-from weightsync.integrations.trl.server_mode import ServerModePublisher
+from weightsync.integrations.trl.server_mode import ServerModePublisher, check_interface
 from weightsync.integrations.trl.transfer import JoinOptions
 from weightsync.server.server import BackgroundServer
 

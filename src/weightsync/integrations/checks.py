@@ -46,8 +46,7 @@ def _skyrl() -> None:
 def _trl() -> None:
     from trl.generation import vllm_generation
 
-    from weightsync.integrations.trl.interface import check_interface
-    from weightsync.integrations.trl.server_mode import NEEDED
+    from weightsync.integrations.trl.server_mode import NEEDED, check_interface
 
     check_interface(vllm_generation, NEEDED)
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from weightsync.errors import ConfigurationError
-from weightsync.integrations.releases import warn_if_untried
-from weightsync.integrations.trl.interface import check_interface
+from weightsync.integrations.releases import SERIES, warn_if_untried
 from weightsync.integrations.trl.transfer import JoinOptions, WeightTransfer
 from weightsync.protocol.messages import RoundResult
 from weightsync.tensors.shards import DTypes
 from weightsync.trainer.agent import Trainer
 from weightsync.transports.base import Transport
 
-__all__ = ["NEEDED", "ServerModePublisher", "enable"]
+__all__ = ["NEEDED", "ServerModePublisher", "check_interface", "enable"]
 
 NEEDED = {
     "VLLMClient": ("init_communicator", "update_named_params"),
@@ -40,15 +39,8 @@ def enable(
 ) -> None:
     """Make TRL's trainers with ``vllm_mode="server"`` publish through weightsync. Call it on every rank, before making a trainer.
 
-    Trainers with ``vllm_mode="colocate"`` are unchanged. A second call replaces the options for later trainers.
-
-    Args:
-        coordinator: As for :class:`WeightTransfer`, as are all other arguments.
-        token: The coordinator's token.
-        dtype: Dtype of the served checkpoint.
-        replicas: Servers that must have joined before the first weights are sent.
-        timeout: Seconds for these to join, and for each update.
-        transports: As for :class:`weightsync.Trainer`.
+    Trainers with ``vllm_mode="colocate"`` are unchanged. A second call replaces the options for later trainers. The arguments are
+    those of :class:`WeightTransfer`.
 
     Raises:
         CoordinatorUnreachable: No coordinator answers at its address.
@@ -87,6 +79,25 @@ def enable(
 
     vllm_generation.VLLMClient = WithoutCommunicator
     kind.sync_weights = sync_weights
+
+
+def check_interface(module: object, needed: Mapping[str, Sequence[str]]) -> None:
+    """Check that ``module`` has each class in ``needed`` with its methods.
+
+    Raises:
+        ConfigurationError: Something is missing. The message names it.
+    """
+    lacking = [
+        f"{kind}.{method}"
+        for kind, methods in needed.items()
+        for method in methods
+        if not callable(getattr(getattr(module, kind, None), method, None))
+    ]
+    if lacking:
+        tried = SERIES["trl"].tried
+        raise ConfigurationError(
+            f"this TRL ({getattr(module, '__name__', module)}) has no {', '.join(lacking)}: weightsync was tried with TRL {tried}"
+        )
 
 
 class ServerModePublisher:

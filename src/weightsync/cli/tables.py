@@ -195,11 +195,15 @@ def _rounds(status: Status) -> Iterator[RenderableType]:
         )  # fmt: skip
     yield table
     shown = {(replica.name, replica.error) for replica in status.replicas}
-    failed: dict[str, list[str]] = {}
-    for result in rounds:
-        if not result.ok:
-            failed.setdefault(_failure(result, shown), []).append(str(result.round))
-    yield from _notes((f"round {', '.join(numbers)}", _plain_text(error, "red")) for error, numbers in failed.items())
+    yield from _failures((_failure(result, shown), result.round) for result in rounds if not result.ok)
+
+
+def _failures(failed: Iterable[tuple[str, int]]) -> Iterator[RenderableType]:
+    """Notes of errors, each with all rounds that failed by it."""
+    rounds: dict[str, list[str]] = {}
+    for error, number in failed:
+        rounds.setdefault(error, []).append(str(number))
+    return _notes((f"round {', '.join(numbers)}", _plain_text(error, "red")) for error, numbers in rounds.items())
 
 
 def rounds_view(records: Sequence[RoundRecord]) -> RenderableType:
@@ -207,14 +211,7 @@ def rounds_view(records: Sequence[RoundRecord]) -> RenderableType:
     if not records:
         return Text("no round has ended yet", style="dim")
     rows = [_cells(record, records[-1].ended) for record in records]
-    failed: dict[str, list[str]] = {}
-    for record in records:
-        if record.error:
-            failed.setdefault(record.error, []).append(str(record.round))
-    return Group(
-        _RoundsTable(rows),
-        *_notes((f"round {', '.join(numbers)}", _plain_text(error, "red")) for error, numbers in failed.items()),
-    )
+    return Group(_RoundsTable(rows), *_failures((record.error, record.round) for record in records if record.error))
 
 
 def _cells(record: RoundRecord, now: float) -> dict[str, Text]:

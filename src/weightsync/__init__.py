@@ -10,53 +10,50 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weightsync.config import Timeouts as Timeouts
-    from weightsync.engine.adapter import EngineAdapter as EngineAdapter
-    from weightsync.engine.agent import Engine as Engine
-    from weightsync.engine.receiver import Receiver as Receiver
-    from weightsync.engines.module import ModuleAdapter as ModuleAdapter
-    from weightsync.errors import Aborted as Aborted
-    from weightsync.errors import AuthenticationError as AuthenticationError
-    from weightsync.errors import BroadcastBroken as BroadcastBroken
-    from weightsync.errors import ConfigurationError as ConfigurationError
-    from weightsync.errors import CoordinatorUnreachable as CoordinatorUnreachable
-    from weightsync.errors import DeadlineExceeded as DeadlineExceeded
-    from weightsync.errors import LayoutError as LayoutError
-    from weightsync.errors import LoadError as LoadError
-    from weightsync.errors import ManifestMismatch as ManifestMismatch
-    from weightsync.errors import MembershipError as MembershipError
-    from weightsync.errors import PeerLost as PeerLost
-    from weightsync.errors import PlanMismatch as PlanMismatch
-    from weightsync.errors import ProtocolError as ProtocolError
-    from weightsync.errors import RoundFailed as RoundFailed
-    from weightsync.errors import SharedMemoryTooSmall as SharedMemoryTooSmall
-    from weightsync.errors import StaleSource as StaleSource
-    from weightsync.errors import TransportError as TransportError
-    from weightsync.errors import TransportUnavailable as TransportUnavailable
-    from weightsync.errors import VerificationError as VerificationError
-    from weightsync.errors import VersionError as VersionError
-    from weightsync.errors import WeightSyncError as WeightSyncError
-    from weightsync.model.box import Box as Box
-    from weightsync.model.layout import Layout as Layout
-    from weightsync.model.manifest import Manifest as Manifest
-    from weightsync.model.manifest import TensorSpec as TensorSpec
-    from weightsync.model.pause import PauseMode as PauseMode
-    from weightsync.model.result import ReplicaResult as ReplicaResult
-    from weightsync.model.result import RoundResult as RoundResult
-    from weightsync.model.version import Version as Version
-    from weightsync.tensors.shards import Shard as Shard
-    from weightsync.tensors.shards import manifest_of as manifest_of
-    from weightsync.tensors.shards import shard as shard
-    from weightsync.tensors.shards import shards_of as shards_of
-    from weightsync.trainer.agent import Trainer as Trainer
-    from weightsync.trainer.stream import Stream as Stream
-    from weightsync.transports.broadcast.gloo import Collective as Collective
-    from weightsync.transports.broadcast.nccl import Nccl as Nccl
-    from weightsync.transports.cuda.ipc import CudaIpc as CudaIpc
-    from weightsync.transports.host.inproc import InProcess as InProcess
-    from weightsync.transports.host.shared_memory import SharedMemory as SharedMemory
-    from weightsync.transports.nixl.transport import Nixl as Nixl
-    from weightsync.transports.tcp.transport import Tcp as Tcp
+    from weightsync.config import Timeouts
+    from weightsync.engine.adapter import EngineAdapter
+    from weightsync.engine.agent import Engine
+    from weightsync.engine.receiver import Receiver
+    from weightsync.engines.module import ModuleAdapter
+    from weightsync.errors import (
+        Aborted,
+        AuthenticationError,
+        BroadcastBroken,
+        ConfigurationError,
+        CoordinatorUnreachable,
+        DeadlineExceeded,
+        LayoutError,
+        LoadError,
+        ManifestMismatch,
+        MembershipError,
+        PeerLost,
+        PlanMismatch,
+        ProtocolError,
+        RoundFailed,
+        SharedMemoryTooSmall,
+        StaleSource,
+        TransportError,
+        TransportUnavailable,
+        VerificationError,
+        VersionError,
+        WeightSyncError,
+    )
+    from weightsync.model.box import Box
+    from weightsync.model.layout import Layout
+    from weightsync.model.manifest import Manifest, TensorSpec
+    from weightsync.model.pause import PauseMode
+    from weightsync.model.result import ReplicaResult, RoundResult
+    from weightsync.model.version import Version
+    from weightsync.tensors.shards import Shard, manifest_of, shard, shards_of
+    from weightsync.trainer.agent import Trainer
+    from weightsync.trainer.stream import Stream
+    from weightsync.transports.broadcast.gloo import Collective
+    from weightsync.transports.broadcast.nccl import Nccl
+    from weightsync.transports.cuda.ipc import CudaIpc
+    from weightsync.transports.host.inproc import InProcess
+    from weightsync.transports.host.shared_memory import SharedMemory
+    from weightsync.transports.nixl.transport import Nixl
+    from weightsync.transports.tcp.transport import Tcp
 
 __version__ = "0.1.0"
 

@@ -15,12 +15,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weightsync.external.rank import DisaggregatedRank as DisaggregatedRank
-    from weightsync.external.ranks import LocalRanks as LocalRanks
-    from weightsync.external.ranks import Ranks as Ranks
-    from weightsync.external.router import weight_update_routes as weight_update_routes
-    from weightsync.external.session import Settings as Settings
-    from weightsync.external.session import WeightUpdates as WeightUpdates
+    from weightsync.external.rank import DisaggregatedRank
+    from weightsync.external.ranks import LocalRanks, Ranks
+    from weightsync.external.router import weight_update_routes
+    from weightsync.external.session import Settings, WeightUpdates
 
 __all__ = ["DisaggregatedRank", "LocalRanks", "Ranks", "Settings", "WeightUpdates", "weight_update_routes"]
 

@@ -15,8 +15,8 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("weightsync.ray needs Ray: pip install '.[ray]' in a clone of weightsync", name="ray") from None
 
 if TYPE_CHECKING:
-    from weightsync.ray.coordinator import start_coordinator as start_coordinator
-    from weightsync.ray.manager import Manager as Manager
+    from weightsync.ray.coordinator import start_coordinator
+    from weightsync.ray.manager import Manager
 
 __all__ = ["Manager", "start_coordinator"]
 

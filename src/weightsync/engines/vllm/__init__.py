@@ -18,10 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weightsync.engines.vllm.attaching import Attached as Attached
-    from weightsync.engines.vllm.attaching import attach as attach
-    from weightsync.engines.vllm.attaching import attach_async as attach_async
-    from weightsync.engines.vllm.attaching import attach_server as attach_server
+    from weightsync.engines.vllm.attaching import Attached, attach, attach_async, attach_server
 
 __all__ = ["Attached", "attach", "attach_async", "attach_server"]
 

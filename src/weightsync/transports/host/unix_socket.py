@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, DeadlineExceeded, PeerLost, ProtocolError
@@ -43,25 +44,18 @@ def connect_local(prefix: str, address: str, key: bytes, peer: str, deadline: De
     digits = address.removeprefix(prefix)
     if not address.startswith(prefix) or len(digits) != 2 * ID_BYTES or not set(digits) <= set("0123456789abcdef"):
         raise ProtocolError(f"{address!r} is not the address of {peer}")
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(deadline.remaining("connecting"))
-        sock.connect("\0" + address)
-    except TimeoutError:
-        sock.close()
-        raise DeadlineExceeded(f"{peer} did not accept a connection in time") from None
-    except OSError as error:
-        sock.close()
-        raise PeerLost(f"{peer} does not listen at {address}: {error}") from error
-    except BaseException:
-        sock.close()
-        raise
-    channel = Channel(sock, peer)
-    try:
+    with ExitStack() as owned:
+        sock = owned.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        try:
+            sock.settimeout(deadline.remaining("connecting"))
+            sock.connect("\0" + address)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{peer} did not accept a connection in time") from None
+        except OSError as error:
+            raise PeerLost(f"{peer} does not listen at {address}: {error}") from error
+        channel = Channel(sock, peer)
         if not same_user(sock):
             raise AuthenticationError(f"{peer} belongs to another user")
         greet_owner(channel, key, bytes.fromhex(digits), deadline)
-    except BaseException:
-        channel.close()
-        raise
-    return channel
+        owned.pop_all()
+        return channel

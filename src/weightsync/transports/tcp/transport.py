@@ -14,7 +14,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import NamedTuple
 
 import msgspec
@@ -259,23 +259,21 @@ def _open_channel(
     reasons = []
     for family, where in _look_up(host, port, deadline):
         channel = make(socket.socket(family, socket.SOCK_STREAM), f"the source at {host} port {port}")
-        try:
-            adopt(channel)
-            tune(channel.socket)
-            channel.socket.settimeout(deadline.remaining(f"connecting to {channel.peer}"))
-            channel.socket.connect(where)
-            channel.socket.settimeout(None)
-        except TimeoutError:
-            channel.close()
-            raise DeadlineExceeded(f"{channel.peer} did not accept a connection within {deadline.seconds:g} s") from None
-        except OSError as error:
-            channel.close()
-            if channel.aborted:
-                raise Aborted(f"connecting to {channel.peer} was aborted") from None
-            reasons.append(str(error))
-        except BaseException:
-            channel.close()
-            raise
-        else:
+        with ExitStack() as owned:
+            owned.callback(channel.close)
+            try:
+                adopt(channel)
+                tune(channel.socket)
+                channel.socket.settimeout(deadline.remaining(f"connecting to {channel.peer}"))
+                channel.socket.connect(where)
+                channel.socket.settimeout(None)
+            except TimeoutError:
+                raise DeadlineExceeded(f"{channel.peer} did not accept a connection within {deadline.seconds:g} s") from None
+            except OSError as error:
+                if channel.aborted:
+                    raise Aborted(f"connecting to {channel.peer} was aborted") from None
+                reasons.append(str(error))
+                continue
+            owned.pop_all()
             return channel
     raise PeerLost(f"no publisher answers at {host} port {port}: {'; '.join(reasons)}")

@@ -158,7 +158,7 @@ def test_adapters_are_refused_on_every_rank(run: PolicyRun) -> None:
     ("zero", "error", "message"),
     [
         (2, "DeadlineExceeded", "trainer rank 1 (not connected) did not call publish()"),
-        (3, "RuntimeError", "Connection closed by peer"),
+        (3, "RuntimeError", "gloo/transport/tcp/pair.cc"),  # closed or reset, as the system tells it
     ],
 )
 def test_a_rank_that_dies_in_an_update_is_an_error_on_the_others_and_no_engine_serves_the_version(

@@ -126,12 +126,14 @@ vllm-test: $(VLLM_VENV)/.installed ## every test against a real vLLM, with those
 	@$(VLLM_VENV)/bin/python -m pytest -m vllm $(ARGS)
 
 # AReaL, OpenRLHF, verl, NeMo-RL and SGLang need other releases of a few packages than ours. These lie in an environment on top of .venv, whose torch and Ray
-# they use. verl installs its own tests as the package `tests`, which would hide ours.
+# they use, and its setuptools: that of a new environment of Python 3.11 is too old to build packages that have no wheel. verl installs
+# its own tests as the package `tests`, which would hide ours.
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 ON_TOP = echo "installing into $(1) (once; takes about a minute)" >&2; \
 	$(BIN)/python -m venv $(1) >&2; \
 	site=$$($(1)/bin/python -c '$(SITE)'); \
 	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" >"$$site/on-top-of-weightsync.pth"; $(3) \
+	$(1)/bin/python -m pip --quiet --disable-pip-version-check uninstall --yes setuptools >&2; \
 	$(1)/bin/python -m pip --quiet --disable-pip-version-check $(INSTALL) $(LOCKED) --no-build-isolation -r $(2) >&2; \
 	rm -rf "$$site/tests"
 $(VERL_VENV)/.installed: $(VENV)/.installed locks/verl.txt
@@ -152,10 +154,8 @@ $(AREAL_VENV)/.installed: $(VENV)/.installed locks/areal.txt
 areal-test: $(AREAL_VENV)/.installed ## every test against AReaL's own engine
 	@$(AREAL_VENV)/bin/python -m pytest -m areal tests/integration/test_areal.py $(ARGS)
 
-# OpenRLHF's policy trainer imports vLLM, so its environment lies on top of vLLM's first. DeepSpeed is built, with vLLM's setuptools: that
-# of a new environment of Python 3.11 is too old.
-ON_VLLM = echo "import site; site.addsitedir('$$($(VLLM_VENV)/bin/python -c '$(SITE)')')" >"$$site/on-top-of-vllm.pth"; \
-	$(OPENRLHF_VENV)/bin/python -m pip --quiet --disable-pip-version-check uninstall --yes setuptools >&2;
+# OpenRLHF's policy trainer imports vLLM, so its environment lies on top of vLLM's first.
+ON_VLLM = echo "import site; site.addsitedir('$$($(VLLM_VENV)/bin/python -c '$(SITE)')')" >"$$site/on-top-of-vllm.pth";
 # DeepSpeed compiles an extension at its first use, for a minute or more, behind a lock that a killed process leaves: not in a test.
 export OPENRLHF_BUILD = from deepspeed.accelerator import get_accelerator; get_accelerator().create_op_builder("ShareMemCommBuilder").load()
 $(OPENRLHF_VENV)/.installed openrlhf-test: export TORCH_EXTENSIONS_DIR = $(abspath $(OPENRLHF_VENV))/torch_extensions

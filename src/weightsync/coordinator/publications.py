@@ -12,6 +12,7 @@ from weightsync.coordinator.rank_handle import RankHandle
 from weightsync.coordinator.ranks import TrainerNode
 from weightsync.errors import StaleSource
 from weightsync.model import FIRST_EPOCH, Version
+from weightsync.model.window import KnownWindows, Measured, measured
 
 __all__ = ["Placement", "Publications"]
 
@@ -39,6 +40,8 @@ class Publications:
         """Highest known version number of that epoch; the next one must be higher."""
         self.published: dict[tuple[int, int], Version] = {}
         """Published versions by epoch and number, as far as the coordinator or the trainer knows them. The oldest are forgotten."""
+        self.windows = KnownWindows[Measured](lambda parts, _: measured(parts))
+        """Those of the stream that was published last."""
         self._placement: Placement | None = None
 
     @property

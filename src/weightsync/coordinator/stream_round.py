@@ -42,7 +42,7 @@ from weightsync.coordinator.round import (
 )
 from weightsync.errors import ConfigurationError, PeerLost, ProtocolError, VerificationError, WeightSyncError
 from weightsync.model import Version, fold
-from weightsync.model.window import StreamedTensors
+from weightsync.model.window import KnownWindows, Measured, StreamedTensors
 from weightsync.protocol.messages import (
     EndStream,
     Moved,
@@ -67,10 +67,11 @@ _REASON = "the trainer publishes a stream"
 class WindowFlow:
     """Windows on their way: who has placed which, and which replicas still need them. Nothing is polled."""
 
-    def __init__(self, replicas: Iterable[str], *, in_step: bool = False) -> None:
+    def __init__(self, replicas: Iterable[str], known: KnownWindows[Measured], *, in_step: bool = False) -> None:
         self.placed: list[WindowPlaced] = []
         """Windows in order. Their number in the stream is their index."""
         self.tensors = StreamedTensors()
+        self._known = known
         self._early: dict[int, WindowPlaced] = {}
         self._needed = dict.fromkeys(replicas, -1)  # before a replica is ready for window 0
         self._in_step = in_step
@@ -99,7 +100,8 @@ class WindowFlow:
             raise ConfigurationError(_DIFFERENT)
         self._early[number] = window
         while (following := self._early.pop(len(self.placed), None)) is not None:
-            self.tensors.add_window(following.parts, np.frombuffer(following.digests, "<u8").tolist())
+            parts = self._known.get(len(self.placed), following.parts, following.nbytes)
+            self.tensors.add_window(parts, np.frombuffer(following.digests, "<u8").tolist())
             self.placed.append(following)
         self._changed()
 
@@ -175,7 +177,7 @@ async def run_stream_round(context: RoundContext) -> RoundResult:
             "raise or remove max_unavailable"
         )
     offers = [offer for link in context.trainers.values() for offer in link.node.rank.offers]
-    flow = WindowFlow(names, in_step=any(offer.traits.shared_fate for offer in offers))
+    flow = WindowFlow(names, context.publications.windows, in_step=any(offer.traits.shared_fate for offer in offers))
     return await conduct(context, partial(_place, flow), partial(_update_replica, flow))
 
 
@@ -218,6 +220,7 @@ async def _place(flow: WindowFlow, context: RoundContext) -> tuple[Placement, fl
     placement = Placement(version, totals, sessions, live=True)
     context.publications.hold(placement)
     flow.end()
+    context.publications.windows.end(windows)
     limit.remaining("ending the stream")
     return placement, asyncio.get_running_loop().time() - started
 

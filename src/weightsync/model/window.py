@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from math import prod
-from typing import Annotated
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -16,13 +16,14 @@ from weightsync.model.dtypes import itemsize
 from weightsync.model.layout import Layout
 from weightsync.model.manifest import Manifest, TensorSpec
 
-__all__ = ["ALIGNMENT", "StreamedTensors", "WindowPart", "window_layout"]
+__all__ = ["ALIGNMENT", "KnownWindows", "Measured", "StreamedTensors", "WindowPart", "measured", "window_layout"]
+
+Known = TypeVar("Known")
 
 ALIGNMENT = 256
 """Every tensor begins at a multiple of this many bytes of its window."""
 
 _Extents = Annotated[tuple[int, ...], msgspec.Meta(max_length=16)]
-_WINDOWS = 256  # remembered: a stream mostly brings the same windows as the one before
 
 
 class WindowPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -71,11 +72,8 @@ class WindowPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fal
         return self.size * itemsize(self.dtype)
 
 
-@lru_cache(maxsize=_WINDOWS)
 def window_layout(parts: tuple[WindowPart, ...], nbytes: int, *, assembled: bool = False) -> tuple[Manifest, Layout, list[int]]:
     """Manifest and layout of a window of ``nbytes`` bytes, and the index in ``parts`` of each row of the layout.
-
-    Results are remembered, so they must not be changed.
 
     Parts without elements have no row. With ``assembled``, a part of a tensor lies in region 1, the memory of the whole tensor;
     everything else lies in region 0, the window.
@@ -130,12 +128,39 @@ def _manifest(specs: tuple[TensorSpec, ...]) -> Manifest:
     return Manifest(specs)
 
 
-@lru_cache(maxsize=_WINDOWS)
-def _measured(parts: tuple[WindowPart, ...]) -> tuple[tuple[WindowPart, TensorSpec, int, int], ...]:
-    """The parts, checked, with the tensor, elements and bytes of each."""
+Measured = tuple[tuple[WindowPart, TensorSpec, int, int], ...]
+"""Parts of a window that were checked, with the tensor, elements and bytes of each."""
+
+
+def measured(parts: tuple[WindowPart, ...]) -> Measured:
+    """Check the parts of a window, and measure them."""
     for part in parts:
         part.check()
     return tuple((part, part.spec, part.size, part.nbytes) for part in parts)
+
+
+class KnownWindows(Generic[Known]):
+    """What ``work`` says of each window, by its number: the windows of a stream are mostly those of the stream before.
+
+    Args:
+        work: Called with the parts and the bytes of a window that is not known. Its results must not be changed.
+    """
+
+    def __init__(self, work: Callable[[tuple[WindowPart, ...], int], Known]) -> None:
+        self._work = work
+        self._known: dict[int, tuple[tuple[WindowPart, ...], int, Known]] = {}
+
+    def get(self, number: int, parts: tuple[WindowPart, ...], nbytes: int) -> Known:
+        """What is known of window ``number``. Raises what ``work`` raises."""
+        known = self._known.get(number)
+        if known is None or known[:2] != (parts, nbytes):
+            known = self._known[number] = (parts, nbytes, self._work(parts, nbytes))
+        return known[2]
+
+    def end(self, windows: int) -> None:
+        """A stream of so many windows has ended: forget others."""
+        for number in [number for number in self._known if number >= windows]:
+            del self._known[number]
 
 
 class StreamedTensors:
@@ -159,10 +184,10 @@ class StreamedTensors:
         part.check()
         self._note(part, part.spec, part.size, part.nbytes, digest)
 
-    def add_window(self, parts: tuple[WindowPart, ...], digests: Iterable[int]) -> None:
+    def add_window(self, parts: Measured, digests: Iterable[int]) -> None:
         """Take note of the parts of a window, as :meth:`add` does, which takes longer."""
-        for known, digest in zip(_measured(parts), digests, strict=True):
-            self._note(*known, digest)
+        for part, digest in zip(parts, digests, strict=True):
+            self._note(*part, digest)
 
     def _note(self, part: WindowPart, spec: TensorSpec, size: int, nbytes: int, digest: int) -> None:
         name = part.name

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import msgspec
 import numpy as np
 import pytest
 
 from weightsync.errors import ConfigurationError, LayoutError, ManifestMismatch
 from weightsync.model import Box
-from weightsync.model.window import StreamedTensors, WindowPart, window_layout
+from weightsync.model.window import KnownWindows, StreamedTensors, WindowPart, measured, window_layout
 
 WHOLE = WindowPart("layers.10.w", (3, 5), "float32", 256)
 FIRST = WindowPart("layers.2.w", (2,), "bfloat16", 0)
@@ -82,7 +85,7 @@ def test_a_forged_part_is_refused(forged: dict[str, object]) -> None:
     with pytest.raises(LayoutError):
         StreamedTensors().add(part)
     with pytest.raises(LayoutError):
-        StreamedTensors().add_window((part,), [0])
+        measured((part,))
 
 
 def test_digests_add_up_over_the_parts_of_a_tensor() -> None:
@@ -101,11 +104,12 @@ def test_digests_add_up_over_the_parts_of_a_tensor() -> None:
 def test_a_window_counts_as_its_parts_do() -> None:
     first, last = ((WindowPart("big", (4, 6), "float32", 0, (a, 0), (b, 6)),) for a, b in ((0, 1), (3, 4)))
     windows: list[tuple[WindowPart, ...]] = [(WHOLE, FIRST, EMPTY), (*first, PART), last]
+    known = KnownWindows(lambda parts, _: measured(parts))
     for _ in range(2):  # the second time they are known
         apart, together = StreamedTensors(), StreamedTensors()
-        for window in windows:
+        for number, window in enumerate(windows):
             digests = [2**64 - 1 - index for index in range(len(window))]
-            together.add_window(window, digests)
+            together.add_window(known.get(number, window, 1024), digests)
             for part, digest in zip(window, digests, strict=True):
                 apart.add(part, digest)
         assert together.nbytes == apart.nbytes == 60 + 4 + 96
@@ -113,7 +117,31 @@ def test_a_window_counts_as_its_parts_do() -> None:
         assert manifest == same
         assert totals.tolist() == expected.tolist()
     with pytest.raises(ValueError, match="shorter"):
-        StreamedTensors().add_window(windows[0], [0])
+        StreamedTensors().add_window(measured(windows[0]), [0])
+
+
+def test_a_window_is_worked_on_once_until_it_changes() -> None:
+    worked: list[tuple[tuple[WindowPart, ...], int]] = []
+
+    def work(parts: tuple[WindowPart, ...], nbytes: int) -> int:
+        worked.append((parts, nbytes))
+        return len(worked)
+
+    known, same = KnownWindows(work), WindowPart("empty", (0, 4), "float32", 512)
+    asked = [(0, EMPTY, 512), (1, FIRST, 512), (0, same, 512), (1, FIRST, 1024), (1, WHOLE, 1024), (0, EMPTY, 512)]
+    assert [known.get(number, (part,), nbytes) for number, part, nbytes in asked] == [1, 2, 1, 3, 4, 1]
+    assert worked == [((EMPTY,), 512), ((FIRST,), 512), ((FIRST,), 1024), ((WHOLE,), 1024)]
+    known.end(1)
+    assert [known.get(0, (EMPTY,), 512), known.get(1, (WHOLE,), 1024)] == [1, 5]
+
+
+def test_what_is_known_of_windows_goes_with_its_owner() -> None:
+    known = KnownWindows(window_layout)
+    layout = weakref.ref(known.get(0, (WHOLE,), 1024)[1])
+    assert layout() is not None
+    del known
+    gc.collect()
+    assert layout() is None
 
 
 @pytest.mark.parametrize(
@@ -125,7 +153,7 @@ def test_a_tensor_comes_once_and_as_one_tensor(parts: list[WindowPart]) -> None:
         for part in parts:
             streamed.add(part)
     with pytest.raises(ManifestMismatch, match="twice"):
-        StreamedTensors().add_window(tuple(parts), [0] * len(parts))
+        StreamedTensors().add_window(measured(tuple(parts)), [0] * len(parts))
 
 
 def test_a_tensor_that_did_not_come_whole_ends_nothing() -> None:

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from weightsync.engine.fill.filler import FillContext, Filled
 from weightsync.engine.readers import connect, reaches
 from weightsync.errors import BroadcastBroken, LayoutError, ManifestMismatch, ProtocolError
 from weightsync.model import Layout, Manifest, TensorSpec
-from weightsync.model.window import StreamedTensors, WindowPart, window_layout
+from weightsync.model.window import KnownWindows, Measured, StreamedTensors, WindowPart, measured, window_layout
 from weightsync.planning.pieces import Pieces
 from weightsync.protocol.messages import MoveWindow, OpenStream, WindowPlaced
 from weightsync.spans import span
@@ -35,6 +36,20 @@ __all__ = ["WindowReceiver"]
 _GRACE = 5.0  # seconds for the receiving thread to end after an abort
 _LEAST_WINDOW = 4096  # a stream's windows may always have so many bytes
 _ATTEMPTS = 3  # of a window that is broadcast: with all readers, with those that are left, alone
+
+
+class _Described(NamedTuple):
+    """What a window brings (``order`` has the index in it of each row), and where in the trainer's window each row lies."""
+
+    parts: Measured
+    manifest: Manifest
+    layout: Layout
+    order: list[int]
+    published: Layout
+
+    @classmethod
+    def of(cls, parts: tuple[WindowPart, ...], nbytes: int) -> _Described:
+        return cls(measured(parts), *window_layout(parts, nbytes, assembled=True), window_layout(parts, nbytes)[1])
 
 
 class WindowReceiver:
@@ -60,6 +75,7 @@ class WindowReceiver:
         self._device = self._reachable()
         self._buffers: list[Buffer] = []
         self._stream: torch.cuda.Stream | None = None
+        self._known = KnownWindows(_Described.of)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weightsync-receive")
         self._receiving: Future[npt.NDArray[np.uint64]] | None = None
         self.begin()
@@ -119,7 +135,7 @@ class WindowReceiver:
 
         def receive() -> npt.NDArray[np.uint64]:
             with span("read", member, source[0].name, placed.nbytes):
-                return self._receive(placed, source, bucket, deadline)
+                return self._receive(body.window, placed, source, bucket, deadline)
 
         self._receiving = self._thread.submit(copy_context().run, receive)
         try:
@@ -131,7 +147,7 @@ class WindowReceiver:
                 with suppress(Exception):  # the error that ended this is the one to report
                     self._receiving.result(_GRACE)
             raise
-        self._tensors.add_window(placed.parts, digests.tolist())
+        self._tensors.add_window(self._known.get(body.window, placed.parts, placed.nbytes).parts, digests.tolist())
         self._pending = self._arrived(placed, bucket)
         self.nbytes = self._tensors.nbytes
         self._context.progress(self.nbytes)
@@ -145,6 +161,7 @@ class WindowReceiver:
             ProtocolError: The stream's manifest is another one than the coordinator's.
         """
         self._load(deadline)
+        self._known.end(self._next)
         manifest, received = self._tensors.end()
         if manifest.fingerprint != fingerprint:
             raise ProtocolError(f"the stream brought tensors with fingerprint {manifest.fingerprint}, not {fingerprint}")
@@ -186,13 +203,13 @@ class WindowReceiver:
         self._load_seconds += time.perf_counter() - started
 
     def _receive(
-        self, placed: WindowPlaced, source: tuple[Transport, Reader, str], bucket: Buffer, deadline: Deadline
+        self, number: int, placed: WindowPlaced, source: tuple[Transport, Reader, str], bucket: Buffer, deadline: Deadline
     ) -> npt.NDArray[np.uint64]:
         started = time.perf_counter()
-        manifest, layout, order = window_layout(placed.parts, placed.nbytes, assembled=True)
+        _, manifest, layout, order, published = self._known.get(number, placed.parts, placed.nbytes)
         where = [_address(bucket), *(_address(self._whole(part)) for part in placed.parts if not part.whole)]
         addresses = tuple(where[: len(layout.regions)])
-        table = self._table(placed, manifest, layout, addresses)
+        table = _table(placed, manifest, layout, published, addresses)
         digests = np.zeros(len(placed.parts), np.uint64)
         rows = np.zeros(len(layout), np.uint64)
         if self._device is None:
@@ -236,22 +253,6 @@ class WindowReceiver:
                     raise
                 if digests is not None:
                     digests.fill(0)
-
-    def _table(self, placed: WindowPlaced, manifest: Manifest, layout: Layout, addresses: tuple[int, ...]) -> CopyTable:
-        """What to copy from the trainer's region, where the window begins at ``placed.offset``."""
-        _, published, _ = window_layout(placed.parts, placed.nbytes)
-        rows = len(layout)
-        pieces = Pieces(
-            ("",),
-            np.zeros(rows, np.int32),
-            np.zeros(rows, np.int32),
-            published.offset + placed.offset,
-            published.strides,
-            np.arange(rows, dtype=np.int32),
-            published.starts,
-            published.stops,
-        )
-        return tiles_of(manifest, pieces, layout, addresses, [(0, rows)] if rows else [])[0][0] if rows else CopyTable.empty()
 
     def _whole(self, part: WindowPart) -> Buffer:
         """The memory in which the parts of a tensor are put together."""
@@ -298,3 +299,19 @@ class WindowReceiver:
 
 def _address(buffer: Buffer) -> int:
     return buffer.data_ptr() if isinstance(buffer, torch.Tensor) else int(buffer.ctypes.data)
+
+
+def _table(placed: WindowPlaced, manifest: Manifest, layout: Layout, published: Layout, addresses: tuple[int, ...]) -> CopyTable:
+    """What to copy from the trainer's region, where the window begins at ``placed.offset``."""
+    rows = len(layout)
+    pieces = Pieces(
+        ("",),
+        np.zeros(rows, np.int32),
+        np.zeros(rows, np.int32),
+        published.offset + placed.offset,
+        published.strides,
+        np.arange(rows, dtype=np.int32),
+        published.starts,
+        published.stops,
+    )
+    return tiles_of(manifest, pieces, layout, addresses, [(0, rows)] if rows else [])[0][0] if rows else CopyTable.empty()

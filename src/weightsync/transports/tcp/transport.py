@@ -258,8 +258,9 @@ def _open_channel(
     """Return a connection to an owner, given to ``adopt`` before it is made."""
     reasons = []
     for family, where in _look_up(host, port, deadline):
-        channel = make(socket.socket(family, socket.SOCK_STREAM), f"the source at {host} port {port}")
         with ExitStack() as owned:
+            sock = owned.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            channel = make(sock, f"the source at {host} port {port}")
             owned.callback(channel.close)
             try:
                 adopt(channel)

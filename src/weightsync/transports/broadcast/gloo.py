@@ -123,6 +123,8 @@ def _in_time(packed: Future[torch.Tensor], deadline: Deadline) -> torch.Tensor:
         return packed.result(deadline.remaining("packing a bucket"))
     except TimeoutError:
         raise DeadlineExceeded(f"packing a bucket took longer than {deadline.seconds:g} s") from None
+    finally:
+        del packed  # its error would refer to itself through this frame, and so keep the region's memory
 
 
 class _HostReceiving(ReceivingWire):

@@ -177,7 +177,8 @@ $(SGLANG_VENV)/.installed: $(VENV)/.installed locks/sglang.txt
 sglang-test: $(SGLANG_VENV)/.installed ## every test against SGLang's own scheduler and models, on the CPU
 	@$(SGLANG_VENV)/bin/python -m pytest -m sglang tests/integration/test_sglang.py tests/integration/test_sglang_ranks.py $(ARGS)
 
-# NeMo-RL is in no package index: a checkout is needed. The environment holds what those of its modules import that the tests use.
+# NeMo-RL is in no package index: a checkout is needed. Its package `tests` would hide ours, so only
+# `nemo_rl` and `examples` of it are on the path. The environment holds what those of its modules import that the tests use.
 NEMO_RL ?=
 $(NEMO_RL_VENV)/.installed: $(VENV)/.installed locks/nemo-rl.txt
 	@$(call ON_TOP,$(NEMO_RL_VENV),locks/nemo-rl.txt)
@@ -186,7 +187,8 @@ $(NEMO_RL_VENV)/.installed: $(VENV)/.installed locks/nemo-rl.txt
 .PHONY: test-nemo-rl
 test-nemo-rl: $(NEMO_RL_VENV)/.installed ## NEMO_RL=path/to/checkout: every test against a real NeMo-RL
 	@[[ -d "$(NEMO_RL)/nemo_rl" ]] || { echo "make test-nemo-rl NEMO_RL=path: there is no checkout of NeMo-RL at '$(NEMO_RL)'" >&2; exit 1; }
-	@PYTHONPATH="$(abspath $(NEMO_RL))$${PYTHONPATH:+:$$PYTHONPATH}" $(NEMO_RL_VENV)/bin/python -m pytest -m nemo_rl tests/integration/test_nemo_rl_classes.py $(ARGS)
+	@mkdir -p build/nemo-rl && ln -sfn "$(abspath $(NEMO_RL))"/{nemo_rl,examples} build/nemo-rl/
+	@PYTHONPATH="$(abspath build/nemo-rl)$${PYTHONPATH:+:$$PYTHONPATH}" $(NEMO_RL_VENV)/bin/python -m pytest -m nemo_rl tests/integration/test_nemo_rl_classes.py $(ARGS)
 
 .PHONY: test-vllm-matrix
 test-vllm-matrix: $(VLLM_VENV)/.installed ## the quick tests against each release of vLLM's CPU build; RELEASES="0.27.1" for some

@@ -34,14 +34,14 @@ help: ## this list
 # already; the package index's build on Linux needs CUDA's libraries.
 LOCKED := --no-deps --require-hashes
 NEEDS_CUDA := import importlib.metadata, sys; sys.exit(not any(one.startswith("nvidia-") for one in importlib.metadata.requires("torch")))
-$(VENV)/.installed: pyproject.toml $(addprefix locks/,$(addsuffix .txt,torch-cpu main cuda atheris megatron nixl playwright ray))
+$(VENV)/.installed: pyproject.toml bench/pyproject.toml callbacks/pyproject.toml $(addprefix locks/,$(addsuffix .txt,torch-cpu main cuda atheris megatron nixl playwright ray))
 	@[[ -n "$(PYTHON)" ]] || { echo "weightsync needs Python 3.11 or newer on the PATH (or: make PYTHON=/path/to/python3)" >&2; exit 1; }
 	@echo "installing into $(VENV) (once; takes a minute or two)" >&2
 	@$(PYTHON) -m venv $(VENV) >&2 || { echo "no virtual environment can be made; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@$(PIP) $(INSTALL) $(LOCKED) -r locks/torch-cpu.txt >&2 2>/dev/null || true
 	@$(PIP) $(INSTALL) $(LOCKED) -r locks/main.txt >&2
 	@! $(BIN)/python -c '$(NEEDS_CUDA)' || $(PIP) $(INSTALL) $(LOCKED) -r locks/cuda.txt >&2
-	@$(PIP) $(INSTALL) --no-deps --no-build-isolation -e . >&2
+	@$(PIP) $(INSTALL) --no-deps --no-build-isolation -e . -e ./bench -e ./callbacks >&2
 	@$(PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/atheris.txt >&2 2>/dev/null || \
 		echo "no build of Atheris for this Python: the guided search of the fuzz tests is skipped" >&2
 	@$(PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/ray.txt >&2 2>/dev/null || \
@@ -63,10 +63,10 @@ $(VENV)/.docs: $(VENV)/.installed locks/docs.txt
 
 .PHONY: docs
 docs: $(VENV)/.docs ## the site, into build/site, and its pictures from docs/data; RECORD="demo kill round page" records these anew
-	@$(if $(RECORD),$(BIN)/python -m tests.recording $(RECORD))
-	@$(BIN)/python -m tests.reference
-	@$(BIN)/python -m tests.pictures
-	@$(BIN)/python -m tests.screenshots
+	@$(if $(RECORD),$(BIN)/python -m tools.recording $(RECORD))
+	@$(BIN)/python -m tools.reference
+	@$(BIN)/python -m tools.pictures
+	@$(BIN)/python -m tools.screenshots
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # With vLLM as its engine the demo runs in vLLM's environment.
@@ -85,6 +85,7 @@ SEEDS ?= 10000
 simulate: $(VENV)/.installed ## SEEDS=10000 random schedules with faults at every step, in virtual time; then planted bugs
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) $(ARGS)
 	@$(BIN)/python -m tests.simulation --streams --seeds $$(($(SEEDS) / 5)) $(ARGS)
+	@$(BIN)/python -m tests.simulation --people --seeds $$(($(SEEDS) / 4)) $(ARGS)
 
 SECONDS ?= 300
 fuzz: $(VENV)/.installed ## SECONDS=300 of coverage-guided search in every parser; what it finds lies in .fuzz/findings
@@ -92,6 +93,7 @@ fuzz: $(VENV)/.installed ## SECONDS=300 of coverage-guided search in every parse
 
 faults: $(VENV)/.installed ## real processes killed, stopped and lied to at every point of a round, over each transport; then a soak
 	@$(BIN)/python -m tests.faults $(ARGS)
+	@$(BIN)/python -m tests.faults.people --seeds 6 --held 30
 
 # vLLM's CPU build pins other versions than ours, and pulls in three packages that have no CPU build and break Transformers: its lock
 # leaves them out. It holds what one Python needs; another one gets the pinned vLLM with whatever that needs, unchecked.
@@ -113,7 +115,7 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt $(addprefix locks/,
 		$(VLLM_PIP) $(INSTALL) -c constraints-vllm.txt hatchling editables >&2; \
 		$(VLLM_PIP) $(INSTALL) -c constraints-vllm.txt --no-build-isolation '.[demo,test]' >&2; \
 	fi
-	@$(VLLM_PIP) $(INSTALL) --no-deps --no-build-isolation -e . >&2
+	@$(VLLM_PIP) $(INSTALL) --no-deps --no-build-isolation -e . -e ./bench -e ./callbacks >&2
 	@$(VLLM_PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/megatron.txt >&2 2>/dev/null || \
 		echo "no build of Megatron-core for this Python: its tests against vLLM are skipped" >&2
 	@$(VLLM_VENV)/bin/python -c 'from vllm import LLM' >/dev/null 2>&1 || true  # compiles what its tests import
@@ -144,7 +146,7 @@ $(VERL_VENV)/.installed: $(VENV)/.installed locks/verl.txt
 verl-env: $(VERL_VENV)/.installed ## an environment with verl, for its tests
 
 verl-test: $(VERL_VENV)/.installed ## every test against a real verl
-	@$(VERL_VENV)/bin/python -m pytest -m verl tests/integration/test_verl.py tests/integration/test_verl_faults.py tests/integration/test_verl_shards.py $(ARGS)
+	@$(VERL_VENV)/bin/python -m pytest -m verl tests/integration/verl $(ARGS)
 
 $(AREAL_VENV)/.installed: $(VENV)/.installed locks/areal.txt
 	@$(call ON_TOP,$(AREAL_VENV),locks/areal.txt)
@@ -152,7 +154,7 @@ $(AREAL_VENV)/.installed: $(VENV)/.installed locks/areal.txt
 
 .PHONY: areal-test
 areal-test: $(AREAL_VENV)/.installed ## every test against AReaL's own engine
-	@$(AREAL_VENV)/bin/python -m pytest -m areal tests/integration/test_areal.py $(ARGS)
+	@$(AREAL_VENV)/bin/python -m pytest -m areal tests/integration/areal/test_areal.py $(ARGS)
 
 # OpenRLHF's policy trainer imports vLLM, so its environment lies on top of vLLM's first.
 ON_VLLM = echo "import site; site.addsitedir('$$($(VLLM_VENV)/bin/python -c '$(SITE)')')" >"$$site/on-top-of-vllm.pth";
@@ -166,7 +168,7 @@ $(OPENRLHF_VENV)/.installed: $(VENV)/.installed $(VLLM_VENV)/.installed locks/op
 
 .PHONY: openrlhf-test
 openrlhf-test: $(OPENRLHF_VENV)/.installed ## every test against OpenRLHF's own policy trainer
-	@$(OPENRLHF_VENV)/bin/python -m pytest -m openrlhf tests/integration/test_openrlhf.py $(ARGS)
+	@$(OPENRLHF_VENV)/bin/python -m pytest -m openrlhf tests/integration/openrlhf/test_openrlhf.py $(ARGS)
 
 # SGLang without its CUDA packages, which its tests stub.
 $(SGLANG_VENV)/.installed: $(VENV)/.installed locks/sglang.txt
@@ -175,7 +177,7 @@ $(SGLANG_VENV)/.installed: $(VENV)/.installed locks/sglang.txt
 
 .PHONY: sglang-test
 sglang-test: $(SGLANG_VENV)/.installed ## every test against SGLang's own scheduler and models, on the CPU
-	@$(SGLANG_VENV)/bin/python -m pytest -m sglang tests/integration/test_sglang.py tests/integration/test_sglang_ranks.py $(ARGS)
+	@$(SGLANG_VENV)/bin/python -m pytest -m sglang tests/integration/sglang/test_sglang.py tests/integration/sglang/test_sglang_ranks.py $(ARGS)
 
 # NeMo-RL is in no package index: a checkout is needed. Its package `tests` would hide ours, so only
 # `nemo_rl` and `examples` of it are on the path. The environment holds what those of its modules import that the tests use.
@@ -188,11 +190,11 @@ $(NEMO_RL_VENV)/.installed: $(VENV)/.installed locks/nemo-rl.txt
 test-nemo-rl: $(NEMO_RL_VENV)/.installed ## NEMO_RL=path/to/checkout: every test against a real NeMo-RL
 	@[[ -d "$(NEMO_RL)/nemo_rl" ]] || { echo "make test-nemo-rl NEMO_RL=path: there is no checkout of NeMo-RL at '$(NEMO_RL)'" >&2; exit 1; }
 	@mkdir -p build/nemo-rl && ln -sfn "$(abspath $(NEMO_RL))"/{nemo_rl,examples} build/nemo-rl/
-	@PYTHONPATH="$(abspath build/nemo-rl)$${PYTHONPATH:+:$$PYTHONPATH}" $(NEMO_RL_VENV)/bin/python -m pytest -m nemo_rl tests/integration/test_nemo_rl_classes.py $(ARGS)
+	@PYTHONPATH="$(abspath build/nemo-rl)$${PYTHONPATH:+:$$PYTHONPATH}" $(NEMO_RL_VENV)/bin/python -m pytest -m nemo_rl tests/integration/nemo_rl/test_nemo_rl_classes.py $(ARGS)
 
 .PHONY: test-vllm-matrix
 test-vllm-matrix: $(VLLM_VENV)/.installed ## the quick tests against each release of vLLM's CPU build; RELEASES="0.27.1" for some
-	@$(VLLM_VENV)/bin/python -m tests.vllm_matrix $(RELEASES)
+	@$(VLLM_VENV)/bin/python -m tools.vllm_matrix $(RELEASES)
 
 lint: $(VENV)/.installed ## style, formatting, layers
 	@$(BIN)/ruff check .
@@ -200,7 +202,7 @@ lint: $(VENV)/.installed ## style, formatting, layers
 	@$(BIN)/lint-imports --no-cache
 
 audit: $(VENV)/.docs ## what we depend on: pins, licences, and known vulnerabilities where an advisory service can be reached
-	@$(BIN)/python -m tests.audit
+	@$(BIN)/python -m tools.audit
 
 types: $(VENV)/.installed ## mypy --strict over src and tests
 	@$(BIN)/mypy
@@ -270,7 +272,7 @@ format: $(VENV)/.installed ## rewrite the code in the house's format
 	@$(BIN)/ruff format .
 
 constraints: $(VENV)/.installed ## pin what constraints.txt does not, and list the hashes of all of it
-	@$(BIN)/python -m tests.lock
+	@$(BIN)/python -m tools.lock
 
 clean: ## remove the environment and every cache
 	@rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) $(AREAL_VENV) $(OPENRLHF_VENV) $(NEMO_RL_VENV) $(SGLANG_VENV) .venv-vllm-releases .fuzz build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import httpx
 import msgspec
 
-from weightsync.bench.peer import Peer, serve
 from weightsync.config import Address, ClientSettings, Secret, ServerSettings
 from weightsync.errors import ConfigurationError, DeadlineExceeded
-from weightsync.rollouts.mail import CompletionReceiver, CompletionSender
 from weightsync.server.server import BackgroundServer
+from weightsync_bench.peer import Peer, serve
+from weightsync_callbacks.mail import CompletionReceiver, CompletionSender
 
 __all__ = ["CompletionCase", "completion_push_case"]
 

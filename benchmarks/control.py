@@ -27,15 +27,15 @@ from rich.table import Table
 from benchmarks.completions import CompletionCase, completion_push_case
 from benchmarks.control_floor import EXCHANGES, floor_seconds
 from benchmarks.control_rank import NAME
-from weightsync.bench.peer import Peer
-from weightsync.bench.report import machine, print_json
 from weightsync.config import ClientSettings, Secret, ServerSettings
 from weightsync.coordinator.events import Joined, Left, ReplicaEnded, ReplicaPhase
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, RoundFailed
 from weightsync.server.client import Client
 from weightsync.server.server import BackgroundServer
-from weightsync.trainer.agent import Trainer
+from weightsync.trainer.trainer import Trainer
+from weightsync_bench.peer import Peer
+from weightsync_bench.report import machine, print_json
 
 __all__ = ["CONTROL_CASES", "ControlCase", "main", "run_control_cases"]
 

@@ -17,7 +17,7 @@ from websockets.asyncio.client import connect
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
-from weightsync.bench.peer import Peer
+from weightsync_bench.peer import Peer
 
 __all__ = ["EXCHANGES", "floor_seconds", "main"]
 

@@ -8,11 +8,11 @@ from contextlib import ExitStack
 
 import torch
 
-from weightsync.bench.peer import serve
 from weightsync.engine.adapter import EngineAdapter
-from weightsync.engine.agent import Engine
+from weightsync.engine.engine import Engine
 from weightsync.model import Manifest, TensorSpec
 from weightsync.tensors.shards import Shard, shard
+from weightsync_bench.peer import serve
 
 __all__ = ["NAME", "main"]
 

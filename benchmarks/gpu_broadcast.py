@@ -13,11 +13,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from weightsync.bench.gpu_job import manifest_for
-from weightsync.bench.peer import Peer, together
-from weightsync.bench.report import gpu_machine, print_json
 from weightsync.errors import ConfigurationError, RoundFailed
 from weightsync.transports.broadcast.packed_broadcast import DEFAULT_BUFFER, PROGRAMS
+from weightsync_bench.gpu_job import manifest_for
+from weightsync_bench.peer import Peer, together
+from weightsync_bench.report import gpu_machine, print_json
 
 __all__ = ["BroadcastCase", "Variant", "main", "run_broadcast", "variants_of"]
 

@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from weightsync.bench.gpu_job import manifest_for
-from weightsync.bench.peer import serve
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError
 from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
 from weightsync.tensors.device_memory import DeviceDigest, layout_by_shard
 from weightsync.tensors.shards import shard
-from weightsync.transports.broadcast.packed_broadcast import PROGRAMS, PackedBroadcast, packed_frames
+from weightsync.transports.broadcast.packed_broadcast import PROGRAMS, PackedBroadcast, broadcast_frames
 from weightsync.transports.broadcast.process_groups import Enqueue, ProcessGroup, StoreRendezvous, init_custom_process_group
 from weightsync.transports.net.tile_limits import cut_tiles
+from weightsync_bench.gpu_job import manifest_for
+from weightsync_bench.peer import serve
 
 __all__ = ["main"]
 
@@ -96,7 +96,7 @@ class _Rank:
         where, one = np.array(self._addresses, np.int64), np.ones(len(sizes), np.int64)
         tiles = cut_tiles(CopyTable(one.astype(np.int32) - 1, where, sizes, where, sizes, one, sizes), TILE_BYTES)
         self._packed = PackedBroadcast(
-            tiles, packed_frames(np.array([len(tiles)]), tiles.row_bytes, buffer_bytes), self._device, buffer_bytes, num_buffers,
+            tiles, broadcast_frames(np.array([len(tiles)]), tiles.row_bytes, buffer_bytes), self._device, buffer_bytes, num_buffers,
             [0] if self._rank == 0 else None, PROGRAMS if programs is None else programs,
         )  # fmt: skip
         self._packed_group = self._groups[group]

@@ -20,8 +20,6 @@ import torch
 import triton
 import triton.language as tl
 
-from weightsync.bench.shapes import qwen3_8b, qwen3_30b_a3b
-from weightsync.bench.sharding import fsdp, tensor_parallel
 from weightsync.model import Layout, Manifest
 from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
 from weightsync.planning.split import split_rows
@@ -29,7 +27,9 @@ from weightsync.protocol.messages import Host
 from weightsync.tensors.copy_table import tiles_of
 from weightsync.tensors.cuda.copies import TileCopy
 from weightsync.tensors.cuda.digest import LayoutDigest
-from weightsync.tensors.digest import digest_rows
+from weightsync.tensors.digest import DigestConstants, digest_rows
+from weightsync_bench.shapes import qwen3_8b, qwen3_30b_a3b
+from weightsync_bench.sharding import fsdp, tensor_parallel
 
 _DIGESTS = ((256, 4, 32), (256, 4, 64), (256, 4, 16), (512, 4, 8))
 _COPIES = ((1024, 16, 64), (512, 16, 64), (2048, 16, 64), (2048, 8, 64), (1024, 16, 32))
@@ -137,6 +137,7 @@ def case(name: str, manifest: Manifest, floor: dict[str, float], variants: bool)
         row["copy_ms"] = milliseconds(copy.launch)
         got = digest.digests()
         row["digest_ms"] = milliseconds(digest.launch)
+        row["keyed_digest_ms"] = milliseconds(lambda digest=digest: digest.launch(constants=DigestConstants(b"k" * 32)))
         if not np.array_equal(got, digest.digests()):
             raise SystemExit("the digest does not repeat")
         row["rows_equal_to_the_cpu"] = check_sample(manifest, rank.layout, target, got)

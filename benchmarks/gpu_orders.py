@@ -16,14 +16,14 @@ import time
 import numpy as np
 import torch
 
-from weightsync.bench.shapes import qwen3_30b_a3b
-from weightsync.bench.sharding import fsdp, tensor_parallel
 from weightsync.model import Manifest
 from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
 from weightsync.protocol.messages import Host
 from weightsync.tensors.copy_table import tiles_of
 from weightsync.tensors.cuda import device_copy_table
 from weightsync.tensors.cuda.copies import TileCopy
+from weightsync_bench.shapes import qwen3_30b_a3b
+from weightsync_bench.sharding import fsdp, tensor_parallel
 
 _HOST = Host("here", "here")
 

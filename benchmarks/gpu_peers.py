@@ -22,15 +22,15 @@ from typing import Any
 
 import numpy as np
 
-from weightsync.bench.peer import Peer, serve, together
-from weightsync.bench.shapes import qwen3_8b, qwen3_30b_a3b
-from weightsync.bench.sharding import fsdp, tensor_parallel
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
 from weightsync.model import Layout, Manifest
 from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
 from weightsync.planning.split import split_rows
 from weightsync.protocol.messages import Host, Offer
+from weightsync_bench.peer import Peer, serve, together
+from weightsync_bench.shapes import qwen3_8b, qwen3_30b_a3b
+from weightsync_bench.sharding import fsdp, tensor_parallel
 
 _HOST = Host("here", "here")
 _KEY = b"the key of this measurement"
@@ -110,19 +110,19 @@ class Trainer:
         self.memory = [torch.empty(-(-size // 8), dtype=torch.int64, device="cuda") for size in self.layout.regions]
         bases = [one.data_ptr() for one in self.memory]
         started = time.perf_counter()
-        self.shelf = CudaRegion(self.layout.regions, self.layout.digest, lambda: bases, device)
+        self.region = CudaRegion(self.layout.regions, self.layout.digest, lambda: bases, device)
         self.export_seconds = time.perf_counter() - started
-        self.owner = CudaIpcPublisher(self.shelf, _KEY, _HOST)
+        self.owner = CudaIpcPublisher(self.region, _KEY, _HOST)
         self.digest = LayoutDigest(self.manifest, self.layout, bases, torch.device("cuda", device))
 
     def hello(self):
-        handles = len(self.shelf.exported.handles)
+        handles = len(self.region.exported.handles)
         return {"address": self.owner.offer.address, "export_seconds": self.export_seconds, "handles": handles}
 
     def place(self, version, path):
         import torch
 
-        with self.shelf.placing(version):
+        with self.region.placing(version):
             for region, one in enumerate(self.memory):
                 torch.manual_seed(version * 1000 + (999 if self.shared and region == 0 else self.rank))
                 one.random_()

@@ -1,8 +1,9 @@
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN201
-"""Direct delivery into a real vLLM by its plugin: ``python -m benchmarks.gpu_vllm tiny|MODEL [ROUNDS [RANKS [TRANSPORT]]]``.
+"""Direct delivery into a real vLLM by its plugin: ``python -m benchmarks.gpu_vllm tiny|moe|MODEL [ROUNDS [RANKS [TRANSPORT]]]``.
 
 ``tiny``: a small random Qwen3 checkpoint, graphs captured, updates; prints one line of JSON that ``test_vllm_direct.py`` looks at.
+``moe``: the same with a mixture of experts, which Transformers packs, and a trainer that holds float32.
 ``MODEL``: a model of the GPU suite, shapes only; the time from pause to resume. vLLM has the first GPUs (``RANKS``, tensor
 parallel), and as many FSDP ranks of a trainer the last ones.
 vLLM and weightsync's entry point are on the path.
@@ -10,6 +11,7 @@ vLLM and weightsync's entry point are on the path.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -21,7 +23,7 @@ from pathlib import Path
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
-if sys.argv[1:2] == ["tiny"]:
+if sys.argv[1:2] in (["tiny"], ["moe"]):
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that the model's own memory can be looked at
 
 import torch
@@ -40,15 +42,19 @@ COUNT = 12
 CHOSEN = 4
 
 
-def tiny(folder):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def tiny(folder, moe=False):
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(7)
-    config = Qwen3Config(
+    sizes = dict(
         vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
         head_dim=64, max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2, initializer_range=0.2,
     )  # fmt: skip
-    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    if moe:
+        experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, decoder_sparse_step=1, mlp_only_layers=[])
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)).to(torch.bfloat16)
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes)).to(torch.bfloat16)
     model.save_pretrained(folder)
     return model.to(f"cuda:{torch.cuda.device_count() - 1}")
 
@@ -129,12 +135,15 @@ def installed(model):
     return {n: (p.data_ptr(), int(p.detach().flatten().view(torch.int16).long().sum())) for n, p in model.named_parameters()}
 
 
-def check_tiny(ranks, transport):
+def check_tiny(ranks, transport, moe=False):
     from weightsync.config import ServerSettings
     from weightsync.server.server import BackgroundServer
 
     with tempfile.TemporaryDirectory() as folder, BackgroundServer(ServerSettings.load({}, port=0)) as server:
-        reference = tiny(folder)
+        reference = tiny(folder, moe)
+        published, options = reference, {}
+        if moe:
+            published, options = copy.deepcopy(reference).float(), {"dtype": torch.bfloat16}
         with vllm_joined(folder, False, server, ranks, transport) as (llm, attached, seen):
             model, calls = torch.nn.Module(), []
             if ranks == 1:  # else it is in other processes
@@ -142,7 +151,7 @@ def check_tiny(ranks, transport):
                 own = model.load_weights
                 model.load_weights = lambda weights: calls.append("load_weights") or own(weights)
             transports = [transport] if transport else None
-            with weightsync.Trainer(reference, server.url, token=server.token, transports=transports) as trainer:
+            with weightsync.Trainer(published, server.url, token=server.token, transports=transports, **options) as trainer:
                 places = {name: where for name, (where, _) in installed(model).items()}
                 prompts, wanted, gap = decided(reference)
                 seen |= {"before": tokens(llm, attached, prompts)[1], "wanted": wanted, "gap": gap, "updates": []}
@@ -152,6 +161,7 @@ def check_tiny(ranks, transport):
                         prompts, wanted, gap = decided(reference)
                     tokens(llm, attached, prompts)
                     _, _, warm = tokens(llm, attached, prompts)  # the prompts are now cached, under the version before
+                    published.load_state_dict(reference.state_dict())
                     (replica,) = trainer.publish(number, timeout=60).replicas
                     version, answers, cached = tokens(llm, attached, prompts)
                     seen["updates"].append({
@@ -165,20 +175,17 @@ def check_tiny(ranks, transport):
                     print("RESULT " + json.dumps(seen), flush=True)
                     return
                 direct, model.load_weights = installed(model), own
-                from safetensors.torch import save_file
-
-                state = {name: value.contiguous() for name, value in reference.state_dict().items()}
-                save_file(state, Path(folder) / "model.safetensors", {"format": "pt"})
+                reference.save_pretrained(folder)
                 llm.collective_rpc("reload_weights")  # vLLM's own way, from the file
                 seen |= {"bits_of_own_loading": direct == installed(model)}
     print("RESULT " + json.dumps(seen), flush=True)
 
 
 def measure(name, rounds, ranks, transport):
-    from weightsync.bench.gpu_job import manifest_for
-    from weightsync.bench.peer import Peer, together
     from weightsync.config import ServerSettings
     from weightsync.server.server import BackgroundServer
+    from weightsync_bench.gpu_job import manifest_for
+    from weightsync_bench.peer import Peer, together
 
     count = torch.cuda.device_count()
     job = {"name": "vllm", "model": name, "delivery": "direct", "on": list(range(count - ranks, count)), "to": list(range(ranks))}
@@ -188,7 +195,7 @@ def measure(name, rounds, ranks, transport):
         shapes_only(folder, manifest_for(name))
         with vllm_joined(folder, True, server, ranks, transport) as (llm, attached, _), ExitStack() as owned:
             trainers = [
-                owned.enter_context(Peer("weightsync.bench.gpu_rank", {"role": "trainer", "rank": rank, "job": job}))
+                owned.enter_context(Peer("weightsync_bench.gpu_rank", {"role": "trainer", "rank": rank, "job": job}))
                 for rank in range(ranks)
             ]
 
@@ -211,8 +218,8 @@ def measure(name, rounds, ranks, transport):
 
 if __name__ == "__main__":
     what, rounds, ranks, transport = [*sys.argv[1:], *["", "4", "1", ""][len(sys.argv) - 1 :]]
-    if what == "tiny":
-        check_tiny(int(ranks), transport)
+    if what in ("tiny", "moe"):
+        check_tiny(int(ranks), transport, what == "moe")
     else:
         measure(what, int(rounds), int(ranks), transport)
     sys.stdout.flush()

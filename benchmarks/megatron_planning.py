@@ -15,11 +15,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.megatron_layouts import MegatronLayouts, stages
-from weightsync.bench.sharding import tensor_parallel
 from weightsync.coordinator.negotiation import negotiate, source_coverage
 from weightsync.coordinator.ranks import EngineRank, TrainerRank
 from weightsync.model import Layout, Manifest
-from weightsync.protocol.messages import Host
+from weightsync.protocol.messages import PROTOCOL, Hello, Host
+from weightsync_bench.sharding import tensor_parallel
 
 __all__ = ["deepseek_v3", "main", "measure"]
 
@@ -47,19 +47,23 @@ def _trainer(model: MegatronLayouts) -> dict[str, TrainerRank]:
             experts = range(place * _EXPERTS // _EP, (place + 1) * _EXPERTS // _EP)
             layouts.append(model.layout(layers, experts, tp=(place % _TP, _TP), first=stage == 0, last=stage == len(_STAGES) - 1))
         for number in range(stage * each, (stage + 1) * each):
-            member, host = f"trainer/{number}", _host("trainer", number)
-            layout = layouts[number % _EP]
-            ranks[member] = TrainerRank(member, number, _RANKS, f"t{number}", host, model.manifest, layout, ())
+            hello = _hello("trainer", number, _RANKS)
+            ranks[f"trainer/{number}"] = TrainerRank(hello, model.manifest, layouts[number % _EP])
     return ranks
 
 
 def _engines(manifest: Manifest, replica: str) -> dict[str, EngineRank]:
     return {
-        f"{replica}/{rank}": EngineRank(
-            f"{replica}/{rank}", replica, rank, _ENGINE_TP, f"{replica}{rank}", _host(replica, rank), manifest, layout, ()
-        )
+        f"{replica}/{rank}": EngineRank(_hello(replica, rank, _ENGINE_TP), manifest, layout)
         for rank, layout in enumerate(tensor_parallel(manifest, _ENGINE_TP))
     }
+
+
+def _hello(name: str, rank: int, world_size: int) -> Hello:
+    return Hello(
+        PROTOCOL, "run", "trainer" if name == "trainer" else "engine", name, rank, world_size, session=f"{name}{rank}",
+        host=_host(name, rank), pid=0, manifest=(), bucket_bytes=256 << 20,
+    )  # fmt: skip
 
 
 def _host(name: str, rank: int) -> Host:

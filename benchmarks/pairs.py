@@ -120,7 +120,8 @@ def _table(cases: Sequence[PairedCase]) -> Table:
 
 
 def _environment(checkout: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(checkout / "src")}
+    # Since the benchmarks are a separate package, a checkout has two folders on the path. An older one has only the first.
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(str(checkout / folder) for folder in ("src", "bench"))}
 
 
 def _check_checkout(checkout: Path, python: str) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import trustme
-from tests.integration.test_service_limits import FLOOD
+from tests.integration.server.test_service_limits import FLOOD
 
 import weightsync
 from weightsync.deadline import Deadline
@@ -34,8 +34,8 @@ MIB = 1 << 20
 
 def key_cost(connections: int = 300) -> None:
     """A connection that proves itself, against a bare one."""
-    shelf, key, here = PublishedRegion(4096, "layout"), secrets.token_bytes(32), this_host()
-    owner = Tcp().publish(shelf, key, here)
+    region, key, here = PublishedRegion(4096, "layout"), secrets.token_bytes(32), this_host()
+    owner = Tcp().publish(region, key, here)
     proved, bare = [], []
     try:
         where = owner.offer.address.partition("/")[0].rpartition(":")
@@ -48,7 +48,7 @@ def key_cost(connections: int = 300) -> None:
             bare.append(time.perf_counter() - started)
     finally:
         owner.close()
-        shelf.close()
+        region.close()
     print(f"connection: bare {1e3 * statistics.median(bare):.2f} ms, proved {1e3 * statistics.median(proved):.2f} ms; bytes: none")
 
 

@@ -43,15 +43,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from weightsync.bench.gpu_job import MODELS
 from weightsync.config import ServerSettings
 from weightsync.deadline import Deadline
 from weightsync.engine.receiver import Receiver
 from weightsync.model import TensorSpec
 from weightsync.server.server import BackgroundServer
 from weightsync.tensors.shards import torch_dtype
-from weightsync.trainer.agent import Trainer
 from weightsync.trainer.stream import Stream, StreamedPublication
+from weightsync.trainer.trainer import Trainer
+from weightsync_bench.gpu_job import MODELS
 
 __all__ = ["main"]
 

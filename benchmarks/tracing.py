@@ -22,13 +22,13 @@ from rich.console import Console
 from rich.table import Table
 
 import weightsync
-from weightsync.bench.report import machine, print_json
 from weightsync.config import ServerSettings
 from weightsync.model import RoundTrace
 from weightsync.server import app
 from weightsync.server.otel import OtelExport
 from weightsync.server.server import BackgroundServer
 from weightsync.spans import SpanRecorder, recording, span
+from weightsync_bench.report import machine, print_json
 
 __all__ = ["TracingCase", "main"]
 

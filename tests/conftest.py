@@ -25,6 +25,8 @@ os.environ.setdefault("RES_OPTIONS", "attempts:0")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # each such name would be a warning
 
 # Coordinators of tests, also in child processes, must not add their rounds to the user's history.
+# UCX opens each network device that there is, and fails if one is removed meanwhile: other tests make and remove theirs.
+os.environ.setdefault("UCX_NET_DEVICES", "lo")
 os.environ["WEIGHTSYNC_STATE_DIR"] = "off"
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, database=None)

@@ -28,11 +28,11 @@ from rich.text import Text
 import weightsync
 from benchmarks.peers.movers import RankJob
 from benchmarks.peers.ways import WAYS, Paths, Way
-from weightsync.bench.peer import Peer, together
-from weightsync.bench.report import gpu_machine, machine
-from weightsync.bench.shapes import read_configuration, tensors_of
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, DeadlineExceeded, WeightSyncError
+from weightsync_bench.peer import Peer, together
+from weightsync_bench.report import gpu_machine, machine
+from weightsync_bench.shapes import read_configuration, tensors_of
 
 __all__ = ["main"]
 
@@ -122,7 +122,7 @@ class _Run:
         }
 
     def _ours(self, way: Way, deadline: Deadline) -> dict[str, Any]:
-        """Run what :mod:`weightsync.bench` measures, in a process that a deadline can end."""
+        """Run what :mod:`weightsync_bench` measures, in a process that a deadline can end."""
         deadline = Deadline(min(way.seconds, deadline.remaining(way.name)))
         with Peer("benchmarks.peers.rank", {"role": "ours", "rank": 0}) as peer:
             peer.hear(deadline.remaining(way.name))

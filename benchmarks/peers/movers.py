@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.peers.ways import Paths
-from weightsync.bench.peer import Peer
-from weightsync.bench.shapes import read_configuration, tensors_of
 from weightsync.errors import RoundFailed
+from weightsync_bench.peer import Peer
+from weightsync_bench.shapes import read_configuration, tensors_of
 
 __all__ = ["MOVERS", "CheckpointWorker", "RankCommands", "RankJob", "Tensors"]
 

@@ -1,7 +1,7 @@
 """A process of a case: ``python -m benchmarks.peers.rank CONFIG`` executes the parent's commands.
 
 Role ``rank`` moves tensors with a mover, ``worker`` is checkpoint-engine's serving engine, and ``ours`` runs the cases of
-:mod:`weightsync.bench`. Commands' output goes to standard error, because standard output carries the results.
+:mod:`weightsync_bench`. Commands' output goes to standard error, because standard output carries the results.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import msgspec
 import torch
 
 from benchmarks.peers.movers import CheckpointWorker, RankCommands, RankJob
-from weightsync.bench.peer import serve
 from weightsync.errors import RoundFailed
+from weightsync_bench.peer import serve
 
 __all__ = ["main"]
 
@@ -28,15 +28,15 @@ class _Ours:
 
     def limit(self) -> float:
         """Return the bytes per second of the driver's copy from a peer's memory."""
-        from weightsync.bench.gpu_rounds import measured_rates
+        from weightsync_bench.gpu_rounds import measured_rates
 
         self._rates = measured_rates([0, 1])
         return self._rates.peer
 
     def case(self, model: str, transport: str, rounds: int) -> list[dict[str, float]]:
         """Return the rounds of one trainer rank on GPU 0 and one engine rank on GPU 1."""
-        from weightsync.bench.gpu_job import Job
-        from weightsync.bench.gpu_rounds import measured_rates, run_gpu_case
+        from weightsync_bench.gpu_job import Job
+        from weightsync_bench.gpu_rounds import measured_rates, run_gpu_case
 
         job = Job(name=f"{model}/{transport}", model=model, delivery="direct", on=(0,), to=(1,), transport=transport)
         return run_gpu_case(job, measured_rates([0, 1]), rounds, lambda text: print(text, file=sys.stderr)).rounds

@@ -30,7 +30,7 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     of: Literal["floor", "weightsync", "other"]
     detail: str = ""
     mover: str = ""
-    """Name in :data:`benchmarks.peers.movers.MOVERS`; empty for what :mod:`weightsync.bench` measures itself."""
+    """Name in :data:`benchmarks.peers.movers.MOVERS`; empty for what :mod:`weightsync_bench` measures itself."""
     variants: tuple[dict[str, Any], ...] = ({},)
     """Settings of the mover. Each variant has processes of its own, and all of them share one row."""
     seconds: float = 75.0

@@ -30,11 +30,13 @@ def main(argument: str) -> int:
     parent = Parent()
 
     from weightsync.config import ServerSettings
+    from weightsync.protocol.tokens import generate
     from weightsync.server.server import serve
 
     settings = ServerSettings.load(
-        host="127.0.0.1", port=mine.port, pause_mode=mine.pause_mode, run=mine.run or None, state_dir=mine.state_dir
-    )
+        host="127.0.0.1", port=mine.port, pause_mode=mine.pause_mode, run=mine.run or None, state_dir=mine.state_dir,
+        operator_token=generate(), metrics_token=generate(),  # not used: so that no file of them is left
+    )  # fmt: skip
     serve(settings, lambda address, token, coordinator: parent.tell(Listening(address.url)))
     return 0
 

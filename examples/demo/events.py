@@ -11,25 +11,10 @@ import msgspec
 from weightsync.config import ClientSettings
 from weightsync.coordinator.events import Event
 from weightsync.coordinator.status import Status
-from weightsync.errors import AuthenticationError, CoordinatorUnreachable
-from weightsync.server.presenting import presenting
+from weightsync.errors import CoordinatorUnreachable
+from weightsync.server.http_client import check_status, coordinator_http, decoded, event_data, event_timeout
 
 __all__ = ["follow", "status"]
-
-_SECONDS = 30.0  # the stream shows a sign of life more often than that
-_OK = 200
-_UNAUTHORIZED = 401
-
-
-def _client(settings: ClientSettings) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=settings.coordinator.url, auth=presenting(settings), timeout=_SECONDS, trust_env=False)
-
-
-def _check(settings: ClientSettings, code: int) -> None:
-    if code == _UNAUTHORIZED:
-        raise AuthenticationError(f"the coordinator at {settings.coordinator} wants another token: set WEIGHTSYNC_TOKEN")
-    if code != _OK:
-        raise CoordinatorUnreachable(f"the coordinator at {settings.coordinator} answered with HTTP {code}")
 
 
 async def follow(settings: ClientSettings, heard: Callable[[Event], None], listening: asyncio.Event) -> None:
@@ -39,12 +24,14 @@ async def follow(settings: ClientSettings, heard: Callable[[Event], None], liste
     :class:`~weightsync.errors.AuthenticationError` for a wrong token.
     """
     try:
-        async with _client(settings) as client, client.stream("GET", "/v1/events") as answer:
-            _check(settings, answer.status_code)
-            async for line in answer.aiter_lines():
-                listening.set()
-                if line.startswith("data:"):
-                    heard(msgspec.json.decode(line.removeprefix("data:"), type=Event))
+        async with (
+            coordinator_http(settings) as client,
+            client.stream("GET", "/v1/events", timeout=event_timeout(settings)) as answer,
+        ):
+            check_status(answer, settings)
+            listening.set()
+            async for data in event_data(answer, settings.coordinator):
+                heard(msgspec.json.decode(data, type=Event))
     except httpx.HTTPError as error:
         raise CoordinatorUnreachable(f"the coordinator at {settings.coordinator} is gone: {error!r}") from None
     raise CoordinatorUnreachable(f"the coordinator at {settings.coordinator} ended its events")
@@ -53,9 +40,9 @@ async def follow(settings: ClientSettings, heard: Callable[[Event], None], liste
 async def status(settings: ClientSettings) -> Status:
     """Who serves which version now. Raises as :func:`follow`."""
     try:
-        async with _client(settings) as client:
+        async with coordinator_http(settings) as client:
             answer = await client.get("/v1/status")
     except httpx.HTTPError as error:
         raise CoordinatorUnreachable(f"the coordinator at {settings.coordinator} does not answer: {error!r}") from None
-    _check(settings, answer.status_code)
-    return msgspec.json.decode(answer.content, type=Status)
+    check_status(answer, settings)
+    return decoded(answer, Status, settings)

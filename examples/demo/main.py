@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 import threading
@@ -30,7 +29,7 @@ from examples.demo.tasks import probes, prompts
 from examples.demo.traffic import Traffic, replica_names
 from examples.demo.view import View, label, rounds_table
 from examples.demo.vllm_prompts import with_examples
-from weightsync.config import Address, ClientSettings, Secret, read_token
+from weightsync.config import Address, ClientSettings, Secret, read_token, worker_environment
 from weightsync.coordinator.events import Event, ReplicaEnded, RoundEnded, RoundStarted
 from weightsync.errors import ConfigurationError, CoordinatorUnreachable, DeadlineExceeded, WeightSyncError
 from weightsync.protocol.messages import ReplicaResult, RoundResult
@@ -403,7 +402,8 @@ async def _perform(settings: Settings, console: Console) -> Outcome | None:
     token = None
     if settings.coordinator is None:
         token = read_token(str(settings.token_file), "--token-file ") if settings.token_file is not None else generate()
-    environment = {name: value for name, value in os.environ.items() if token is None or not name.startswith("WEIGHTSYNC_")}
+    own = token is not None
+    environment = {name: value for name, value in worker_environment().items() if not (own and name.startswith("WEIGHTSYNC_"))}
     if token is not None:
         environment["WEIGHTSYNC_TOKEN"] = token.reveal()
     async with Family({**environment, **_QUIET}, _POLITE_SECONDS[settings.engine]) as family:

@@ -32,7 +32,7 @@ def main(argument: str) -> int:
     from examples.demo.models import build_model, scramble
     from examples.demo.tokenizer import build_tokenizer
     from weightsync.config import ClientSettings
-    from weightsync.engine.agent import Engine
+    from weightsync.engine.engine import Engine
     from weightsync.external import DisaggregatedRank, LocalRanks, WeightUpdates, weight_update_routes
     from weightsync.protocol.tokens import token_for
 

@@ -30,7 +30,7 @@ def main(argument: str) -> int:
     import torch.distributed as dist
 
     from examples.demo.models import build_model
-    from weightsync.trainer.agent import Trainer
+    from weightsync.trainer.trainer import Trainer
 
     torch.set_num_threads(1)
     wish, first = mine.settings, mine.rank == 0
@@ -83,7 +83,7 @@ def main(argument: str) -> int:
                 if first:
                     parent.tell(Publication(version, time.perf_counter() - started, result))
             if first:
-                parent.wait_for_word(Deadline(_PATIENCE))  # the shelves stay until the last probe was answered
+                parent.wait_for_word(Deadline(_PATIENCE))  # the regions stay until the last probe was answered
             dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -67,7 +67,7 @@ def main(argument: str) -> int:
     from examples.grpo.policy import build_policy
     from examples.grpo.sampler import Sampler
     from weightsync.deadline import Deadline
-    from weightsync.engine.agent import Engine
+    from weightsync.engine.engine import Engine
     from weightsync.errors import Aborted, DeadlineExceeded
 
     torch.set_num_threads(1)

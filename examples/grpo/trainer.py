@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from examples.grpo.learner import Learner
     from weightsync.protocol.messages import RoundResult
-    from weightsync.trainer.agent import Trainer
+    from weightsync.trainer.trainer import Trainer
 
 __all__ = ["main", "staleness"]
 
@@ -177,7 +177,7 @@ def main(argument: str) -> int:
 
     from examples.grpo.learner import Learner
     from examples.grpo.policy import build_policy, warm_up
-    from weightsync.trainer.agent import Trainer
+    from weightsync.trainer.trainer import Trainer
 
     torch.set_num_threads(1)
     model = build_policy(wish.seed)

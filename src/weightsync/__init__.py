@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from weightsync.config import Timeouts
     from weightsync.engine.adapter import EngineAdapter
-    from weightsync.engine.agent import Engine
+    from weightsync.engine.engine import Engine
     from weightsync.engine.receiver import Receiver
     from weightsync.engines.module import ModuleAdapter
     from weightsync.errors import (
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from weightsync.model.result import ReplicaResult, RoundResult
     from weightsync.model.version import Version
     from weightsync.tensors.shards import Shard, manifest_of, shard, shards_of
-    from weightsync.trainer.agent import Trainer
     from weightsync.trainer.stream import Stream
-    from weightsync.transports.broadcast.gloo import Collective
+    from weightsync.trainer.trainer import Trainer
+    from weightsync.transports.broadcast.collective import Collective
     from weightsync.transports.broadcast.nccl import Nccl
     from weightsync.transports.cuda.ipc import CudaIpc
     from weightsync.transports.host.inproc import InProcess
@@ -59,9 +59,9 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "Box": "weightsync.model.box",
-    "Collective": "weightsync.transports.broadcast.gloo",
+    "Collective": "weightsync.transports.broadcast.collective",
     "CudaIpc": "weightsync.transports.cuda.ipc",
-    "Engine": "weightsync.engine.agent",
+    "Engine": "weightsync.engine.engine",
     "EngineAdapter": "weightsync.engine.adapter",
     "InProcess": "weightsync.transports.host.inproc",
     "Layout": "weightsync.model.layout",
@@ -79,7 +79,7 @@ _WHERE = {
     "Tcp": "weightsync.transports.tcp.transport",
     "TensorSpec": "weightsync.model.manifest",
     "Timeouts": "weightsync.config",
-    "Trainer": "weightsync.trainer.agent",
+    "Trainer": "weightsync.trainer.trainer",
     "Version": "weightsync.model.version",
     "manifest_of": "weightsync.tensors.shards",
     "shard": "weightsync.tensors.shards",

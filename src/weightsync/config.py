@@ -1,7 +1,8 @@
-"""All settings of the coordinator and of those who talk to it. The only place that reads the environment.
+"""All settings of the coordinator and of those who talk to it. The only module that reads the environment.
 
 Frozen values, checked where they enter. A field ``round_deadline`` is read from ``WEIGHTSYNC_ROUND_DEADLINE`` unless the caller
-gives it; a wrong value is a :class:`~weightsync.errors.ConfigurationError` that names the variable.
+gives it; a wrong value is a :class:`~weightsync.errors.ConfigurationError` that names the variable. The other variables are in
+:data:`VARIABLES`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import secrets
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -23,30 +24,40 @@ from weightsync.model import PauseMode
 
 __all__ = [
     "DEFAULT_PORT",
+    "VARIABLES",
     "Address",
     "ClientSettings",
     "Limits",
     "Require",
     "RoundSettings",
     "Secret",
+    "SecretKind",
     "ServerSettings",
     "Timeouts",
+    "Variable",
     "agent_environment",
     "control_settings",
     "launched_place",
     "read_token",
-    "replica_name",
     "runtime_directory",
+    "secret_in_environment",
     "token_for_request",
     "token_source",
     "update_networks",
+    "variable",
     "variable_of",
+    "worker_environment",
 ]
 
 DEFAULT_PORT = 7400
 _PREFIX = "WEIGHTSYNC_"
 _MAX_TOKEN = 4096
 _HOST = re.compile(r"[A-Za-z0-9._~:%-]{1,255}")
+
+SecretKind = Literal["token", "operator", "metrics"]
+"""What a secret admits to: ``token``, all that a worker does; ``operator``, that and the operators' actions; ``metrics``, reading
+the metrics. The variables are ``WEIGHTSYNC_TOKEN``, ``WEIGHTSYNC_OPERATOR_TOKEN`` and ``WEIGHTSYNC_METRICS_TOKEN``, or the same
+with ``_FILE``."""
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
@@ -86,7 +97,11 @@ class Address(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """The address in ``url``. Raises :class:`ConfigurationError` for anything else than scheme, host and port."""
+        """The address in ``url``. Raises :class:`ConfigurationError` for anything else than scheme, host and port.
+
+        Without TLS, ``localhost`` is 127.0.0.1, where every coordinator on loopback listens. The name may resolve to ::1 first,
+        where another user's program could listen and pass everything on.
+        """
         example = f"write it as http://host:{DEFAULT_PORT}, or http://[::1]:{DEFAULT_PORT} for IPv6"
         try:
             parts = urlsplit(url.strip())
@@ -97,6 +112,8 @@ class Address(msgspec.Struct, frozen=True):
             raise ConfigurationError(f"{url!r} is not a coordinator URL; {example}")
         if parts.username is not None or parts.path.strip("/") or parts.query or parts.fragment:
             raise ConfigurationError(f"a coordinator URL has no user, path or query: {parts.scheme}://{host}...; {example}")
+        if parts.scheme == "http" and host == "localhost":
+            host = "127.0.0.1"
         return cls(parts.scheme, host, DEFAULT_PORT if port is None else port)
 
     @property
@@ -199,6 +216,11 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Port on which the coordinator listens; 0 takes a free one."""
     token: Secret | None = None
     """The token, here and on every agent. By default one is generated, and clients of the same user on the same machine find it."""
+    operator_token: Secret | None = None
+    """The operator's token, which ``weightsync revoke`` and ``weightsync round`` need. No worker may have it. By default one is
+    generated on loopback, and the same user finds it; beyond loopback there is none, and these actions are refused."""
+    metrics_token: Secret | None = None
+    """A token that admits to ``/metrics`` only, for Prometheus. By default one is generated on loopback, as the operator's."""
     tls_certificate: Path | None = None
     """File with the certificate chain, to serve https."""
     tls_key: Path | None = None
@@ -206,7 +228,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     run: str = ""
     """Id of the run, part of every version; by default a new one. With the same id, a restarted coordinator knows its replicas."""
     pause_mode: PauseMode = "abort"
-    """What a pause does to running requests: ``abort``, ``wait`` or ``keep``."""
+    """What a pause does to running requests, unless the trainer names a mode (``Trainer(pause_mode=)``): ``abort``, ``wait`` or
+    ``keep``."""
     require: Require = "any"
     """Replicas that a round needs to succeed: ``all`` that are known, ``any``, or a number."""
     max_unavailable: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -234,6 +257,12 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ConfigurationError("TLS needs both a certificate and a key: WEIGHTSYNC_TLS_CERTIFICATE and WEIGHTSYNC_TLS_KEY")
+        given = [secret for secret in (self.token, self.operator_token, self.metrics_token) if secret is not None]
+        if len(given) != len(set(given)):
+            raise ConfigurationError(
+                "two of WEIGHTSYNC_TOKEN, WEIGHTSYNC_OPERATOR_TOKEN and WEIGHTSYNC_METRICS_TOKEN are the same secret: a holder "
+                "of one could then do what the other is for. Generate each separately"
+            )
 
     @property
     def scheme(self) -> str:
@@ -241,9 +270,11 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return "https" if self.tls_certificate else "http"
 
     @classmethod
-    def load(cls, environment: Mapping[str, str] | None = None, /, **given: object) -> ServerSettings:
-        """Settings from the environment, where ``given`` (entries that are not ``None``) wins."""
-        source = os.environ if environment is None else environment
+    def load(
+        cls, environment: Mapping[str, str] | None = None, defaults: Mapping[str, str] | None = None, /, **given: object
+    ) -> ServerSettings:
+        """Settings from the environment, which wins over ``defaults``, as ``given`` (entries that are not ``None``) over both."""
+        source = {**(defaults or {}), **(os.environ if environment is None else environment)}
         limits = _load(Limits, source, {})
         loaded = _load(cls, source, {"limits": limits, **given})
         return loaded if loaded.state_dir is not None else msgspec.structs.replace(loaded, state_dir=_state_directory(source))
@@ -295,8 +326,8 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     frame_bytes: Count = 512 << 20
     """Bytes of one message from the coordinator."""
     metrics_port: Port | None = None
-    """Port on loopback where the process of rank 0 serves its metrics, with the token. The process of rank N takes the port N above
-    it; 0 takes a free one. By default no metrics are served."""
+    """Port on loopback where the process of rank 0 serves its metrics, with the token or ``WEIGHTSYNC_METRICS_TOKEN``. The process
+    of rank N takes the port N above it; 0 takes a free one. By default no metrics are served."""
     timeouts: Timeouts = Timeouts()
 
     def __post_init__(self) -> None:
@@ -338,8 +369,8 @@ def _load(cls: type[_Settings], environment: Mapping[str, str], given: Mapping[s
     for field in msgspec.structs.fields(cls):
         value = given.get(field.name)
         variable = variable_of(cls, field.name)
-        if value is None and field.name == "token":
-            value = _token(environment)
+        if value is None and field.type == Secret | None:
+            value = _token(environment, variable)
         elif value is None:
             value = environment.get(variable) or None
         else:
@@ -375,22 +406,38 @@ def _readable(path: Path) -> Path:
     return path
 
 
-def _token(environment: Mapping[str, str]) -> Secret | None:
+def _token(environment: Mapping[str, str], variable: str) -> Secret | None:
     # The value must not show in the message, whatever is wrong with it.
-    direct, path = environment.get("WEIGHTSYNC_TOKEN"), environment.get("WEIGHTSYNC_TOKEN_FILE")
+    direct, path = environment.get(variable), environment.get(f"{variable}_FILE")
     if direct and path:
-        raise ConfigurationError("WEIGHTSYNC_TOKEN and WEIGHTSYNC_TOKEN_FILE are both set; unset one")
+        raise ConfigurationError(f"{variable} and {variable}_FILE are both set; unset one")
     if direct:
         try:
             return Secret(direct.strip())
         except ConfigurationError as error:
-            raise ConfigurationError(f"WEIGHTSYNC_TOKEN: {error}") from None
-    return read_token(path, "WEIGHTSYNC_TOKEN_FILE=") if path else None
+            raise ConfigurationError(f"{variable}: {error}") from None
+    return read_token(path, f"{variable}_FILE=") if path else None
 
 
-def token_source() -> str | None:
-    """The variable or file that the environment's token comes from; ``None`` if the environment has none."""
-    return "WEIGHTSYNC_TOKEN" if os.environ.get("WEIGHTSYNC_TOKEN") else os.environ.get("WEIGHTSYNC_TOKEN_FILE") or None
+def _variable(kind: SecretKind) -> str:
+    return variable_of(ServerSettings, "token" if kind == "token" else f"{kind}_token")
+
+
+def secret_in_environment(kind: SecretKind) -> Secret | None:
+    """The environment's secret of a kind. Raises :class:`ConfigurationError` for one that cannot be used."""
+    return _token(os.environ, _variable(kind))
+
+
+def token_source(kind: SecretKind = "token") -> str | None:
+    """The variable or file that the environment's secret comes from; ``None`` if the environment has none."""
+    variable = _variable(kind)
+    return variable if os.environ.get(variable) else os.environ.get(f"{variable}_FILE") or None
+
+
+def worker_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment for a child that is a worker: without the operator's secret, which no worker may have."""
+    hidden = ("WEIGHTSYNC_OPERATOR_TOKEN", "WEIGHTSYNC_OPERATOR_TOKEN_FILE")
+    return {name: value for name, value in (os.environ if environment is None else environment).items() if name not in hidden}
 
 
 def read_token(path: str, named: str) -> Secret:
@@ -416,7 +463,7 @@ def token_for_request(coordinator: str | None, token: str | None, environment: M
     source = os.environ if environment is None else environment
     named = source.get("WEIGHTSYNC_COORDINATOR")
     asked, own = Address.parse(coordinator), Address.parse(named) if named else ClientSettings().coordinator
-    if asked != own and _token(source) is not None:
+    if asked != own and _token(source, "WEIGHTSYNC_TOKEN") is not None:
         raise ConfigurationError(
             f"the request names the coordinator {asked}, and this process belongs to {own} (WEIGHTSYNC_COORDINATOR): the token "
             "of the environment is for that one alone. Give the token with the request, or set WEIGHTSYNC_COORDINATOR here"
@@ -430,9 +477,9 @@ _LAUNCHERS = (("", "RANK", "WORLD_SIZE"), ("SLURM_STEP_ID", "SLURM_PROCID", "SLU
 
 
 def launched_place(environment: Mapping[str, str] | None = None) -> tuple[int, int] | None:
-    """Rank and world size of this process as its launcher says, the first of torchrun's and Slurm's that does; else ``None``.
+    """Rank and world size that torchrun or Slurm set for this process, or ``None``.
 
-    Raises :class:`ConfigurationError` for half of a pair, and for what is no rank of so many.
+    Raises :class:`ConfigurationError` if only one of the two is set, or if the rank is not below the world size.
     """
     source = os.environ if environment is None else environment
     for sign, rank, world_size in _LAUNCHERS:
@@ -449,11 +496,6 @@ def launched_place(environment: Mapping[str, str] | None = None) -> tuple[int, i
             raise ConfigurationError(f"{rank}={values[0]!r} is no rank of {world_size}={values[1]!r}")
         return place
     return None
-
-
-def replica_name() -> str | None:
-    """The replica that this process is a rank of, if its environment says so."""
-    return os.environ.get("WEIGHTSYNC_REPLICA") or None
 
 
 def update_networks(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
@@ -491,3 +533,56 @@ def agent_environment(settings: ClientSettings) -> dict[str, str]:
     if settings.data_encryption is not None:
         variables["WEIGHTSYNC_DATA_ENCRYPTION"] = settings.data_encryption
     return variables
+
+
+class Variable(NamedTuple):
+    """An environment variable that is no field of a settings class."""
+
+    readers: str
+    meaning: str
+    default: str = "none"
+
+
+VARIABLES = {
+    "WEIGHTSYNC_TOKEN_FILE": Variable("all", "File with the token, instead of ``WEIGHTSYNC_TOKEN``; both is an error."),
+    "WEIGHTSYNC_OPERATOR_TOKEN_FILE": Variable(
+        "coordinator, ``weightsync round``, ``weightsync revoke``", "File with the operator's token."
+    ),
+    "WEIGHTSYNC_METRICS_TOKEN_FILE": Variable(
+        "coordinator, processes with ``WEIGHTSYNC_METRICS_PORT``", "File with the token that admits to ``/metrics`` only."
+    ),
+    "WEIGHTSYNC_REPLICA": Variable("engines", "Replica that this process is a rank of.", "vLLM and SGLang: host and process id"),
+    "WEIGHTSYNC_DELIVERY": Variable(
+        "vLLM, SGLang", "``direct``, ``streamed``, or ``auto``: direct if the model can be written directly.", "``auto``"
+    ),
+    "WEIGHTSYNC_DRAFT_PREFIX": Variable("vLLM", "Prefix of the names of a speculative decoder's tensors."),
+    "WEIGHTSYNC_UPDATE_NETWORKS": Variable(
+        "vLLM", "Networks in which the process group of an update from outside may meet, separated by commas.", "any"
+    ),
+    "RANK": Variable("trainers, engines", "Rank of this process, as torchrun sets it. Needs ``WORLD_SIZE``.", "torch, Slurm, or 0"),
+    "WORLD_SIZE": Variable("trainers, engines", "Number of ranks, as torchrun sets it. Needs ``RANK``.", "torch, Slurm, or 1"),
+    "SLURM_STEP_ID": Variable("trainers, engines", "Set by srun: the two variables below count."),
+    "SLURM_PROCID": Variable("trainers, engines", "Rank of this process, as srun sets it."),
+    "SLURM_STEP_NUM_TASKS": Variable("trainers, engines", "Number of ranks, as srun sets it."),
+    "XDG_RUNTIME_DIR": Variable("all", "Folder in which a coordinator leaves its tokens for this user.", "``TMPDIR``"),
+    "TMPDIR": Variable("all", "Folder in which a coordinator leaves its tokens for this user.", "the system's"),
+    "XDG_STATE_HOME": Variable("coordinator", "Folder of the history of rounds.", "``~/.local/state``"),
+    "HOME": Variable("coordinator", "Folder of the history of rounds, without ``XDG_STATE_HOME``."),
+    "SGLANG_PLUGINS": Variable("``weightsync.integrations sglang``", "Plugins that SGLang loads.", "all"),
+    "VERL_USE_EXTERNAL_PLUGINS": Variable("``weightsync.integrations verl``", "Plugins that verl loads.", "``auto``"),
+}
+"""Every variable that weightsync reads, beside the fields of :class:`ServerSettings`, :class:`Limits`, :class:`ClientSettings` and
+:class:`Timeouts`. Their documentation is generated from here."""
+
+_FIELDS = {variable_of(cls, field) for cls in (ServerSettings, Limits, ClientSettings, Timeouts) for field in cls.__struct_fields__}
+
+
+def variable(name: str, default: str = "") -> str:
+    """Return an environment variable as it is, or ``default`` if it is not set.
+
+    Raises:
+        ConfigurationError: The name is in no table of variables.
+    """
+    if name not in VARIABLES and name not in _FIELDS:
+        raise ConfigurationError(f"weightsync reads no environment variable {name}")
+    return os.environ.get(name, default)

@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 
 from weightsync.errors import ConfigurationError, DeadlineExceeded
 
 __all__ = ["Deadline"]
 
+_MOST_SECONDS = threading.TIMEOUT_MAX / 2  # half: a wait may add its own margin
+
 
 class Deadline:
     """A point in this process's monotonic time after which its holder gives up.
 
     It crosses processes as the seconds that remain, never as a clock reading. Raises
-    :class:`~weightsync.errors.ConfigurationError` unless ``seconds`` is a positive, finite number.
+    :class:`~weightsync.errors.ConfigurationError` unless ``seconds`` is above zero and not more than the system can wait for.
     """
 
     def __init__(self, seconds: float) -> None:
-        if not (math.isfinite(seconds) and seconds > 0):
-            raise ConfigurationError(f"a deadline must be a positive number of seconds, not {seconds!r}")
+        if not (math.isfinite(seconds) and 0 < seconds <= _MOST_SECONDS):
+            raise ConfigurationError(f"a timeout must be above zero and at most {_MOST_SECONDS:.3g} seconds, not {seconds!r}")
         self.seconds = seconds
-        self.at = time.monotonic() + seconds
+        self.at = self._now() + seconds
+
+    def _now(self) -> float:
+        return time.monotonic()
+
+    @property
+    def left(self) -> float:
+        """Seconds left; zero once it has passed."""
+        return max(self.at - self._now(), 0.0)
 
     def remaining(self, what: str) -> float:
         """Seconds left, above zero. Raises :class:`~weightsync.errors.DeadlineExceeded` saying that ``what`` took too long."""
-        left = self.at - time.monotonic()
-        if left <= 0:
-            raise DeadlineExceeded(f"{what} did not finish within {self.seconds:g} s")
-        return left
+        if left := self.left:
+            return left
+        raise DeadlineExceeded(self._late(what))
+
+    def _late(self, what: str) -> str:
+        return f"{what} did not finish within {self.seconds:g} s"

@@ -70,7 +70,7 @@ def gc_paused() -> Iterator[None]:
 
 @contextmanager
 def collecting_later(seconds: float) -> Iterator[None]:
-    """The same, for at most ``seconds`` of a block that may wait: for who shares the process with a program of its own."""
+    """Like :func:`gc_paused`, but for at most ``seconds``: for processes that also run user code."""
     with ExitStack() as held:
         held.enter_context(gc_paused())
         timer = asyncio.get_running_loop().call_later(seconds, held.close)

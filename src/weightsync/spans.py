@@ -15,7 +15,21 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-__all__ = ["MOST_SPANS", "PHASES", "Span", "SpanRecorder", "Tracer", "joining", "now", "recording", "span", "tracer", "tracing"]
+__all__ = [
+    "MOST_SPANS",
+    "PHASES",
+    "Clock",
+    "Seconds",
+    "Span",
+    "SpanRecorder",
+    "Tracer",
+    "joining",
+    "now",
+    "recording",
+    "span",
+    "tracer",
+    "tracing",
+]
 
 MOST_SPANS = 4096
 """Spans of one call at most. A recorder leaves out further ones."""
@@ -29,6 +43,7 @@ PHASES = (
     "pause",
     "begin",
     "wake_weights",
+    "follow",
     "read",
     "load",
     "finish",
@@ -38,6 +53,11 @@ PHASES = (
 )
 """Names of the spans of trainer and engine ranks."""
 _Name = Annotated[str, msgspec.Meta(max_length=200)]
+
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+"""A duration in a message: neither NaN nor infinite nor negative."""
+Clock = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
+"""A time on some process's clock in a message: neither NaN nor infinite."""
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -54,9 +74,9 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """
 
     name: _Name
-    start: float
-    seconds: float
-    busy: float
+    start: Clock
+    seconds: Seconds
+    busy: Seconds
     source: _Name = ""
     transport: _Name = ""
     nbytes: int = 0

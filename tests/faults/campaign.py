@@ -45,7 +45,7 @@ cable can be cut."""
 IMPAIRMENTS = ("delay", "loss")
 CORRUPTIONS = ("flip", "swap", "drop", "repeat", "reorder")
 FORK_MUTANT_ACTS = {
-    "a forked child's close empties the shelf": UNWIND,
+    "a forked child's close empties the region": UNWIND,
     "a forked child keeps the control connection": ORPHAN,
     "a forked child keeps the shared memory": ORPHAN,
 }
@@ -273,7 +273,7 @@ def _answers(case: Case, asked: list[Party], timeout: float, found: Findings) ->
 
 
 def _reseeded(stage: Stage) -> None:
-    """A replica whose rank is back holds the version of the shelves again, without a publication."""
+    """A replica whose rank is back holds the version of the regions again, without a publication."""
     with stage.client() as client:
         try:
             client.start_round(timeout=10.0)

@@ -44,7 +44,7 @@ def _memory_kept() -> AbstractContextManager[None]:
 
 
 MUTANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "a forked child's close empties the shelf": _closed_by_a_child,
+    "a forked child's close empties the region": _closed_by_a_child,
     "a forked child keeps the control connection": _connection_kept,
     "a forked child keeps the shared memory": _memory_kept,
 }

@@ -69,7 +69,7 @@ def await_loss(events: Iterator[Event], member: str) -> str | None:
 
 
 def kept(orphan: int) -> list[str]:
-    """What an orphan keeps of a shelf. It is ended then."""
+    """What an orphan keeps of a region. It is ended then."""
     root = Path(f"/proc/{orphan}")
     try:
         lines = (root / "maps").read_text().splitlines()

@@ -27,12 +27,12 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from weightsync import failpoints
 from weightsync.config import Secret, ServerSettings
 from weightsync.deadline import Deadline
-from weightsync.engine.agent import Engine
+from weightsync.engine.engine import Engine
 from weightsync.engine.session import EngineSession
 from weightsync.errors import WeightSyncError
 from weightsync.protocol.messages import Quarantine
 from weightsync.server.server import serve
-from weightsync.trainer.agent import Trainer
+from weightsync.trainer.trainer import Trainer
 from weightsync.transports.base import Transport
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.tcp.transport import Tcp
@@ -115,6 +115,7 @@ def coordinator(sockets: Sockets, config: dict[str, Any]) -> None:
         host=config["host"],
         port=config["port"],
         token=Secret(config["token"]),
+        operator_token=Secret(config["operator"]),
         run="faults",
         require="all",
         shutdown_seconds=1.0,
@@ -123,10 +124,10 @@ def coordinator(sockets: Sockets, config: dict[str, Any]) -> None:
     serve(settings, lambda address, token, control: say(commands, {"ready": True}))
 
 
-def _corrupt(shelf: PublishedRegion, kind: str, seed: int) -> None:
+def _corrupt(region: PublishedRegion, kind: str, seed: int) -> None:
     """Change bytes that were already digested: what memory, a wire or a wrong copy could do."""
     random = np.random.default_rng(seed)
-    rows = shelf.payload.reshape(-1, _ROW)
+    rows = region.payload.reshape(-1, _ROW)
     first, second, third = (int(row) for row in random.choice(len(rows), 3, replace=False))
     if kind == "flip":
         rows[first, random.integers(_ROW)] ^= np.uint8(1 << int(random.integers(8)))
@@ -165,9 +166,9 @@ def trainer(sockets: Sockets, config: dict[str, Any]) -> None:
         return Trainer(state, url, token=token, rank=rank, world_size=world, transports=[transport])
 
     def obey(order: dict[str, Any]) -> None:
-        shelf = made._role.region
-        if isinstance(shelf, PublishedRegion):
-            _corrupt(shelf, order["corrupt"], order["seed"])
+        region = made._role.region
+        if isinstance(region, PublishedRegion):
+            _corrupt(region, order["corrupt"], order["seed"])
 
     made = join()
     gated = Gate(gate, obey)

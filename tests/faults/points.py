@@ -15,6 +15,7 @@ ENGINE_POINTS = (
     "engine.prepared",
     "engine.pausing",
     "engine.pause",
+    "engine.paused",
     "engine.move",
     "engine.group",
     "engine.moved",
@@ -54,6 +55,9 @@ STREAM_POINTS = (
     "round.window",
 )
 """Further points of a round whose source is a stream. The campaign publishes no stream; the simulation does."""
+
+KEYED_POINTS = ("trainer.digest",)
+"""Points of trainer ranks that digest their version under a secret key, for replicas that read from other replicas."""
 
 SOURCE_POINTS = ("engine.received.place", "engine.place", "engine.placing", "engine.placed")
 """Further points of an engine rank that serves its weights to other replicas: see :mod:`tests.faults.sources`."""

@@ -9,7 +9,7 @@ from tests.faults.fork_mutants import replaced
 
 from weightsync.coordinator import round as protocol
 from weightsync.coordinator.replicas import Replica
-from weightsync.engine.rounds import EngineRole
+from weightsync.engine.engine_role import EngineRole
 from weightsync.planning.coverage import Coverage
 
 __all__ = ["SOURCE_MUTANTS"]
@@ -24,7 +24,7 @@ def _no_half() -> AbstractContextManager[None]:
 
 
 def _never_blamed() -> AbstractContextManager[None]:
-    readable = property(lambda replica: replica.routable and all(link.node.rank.source for link in replica.links.values()))
+    readable = property(lambda replica: replica.routable and all(link.rank.source for link in replica.links.values()))
     return replaced((Replica, "readable", readable))
 
 

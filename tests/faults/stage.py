@@ -226,7 +226,7 @@ class Stage:
         """Processes that outlive a killed party."""
         self._traps: tuple[Trap, ...] = ()
         self._springing = threading.Lock()
-        self._token = secrets.token_urlsafe(24)
+        self._token, self._operator = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
         host = "127.0.0.1" if network is None else network.host
         self._port = self._free_port(host)
         self._address = Address("http", host, self._port)
@@ -255,7 +255,7 @@ class Stage:
         kind, _, rank = name.partition("-")
         if name == "coordinator":
             settings = {"fan_out": self._fan_out, "round_deadline": ROUND_SECONDS} if self._sources else {}
-            config = {**common, "host": self._address.host, "port": self._port, "settings": settings}
+            config = {**common, "operator": self._operator, "host": self._address.host, "port": self._port, "settings": settings}
             party = Party(name, parties.coordinator, config, self)
         elif kind == "trainer":
             config = {**common, "rank": int(rank), "world": 2}
@@ -327,8 +327,8 @@ class Stage:
         return (self.parties[name] for name in ("trainer-0", "trainer-1"))
 
     def client(self) -> Client:
-        """A client of the coordinator; close it."""
-        return Client(ClientSettings(coordinator=self._address, token=Secret(self._token), timeouts=Timeouts(connect=10.0)))
+        """A client of the coordinator, as its operator; close it."""
+        return Client(ClientSettings(coordinator=self._address, timeouts=Timeouts(connect=10.0)), Secret(self._operator))
 
     def status(self) -> Status:
         """What the coordinator says."""

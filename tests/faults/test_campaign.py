@@ -158,7 +158,7 @@ def test_every_point_that_code_reaches_is_one_of_them() -> None:
     named = set(re.findall(rf'points\.reached\("((?:{"|".join(parties)})\.[a-z.]+)"\)', text))
     to_engines = (Prepare, CheckSources, Pause, Move, Commit, Resume, Update, Quarantine, OpenStream, MoveWindow, EndStream, Place)
     received = {f"engine.received.{message.__name__.lower()}" for message in to_engines}
-    assert named | received == EVERY_POINT | {*points.STREAM_POINTS, *points.SOURCE_POINTS}
+    assert named | received == EVERY_POINT | {*points.STREAM_POINTS, *points.SOURCE_POINTS, *points.KEYED_POINTS}
 
 
 def test_points_cost_nothing_to_speak_of_and_carry_no_gate_here() -> None:

@@ -37,7 +37,7 @@ def child(names: list[str], seconds: int, corpus: Path, findings: Path) -> None:
 
     for number, name in enumerate(names):
         for seed in TARGETS[name].seeds:
-            TARGETS[name].run_quietly(seed)  # whatever is made once (a compiled loop, a shelf) is made before the limit
+            TARGETS[name].run_quietly(seed)  # whatever is made once (a compiled loop, a region) is made before the limit
             (corpus / hashlib.sha256(seed).hexdigest()[:16]).write_bytes(bytes([number]) + seed)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + _HEAD_ROOM, used + _HEAD_ROOM))

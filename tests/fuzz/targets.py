@@ -28,7 +28,7 @@ from weightsync.coordinator.ranks import EngineRank, TrainerRank
 from weightsync.coordinator.remote_ranks import rank_of
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, ConfigurationError, ProtocolError, WeightSyncError, from_wire
-from weightsync.external import orders, requests
+from weightsync.external import commands, requests
 from weightsync.external.checkpoint_files import INDEX, CheckpointFiles
 from weightsync.external.checks import check_bucket, check_digests, check_group, parse_version
 from weightsync.model import Layout, Manifest, TensorSpec, Version
@@ -46,8 +46,8 @@ from weightsync.transports.cuda.region import Exported
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.host.shared_memory import SharedMemory, SharedMemoryReader
 from weightsync.transports.net.channel import CONTROL, HEADER, Channel, FrameHeader
-from weightsync.transports.net.handshake import greet_owner, greet_reader
-from weightsync.transports.net.requests import REQUEST_BYTES, RegisterTiles, Start, TableBudget, next_control
+from weightsync.transports.net.handshake import greet_publisher, greet_reader
+from weightsync.transports.net.messages import REQUEST_BYTES, RegisterTiles, Start, TableBudget, next_control
 from weightsync.transports.tcp.sender import Sender
 from weightsync.transports.tcp.transport import Tcp
 
@@ -260,19 +260,19 @@ def _reader_greeting(data: bytes) -> None:
 def _owner_greeting(data: bytes) -> None:
     """Somebody who answers as an owner to a reader that carries the key."""
     with _said(data) as channel:
-        greet_owner(channel, KEY, _OWNER, Deadline(_SECONDS))
+        greet_publisher(channel, KEY, _OWNER, Deadline(_SECONDS))
         raise AssertionError("somebody without the key was believed to be the owner")
 
 
 @cache
-def _shelf() -> PublishedRegion:
+def _region() -> PublishedRegion:
     return PublishedRegion(4096, "layout")
 
 
 def _wanted(data: bytes) -> None:
     """What a reader that has the key asks an owner for."""
     with _said(data) as channel:
-        Sender(_shelf(), channel, TableBudget(0), contextlib.nullcontext).run()
+        Sender(_region(), channel, TableBudget(0), contextlib.nullcontext).run()
 
 
 def _control(request: RegisterTiles | Start, rest: bytes = b"") -> bytes:
@@ -283,13 +283,13 @@ def _control(request: RegisterTiles | Start, rest: bytes = b"") -> bytes:
 def _tables(data: bytes) -> None:
     """Tables of tiles as raw numbers, past the frame and the MessagePack."""
     with _said(b"") as channel:
-        sender = Sender(_shelf(), channel, TableBudget(0), contextlib.nullcontext)
+        sender = Sender(_region(), channel, TableBudget(0), contextlib.nullcontext)
         size = 8 * (data[0] if data else 0)
         sender._remember(RegisterTiles("layout", data[1 : 1 + size], data[1 + size :]))
         table = sender._tiles
         ends = table.source + (table.rows - 1) * table.source_stride + table.row_bytes
         if len(table) and (table.source.min() < 0 or ends.max() > 4096):
-            raise AssertionError("a table that passed the checks reads outside the shelf")
+            raise AssertionError("a table that passed the checks reads outside the region")
         if int(sender._frames[:, 4].sum()) != table.nbytes:
             raise AssertionError("the frames of a table do not add up")
 
@@ -404,9 +404,9 @@ def _updates(data: bytes) -> None:
         check_digests(_MANIFEST, np.zeros(3, np.uint64), np.ones(3, np.bool_), wish.digest, wish.digests)
 
 
-def _orders(data: bytes) -> None:
+def _commands(data: bytes) -> None:
     """What a server's front and its ranks say to each other."""
-    for decode in (orders.decode_command, orders.decode_answer):
+    for decode in (commands.decode_command, commands.decode_answer):
         with contextlib.suppress(WeightSyncError):
             decode(data)
 
@@ -524,7 +524,9 @@ TARGETS: dict[str, Target] = {
     "updates": Target(
         _updates, (b"\0" + _json(_GROUP), b"\1" + _json(_UPDATE), b"\3" + _json(requests.BeginRequest(weight_version="7")))
     ),
-    "orders": Target(_orders, (orders.encode(orders.JoinGroup("g", "gloo", "h", 1, 1, 2, 3.0)), orders.encode(orders.Describe()))),
+    "commands": Target(
+        _commands, (commands.encode(commands.JoinGroup("g", "gloo", "h", 1, 1, 2, 3.0)), commands.encode(commands.Describe()))
+    ),
     "settings": Target(_settings, (b"\0http://[::1]:7400", b"\1" + b"8", b"\2" + b"1.5GiB", b"\3Bearer the-token")),
     "rounds": Target(_rounds, (b"{}", b'{"replicas": ["a"], "timeout": 2.5}')),
 }

@@ -17,7 +17,7 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
-from weightsync.engine.agent import Engine
+from weightsync.engine.engine import Engine
 from weightsync.engine.session import EngineSession
 from weightsync.engines.module import ModuleAdapter
 from weightsync.model import PauseMode, Version

@@ -11,7 +11,7 @@ import sys
 import torch
 from tests.gpu.engine_process import Model, fingerprint
 
-from weightsync.trainer.agent import Trainer
+from weightsync.trainer.trainer import Trainer
 
 
 def main() -> None:

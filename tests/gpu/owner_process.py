@@ -41,8 +41,8 @@ def main() -> None:
     remembered: list[int] = []
     held = [torch.zeros(size, dtype=torch.uint8, device="cuda") for size in SIZES]
     try:
-        shelf = CudaRegion(SIZES, LAYOUT, lambda: [one.data_ptr() for one in held] if held else remembered, device)
-        owner = (CudaIpc() if exports else Nccl(buffer_bytes=2 << 20)).publish(shelf, KEY, HERE)
+        region = CudaRegion(SIZES, LAYOUT, lambda: [one.data_ptr() for one in held] if held else remembered, device)
+        owner = (CudaIpc() if exports else Nccl(buffer_bytes=2 << 20)).publish(region, KEY, HERE)
     except WeightSyncError as error:
         say(error=type(error).__name__, message=str(error))
         return
@@ -51,7 +51,7 @@ def main() -> None:
         command, _, argument = line.strip().partition(" ")
         try:
             if command == "place":
-                with shelf.placing(int(argument)):
+                with region.placing(int(argument)):
                     for one, data in zip(held, contents(seed, int(argument)), strict=True):
                         one.copy_(torch.from_numpy(data))
             elif command == "move":
@@ -64,11 +64,11 @@ def main() -> None:
                 held.clear()
                 torch.cuda.empty_cache()
             elif command == "withdraw":
-                shelf.withdraw()
+                region.withdraw()
             elif command == "close":
                 owner.close()
-                shelf.close()
-            say(done=command, count=shelf.exported.count if exports else 0)
+                region.close()
+            say(done=command, count=region.exported.count if exports else 0)
         except WeightSyncError as error:
             say(error=type(error).__name__, message=str(error))
 

@@ -13,7 +13,7 @@ import torch
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
 from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
-from weightsync.transports.broadcast.packed_broadcast import PackedBroadcast, packed_frames
+from weightsync.transports.broadcast.packed_broadcast import PackedBroadcast, broadcast_frames
 from weightsync.transports.broadcast.process_groups import StoreRendezvous, init_custom_process_group
 from weightsync.transports.net.tile_limits import cut_tiles
 
@@ -43,7 +43,7 @@ def main() -> None:
     where, sizes = np.array([one.data_ptr() for one in mine if len(one)]), np.array([size for size in SIZES if size])
     one = np.ones(len(sizes), np.int64)
     tiles = cut_tiles(CopyTable(one.astype(np.int32) - 1, where, sizes, where, sizes, one, sizes), TILE_BYTES)
-    frames = packed_frames(np.array([len(tiles)]), tiles.row_bytes, BUFFER)
+    frames = broadcast_frames(np.array([len(tiles)]), tiles.row_bytes, BUFFER)
     programs = {} if how == "few" else {"programs": 0}
     broadcast = PackedBroadcast(tiles, frames, device, BUFFER, 3, [0] if rank == 0 else None, **programs)
     found: dict[str, object] = {"buffer_bytes": broadcast.buffer_bytes, "nbytes": broadcast.nbytes, "equal": []}

@@ -14,10 +14,10 @@ import torch
 from tests.gpu.owner_process import HERE
 
 from weightsync.engine.adapter import EngineAdapter
-from weightsync.engine.agent import Engine
+from weightsync.engine.engine import Engine
 from weightsync.protocol.messages import Offer
 from weightsync.server.server import BackgroundServer
-from weightsync.trainer.agent import Trainer
+from weightsync.trainer.trainer import Trainer
 
 __all__ = ["Joined", "OwnerProcess", "change", "end_of", "far", "fingerprint_of", "line_of", "on_two_gpus", "told"]
 

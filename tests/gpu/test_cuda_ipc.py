@@ -215,30 +215,30 @@ def test_two_owners_are_read_in_one_launch(reader: Reader) -> None:
 def test_owner_and_reader_in_one_process() -> None:
     memory = torch.randint(0, 256, (sum(SIZES),), dtype=torch.uint8, device="cuda:0")
     starts = np.cumsum([0, *SIZES[:-1]]).tolist()
-    shelf = CudaRegion(SIZES, LAYOUT, lambda: [memory.data_ptr() + start for start in starts], 0)
-    owner = CudaIpc().publish(shelf, KEY, HERE)
+    region = CudaRegion(SIZES, LAYOUT, lambda: [memory.data_ptr() + start for start in starts], 0)
+    owner = CudaIpc().publish(region, KEY, HERE)
     device = torch.cuda.device_count() - 1
     source = CudaIpc(device).open(owner.offer, KEY, Deadline(20))
     target = torch.zeros(sum(SIZES) + 64, dtype=torch.uint8, device=torch.device("cuda", device))
     source.prepare([whole(target.data_ptr())], LAYOUT, Deadline(20))
-    with shelf.placing(1):
-        assert shelf.version == EMPTY
+    with region.placing(1):
+        assert region.version == EMPTY
     source.begin(1, Deadline(20))
     source.read(0, Deadline(20))
     source.end(Deadline(20))
     assert torch.equal(target[: SIZES[0]].cpu(), memory[: SIZES[0]].cpu())
-    with pytest.raises(VersionError), shelf.placing(-1):
+    with pytest.raises(VersionError), region.placing(-1):
         pass
     source.close()
     owner.close()
-    shelf.close()
+    region.close()
 
 
 def test_what_cannot_be_served_is_refused() -> None:
-    shelf = PublishedRegion(16, LAYOUT)
+    region = PublishedRegion(16, LAYOUT)
     with pytest.raises(TransportUnavailable, match="host memory"):
-        CudaIpc().publish(shelf, KEY, HERE)
-    shelf.close()
+        CudaIpc().publish(region, KEY, HERE)
+    region.close()
     memory = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
     with pytest.raises(LayoutError, match="past its allocation"):
         CudaIpc().publish(CudaRegion([1 << 40], LAYOUT, lambda: [memory.data_ptr()], 0), KEY, HERE)

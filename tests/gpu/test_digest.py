@@ -9,7 +9,7 @@ from tests.gpu.reference import Held, hold
 
 from weightsync.errors import LayoutError
 from weightsync.model import ITEMSIZE
-from weightsync.tensors.digest import digest_rows
+from weightsync.tensors.digest import DigestConstants, digest_rows
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton", reason="needs Triton")
@@ -60,18 +60,21 @@ def test_equals_the_definition_for_odd_boxes(seed: int, dtype: str, permute: boo
         assert int(got.sum(dtype=np.uint64)) == held.whole
 
 
-def test_equals_the_cpu_kernel_and_repeats(seed: int) -> None:
+@pytest.mark.parametrize("permute", [False, True], ids=["rows", "permuted"])
+@pytest.mark.parametrize("key", [b"", b"a secret of at least 128 bits."], ids=["public", "keyed"])
+def test_equals_the_cpu_kernel_and_repeats(seed: int, key: bytes, permute: bool) -> None:
     from weightsync.tensors.cuda.digest import LayoutDigest
 
     random = np.random.default_rng(seed)
-    held = hold(random, (700, 2050), "bfloat16", 2, cuts=20, permute=False, shift=0)
-    want = np.zeros(len(held.layout), np.uint64)
-    digest_rows(held.manifest, held.layout, [held.memory.ctypes.data], 0, len(want), want)
+    held = hold(random, (700, 2050), "bfloat16", 2, cuts=20, permute=permute, shift=0)
+    want, constants = np.zeros(len(held.layout), np.uint64), DigestConstants(key)
+    digest_rows(held.manifest, held.layout, [held.memory.ctypes.data], 0, len(want), want, constants)
     memory = _on_device(held, torch.device("cuda"))
     digest = LayoutDigest(held.manifest, held.layout, [memory.data_ptr()], memory.device)
     for _ in range(3):
-        assert np.array_equal(digest.digests(), want)
-    assert np.array_equal(digest.digests(5, 11), want[5:11])
+        assert np.array_equal(digest.digests(constants=constants), want)
+    assert np.array_equal(digest.digests(5, 11, constants), want[5:11])
+    assert not np.array_equal(digest.digests(constants=DigestConstants(b"another secret of 128 bits")), want)
 
 
 def test_one_changed_bit_changes_its_row_only(seed: int) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.gpu.fsdp_rank import build
 
 from weightsync.config import ServerSettings
-from weightsync.engine.agent import Engine
+from weightsync.engine.engine import Engine
 from weightsync.engines.module import ModuleAdapter
 from weightsync.server.server import BackgroundServer
 

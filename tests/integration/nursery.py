@@ -11,7 +11,7 @@ from importlib import import_module
 
 from weightsync.testing.nursery import Nursery
 
-NURSERY = Nursery("tests.integration.disaggregated_server", "tests.contract.external.conformance_server")
+NURSERY = Nursery("tests.integration.external.disaggregated_server", "tests.contract.external.conformance_server")
 
 
 class Child:

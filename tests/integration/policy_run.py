@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tests.integration.service_support import free_port
+from tests.integration.server.service_support import free_port
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -50,7 +50,7 @@ class PolicyRun:
     Args:
         owned: Closes what the run holds.
         folder: Holds the checkpoint, and what the ranks write: ``rank0.json`` and so on, and ``published.safetensors``.
-        program: A file in this folder. Its first argument is the checkpoint.
+        program: A file below this folder. Its first argument is the checkpoint.
         tied: Whether the output layer is the embedding.
     """
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from tests.simulation.network import Wire
-from tests.simulation.ranks import EngineProcess, Process
+from tests.simulation.ranks import TOKEN, EngineProcess, Process
 
-from weightsync.config import RoundSettings, ServerSettings
+from weightsync.config import RoundSettings, Secret, ServerSettings
 from weightsync.coordinator import Coordinator
 from weightsync.coordinator.events import Event, ReplicaEnded, ReplicaPhase, RoundEnded, RoundStarted
+from weightsync.coordinator.publish_barrier import AgreedPublication
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
-from weightsync.coordinator.ranks import EngineNode, TrainerNode
+from weightsync.coordinator.ranks import EngineRank, RankNode, TrainerRank
 from weightsync.coordinator.replicas import Replica
 from weightsync.protocol.messages import RoundResult
+from weightsync.protocol.tokens import Secrets
 from weightsync.server.agents import AgentSockets
+from weightsync.server.app import Service
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -27,7 +30,8 @@ _MOMENT = 0.2  # for frames that are under way
 _LONGEST = 120.0
 _LEFT_OUT = ("lost", "refused")
 _ROOMY = 10.0  # a round of so many seconds has time for everybody who is well
-_SERVER = ServerSettings()
+_SERVER = ServerSettings(state_dir="off")
+_SECRETS = Secrets(TOKEN, Secret("of-operators"))
 
 
 class CoordinatorProcess(Process):
@@ -45,7 +49,9 @@ class CoordinatorProcess(Process):
                 require="all" if world.misfit is not None else "any",
             )
         )
-        self.sockets = AgentSockets(self.coordinator, _SERVER)
+        self.service = Service(self.coordinator, _SERVER, _SECRETS) if world.people else None
+        """The whole service, where somebody may send it requests."""
+        self.sockets = AgentSockets(self.coordinator, _SERVER) if self.service is None else self.service._agents
         self.started = world.loop.time()
         self._round = (0.0, 0.0, False)
         self._limit = self._until = 0.0
@@ -65,9 +71,9 @@ class CoordinatorProcess(Process):
         coordinator, seen = self.coordinator, self.world.seen
         join, distrust, asked_before = coordinator.join_engine, coordinator._distrust, coordinator._rendezvous._asked_before
 
-        def joining(node: EngineNode) -> str:
+        def joining(node: RankNode[EngineRank]) -> str:
             member = node.rank.member
-            if node.rank.serving is not None:
+            if node.rank.hello.serving is not None:
                 lost = member in self._known
                 seen[f"rank attests a version to a {'coordinator that had lost it' if lost else 'new coordinator'}"] += 1
             self._known.add(member)
@@ -77,18 +83,18 @@ class CoordinatorProcess(Process):
             seen["quarantine outside of a round"] += 1
             distrust(replica, why)
 
-        def asking(link: RankHandle[TrainerNode], call: int) -> Any:
+        def asking(link: RankHandle[TrainerRank], call: int) -> Any:
             found = asked_before(link, call)
             seen["publication asked for again"] += found is not None
             return found
 
         publish = coordinator._publish
 
-        def publishing(number: int, deadline: RoundDeadline, grace: float, epoch: int, step: int | None) -> Any:
+        def publishing(asked: AgreedPublication, deadline: RoundDeadline, grace: float) -> Any:
             self._until = deadline.at
-            return publish(number, deadline, grace, epoch, step)
+            return publish(asked, deadline, grace)
 
-        coordinator._publish = publishing  # type: ignore[method-assign, assignment]
+        coordinator._publish = publishing  # type: ignore[method-assign]
         coordinator.join_engine = joining  # type: ignore[method-assign]
         coordinator._distrust = distrusting  # type: ignore[method-assign]
         coordinator._rendezvous._asked_before = asking  # type: ignore[method-assign]
@@ -97,6 +103,27 @@ class CoordinatorProcess(Process):
         """A connection comes in."""
         self.wires.append(wire)
         self.spawn(self.sockets.endpoint(cast("Any", wire.socket)))
+
+    async def request(self, method: str, path: str, body: bytes) -> int:
+        """Send the service a request with a worker's token, past h11 and its sockets; the status of its answer, 0 without one."""
+        if self.service is None or not self.alive:
+            return 0
+        statuses: list[int] = []
+        arriving = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Any:
+            return arriving.pop() if arriving else {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            statuses.append(message.get("status", 0))
+
+        scope = {
+            "type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
+            "headers": [(b"host", b"127.0.0.1"), (b"authorization", b"Bearer " + TOKEN.reveal().encode())], "scheme": "http",
+            "http_version": "1.1", "client": ("127.0.0.1", 50_000), "server": ("127.0.0.1", 7400), "asgi": {"version": "3.0"},
+        }  # fmt: skip
+        await self.service.asgi(scope, receive, send)
+        return statuses[0] if statuses else 0
 
     def crash(self) -> None:
         """Without a word to anybody."""
@@ -183,6 +210,8 @@ class CoordinatorProcess(Process):
             return
         waited = error.startswith("wait: DeadlineExceeded")
         anybody = waited or (seeding and world.serving)  # perhaps there is no trainer to read from instead
+        if name is not None and name not in world.shape and world.people:
+            return  # a thief's
         ranks: list[Process] = [engine for engine in world.engines.values() if engine.name == name or anybody]
         if not anybody and any(isinstance(rank, EngineProcess) and rank.ranks != len(ranks) for rank in ranks):
             return

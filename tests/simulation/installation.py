@@ -19,26 +19,29 @@ import weightsync.coordinator.replicas
 import weightsync.coordinator.round
 import weightsync.deadline
 import weightsync.engine.adapter_calls
+import weightsync.engine.engine_role
 import weightsync.engine.fill.host_direct
 import weightsync.engine.fill.receive_ahead
 import weightsync.engine.fill.streamed
 import weightsync.engine.fill.windows
 import weightsync.engine.readers
 import weightsync.engine.receiver
-import weightsync.engine.rounds
 import weightsync.engine.served_weights
 import weightsync.engine.session
+import weightsync.engines.module
+import weightsync.outcome
 import weightsync.protocol.connection
 import weightsync.protocol.dial
 import weightsync.protocol.worker
 import weightsync.publishing.published_shards
 import weightsync.spans
-import weightsync.trainer.agent
-import weightsync.trainer.publisher
+import weightsync.trainer.background
 import weightsync.trainer.stream
+import weightsync.trainer.trainer
+import weightsync.trainer.trainer_role
 from weightsync import failpoints
 from weightsync.coordinator.replicas import Replica, State
-from weightsync.tensors.shards import ShardedState
+from weightsync.tensors.shards import FollowedShards, ShardedState
 
 __all__ = ["installed", "replaced"]
 
@@ -66,10 +69,12 @@ def installed(world: World) -> Iterator[None]:
         Lock=simulated.Lock, Event=simulated.Event, Thread=simulated.Thread, current_thread=threading.current_thread,
         Condition=threading.Condition,  # around a simulated lock; nobody here waits for one
     )  # fmt: skip
-    waiting = SimpleNamespace(Lock=simulated.Lock, Condition=simulated.Condition)
+    waiting = SimpleNamespace(Lock=simulated.Lock, RLock=simulated.Lock, Condition=simulated.Condition)
 
-    # Shards stay where they are. Trainers hand them over with the manifest.
-    def followed(state: Any, **_: Any) -> Any:
+    # Shards stay where they are, except where programs move them. Trainers hand them over with the manifest.
+    def followed(state: Any, **options: Any) -> Any:
+        if world.people and not isinstance(state, tuple):
+            return FollowedShards(state, **options)
         known = state.declare() if isinstance(state, ShardedState) else state
         return SimpleNamespace(now=lambda: known)
 
@@ -95,9 +100,8 @@ def installed(world: World) -> Iterator[None]:
         (weightsync.coordinator.replicas, "time", clock),
         (weightsync.engine.adapter_calls, "time", clock),
         (weightsync.engine.adapter_calls, "threading", locks),
-        (weightsync.engine.rounds, "time", clock),
+        (weightsync.engine.engine_role, "time", clock),
         (weightsync.engine.served_weights, "time", clock),
-        (weightsync.engine.session, "time", clock),
         (weightsync.engine.session, "threading", locks),
         (weightsync.engine.readers, "time", clock),
         (weightsync.engine.fill.host_direct, "time", clock),
@@ -107,12 +111,14 @@ def installed(world: World) -> Iterator[None]:
         (weightsync.engine.fill.windows, "time", clock),
         (weightsync.engine.fill.windows, "ThreadPoolExecutor", simulated.Executor),
         (weightsync.engine.receiver, "threading", waiting),
+        (weightsync.engines.module, "threading", waiting),
         (weightsync.spans, "time", clock),
-        (weightsync.trainer.agent, "time", clock),
-        (weightsync.trainer.agent, "wait", simulated.wait),
+        (weightsync.trainer.trainer, "Future", simulated.Future),
+        (weightsync.outcome, "threading", locks),
+        (weightsync.trainer.background, "threading", locks),
         (weightsync.trainer.stream, "threading", waiting),
-        (weightsync.trainer.publisher, "time", clock),
-        (weightsync.trainer.publisher, "threading", locks),
+        (weightsync.trainer.trainer_role, "time", clock),
+        (weightsync.trainer.trainer_role, "threading", locks),
         (weightsync.publishing.published_shards, "FollowedShards", followed),
         (
             weightsync.engine.fill.host_direct,

@@ -18,11 +18,14 @@ from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from typing import Any
 
+from tests.simulation.families import PEOPLE, STREAMS, run_schedule
 from tests.simulation.faults import ALL_FAULTS, ALL_STATES, STREAM_FAULTS
 from tests.simulation.fleet import run_fleet
 from tests.simulation.mutants import MUTANTS
+from tests.simulation.mutants_people import PEOPLE_MUTANTS
 from tests.simulation.mutants_stream import STREAM_MUTANTS
-from tests.simulation.schedule import STREAMS, Outcome, run_schedule
+from tests.simulation.people_schedule import PEOPLE_ACTIONS, PEOPLE_STATES
+from tests.simulation.schedule import Outcome
 
 __all__ = ["census", "hunt", "main", "run_all", "run_many"]
 
@@ -89,7 +92,7 @@ def run_many(seeds: Sequence[int]) -> Outcome:
 
 def hunt(name: str, first: int = 0, most: int = _MOST_SEEDS) -> tuple[str, int | None, str]:
     """Run schedules with a mutant until one notices it: its name, the number of schedules (``None``: not noticed), by what."""
-    first += STREAMS if name in STREAM_MUTANTS else 0
+    first += STREAMS if name in STREAM_MUTANTS else PEOPLE if name in PEOPLE_MUTANTS else 0
     with MUTANTS[name]():
         for count in range(most):
             failed = _run(first + count).failed
@@ -98,10 +101,18 @@ def hunt(name: str, first: int = 0, most: int = _MOST_SEEDS) -> tuple[str, int |
     return name, None, ""
 
 
-def census(total: Outcome, *, streams: bool = False) -> list[str]:
+def cores() -> int:
+    """Those that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def census(total: Outcome, *, streams: bool = False, people: bool = False) -> list[str]:
     """What should have occurred and did not."""
     if streams:
         return [name for name in STREAM_FAULTS if not total.injected[name]]
+    if people:
+        missing = [name for name in PEOPLE_ACTIONS if not total.injected[name]]
+        return missing + [name for name in PEOPLE_STATES if not total.seen[name]]
     return [name for name in ALL_FAULTS if not total.injected[name]] + [name for name in ALL_STATES if not total.seen[name]]
 
 
@@ -152,8 +163,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=300, metavar="N", help="schedules to run (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first schedule's seed (default: %(default)s)")
     parser.add_argument("--seed", type=int, metavar="SEED", help="run this one schedule and print all that happened in it")
-    parser.add_argument("--processes", type=int, default=2, metavar="N", help="processes (default: %(default)s)")
+    parser.add_argument(
+        "--processes", type=int, default=cores(), metavar="N", help="processes (default: one for each core, %(default)s)"
+    )
     parser.add_argument("--streams", action="store_true", help=f"schedules of streams: their seeds begin at {STREAMS:,}")
+    parser.add_argument("--people", action="store_true", help=f"schedules of people and thieves: their seeds begin at {PEOPLE:,}")
     parser.add_argument("--no-mutants", action="store_true", help="do not plant bugs afterwards")
     parser.add_argument("--fleet", type=int, metavar="RANKS", help="one rolling round of so many engine ranks instead")
     parser.add_argument("--failing", type=float, default=0.01, metavar="SHARE", help="of the fleet's hosts (default: %(default)s)")
@@ -162,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_fleet(given.fleet, given.failing))
     if given.seed is not None:
         sys.exit(_one(given.seed))
-    first = given.first + (STREAMS if given.streams else 0)
+    first = given.first + (STREAMS if given.streams else PEOPLE if given.people else 0)
     sys.exit(_campaign(range(first, first + given.seeds), given.processes, not given.no_mutants))
 
 
@@ -174,20 +188,22 @@ def _fleet(ranks: int, failing: float) -> int:
 
 
 def _campaign(seeds: range, processes: int, mutants: bool) -> int:
-    streams = seeds.start >= STREAMS
+    people = seeds.start >= PEOPLE
+    streams = seeds.start >= STREAMS and not people
     started = time.monotonic()
     total = run_all(seeds, processes)
     seconds = time.monotonic() - started
     caught: list[tuple[str, int | None, str]] = []
     if mutants:
         with _pool(processes) as pool:
-            caught = list(pool.map(hunt, STREAM_MUTANTS if streams else MUTANTS.keys() - STREAM_MUTANTS.keys()))
+            others = MUTANTS.keys() - STREAM_MUTANTS.keys() - PEOPLE_MUTANTS.keys()
+            caught = list(pool.map(hunt, STREAM_MUTANTS if streams else PEOPLE_MUTANTS if people else others))
     _print_census(total)
     if caught:
         print("mutants:")
         for name, count, what in caught:
             print(f"  {name}: " + (f"caught by schedule {count}: {what[:90]}" if count else "NOT CAUGHT"))
-    missing = census(total, streams=streams) if len(seeds) >= _ENOUGH_FOR_ALL else []
+    missing = census(total, streams=streams, people=people) if len(seeds) >= _ENOUGH_FOR_ALL else []
     for name in missing:
         print(f"never occurred: {name}")
     _report(total.failed)

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from tests.simulation.installation import replaced
 from tests.simulation.mutants_of_calls import MUTANTS_OF_CALLS
+from tests.simulation.mutants_people import PEOPLE_MUTANTS
 from tests.simulation.mutants_publication import PUBLICATION_MUTANTS
 from tests.simulation.mutants_stream import STREAM_MUTANTS
 from tests.simulation.transfer import SimulatedReader
@@ -24,31 +25,31 @@ from weightsync.coordinator.coordinator import Coordinator
 from weightsync.coordinator.rank_handle import RoundDeadline
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import Report
-from weightsync.coordinator.round import Engines
+from weightsync.coordinator.round_context import Engines
 from weightsync.deadline import Deadline
-from weightsync.engine.rounds import EngineRole
+from weightsync.engine.engine_role import EngineRole
 from weightsync.engine.session import EngineSession, Ticket
 from weightsync.errors import DeadlineExceeded, WeightSyncError
 from weightsync.model import Version
 from weightsync.planning.coverage import Coverage
-from weightsync.protocol.messages import Pause
-from weightsync.tensors.views import bytes_at
-from weightsync.trainer.publisher import TrainerRole
+from weightsync.protocol.messages import Commit, Done, Move, Pause, Place, Resume
+from weightsync.tensors.memory_views import bytes_at
+from weightsync.trainer.trainer_role import TrainerRole
 
 __all__ = ["MUTANTS"]
 
 Mutant = Callable[[], AbstractContextManager[None]]
 
 
-def _resumed_whatever(role: EngineRole, deadline: Deadline) -> None:
+def _resumed_whatever(role: EngineRole, body: Resume, deadline: Deadline) -> None:
     role.session._calls.resume()
     role.session.state = "serving"
 
 
-def _resumed_unless_uncommitted(role: EngineRole, deadline: Deadline) -> None:
+def _resumed_unless_uncommitted(role: EngineRole, body: Resume, deadline: Deadline) -> None:
     if role.session.state != "committed":
         raise WeightSyncError("not committed")
-    _resumed_whatever(role, deadline)
+    _resumed_whatever(role, body, deadline)
 
 
 def _resume_before_verify() -> AbstractContextManager[None]:
@@ -65,9 +66,9 @@ def _resume_before_verify() -> AbstractContextManager[None]:
 def _label_before_commit() -> AbstractContextManager[None]:
     move = EngineRole._move
 
-    def broken(role: EngineRole, number: int, deadline: Any) -> Any:
-        role.adapter.finish(Version("simulated", number, role.manifest.fingerprint, ""))
-        return move(role, number, deadline)
+    def broken(role: EngineRole, body: Move, deadline: Deadline) -> Any:
+        role.adapter.finish(Version("simulated", body.number, role.manifest.fingerprint, ""))
+        return move(role, body, deadline)
 
     return replaced((EngineRole, "_move", broken))
 
@@ -137,7 +138,7 @@ def _dirty_resumed() -> AbstractContextManager[None]:
     async def broken(engines: Engines, reason: str, grace: float) -> None:
         for link in engines.values():
             try:
-                await asyncio.wait_for(link.node.resume(grace), grace)
+                await asyncio.wait_for(link.ask(Resume(), Done, grace), grace)
             except (WeightSyncError, TimeoutError):
                 continue
 
@@ -184,18 +185,19 @@ def _quarantine_skipped() -> AbstractContextManager[None]:
     return replaced((protocol, "quarantine", broken), (coordinator, "quarantine", broken))
 
 
-def _stale_shelf() -> AbstractContextManager[None]:
+def _stale_region() -> AbstractContextManager[None]:
     real = TrainerRole._place
 
     earlier: WeakKeyDictionary[TrainerRole, Any] = WeakKeyDictionary()
 
-    def broken(role: TrainerRole, number: int, deadline: Any) -> Any:
-        if role not in earlier or role._armed != number:
-            earlier[role] = real(role, number, deadline)
+    def broken(role: TrainerRole, body: Place, deadline: Any) -> Any:
+        placing = role._armed
+        if role not in earlier or placing is None or placing.number is not None or placing.call != body.call:
+            earlier[role] = real(role, body, deadline)
             return earlier[role]
-        with role.region.placing(number):
-            role._armed = None
-        role._placing.set()
+        with role.region.placing(body.number):
+            placing.number = body.number
+        placing.set()
         return earlier[role]
 
     return replaced((TrainerRole, "_place", broken))
@@ -204,8 +206,8 @@ def _stale_shelf() -> AbstractContextManager[None]:
 def _late_commit() -> AbstractContextManager[None]:
     commit = EngineRole._commit
 
-    def committing(role: EngineRole, version: Version) -> None:
-        commit(role, version)
+    def committing(role: EngineRole, body: Commit, deadline: Deadline) -> None:
+        commit(role, body, deadline)
         role.session._calls.resume()
 
     def quarantining(session: EngineSession, call: Ticket, deadline: Deadline) -> None:
@@ -242,8 +244,8 @@ def _resumed_after_quarantine() -> AbstractContextManager[None]:
 def _published_before_copy() -> AbstractContextManager[None]:
     arm = TrainerRole.arm
 
-    def broken(role: TrainerRole, number: int) -> Any:
-        event = arm(role, number)
+    def broken(role: TrainerRole, call: int, number: int | None) -> Any:
+        event = arm(role, call, number)
         event.set()
         return event
 
@@ -303,7 +305,7 @@ MUTANTS: dict[str, Mutant] = {
     "a replica's only rank does not compare": _rank_not_comparing,
     "only rank 0 verified": _one_rank_verified,
     "quarantine skipped": _quarantine_skipped,
-    "stale shelf published": _stale_shelf,
+    "stale region published": _stale_region,
     "late commit of a cancelled round applied": _late_commit,
     "version attested while pausing": _attested_while_pausing,
     "version attested while paused": _attested_while_paused,
@@ -316,5 +318,6 @@ MUTANTS: dict[str, Mutant] = {
     **PUBLICATION_MUTANTS,
     **MUTANTS_OF_CALLS,
     **STREAM_MUTANTS,
+    **PEOPLE_MUTANTS,
 }
 """Name to what plants it for as long as a ``with`` block runs."""

@@ -11,13 +11,13 @@ from tests.simulation.installation import replaced
 
 from weightsync import failpoints
 from weightsync.coordinator.publications import Publications
-from weightsync.coordinator.remote_ranks import RemoteEngine
+from weightsync.coordinator.rank_handle import RankHandle
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter_calls import AdapterCalls
-from weightsync.engine.rounds import EngineRole
+from weightsync.engine.engine_role import EngineRole
 from weightsync.model import PauseMode
 from weightsync.protocol.connection import CoordinatorConnection
-from weightsync.protocol.messages import Body, Pause
+from weightsync.protocol.messages import Body, CheckSources, Done, Pause
 
 __all__ = ["MUTANTS_OF_CALLS"]
 
@@ -69,11 +69,13 @@ def _refused_for_ever() -> AbstractContextManager[None]:
 
 
 def _seeded_from_withdrawn_memory() -> AbstractContextManager[None]:
-    async def unasked(engine: RemoteEngine, number: int, timeout: float) -> None:
-        return
+    ask = RankHandle.ask
 
-    forgotten: Any = lambda shelves: None  # noqa: E731
-    return replaced((Publications, "publication_ended", forgotten), (RemoteEngine, "check_sources", unasked))
+    async def unasked(link: RankHandle[Any], message: Body, answer: type[Any], timeout: float) -> Any:
+        return Done() if isinstance(message, CheckSources) else await ask(link, message, answer, timeout)
+
+    forgotten: Any = lambda regions: None  # noqa: E731
+    return replaced((Publications, "publication_ended", forgotten), (RankHandle, "ask", unasked))
 
 
 MUTANTS_OF_CALLS: dict[str, Callable[[], AbstractContextManager[None]]] = {

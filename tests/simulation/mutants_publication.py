@@ -34,7 +34,7 @@ def _not_fed_again() -> AbstractContextManager[None]:
 
 
 def _refuted_offered_again() -> AbstractContextManager[None]:
-    readable = property(lambda replica: replica.routable and all(link.node.rank.source for link in replica.links.values()))
+    readable = property(lambda replica: replica.routable and all(link.rank.source for link in replica.links.values()))
     return replaced((Replica, "readable", readable))
 
 

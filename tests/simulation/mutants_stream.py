@@ -32,7 +32,7 @@ def _iterator_left() -> AbstractContextManager[None]:
     def broken(publication: StreamedPublication, tensors: Iterable[tuple[str, torch.Tensor]], deadline: Deadline) -> None:
         for item in tensors:
             publication._take(*_checked(item), deadline)
-        publication._finish()
+        publication._finish(deadline)
 
     return replaced((StreamedPublication, "drain", broken))
 

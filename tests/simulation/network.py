@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from contextvars import Context
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ __all__ = ["Wire"]
 
 _DUPLICABLE = (Answer, Failure, Cancel, Progress)
 _FRAME_BYTES = 1 << 26
+_NOBODYS = Context()
+"""What is on a wire belongs to no process: it arrives whatever its sender does meanwhile."""
 _MOST_FRAMES = 20_000  # in one direction; more is a loop of two sides that never stop talking
 
 
@@ -92,7 +95,7 @@ class Wire:
             world.hit("duplicated frame", self.agent)
         for _ in range(copies):
             self._last[to] = at
-            world.loop.call_at(at, self._deliver, to, data)
+            world.loop.call_at(at, self._deliver, to, data, context=_NOBODYS)
             at += 0.0001
 
     def _deliver(self, to: str, data: bytes) -> None:
@@ -102,7 +105,7 @@ class Wire:
 
     def end(self, to: str, after: float = 0.0) -> None:
         """Let one end learn, ``after`` seconds, that the connection is gone."""
-        self.world.loop.call_later(after, self._inboxes[to].put, None)
+        self.world.loop.call_later(after, self._inboxes[to].put, None, context=_NOBODYS)
 
     def lose(self, agent_after: float, server_after: float) -> None:
         """Nothing crosses from now on; each end learns of it in its own time."""
@@ -118,7 +121,7 @@ class Wire:
         self._inboxes[by].put(None)
         if not self.cut:
             at = max(self._last[other], self.world.loop.time()) + 0.002
-            self.world.loop.call_at(at, self._inboxes[other].put, None)
+            self.world.loop.call_at(at, self._inboxes[other].put, None, context=_NOBODYS)
 
     def closed(self, side: str) -> bool:
         """Whether this end knows that the connection is over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,11 +16,11 @@ from tests.simulation.weights import MANIFEST, MISFIT, Memory, Sharing, version_
 
 from weightsync.config import Address, ClientSettings, Secret, Timeouts
 from weightsync.engine.adapter import EngineAdapter
-from weightsync.engine.agent import Engine
+from weightsync.engine.engine import Engine
+from weightsync.engine.engine_role import EngineRole
 from weightsync.engine.fill.filler import Filler
 from weightsync.engine.fill.windows import WindowReceiver
 from weightsync.engine.receiver import Receiver, _Handover
-from weightsync.engine.rounds import EngineRole
 from weightsync.errors import Aborted, DeadlineExceeded, LoadError, WeightSyncError
 from weightsync.forks import Origin
 from weightsync.model import Manifest, PauseMode, Version
@@ -28,9 +29,10 @@ from weightsync.protocol.messages import Body, Delivery, Host, RoundResult, Welc
 from weightsync.protocol.round_log import MissedReplicas
 from weightsync.protocol.worker import received_for
 from weightsync.tensors.shards import Shard, torch_dtype
-from weightsync.trainer.agent import Trainer
-from weightsync.trainer.publisher import TrainerRole
+from weightsync.trainer.requests import PublishRequests
 from weightsync.trainer.stream import Stream, StreamRole
+from weightsync.trainer.trainer import Trainer
+from weightsync.trainer.trainer_role import TrainerRole
 from weightsync.transports.base import LOOPBACK
 from weightsync.transports.host.region import EMPTY, PublishedRegion
 
@@ -38,15 +40,15 @@ if TYPE_CHECKING:
     from tests.simulation.network import Wire
     from tests.simulation.world import World
 
-__all__ = ["Agent", "EngineProcess", "Process", "TrainerProcess"]
+__all__ = ["TOKEN", "Agent", "EngineProcess", "Process", "SimulatedAdapter", "TrainerProcess"]
 
 _LINK_GRACE = 1.0
 _PLACING_STEP = 0.25
 _HANDOVER_SECONDS, _LOOP_SECONDS, _CALM_LOOP_SECONDS = 30.0, 60.0, 1000.0
 _WINDOW_BYTES = 64
-_SETTINGS = ClientSettings(
-    coordinator=Address("http", "127.0.0.1", 7400), token=Secret("simulated"), timeouts=Timeouts(reconnect=2.0)
-)
+TOKEN = Secret("simulated")
+"""What every worker has."""
+_SETTINGS = ClientSettings(coordinator=Address("http", "127.0.0.1", 7400), token=TOKEN, timeouts=Timeouts(reconnect=2.0))
 
 
 class Process:
@@ -92,7 +94,6 @@ class _Link(CoordinatorConnection):
 
     def connect(self) -> Welcome:
         """Start connecting; unlike the real one, do not wait for the first welcome."""
-        self._first.add_done_callback(lambda first: first.exception())
         self.process.spawn(self._guard())
         return Welcome(self._name, "")
 
@@ -115,9 +116,14 @@ class _Link(CoordinatorConnection):
         loop = self._loop
         if loop is None or self._closed:
             raise Aborted("the link is closed")
+        self.process.world.hand_over(self.process)
         task = loop.create_task(self._ask(body, Deadline(timeout)), context=self.process.world.context_of(self.process))
         self.process.tasks.append(task)
-        threads().wait(lambda wake: task.add_done_callback(lambda _: wake()), timeout + _LINK_GRACE)
+        try:
+            threads().wait(lambda wake: task.add_done_callback(lambda _: wake()), timeout + _LINK_GRACE)
+        except BaseException:
+            task.cancel()  # as the real one: the call is withdrawn
+            raise
         if task.cancelled():
             raise Aborted("the link was closed")
         if not task.done():
@@ -133,6 +139,8 @@ class Agent(Process, ABC):
         super().__init__(world, f"{name}/{rank}")
         self.name, self.rank, self.ranks = name, rank, ranks
         self.session = world.session()
+        self.known_as = hashlib.sha256(self.session.encode()).hexdigest()
+        """What the coordinator keeps of the session."""
         self.host = Host(f"host-{name}-{rank}", f"memory-{name}-{rank}")
         self.stale = np.zeros(1, np.uint8)
         """What the region held before, for pieces that never arrive."""
@@ -150,7 +158,7 @@ class Agent(Process, ABC):
         """Leave in good order."""
 
 
-class _Adapter(EngineAdapter):
+class SimulatedAdapter(EngineAdapter):
     """An engine with parameters, a label and a moment of its own for every step; it answers with both when it generates."""
 
     name = "simulated"
@@ -213,12 +221,13 @@ class EngineProcess(Agent):
     def __init__(self, world: World, name: str, rank: int, ranks: int, kind: str) -> None:
         super().__init__(world, name, rank, ranks)
         self.kind = kind
-        sharing: Sharing = "copies" if kind in ("whole", "receiver") else "rows"
-        self.memory = Memory(rank, ranks, sharing)
+        self.memory = self._make_memory()
         self.label: Version | None = None
         self.generating = True  # with whatever it was built with; unlabelled, and nobody routes to it
         self.corrupt = False
         """Wrong bytes arrived in the running move."""
+        self.wrecked = False
+        """Its own program spoiled its parameters: until it takes another label, nothing good can be expected of its answers."""
         self.memory.fill(-1, world.salt)
         self._known = {self.memory.expected(-1, world.salt): -1}
         self._content: int | None = -1
@@ -227,17 +236,17 @@ class EngineProcess(Agent):
         direct = kind not in ("opaque", "misfit")
         handover = _Handover(None, _HANDOVER_SECONDS) if kind == "receiver" else None
         role = EngineRole(
-            handover or _Adapter(self, direct),
+            handover or self._make_adapter(direct),
             [self.world.scheme],
             self.host,
             progress=self._progress,
             alone=ranks == 1,
             member=self.member,
         )
-        delivery: Delivery = "direct" if kind == "direct" else "streamed"
+        delivery: Delivery = "direct" if self.written_in_place else "streamed"
         self.role = role
         fields = {
-            "replica": name, "rank": rank, "world_size": ranks, "_run": "", "_session": self.session, "_delivery": delivery,
+            "replica": name, "rank": rank, "world_size": ranks, "_run": "", "_session": Secret(self.session), "_delivery": delivery,
             "_host": self.host, "_role": role,
         }  # fmt: skip
         vars(self.engine).update(fields)
@@ -255,6 +264,17 @@ class EngineProcess(Agent):
             self._receiver = Receiver.__new__(Receiver)
             vars(self._receiver).update(_handover=handover, _engine=self.engine, _timeout=_HANDOVER_SECONDS, _origin=Origin())
             Thread(self._consume, f"{self.member} application", owner=self).start()
+
+    def _make_memory(self) -> Memory:
+        return Memory(self.rank, self.ranks, "copies" if self.kind in ("whole", "receiver") else "rows")
+
+    def _make_adapter(self, direct: bool) -> EngineAdapter:
+        return SimulatedAdapter(self, direct)
+
+    @property
+    def written_in_place(self) -> bool:
+        """Whether its parameters are written directly."""
+        return self.kind == "direct"
 
     def _consume(self) -> None:
         """The application of a receiver: its own loader, for one publication after the other."""
@@ -295,8 +315,13 @@ class EngineProcess(Agent):
         if corruption is not None:
             self.corrupt = True
             self.world.corrupted_at(self)
-        if self.generating and self.kind == "direct" and self.content is None:
+        if self.generating and self.written_in_place and self.content is None:
             self.world.violated("torn", f"{self.member} generates while its weights change")
+        self.world.checked()
+
+    def refresh(self) -> None:
+        """Its own program changed parameters."""
+        self._stale = True
         self.world.checked()
 
     @property
@@ -327,7 +352,7 @@ class EngineProcess(Agent):
     def _free(self, filler: Filler | None, windows: WindowReceiver | None) -> None:
         self.role._release()
         if windows is not None:
-            windows._release()  # as of a filler
+            windows._readers.close()  # as of a filler
         if filler is not None:
             filler._owned.close()  # which a filler puts off while its receiver thread runs; that thread died without an end
 
@@ -377,9 +402,9 @@ class TrainerProcess(Agent):
     def __init__(self, world: World, rank: int, ranks: int, sharing: Sharing) -> None:
         super().__init__(world, "trainer", rank, ranks)
         self.sharing = sharing
-        self.memory = Memory(rank, ranks, sharing)
+        self.memory = self._make_memory()
         self.scribble()
-        prepared: Any = (MANIFEST, self.memory.shards)
+        prepared = self._state()
         role: TrainerRole | StreamRole
         if world.streams:
             role = StreamRole(_Tiny(windows=2 + world.salt % 2), [world.scheme], world.key, self.host, rank, ranks)
@@ -394,16 +419,29 @@ class TrainerProcess(Agent):
         self.publishing = False
         self.trainer = Trainer.__new__(Trainer)
         fields = {
-            "rank": rank, "world_size": ranks, "_run": "", "_session": self.session, "_published": -1, "_host": self.host,
+            "rank": rank, "world_size": ranks, "_run": "", "_session": Secret(self.session), "_published": -1, "_host": self.host,
             "_origin": Origin(), "_role": role, "_publishing": Lock(), "_background": Executor(1, "publish"),
             "_asked": None, "_offload": None, "_restore": None, "_new_epoch": False, "_last": -1, "_calls": 0,
-            "_missed": MissedReplicas(logging.getLogger(__name__)),
+            "_missed": MissedReplicas(logging.getLogger(__name__)), "_requests": PublishRequests(None),
         }  # fmt: skip
         vars(self.trainer).update(fields)
-        self.link = _Link(_SETTINGS, hello=self.trainer._hello, receive=received_for(role.handle), name=self.member)
+        self.link = _Link(
+            _SETTINGS, hello=self.trainer._hello, receive=received_for(role.handle), on_welcome=self.welcomed, name=self.member
+        )
         self.link.process = self
         self.trainer._link = self.link
         self.link.connect()
+
+    def welcomed(self, welcome: Welcome) -> None:
+        """The coordinator has taken it."""
+        self.trainer._welcomed(welcome)
+
+    def _make_memory(self) -> Memory:
+        return Memory(self.rank, self.ranks, self.sharing)
+
+    def _state(self) -> Any:
+        """What the trainer is made of."""
+        return MANIFEST, self.memory.shards
 
     def scribble(self) -> None:
         """The next training step: memory holds what is no version at all."""

@@ -1,6 +1,7 @@
 """Pure functions of layouts and manifests, computed once for each input: in thousands of schedules the same few come again.
 
-Only results that nobody changes are kept. How much memory the machine has is asked once: no schedule depends on it.
+Only results that nobody changes are kept. How much memory the machine has is asked once: no schedule depends on it. Nor is
+any of the simulated parameters in a mapping that cannot be written.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import weightsync.coordinator.remote_ranks
+import weightsync.engine.engine_role
 import weightsync.engine.fill.filler
 import weightsync.engine.read_back
-import weightsync.engine.rounds
 import weightsync.protocol.dial
 import weightsync.publishing.published_shards
 import weightsync.transports.host.memory
@@ -22,9 +23,9 @@ from weightsync.planning.buckets import staging_layout
 from weightsync.planning.coverage import Coverage, coverage_of
 from weightsync.planning.pieces import Pieces
 from weightsync.planning.plan import Plan, plan_transfer
-from weightsync.protocol.proving import proving
+from weightsync.protocol.agent_proof import proving_connection
 from weightsync.tensors.copy_table import tiles_of
-from weightsync.tensors.memory import layout_in_place, packed_layout
+from weightsync.tensors.memory_layout import layout_in_place, packed_layout
 from weightsync.tensors.shards import Shard
 from weightsync.transports.host.memory import available_bytes
 
@@ -112,9 +113,10 @@ REMEMBERED: tuple[tuple[Any, str, Any], ...] = (
     (negotiation, "coverage_of", _cover),
     (negotiation, "plan_transfer", _remembering(_planned, lambda manifest, *sides, **_: (manifest, *map(_ranks, sides)))),
     (negotiation, "staging_layout", _remembering(staging_layout, lambda *given: given)),
-    (weightsync.protocol.dial, "proving", _remembering(proving, lambda *given: given)),
+    (weightsync.protocol.dial, "proving_connection", _remembering(proving_connection, lambda *given: given)),
     (weightsync.coordinator.remote_ranks, "Manifest", _remembering(Manifest, lambda specs: specs)),
-    (weightsync.engine.rounds, "layout_in_place", _in_place),
+    (weightsync.engine.engine_role, "layout_in_place", _in_place),
+    (weightsync.engine.engine_role, "check_writable", lambda *_: None),
     (weightsync.engine.read_back, "layout_in_place", _in_place),
     (weightsync.engine.fill.filler, "coverage_of", _cover),
     (weightsync.engine.fill.filler, "tiles_of", _remembering(tiles_of, _tiles_key)),

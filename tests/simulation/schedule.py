@@ -11,7 +11,6 @@ from typing import Any
 
 from tests.faults.points import ENGINE_REPAIR_POINTS
 from tests.simulation.acts import happen
-from tests.simulation.clock import run
 from tests.simulation.coordination import GRACE
 from tests.simulation.faults import SOURCE_POINTS, draw_faults, in_a_stream, source_fault
 from tests.simulation.installation import installed
@@ -22,14 +21,12 @@ from tests.simulation.world import World
 from weightsync.errors import RoundFailed, WeightSyncError
 from weightsync.protocol.messages import RoundResult
 
-__all__ = ["STREAMS", "Outcome", "run_schedule"]
+__all__ = ["CALM_SECONDS", "LAST_SECONDS", "Outcome", "Schedule", "play"]
 
 KINDS = ("direct", "direct", "whole", "opaque")
-STREAMS = 1_000_000
-"""Schedules from this seed on publish streams."""
 _SLACK = 2.5  # seconds in which a publication that ran out of time is told so: answers, the link's own grace, wires
-_CALM_SECONDS = 150.0  # longer than anything that was drawn may hang, and than the longest round
-_LAST_SECONDS = 60.0
+CALM_SECONDS = 150.0  # longer than anything that was drawn may hang, and than the longest round
+LAST_SECONDS = 60.0
 _BLINKS = (0.0, 0.1, 2.5)  # when three trainer ranks ask
 _BLINK_AT = 0.5
 
@@ -124,7 +121,9 @@ class _Publication:
                 self.look()
 
 
-class _Schedule:
+class Schedule:
+    """The course of one run: who takes part, what is published, and what goes wrong meanwhile."""
+
     def __init__(self, world: World, seed: int) -> None:
         self.world = world
         self.draw = random.Random(f"script {seed}")
@@ -240,26 +239,31 @@ class _Schedule:
         world.start_coordinator()
         for name in world.shape:
             self.start_replica(name)
-        await asyncio.sleep(_CALM_SECONDS)
+        await asyncio.sleep(CALM_SECONDS)
         world.check_settled()
 
     async def last(self) -> None:
         """Nothing is broken for ever: one more publication reaches everybody."""
         world = self.world
-        publication = await self.publish(_LAST_SECONDS, False, set(), self.gathering)
+        publication = await self.publish(LAST_SECONDS, False, set(), self.gathering)
         if len(publication.told) < world.trainer_shape[0]:
             world.violated("stuck", f"of {world.trainer_shape[0]} trainer ranks, {list(publication.told)} published")
         for outcome in publication.told.values():
             if not self.as_it_should(outcome):
                 why = outcome if isinstance(outcome, RoundFailed | RoundResult) else repr(outcome)
                 world.violated("stuck", f"the last publication failed: {why}")
+        self.everybody_has(self.number, self.number)
+
+    def everybody_has(self, number: int, content: int) -> None:
+        """Every replica is in service with version ``number``, which means ``content``."""
+        world = self.world
         if world.coordinator is None:
             return
         replicas = {replica.name: replica for replica in world.coordinator.coordinator.status().replicas}
         for engine in world.engines.values():
             state = replicas.get(engine.name)
-            loaded = state is not None and state.routable and state.version == self.number
-            if not (loaded and engine.alive and engine.generating and engine.content == self.number):
+            loaded = state is not None and state.routable and state.version == number
+            if not (loaded and engine.alive and engine.generating and engine.content == content):
                 world.violated("stuck", f"{engine} is left with {engine.label}, generating={engine.generating}: {state}")
 
     def as_it_should(self, outcome: Any) -> bool:
@@ -287,9 +291,8 @@ class _Schedule:
             world.violated("leak", line)
 
 
-async def _run(seed: int) -> Outcome:
-    world = World(seed, streams=seed >= STREAMS)
-    schedule = _Schedule(world, seed)
+async def play(world: World, schedule: Schedule, seed: int) -> Outcome:
+    """Run ``schedule`` in ``world``, from the first process's start to the last one's end."""
     with installed(world):
         try:
             schedule.cast()
@@ -310,11 +313,3 @@ async def _run(seed: int) -> Outcome:
         mislabelled=world.mislabelled, hangs=hangs, leaks=schedule.leaks, uncaught=world.uncaught, steps=world.steps,
         failed=[(seed, [*world.violations, *world.trail])] if world.violations else [],
     )  # fmt: skip
-
-
-def run_schedule(seed: int) -> Outcome:
-    """Run the schedule of ``seed``, in virtual time. An error that nobody expected is a violation, too."""
-    try:
-        return run(_run(seed))
-    except RuntimeError as error:
-        return Outcome(schedules=1, hangs=1, failed=[(seed, [f"hang: {error!r}"])])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from weightsync.engine.adapter import EngineAdapter
-from weightsync.engine.rounds import EngineRole
+from weightsync.engine.engine_role import EngineRole
 from weightsync.errors import Aborted, DeadlineExceeded
 from weightsync.model import Manifest, PauseMode, Version
 from weightsync.protocol.messages import Host, Pause, Quarantine, Resume

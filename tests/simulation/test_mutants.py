@@ -13,7 +13,7 @@ QUICK = {
     "ack before the copy is done": ("mislabelled",),
     "dirty replica resumed": ("dirty", "torn", "unusable", "mislabelled"),
     "digest not compared": ("mislabelled",),
-    "stale shelf published": ("mislabelled",),
+    "stale region published": ("mislabelled",),
     "publish returns before the copy": ("mislabelled", "infected"),
     "pause answered before the engine stands": ("torn", "unusable"),
     "version attested while paused": ("unusable",),
@@ -27,6 +27,8 @@ QUICK = {
     "a replica that failed still holds windows": ("infected", "stuck"),
     "digests of a stream are not compared": ("mislabelled", "torn"),
     "an iterator is left when its stream fails": ("undrained",),
+    "parameters that moved before the pause are not followed": ("mislabelled",),
+    "a worker's token admits to operators' actions": ("mislabelled", "stuck"),
 }
 
 

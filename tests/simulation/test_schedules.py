@@ -10,12 +10,14 @@ import subprocess
 import sys
 
 import pytest
+from tests.simulation.families import PEOPLE, STREAMS
 from tests.simulation.faults import ALL_FAULTS, ALL_STATES, STREAM_FAULTS
 from tests.simulation.main import census, main, run_all, run_many
-from tests.simulation.schedule import STREAMS, Outcome
+from tests.simulation.schedule import Outcome
 
 SCHEDULES = 200
 STREAM_SCHEDULES = 60
+PEOPLE_SCHEDULES = 40
 RARE = 30
 """How many of all names a few hundred schedules may miss."""
 
@@ -40,6 +42,14 @@ def test_no_invariant_is_violated_by_streams() -> None:
         outcome.seen[name]
         for name in ("stream received", "verified installed", "verified received", "replica failed alone", "window read again")
     )
+
+
+@pytest.mark.timeout(180)
+def test_no_invariant_is_violated_by_people_or_thieves() -> None:
+    outcome = run_all(range(PEOPLE, PEOPLE + PEOPLE_SCHEDULES), 2)
+    check(outcome)
+    assert len(census(outcome, people=True)) <= RARE
+    assert outcome.seen["module in use"]
 
 
 def check(outcome: Outcome) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future as ConcurrentFuture
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
         "the simulation needs greenlet: pip install '.[test]' in a clone of weightsync", name="greenlet"
     ) from error
 
-__all__ = ["Condition", "Event", "Executor", "Future", "Killed", "Lock", "SimpleQueue", "Thread", "Threads", "threads", "wait"]
+__all__ = ["Condition", "Event", "Executor", "Future", "Killed", "Lock", "SimpleQueue", "Thread", "Threads", "threads"]
 
 T = TypeVar("T")
 
@@ -41,6 +41,7 @@ class Thread:
         self._greenlet: greenlet | None = None
         self._waiting = False
         self._turn = 0
+        self._interruption: BaseException | None = None
 
     def start(self) -> None:
         """Run from the loop's next turn on."""
@@ -98,13 +99,25 @@ class Thread:
             world.current = before
 
     def park(self) -> None:
-        """Called by the thread itself: hand over until :meth:`resume`. Raises :class:`Killed` if its process died meanwhile."""
+        """Called by the thread itself: hand over until :meth:`resume`.
+
+        Raises :class:`Killed` if its process died meanwhile, and what :meth:`interrupt` was given.
+        """
         if self.killed:
             raise Killed
         self._waiting = True
         threads().greenlet.switch()
         if self.killed:
             raise Killed
+        if self._interruption is not None:
+            interruption, self._interruption = self._interruption, None
+            raise interruption
+
+    def interrupt(self, error: BaseException) -> None:
+        """A signal handler raises ``error`` in this thread, where it waits."""
+        if self._waiting and self._greenlet is not None:
+            self._interruption = error
+            threads().loop.call_soon(self.resume, self._turn)
 
     def kill(self) -> None:
         """Its process dies: it never returns into its own code; a thread that waits is unwound on the loop's next turn."""
@@ -129,6 +142,8 @@ class Threads:
         self.current: Thread | None = None
         self.all: list[Thread] = []
         self.crashed: list[BaseException] = []
+        self.on_wait: Callable[[Thread], None] | None = None
+        """Called before a thread waits, for whatever. It may not wait itself."""
         self._process = process
         _threads = self
 
@@ -144,6 +159,8 @@ class Threads:
         me = self.current
         if me is None:
             raise RuntimeError("the event loop's thread would block")
+        if self.on_wait is not None:
+            self.on_wait(me)
         turn = me.turn
         register(lambda: self._wake(me, turn))
         timer = None if timeout is None else self.loop.call_later(max(timeout, 0.0), me.resume, turn)
@@ -252,9 +269,9 @@ class Event(_Waiters):
 class Condition(_Waiters):
     """Looks like :class:`threading.Condition` with a lock of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, lock: Lock | None = None) -> None:
         super().__init__()
-        self._lock = Lock()
+        self._lock = lock or Lock()
 
     def wait_for(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
         """Until ``ready()`` or ``timeout``; what ``ready()`` says then."""
@@ -310,19 +327,6 @@ class Future(ConcurrentFuture[T]):
         if not self.done() and threads().current is not None:
             threads().wait(lambda wake: self.add_done_callback(lambda _: wake()), timeout)
         return super().result(0)
-
-
-def wait(futures: Iterable[ConcurrentFuture[Any]], timeout: float) -> None:
-    """Looks like :func:`concurrent.futures.wait`, of which nobody here wants the answer."""
-    world = threads()
-    until = world.loop.time() + timeout
-    for future in futures:
-
-        def register(wake: Callable[[], None], future: ConcurrentFuture[Any] = future) -> None:
-            future.add_done_callback(lambda _: wake())
-
-        if not future.done():
-            world.wait(register, until - world.loop.time())
 
 
 class Executor:

@@ -1,4 +1,4 @@
-"""The data plane: a scheme that maps a simulated trainer rank's real shelf, slowly, with losses and corruption on demand."""
+"""The data plane: a scheme that maps a simulated trainer rank's real region, slowly, with losses and corruption on demand."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def corrupted(payload: npt.NDArray[np.uint8], stale: npt.NDArray[np.uint8], kind
 class _Publisher:
     """Lets readers map the region of one simulated rank."""
 
-    def __init__(self, scheme: Simulated, shelf: PublishedRegion, owner: Agent, here: Host) -> None:
-        self.region, self.owner = shelf, owner
+    def __init__(self, scheme: Simulated, region: PublishedRegion, owner: Agent, here: Host) -> None:
+        self.region, self.owner = region, owner
         self.open = True
         self.sources: list[SimulatedReader] = []
-        self.offer = Offer(Simulated.name, f"shelf-{next(scheme.names)}", here, scheme.traits)
+        self.offer = Offer(Simulated.name, f"region-{next(scheme.names)}", here, scheme.traits)
         self._scheme = scheme
         scheme.owners[self.offer.address] = self
 
@@ -72,22 +72,22 @@ class SimulatedReader(MappedReader):
     """The real mapped source, in simulated time."""
 
     def __init__(self, world: World, owner: _Publisher, engine: EngineProcess) -> None:
-        shelf = owner.region
-        super().__init__(shelf.memory, shelf.nbytes, shelf.layout_digest, owner.owner.member)
+        region = owner.region
+        super().__init__(region.memory, region.nbytes, region.layout_digest, owner.owner.member)
         self.world, self._owner_side, self.engine = world, owner, engine
         self.wake = Event()
         self._lost = False
         self._reading = False
         world.open_sources += 1
 
-    def _owner_lives(self) -> bool:
+    def _publisher_lives(self) -> bool:
         return self._owner_side.open and not self._lost
 
     def _release(self) -> None:
         self.world.open_sources -= 1
 
     def _check(self, deadline: Deadline, what: str) -> None:
-        if self._reading:  # before the copy, and between it and the look at the shelf's stamp
+        if self._reading:  # before the copy, and between it and the look at the region's stamp
             threads().sleep(self.world.random.uniform(0.0, 0.001))
         super()._check(deadline, what)
 
@@ -126,9 +126,9 @@ class SimulatedReader(MappedReader):
             kind = CORRUPTIONS[0]
         clean: Any = self._addresses
         if kind in CORRUPTIONS:
-            shelf = self._owner_side.region
+            region = self._owner_side.region
             stale = self._owner_side.owner.stale
-            wrong = corrupted(shelf.payload, stale, str(kind), self.world.random)
+            wrong = corrupted(region.payload, stale, str(kind), self.world.random)
             addresses: Any = np.array([wrong.ctypes.data], np.int64)
             self._addresses = addresses
         self._reading = True
@@ -160,9 +160,9 @@ class Simulated(Transport):
         """See :class:`weightsync.transports.base.Transport`."""
         return True
 
-    def publish(self, shelf: PublishedRegion, key: bytes, here: Host, network: Network = LOOPBACK) -> _Publisher:
+    def publish(self, region: PublishedRegion, key: bytes, here: Host, network: Network = LOOPBACK) -> _Publisher:
         """See :class:`weightsync.transports.base.Transport`."""
-        return _Publisher(self, shelf, self.world.starting(), here)
+        return _Publisher(self, region, self.world.starting(), here)
 
     def open(self, offer: Offer, key: bytes, deadline: Deadline) -> SimulatedReader:
         """See :class:`weightsync.transports.base.Transport`."""

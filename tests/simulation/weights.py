@@ -16,7 +16,7 @@ from weightsync.tensors.shards import Shard, torch_dtype
 __all__ = ["MANIFEST", "MISFIT", "Memory", "Sharing", "version_bytes"]
 
 Sharing = str
-"""``rows``: matrices are cut by rows, the rest is copied. ``copies``: every rank holds everything."""
+"""``rows``: matrices are cut by rows, the rest is copied. ``copies``: ranks hold everything. ``parts``: nothing is held twice."""
 
 MANIFEST = Manifest(
     (
@@ -43,8 +43,10 @@ def version_bytes(number: int, salt: int) -> tuple[npt.NDArray[np.uint8], ...]:
     return tuple(np.frombuffer(draw.randbytes(spec.nbytes), np.uint8) for spec in MANIFEST)
 
 
-def _box(spec: TensorSpec, rank: int, ranks: int, sharing: Sharing) -> Box:
-    if sharing == "copies" or len(spec.shape) < 2:
+def _box(spec: TensorSpec, rank: int, ranks: int, sharing: Sharing) -> Box | None:
+    if sharing == "parts" and not spec.shape and rank:
+        return None
+    if sharing == "copies" or len(spec.shape) < (1 if sharing == "parts" else 2):
         return Box.whole(spec.shape)
     first, last = spec.shape[0] * rank // ranks, spec.shape[0] * (rank + 1) // ranks
     return Box((first, *(0 for _ in spec.shape[1:])), (last, *spec.shape[1:]))
@@ -55,7 +57,8 @@ class _Shape:
 
     def __init__(self, rank: int, ranks: int, sharing: Sharing) -> None:
         self.boxes = [_box(spec, rank, ranks, sharing) for spec in MANIFEST]
-        self.sizes = [box.size * spec.nbytes // max(spec.size, 1) for box, spec in zip(self.boxes, MANIFEST, strict=True)]
+        parts = zip(self.boxes, MANIFEST, strict=True)
+        self.sizes = [0 if box is None else box.size * spec.nbytes // max(spec.size, 1) for box, spec in parts]
         self.offsets = [0, *itertools.accumulate(-(-size // 16) * 16 for size in self.sizes)]
         self.nbytes = self.offsets[-1] or 16
         self._contents: dict[tuple[int, int], npt.NDArray[np.uint8]] = {}
@@ -70,6 +73,8 @@ class _Shape:
             values = version_bytes(number, salt)
             for index, (spec, box) in enumerate(zip(MANIFEST, self.boxes, strict=True)):
                 first, size = self.offsets[index], self.sizes[index]
+                if box is None:
+                    continue
                 begin = box.starts[0] * (spec.nbytes // spec.shape[0]) if spec.shape else 0
                 content[first : first + size] = values[index][begin : begin + size]
         return content
@@ -87,6 +92,8 @@ class Memory:
         self.storage = torch.zeros(shape.nbytes, dtype=torch.uint8)
         self.bytes: npt.NDArray[np.uint8] = self.storage.numpy()
         for spec, box, first, size in zip(MANIFEST, shape.boxes, shape.offsets, shape.sizes, strict=False):
+            if box is None:
+                continue
             memory = self.storage[first : first + size].view(torch_dtype(spec.dtype)).view(box.shape)
             self.shards.append(Shard(spec.name, spec.shape, box, memory))
 

@@ -16,12 +16,14 @@ from tests.simulation.ranks import Agent, EngineProcess, Process, TrainerProcess
 from tests.simulation.threads import Threads, threads
 from tests.simulation.transfer import Simulated
 
+from weightsync.model import Version
+
 if TYPE_CHECKING:
     from tests.simulation.network import Wire
 
-__all__ = ["World"]
+__all__ = ["World", "running_process"]
 
-_running: ContextVar[Process | None] = ContextVar("process", default=None)
+running_process: ContextVar[Process | None] = ContextVar("process", default=None)
 _MOST_VIOLATIONS = 20
 _UNNOTICED = 20.0  # seconds for which a lost connection may go unnoticed
 _BACK = 4.0  # seconds in which a connection that was lost has mostly come back
@@ -32,6 +34,9 @@ class World:
 
     Where the source ``streams``, trainer ranks publish iterators of whole tensors, and some replicas are receivers.
     """
+
+    people = False
+    """Whether programs move their parameters, and look for where they are is real."""
 
     def __init__(self, seed: int, *, streams: bool = False) -> None:
         self.streams = streams
@@ -47,7 +52,7 @@ class World:
         self.fan_out = draw.choice((None, 1, 1, 2)) if self.serving else None
         self.salt = self.random.getrandbits(30)
         self.key = self.random.randbytes(32)
-        self.threads = Threads(self.loop, _running.get)
+        self.threads = Threads(self.loop, running_process.get)
         self.scheme = Simulated(self)
         self.wires: list[Wire] = []
         self.open_sources = 0
@@ -104,7 +109,7 @@ class World:
     def context_of(self, process: Process) -> Context:
         """In which a task belongs to ``process``."""
         context = copy_context()
-        context.run(_running.set, process)
+        context.run(running_process.set, process)
         return context
 
     def current(self) -> Process:
@@ -141,6 +146,13 @@ class World:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.threads.crashed.append(error)
 
+    def hand_over(self, process: Process) -> None:
+        """A thread of ``process`` hands a call over to the thread of all links."""
+
+    def meaning(self, version: Version, content: int | None) -> int | None:
+        """What a rank holds that takes ``version`` for its label, and holds ``content``."""
+        return version.number
+
     # Starting and ending processes.
 
     def start_coordinator(self) -> None:
@@ -152,15 +164,23 @@ class World:
     def start_engine(self, name: str, rank: int) -> EngineProcess:
         """A new process for an engine rank."""
         ranks, kind = self.shape[name]
-        process = EngineProcess(self, name, rank, ranks, kind)
+        process = self.make_engine(name, rank, ranks, kind)
         process.troubled_until = self.loop.time()
         self.engines[process.member] = process
         return process
 
+    def make_engine(self, name: str, rank: int, ranks: int, kind: str) -> EngineProcess:
+        """A process of this kind."""
+        return EngineProcess(self, name, rank, ranks, kind)
+
+    def make_trainer(self, rank: int, ranks: int, sharing: str) -> TrainerProcess:
+        """A process of a trainer rank."""
+        return TrainerProcess(self, rank, ranks, sharing)
+
     def start_trainer(self, rank: int) -> TrainerProcess:
         """A new process for a trainer rank."""
         ranks, sharing = self.trainer_shape
-        process = TrainerProcess(self, rank, ranks, sharing)
+        process = self.make_trainer(rank, ranks, sharing)
         process.troubled_until = self.loop.time()
         self.trainers[process.member] = process
         return process
@@ -196,14 +216,17 @@ class World:
 
     def crash(self, process: Process) -> None:
         """Kill one process, or with half a chance all ranks of its replica; a supervisor starts them again."""
-        together: list[Process] = [process]
-        if isinstance(process, EngineProcess) and self.random.random() < 0.5:
-            together = [other for other in self.engines.values() if other.name == process.name]
-        for one in together:
+        for one in self.together(process):
             if one.alive:
                 one.crash()
                 self.trouble(one, 0.0)
                 self.restart_later(one)
+
+    def together(self, process: Process) -> list[Process]:
+        """Processes that are killed when ``process`` is."""
+        if isinstance(process, EngineProcess) and self.random.random() < 0.5:
+            return [other for other in self.engines.values() if other.name == process.name]
+        return [process]
 
     # Faults.
 
@@ -297,8 +320,9 @@ class World:
         version = engine.label
         if version is None:
             return
+        engine.wrecked = False
         known = self._digests.setdefault(version.number, version.digest)
-        if engine.content != version.number:
+        if engine.content != self.meaning(version, engine.content):
             self.uncaught += engine.corrupt
             self.violated("mislabelled", f"{engine} takes the label {version} and holds {engine.content}")
         if known != version.digest:
@@ -314,12 +338,12 @@ class World:
         """Look at everything that answers requests."""
         self.steps += 1
         for engine in self.engines.values():
-            if not engine.generating or not engine.alive:
+            if not engine.generating or not engine.alive or engine.wrecked:
                 continue
             content = engine.content
             if content is None:
                 self.violated("torn", f"{engine} generates with a mixture of weights")
-            elif engine.label is not None and engine.label.number != content:
+            elif engine.label is not None and content != self.meaning(engine.label, content):
                 self.violated("mislabelled", f"{engine} answers as {engine.label} with the bytes of {content}")
         if self.coordinator is not None:
             self._check_routable(self.coordinator)
@@ -330,13 +354,14 @@ class World:
                 continue
             for link in replica.links.values():
                 engine = self.engines.get(link.member)
-                if engine is None or not engine.alive or engine.session != link.node.rank.session:
+                if engine is None or not engine.alive or engine.wrecked or engine.known_as != link.rank.hello.session:
                     continue  # requests fail there, and nobody answers them wrongly
-                if engine.kind == "receiver" and engine.content == replica.version.number:
+                meant = self.meaning(replica.version, engine.content)
+                if engine.kind == "receiver" and engine.content == meant:
                     continue  # whether it generates already is its application's business
                 if not engine.generating:
                     self.violated("unusable", f"{replica} is routable, and {engine} does not generate ({engine.label})")
-                elif engine.content != replica.version.number or engine.label != replica.version:
+                elif engine.content != meant or engine.label != replica.version:
                     self.violated("mislabelled", f"{replica} is routable, and {engine} has {engine.label} over {engine.content}")
 
     def check_settled(self) -> None:
@@ -353,7 +378,7 @@ class World:
                 engine = self.engines.get(link.member)
                 if engine is None or engine.kind == "receiver":
                     continue
-                if engine.alive and engine.generating and engine.session == link.node.rank.session:
+                if engine.alive and engine.generating and engine.known_as == link.rank.hello.session:
                     self.violated("dirty", f"{replica} is dirty, and {engine} generates {engine.label}: {replica.error}")
 
     def _seedable(self, coordinator: CoordinatorProcess) -> bool:

@@ -13,7 +13,7 @@ from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
-from tests import audit, lock
+from tools import audit, lock
 
 
 def test_everything_that_is_needed_is_pinned() -> None:

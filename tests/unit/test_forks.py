@@ -72,7 +72,7 @@ def nothing() -> None:
     """A child that only lives."""
 
 
-def shelves_in(pid: int) -> list[str]:
+def regions_in(pid: int) -> list[str]:
     root = Path(f"/proc/{pid}")
     links = [os.readlink(link) for link in (root / "fd").iterdir()]
     return [line for line in [*(root / "maps").read_text().splitlines(), *links] if "memfd:weightsync" in line]
@@ -110,7 +110,7 @@ def test_an_action_that_raises_does_not_keep_the_others_from_running(
     assert "a bug in an action" in capfd.readouterr().err
 
 
-def test_a_child_can_neither_change_nor_keep_a_shelf() -> None:
+def test_a_child_can_neither_change_nor_keep_a_region() -> None:
     with PublishedRegion(8192, "layout") as region:
         with region.placing(7):
             region.payload[:] = 9
@@ -132,7 +132,7 @@ def test_a_child_can_neither_change_nor_keep_a_shelf() -> None:
             np.ones(1 << 22)  # whatever comes to lie where the region was
 
         with child(unwind) as pid:
-            assert shelves_in(pid) == []
+            assert regions_in(pid) == []
             assert region.version == 7
             assert (held == 9).all()
             assert reader[4096:].tolist() == [9] * 4096

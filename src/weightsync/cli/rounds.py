@@ -14,15 +14,17 @@ from weightsync.config import ClientSettings
 from weightsync.errors import ConfigurationError
 from weightsync.model import RoundTrace, Track
 from weightsync.server.client import Client
+from weightsync.server.history import MOST_ROUNDS
 from weightsync.spans import Span
 
 __all__ = ["chrome_trace", "list_rounds", "write_trace"]
 
 
-def list_rounds(settings: ClientSettings, count: int, *, as_json: bool) -> None:
-    """Print the last ``count`` rounds."""
+def list_rounds(settings: ClientSettings, count: int, run: str | None, *, as_json: bool) -> None:
+    """Print the last ``count`` rounds, of all runs of the user or of ``run`` alone."""
     with Client(settings) as client:
-        show(client.rounds(count), rounds_view, as_json=as_json)
+        records = client.rounds(count if run is None else MOST_ROUNDS)
+    show(tuple(record for record in records if run in (None, record.run))[-count:], rounds_view, as_json=as_json)
 
 
 def write_trace(settings: ClientSettings, number: int | None, path: Path) -> None:

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import typer
 
 from weightsync.cli.tables import event_line
-from weightsync.config import Address, Secret, ServerSettings
+from weightsync.config import Address, ServerSettings
 from weightsync.coordinator.coordinator import Coordinator
 from weightsync.coordinator.events import ReplicaEnded, RoundEnded, RoundStarted
-from weightsync.protocol.tokens import is_loopback, login_url, token_path
+from weightsync.protocol.tokens import Secrets, is_loopback, login_url, token_path
 from weightsync.server.server import serve
 
 __all__ = ["on_terminal", "serve_forever"]
@@ -31,17 +31,17 @@ def serve_forever(**given: object) -> None:
     settings = ServerSettings.load(**given)
     following: list[asyncio.Task[None]] = []  # asyncio holds tasks only weakly
 
-    def started(address: Address, token: Secret, coordinator: Coordinator) -> None:
+    def started(address: Address, secrets: Secrets, coordinator: Coordinator) -> None:
         following.append(asyncio.ensure_future(_follow(coordinator)))
         typer.echo(f"coordinator of run {coordinator.settings.run} at {address.url}")
-        for what, text in _hints(settings, address, token, coordinator.settings.run):
+        for what, text in _hints(settings, address, secrets, coordinator.settings.run):
             typer.echo(f"  {what:<12} {text}")
 
     serve(settings, started)
     typer.echo("coordinator stopped")
 
 
-def _hints(settings: ServerSettings, address: Address, token: Secret, run: str) -> Iterator[tuple[str, str]]:
+def _hints(settings: ServerSettings, address: Address, secrets: Secrets, run: str) -> Iterator[tuple[str, str]]:
     """Lines to print at the start, as pairs of a heading and a text."""
     if is_loopback(settings.host):
         yield "reachable", "from this machine only; for others set a token and --host 0.0.0.0"
@@ -49,11 +49,13 @@ def _hints(settings: ServerSettings, address: Address, token: Secret, run: str) 
         yield "network", "not encrypted; on an untrusted network give --tls-cert and --tls-key"
     # Print the link on a terminal only, because standard output may be a file that others can read.
     if settings.token is None and on_terminal():
-        yield "status page", login_url(address, token)
+        yield "status page", login_url(address, secrets.token)
     else:
         yield "status page", f"{address.url}/ (it asks for the token; `weightsync token` prints a link with it)"
     if settings.token is None:
         yield "token", f"{token_path(address.port)} (your processes find it)"
+    if secrets.operator is None:
+        yield "operators", "refused: set WEIGHTSYNC_OPERATOR_TOKEN for `weightsync revoke` and `weightsync round`"
     if not settings.run:
         yield "to restart", f"use --run {run} so that replicas keep their versions"
 

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from weightsync.cli.tables import event_line, round_view, show, status_view
-from weightsync.config import ClientSettings
+from weightsync.config import ClientSettings, Secret
 from weightsync.coordinator.events import ReplicaBytes
 from weightsync.server.client import Client
 
@@ -31,17 +31,17 @@ def show_status(settings: ClientSettings, *, as_json: bool, watch: bool) -> None
                     Console().print(f"{time.strftime('%H:%M:%S')}  {event_line(event)}", markup=False, highlight=False)
 
 
-def seed(settings: ClientSettings, replicas: tuple[str, ...], timeout: float | None, *, as_json: bool) -> bool:
+def seed(settings: ClientSettings, operator: Secret, replicas: tuple[str, ...], timeout: float | None, *, as_json: bool) -> bool:
     """Start a round and print its result. Returns whether it succeeded."""
-    with Client(settings) as client:
+    with Client(settings, operator) as client:
         result = client.start_round(replicas or None, timeout)
     show(result, round_view, as_json=as_json)
     return result.ok
 
 
-def send_away(settings: ClientSettings, member: str, *, as_json: bool) -> None:
+def send_away(settings: ClientSettings, operator: Secret, member: str, *, as_json: bool) -> None:
     """Revoke a rank's credential and print which process held it."""
-    with Client(settings) as client:
+    with Client(settings, operator) as client:
         revoked = client.revoke(member)
     if as_json:
         typer.echo(msgspec.json.encode(revoked).decode())

@@ -1,13 +1,13 @@
-"""``weightsync token``: the token of a coordinator, its source, and a link that opens the status page with it."""
+"""``weightsync token``: the tokens of a coordinator, their sources, and a link that opens the status page."""
 
 from __future__ import annotations
 
 import msgspec
 import typer
 
-from weightsync.config import ClientSettings, token_source
+from weightsync.config import ClientSettings, SecretKind, token_source
 from weightsync.errors import AuthenticationError
-from weightsync.protocol.tokens import find_token, is_loopback, login_url, token_path
+from weightsync.protocol.tokens import find_token, is_loopback, login_url, secret_of, token_path
 
 __all__ = ["FoundToken", "find", "show_token"]
 
@@ -20,17 +20,23 @@ class FoundToken(msgspec.Struct, frozen=True):
     """Option, variable or file that holds it."""
     page: str
     """Link to the status page that logs in."""
+    operator: str | None = None
+    """Operator's token, if this process can find it."""
+    operator_source: str | None = None
+    metrics: str | None = None
+    """Token for the metrics alone, if this process can find it."""
+    metrics_source: str | None = None
 
 
 def find(settings: ClientSettings, option: str | None) -> FoundToken:
-    """Find the token for ``settings.coordinator``.
+    """Find the tokens for ``settings.coordinator``.
 
     Args:
         settings: The client settings.
         option: File given by ``--token-file``, if any.
 
     Raises:
-        AuthenticationError: There is no token.
+        AuthenticationError: There is no token for workers.
     """
     token, where = settings.token, settings.coordinator
     if token is None:
@@ -40,7 +46,17 @@ def find(settings: ClientSettings, option: str | None) -> FoundToken:
         source = option or token_source() or ""
     if token is None:
         raise AuthenticationError(_missing(settings))
-    return FoundToken(token.reveal(), source, login_url(where, token))
+    return FoundToken(token.reveal(), source, login_url(where, token), *_other(settings, "operator"), *_other(settings, "metrics"))
+
+
+def _other(settings: ClientSettings, kind: SecretKind) -> tuple[str | None, str | None]:
+    """The secret of a kind and its source."""
+    secret = secret_of(settings, kind)
+    return (
+        (None, None)
+        if secret is None
+        else (secret.reveal(), token_source(kind) or str(token_path(settings.coordinator.port, kind=kind)))
+    )
 
 
 def _missing(settings: ClientSettings) -> str:
@@ -57,11 +73,22 @@ def _missing(settings: ClientSettings) -> str:
 
 
 def show_token(settings: ClientSettings, option: str | None, *, part: str | None, as_json: bool) -> None:
-    """Print the token, its source and the link, or only ``part``, the name of a field of :class:`FoundToken`."""
+    """Print the tokens, their sources and the link, or only ``part``, the name of a field of :class:`FoundToken`.
+
+    Raises:
+        AuthenticationError: This process cannot find the token that is asked for.
+    """
     located = find(settings, option)
     if as_json:
         typer.echo(msgspec.json.encode(located).decode())
     elif part is not None:
+        if getattr(located, part) is None:
+            raise AuthenticationError(f"this process finds no {part} token for the coordinator at {settings.coordinator}")
         typer.echo(getattr(located, part))
     else:
-        typer.echo(f"token  {located.token}\nfrom   {located.source}\npage   {located.page}")
+        lines = [("token", located.token), ("from", located.source), ("page", located.page)]
+        if located.operator is not None:
+            lines += [("operator", located.operator), ("from", str(located.operator_source))]
+        if located.metrics is not None:
+            lines += [("metrics", located.metrics), ("from", str(located.metrics_source))]
+        typer.echo("\n".join(f"{name:<8}  {text}" for name, text in lines))

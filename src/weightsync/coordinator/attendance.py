@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections import Counter
+from contextlib import suppress
 
+from weightsync.config import Require
 from weightsync.coordinator.membership import Membership
-from weightsync.coordinator.rank_handle import RoundDeadline
+from weightsync.coordinator.publish_barrier import RETURN_SECONDS
+from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
+from weightsync.coordinator.ranks import TrainerRank
 from weightsync.coordinator.replicas import Replica
-from weightsync.errors import DeadlineExceeded
+from weightsync.errors import DeadlineExceeded, ManifestMismatch, MembershipError
+from weightsync.protocol.messages import WaitForReplicas
 from weightsync.protocol.notices import reminding
 
 __all__ = ["Attendance"]
 
 _SHOWN = 4
+_MOST_WAITS = 8  # of one rank at one time
 
 
 class Attendance:
@@ -22,47 +28,88 @@ class Attendance:
     def __init__(self, members: Membership) -> None:
         self._members = members
         self._news = asyncio.Event()
+        self._ready: frozenset[str] | None = None
+        self._waits: Counter[str] = Counter()
 
     def changed(self) -> None:
         """Record that a rank joined or left, and wake all waiters."""
+        self._ready = None
         self._news.set()
         self._news = asyncio.Event()
 
-    def ready(self) -> tuple[str, ...]:
-        """Names of the replicas that a round can update now, sorted."""
-        return tuple(sorted(replica.name for replica in self._members.taking_part() if replica.complete))
+    def ready(self) -> frozenset[str]:
+        """Names of the replicas that a round can update now. All waiters share what is found once after each change."""
+        if self._ready is None:
+            self._ready = frozenset(replica.name for replica in self._members.taking_part() if replica.complete)
+        return self._ready
 
-    async def wait(
-        self, count: int, limit: RoundDeadline, notify: Callable[[str], None], names: Collection[str] = ()
-    ) -> tuple[str, ...]:
-        """Wait until at least ``count`` replicas are ready, and those of ``names`` among them.
-
-        Args:
-            count: Number of replicas to wait for.
-            limit: Deadline of the wait.
-            notify: Receives a text now and then that says which replicas are still missing.
-            names: Replicas to wait for.
+    async def wait(self, link: RankHandle[TrainerRank], asked: WaitForReplicas, limit: RoundDeadline) -> tuple[str, ...]:
+        """Wait until the replicas that the rank of ``link`` asked for are ready. It is told now and then which are missing.
 
         Returns:
-            The names of all replicas that are ready.
+            The names of all replicas that are ready, sorted.
 
         Raises:
+            MembershipError: The rank waits too often already.
+            ManifestMismatch: A replica is refused, and the rank asked to hear of that.
             DeadlineExceeded: ``limit`` passed. The message lists the ready replicas and what the others lack.
         """
-        with reminding(lambda: notify(f"waiting for {self._wanted(count, names)}")):
-            while len(ready := self.ready()) < count or not set(names) <= set(ready):
-                news = self._news
-                try:
-                    async with asyncio.timeout_at(limit.at):
-                        await news.wait()
-                except TimeoutError:
-                    raise DeadlineExceeded(f"waited {limit.seconds:.3g} s for {self._wanted(count, names)}") from None
-        return self.ready()
+        member, count, wanted = link.member, asked.count, frozenset(asked.names)
+        if self._waits[member] >= _MOST_WAITS:
+            raise MembershipError(f"{member} waits for replicas {_MOST_WAITS} times already: end another wait first")
+        self._waits[member] += 1
+        try:
+            with reminding(lambda: link.node.notify(f"waiting for {self._wanted(count, wanted)}")):
+                while len(self.ready()) < count or not wanted <= self.ready():
+                    if asked.refused == "raise" and (
+                        refused := next(
+                            (replica for replica in self._members.replicas.values() if replica.links and replica.refusal), None
+                        )
+                    ):
+                        raise ManifestMismatch(_lack(refused))
+                    news = self._news
+                    try:
+                        async with asyncio.timeout_at(limit.at):
+                            await news.wait()
+                    except TimeoutError:
+                        raise DeadlineExceeded(f"waited {limit.seconds:.3g} s for {self._wanted(count, wanted)}") from None
+        finally:
+            self._waits[member] -= 1
+            if not self._waits[member]:
+                del self._waits[member]
+        return tuple(sorted(self.ready()))
 
-    def _wanted(self, count: int, names: Collection[str]) -> str:
+    async def returned(self, require: Require, seconds: float) -> None:
+        """Wait until a round can satisfy ``require``, if replicas that it needs have just lost their connection.
+
+        Such a replica is waited for as long as a trainer rank keeps its place: :data:`RETURN_SECONDS` after the loss.
+
+        Args:
+            require: What the round needs.
+            seconds: The longest wait.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while (until := min(end, self._returning_until(require))) > loop.time():
+            news = self._news
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await news.wait()
+
+    def _returning_until(self, require: Require) -> float:
+        """Event loop's time until which enough replicas may return to satisfy ``require``; 0 if none need to, or too few can."""
+        ready = self.ready()
+        known = [replica for replica in self._members.replicas.values() if not replica.departed]
+        wanted = max(1, len(known)) if require == "all" else 1 if require == "any" else require
+        lost = [replica for replica in known if replica.name not in ready and replica.refusal is None]
+        until = sorted(replica.vanished_at + RETURN_SECONDS for replica in lost if replica.vanished_at is not None)
+        lacking = wanted - len(ready)
+        return until[-lacking] if 0 < lacking <= len(until) else 0.0
+
+    def _wanted(self, count: int, names: frozenset[str]) -> str:
         ready = self.ready()
         others = [_lack(replica) for _, replica in sorted(self._members.replicas.items()) if replica.name not in ready]
-        known = [f"ready: {', '.join(ready) or 'none'}", *(line for line in others if line)]
+        known = [f"ready: {', '.join(sorted(ready)) or 'none'}", *(line for line in others if line)]
         wanted = ", ".join(sorted(names)[:_SHOWN]) or f"{count} replica{'s' if count != 1 else ''}"
         return f"{wanted} ({'; '.join(known)})"
 

@@ -8,9 +8,9 @@ from the ranks that reconnect, by these rules:
   a digest other than the published one is quarantined until it is seeded again. The trainer's ranks report what was published;
   until they do, replicas that differ stay registered: they are neither trusted nor paused.
 * A replica whose ranks report different versions becomes dirty and is quarantined at once.
-* The contents of the trainer's regions cannot seed replicas, because their digests were lost with the old coordinator. Replicas
-  that serve their weights can. Else the next publication brings all replicas up to date. Its number must be above every number
-  that a rank reports.
+* The trainer's regions cannot seed replicas, because their digests were lost with the old coordinator. Replicas that serve their
+  weights can, once a trainer rank has reported the version; what replicas report is not enough. The next publication's number must
+  be above every number that a trainer rank reports; if none reports any, above those of the engines that are connected.
 
 Rounds run one at a time. A publication does not wait for a re-seeding. It cancels it, which quarantines the replica in the middle
 of an update within the grace period, and updates the same replicas to the newer version.
@@ -21,36 +21,39 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 from msgspec import structs
 
 from weightsync.config import RoundSettings
+from weightsync.coordinator.agreement import PreparingAhead
 from weightsync.coordinator.attendance import Attendance
-from weightsync.coordinator.attestations import attested, weigh
 from weightsync.coordinator.epochs import REMEDY
 from weightsync.coordinator.events import Event, Feed, Joined, Left, ReplicaBytes, RoundEnded
+from weightsync.coordinator.keyed_digests import KeyedDigester
 from weightsync.coordinator.membership import Membership
+from weightsync.coordinator.past_rounds import PastRounds
 from weightsync.coordinator.planner import Planner
 from weightsync.coordinator.publications import Publications
-from weightsync.coordinator.publish_barrier import PublishBarrier
+from weightsync.coordinator.publish_barrier import AgreedPublication, PublishBarrier
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
-from weightsync.coordinator.ranks import EngineNode, TrainerNode, TrainerRank
+from weightsync.coordinator.ranks import EngineRank, RankNode, TrainerRank
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import left_out
-from weightsync.coordinator.round import RoundContext, prepare, quarantine, run_round
+from weightsync.coordinator.reported_versions import attested, weigh
+from weightsync.coordinator.round import quarantine, run_round
+from weightsync.coordinator.round_context import RoundContext
 from weightsync.coordinator.round_trace import RoundTracer
-from weightsync.coordinator.sources import ranks_of, serving_weights
+from weightsync.coordinator.sources import serving_weights
 from weightsync.coordinator.status import Gauges, RankStatus, Status
-from weightsync.coordinator.stream_round import open_stream, run_stream_round
-from weightsync.coordinator.views import rank_status, replica_gauges, replica_status
+from weightsync.coordinator.status_of import rank_status, replica_gauges, replica_status
+from weightsync.coordinator.stream_round import run_stream_round
 from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, VersionError, WeightSyncError, readable
 from weightsync.gc_pause import collecting_later
 from weightsync.model import FIRST_EPOCH, Version
-from weightsync.protocol.messages import ReplicaResult, RoundResult
+from weightsync.protocol.messages import Publish, ReplicaResult, RoundResult, WaitForReplicas
 from weightsync.protocol.round_log import MissedReplicas
 from weightsync.spans import recording, tracing
 
@@ -60,8 +63,6 @@ _log = logging.getLogger(__name__)
 _ANSWER_SECONDS = 1.0  # from the end of a round to the end of its publication, for the answers
 _LARGE_ROUND = 64  # replicas: garbage collection is half of the work of starting the tasks of a thousand replicas
 _FAN_OUT_SECONDS = 1.0
-_REMEMBERED_RESULTS = 1 << 14
-_REMEMBERED_RANKS = 1 << 14
 
 
 class Coordinator:
@@ -83,16 +84,17 @@ class Coordinator:
         self._tasks: set[asyncio.Task[Any]] = set()
         self.rounds = 0
         """Number of the run's last round, which may have been an earlier coordinator's."""
+        self._pause_mode = settings.pause_mode  # of the last publication's round: re-seeding must not abort what it would keep
         self._missed = MissedReplicas(_log)
-        self._history: deque[RoundResult] = deque(maxlen=settings.history)
-        self.traces: deque[RoundTracer] = deque(maxlen=settings.traces)
-        """Traces of the last rounds, newest last."""
+        self._past = PastRounds(settings.history, settings.traces)
         self._planner = Planner(settings.plan_bytes)
+        self._keyed = KeyedDigester(self._members, self._planner)
+        self._preparing = PreparingAhead(self._members, self._planner, settings.timeout, self._spawn)
         self._closed = False
 
     # Membership.
 
-    def join_trainer(self, node: TrainerNode) -> int:
+    def join_trainer(self, node: RankNode[TrainerRank]) -> int:
         """Add a trainer rank that has connected.
 
         Returns:
@@ -105,26 +107,26 @@ class Coordinator:
         """
         self._check_open()
         refused = {replica.name: replica.refusal for replica in self._members.replicas.values()}
-        self._members.add_trainer(node)
-        self._publications.observe(node.rank.epoch or FIRST_EPOCH, node.rank.published)
-        version = node.rank.version
+        self._rendezvous.joined(self._members.add_trainer(node))
+        self._publications.claim("trainer", node.rank.member, node.rank.hello.epoch or FIRST_EPOCH, node.rank.hello.published)
+        version = node.rank.hello.version
         if version is not None and version.run == self.settings.run and version.manifest == node.rank.manifest.fingerprint:
-            self._publications.recall(version)
+            self._publications.published.setdefault(version.order, version)
             self._weigh(version.order)
         self._feed.emit(Joined(node.rank.member))
         for replica in self._members.replicas.values():
             if replica.links and replica.refusal not in (None, refused[replica.name]):
-                self._warn_of_refusal(replica)
+                _log.warning("replica %s is refused and rounds skip it: %s", replica.name, replica.refusal)
                 for link in replica.links.values():
                     link.node.notify(f"rounds skip this engine: {replica.refusal}")
         self._attendance.changed()
         self._seed_wanted()
+        self._preparing.stop_all()  # it prepares for the trainer's earlier ranks
         for replica in self._members.replicas.values():
-            self._stop_preparing(replica)  # it prepares for the trainer's earlier ranks
             self._prepare_ahead(replica)
         return self._rendezvous.epochs.last(node.rank)
 
-    def join_engine(self, node: EngineNode) -> str:
+    def join_engine(self, node: RankNode[EngineRank]) -> str:
         """Add an engine rank that has connected. A complete replica is seeded if a version can be read from the trainer.
 
         Returns:
@@ -139,14 +141,14 @@ class Coordinator:
         replica, _ = self._members.add_engine(node)
         self._feed.emit(Joined(node.rank.member))
         if replica.refusal is not None:
-            self._warn_of_refusal(replica)
+            _log.warning("replica %s is refused and rounds skip it: %s", replica.name, replica.refusal)
         if replica.complete:
             self._settle(replica)
             self._prepare_ahead(replica)
         self._attendance.changed()
         return replica.refusal or ""
 
-    def leave(self, node: TrainerNode | EngineNode, reason: str = "its connection closed", clean: bool = False) -> None:
+    def leave(self, node: RankNode[Any], reason: str = "its connection closed", clean: bool = False) -> None:
         """Remove a connection that has closed: its pending calls fail and its replica is lost. Idempotent.
 
         Args:
@@ -155,15 +157,12 @@ class Coordinator:
             clean: Whether the agent closed it on purpose.
         """
         if self._members.remove(node, reason, clean):
+            self._publications.withdraw(node.rank.member)
             self._feed.emit(Left(node.rank.member, reason))
             self._rendezvous.left(node.rank.member, reason, clean)
             self._attendance.changed()
             if isinstance(node.rank, TrainerRank):  # a hanging rank must not delay the next preparation
-                for replica in self._members.replicas.values():
-                    self._stop_preparing(replica)
-
-    def _warn_of_refusal(self, replica: Replica) -> None:
-        _log.warning("replica %s is refused and rounds skip it: %s", replica.name, replica.refusal)
+                self._preparing.stop_all()
 
     def link_of(self, member: str) -> RankHandle[Any]:
         """Return the handle of a connected rank.
@@ -186,19 +185,19 @@ class Coordinator:
         link.node.dismiss(reason)
         return rank_status(link)
 
-    def progress(self, node: EngineNode, nbytes: int) -> None:
+    def progress(self, rank: EngineRank, nbytes: int) -> None:
         """Record that an engine rank has ``nbytes`` of the running move in place."""
-        replica = self._members.replicas.get(node.rank.replica)
+        replica = self._members.replicas.get(rank.hello.name)
         if replica is not None and replica.state == "updating" and replica.expected:
-            replica.received[node.rank.member] = nbytes
+            replica.received[rank.member] = nbytes
             self._feed.emit(ReplicaBytes(replica.name, min(sum(replica.received.values()), replica.expected), replica.expected))
 
     def _settle(self, replica: Replica) -> None:
         """Determine what a replica serves, now that all of its ranks are connected, and whether to seed it."""
         reported = {link.serving for link in replica.links.values()}
-        for held in reported:
-            if held is not None and held.run == self.settings.run:
-                self._publications.observe(*held.order)
+        for member, link in replica.members().items():
+            if link.serving is not None and link.serving.run == self.settings.run:
+                self._publications.claim("engine", member, *link.serving.order)
         version = attested(replica, self.settings.run)
         if len(reported) > 1:
             self._distrust(replica, f"its ranks report different versions: {', '.join(sorted(map(str, reported)))}")
@@ -227,9 +226,15 @@ class Coordinator:
             link.serving = link.prepared = None
         replica.quarantining = self._spawn(quarantine(replica.members(), why, self.settings.grace))
 
+    def _distrust_and_seed(self, replica: Replica, why: str) -> None:
+        """Take a replica out of service whose own digests refute its label, and seed it as soon as a version can be read."""
+        self._distrust(replica, why)
+        self._wanted.add(replica.name)
+        self._seed_wanted()
+
     # Publishing.
 
-    async def publish(self, member: str, number: int | None, timeout: float, call: int = 0, step: int | None = None) -> RoundResult:
+    async def publish(self, member: str, asked: Publish, timeout: float) -> RoundResult:
         """Publish a version. One round runs when all trainer ranks have asked, and every rank gets its result.
 
         The round gets what is left of the shortest ``timeout``, less the grace period, so that its result arrives in time. A round
@@ -237,66 +242,63 @@ class Coordinator:
 
         Args:
             member: The trainer rank that asks.
-            number: Version number; ``None`` takes the next one.
+            asked: Number, call, step, count and pause mode. A rank whose connection broke asks again with the same call and gets
+                the same result. Later re-seeding pauses as this publication does.
             timeout: Seconds for the whole publication.
-            call: Identifies the call. A rank whose connection broke asks again with the same ``call`` and gets the same result.
-            step: The training framework's own count, for display.
 
         Raises:
-            VersionError: ``number`` is not above the last one, or ranks ask for different numbers.
+            RoundFailed: An earlier coordinator was lost when some ranks had placed the version and others had not.
+            VersionError: The number is not above the last one, or ranks ask for different numbers, steps or counts.
+            ConfigurationError: Ranks ask for different pause modes.
             MembershipError: ``member`` is not a trainer rank.
             DeadlineExceeded: ``timeout`` passed. The message names the ranks that did not ask.
             WeightSyncError: Placing failed.
         """
         self._check_open()
-        return await self._rendezvous.publish(member, number, RoundDeadline(min(timeout, self.settings.timeout)), call, step)
+        limit = RoundDeadline(min(timeout, self.settings.timeout))
+        return await self._rendezvous.publish(member, asked, limit)
 
-    def cannot_publish(self, member: str, number: int | None, reason: str) -> None:
+    def cannot_publish(self, member: str, number: int | None, reason: str, step: int | None = None, count: int = 0) -> None:
         """Fail the publication of ``number`` for all trainer ranks, because ``member`` failed before it could ask."""
         self._check_open()
         _log.warning("%s cannot publish: %s", member, reason)
-        self._rendezvous.cannot_publish(member, number, reason)
+        self._rendezvous.cannot_publish(member, number, reason, step, count)
 
-    async def wait_for_replicas(self, member: str, count: int, timeout: float, names: Collection[str] = ()) -> tuple[str, ...]:
-        """Wait until rounds can update ``count`` replicas, ``names`` among them. The trainer rank is notified of missing ones.
-
-        Returns:
-            The names of all replicas that are ready.
+    async def wait_for_replicas(self, member: str, asked: WaitForReplicas, timeout: float) -> tuple[str, ...]:
+        """Return all ready replicas when those that are ``asked`` for are among them. The rank is notified of missing ones.
 
         Raises:
+            ManifestMismatch: A replica is refused, and ``asked`` says to raise then.
             DeadlineExceeded: ``timeout`` passed. The message says what the other replicas lack.
-            MembershipError: ``member`` is not a trainer rank.
+            MembershipError: ``member`` is not a trainer rank, or waits too often already.
         """
         self._check_open()
         link = self._members.trainers.get(member)
         if link is None:
             raise MembershipError(f"{member} is not a trainer rank and cannot wait for replicas")
-        return await self._attendance.wait(count, RoundDeadline(timeout), link.node.notify, names)
+        return await self._attendance.wait(link, asked, RoundDeadline(timeout))
 
-    def _start_publication(
-        self, epoch: int, number: int, deadline: RoundDeadline, step: int | None = None
-    ) -> asyncio.Task[RoundResult]:
-        left = deadline.at - asyncio.get_running_loop().time()
+    def _start_publication(self, asked: AgreedPublication) -> asyncio.Task[RoundResult]:
+        left = asked.deadline.left
         grace = min(self.settings.grace, left / 5)  # a long quarantine must not delay the end of a short publication
-        margin = grace + min(_ANSWER_SECONDS, left / 20)
-        return self._spawn(self._publish(number, RoundDeadline(left - margin), grace, epoch, step))
+        return self._spawn(self._publish(asked, RoundDeadline(left - grace - min(_ANSWER_SECONDS, left / 20)), grace))
 
-    async def _publish(
-        self, number: int, deadline: RoundDeadline, grace: float, epoch: int, step: int | None = None
-    ) -> RoundResult:
+    async def _publish(self, asked: AgreedPublication, deadline: RoundDeadline, grace: float) -> RoundResult:
         self._pending_publications += 1
         try:
             if self._seeding is not None:
                 self._seeding.cancel()
             async with self._serialize(deadline) as queued:
-                if (epoch, number) <= (self._publications.epoch, self._publications.last):
-                    raise VersionError(f"version {number} cannot be published: the last one is {self._publications.last}. {REMEDY}")
-                replicas, others = self._members.taking_part(), self._members.left_out()
+                if (asked.epoch, asked.number) <= (last := self._publications.own):
+                    raise VersionError(f"version {asked.number} cannot be published: the last one is {last[1]}. {REMEDY}")
+                await self._attendance.returned(self.settings.require, deadline.remaining("the round") / 4)
+                replicas, absent = self._members.taking_part(), [left_out(replica) for replica in self._members.left_out()]
                 updated = self._wanted.intersection(replica.name for replica in replicas if replica.complete)
                 self._wanted -= updated
-                absent = [left_out(replica) for replica in others]
+                self._pause_mode = asked.pause_mode or self.settings.pause_mode
                 try:
-                    result = await self._run(number, epoch, False, replicas, deadline, grace, queued, absent, step)
+                    result = await self._run(asked, replicas, deadline, grace, queued, absent)
+                    await self._keyed.keep(result.version, deadline)
                 except BaseException:
                     self._wanted |= updated  # nothing was placed: they are seeded if the earlier version can still be read
                     raise
@@ -316,24 +318,15 @@ class Coordinator:
         return f": {', '.join(names)}" if names else ""
 
     async def _run(
-        self,
-        number: int,
-        epoch: int,
-        seeding: bool,
-        replicas: Sequence[Replica],
-        deadline: RoundDeadline,
-        grace: float,
-        queued: float,
-        others: Sequence[ReplicaResult] = (),
-        step: int | None = None,
-    ) -> RoundResult:
-        self.rounds += 1
+        self, asked: AgreedPublication, replicas: Sequence[Replica], deadline: RoundDeadline, grace: float, queued: float,
+        others: Sequence[ReplicaResult] = (), seeding: bool = False,
+    ) -> RoundResult:  # fmt: skip
+        this = self.rounds = self.rounds + 1
         started = asyncio.get_running_loop().time()
-        this = self.rounds
         order = RoundContext(
             round=this,
-            number=number,
-            epoch=epoch,
+            number=asked.number,
+            epoch=asked.epoch,
             seeding=seeding,
             trainers=self._members.trainers_in_order(),
             replicas=replicas,
@@ -342,10 +335,14 @@ class Coordinator:
             deadline=deadline,
             grace=grace,
             emit=self._feed.emit,
+            distrust=self._distrust_and_seed,
+            pause_mode=self._pause_mode,
+            keyed=self._keyed,
             planner=self._planner,
             readable=serving_weights(self._members, self._publications, replicas) if seeding else (),
             left_out=others,
-            step=step,
+            step=asked.step,
+            calls=asked.calls,
         )
         self._planner.forget_all_but({replica.name for replica in self._members.replicas.values() if replica.links})
         tracer = RoundTracer(self.settings.run, order) if self.settings.traces else None
@@ -358,30 +355,16 @@ class Coordinator:
                 result = await (run_stream_round(order) if self._members.streams else run_round(order))
         except BaseException as error:
             why = f"{type(error).__name__}: {error}"
-            self._keep_trace(tracer, why)
+            self._past.keep_trace(tracer, why)
             self._feed.emit(RoundEnded(this, None, why, seeding, asyncio.get_running_loop().time() - started, queued))
             raise
-        self._keep_trace(tracer, result.error)
+        self._past.keep_trace(tracer, result.error)
         if tracer is not None:
             transports = {name: nbytes for name, (nbytes, _) in tracer.reads.items()}
             result = structs.replace(result, slowest=tracer.slowest_span, transports=transports)
-        self._remember(result)
+        self._past.keep(result)
         self._feed.emit(RoundEnded(this, result, result.error, seeding, result.seconds, queued))
         return result
-
-    def _keep_trace(self, tracer: RoundTracer | None, error: str | None) -> None:
-        """Keep what was traced of a round that has ended. Old traces go earlier if they are of very many ranks."""
-        if tracer is not None:
-            tracer.end(error)
-            self.traces.append(tracer)
-            while len(self.traces) > 1 and sum(past.size for past in self.traces) > _REMEMBERED_RANKS:
-                self.traces.popleft()
-
-    def _remember(self, result: RoundResult) -> None:
-        """Keep the result for :meth:`status`. Old results go earlier if they list very many replicas."""
-        self._history.append(result)
-        while len(self._history) > 1 and sum(len(past.replicas) for past in self._history) > _REMEMBERED_RESULTS:
-            self._history.popleft()
 
     @asynccontextmanager
     async def _serialize(self, deadline: RoundDeadline) -> AsyncIterator[float]:
@@ -438,13 +421,10 @@ class Coordinator:
             targets = [self._members.replicas[name] for name in names if name in self._members.replicas]
             replicas = [replica for replica in targets if replica.complete and replica.refusal is None]
             version = self._seedable() or self._publications.require(self._members.trainers).version
-            epoch, number = version.order
-            task: asyncio.Task[RoundResult] = self._spawn(
-                self._run(number, epoch, True, replicas, deadline, self.settings.grace, queued)
-            )
-            self._seeding = task
+            again = AgreedPublication(*version.order, deadline)
+            self._seeding = self._spawn(self._run(again, replicas, deadline, self.settings.grace, queued, seeding=True))
             try:
-                return await task
+                return await self._seeding
             except asyncio.CancelledError:
                 me = asyncio.current_task()
                 if me is not None and me.cancelling():
@@ -502,7 +482,7 @@ class Coordinator:
             trainer_world_size=self._members.world_size,
             trainer=tuple(rank_status(link) for _, link in sorted(self._members.trainers.items())),
             replicas=tuple(replica_status(replica, self._publications) for _, replica in sorted(self._members.replicas.items())),
-            rounds=tuple(self._history),
+            rounds=tuple(self._past.results),
             epoch=self._publications.epoch,
             now=time.time(),
         )
@@ -516,41 +496,25 @@ class Coordinator:
             queued=self._queued,
             trainer=tuple(self._members.trainers),
             epoch=self._publications.epoch,
-            missed=len(self._history[-1].missed) if self._history else 0,
+            missed=len(self._past.results[-1].missed) if self._past.results else 0,
             late=len(self._late()),
             replicas=tuple(replica_gauges(replica, self._publications) for _, replica in sorted(self._members.replicas.items())),
-            slowest=self.traces[-1].slowest_by_phase if self.traces else {},
+            slowest=self._past.traces[-1].slowest_by_phase if self._past.traces else {},
         )
+
+    @property
+    def traces(self) -> Sequence[RoundTracer]:
+        """Traces of the last rounds, newest last."""
+        return self._past.traces
 
     def traced(self, number: int) -> RoundTracer | None:
         """Return what was traced of a round; ``None`` if nothing was or the round is too long ago."""
-        return next((past for past in reversed(self.traces) if past.round == number), None)
+        return next((past for past in reversed(self._past.traces) if past.round == number), None)
 
     def _prepare_ahead(self, replica: Replica) -> None:
         """Prepare a replica for its next round now, unless a round runs or the replica will be seeded, which prepares it too."""
-        trainers = self._members.trainers_in_order()
-        whole = bool(trainers) and not self._members.missing_trainers(set(trainers))
-        possible = replica.complete and replica.refusal is None and replica.preparing is None and not self._lock.locked()
-        if whole and possible and self._seedable() is None:
-            replica.preparing = self._spawn(self._prepare(replica, trainers))
-
-    async def _prepare(self, replica: Replica, trainers: Mapping[str, RankHandle[TrainerNode]]) -> None:
-        try:
-            deadline = RoundDeadline(self.settings.timeout)
-            if self._members.streams:
-                await open_stream(trainers, replica.members(), deadline)
-            else:
-                await prepare(self._planner, ranks_of(trainers), replica, replica.members(), deadline)
-        except WeightSyncError as error:
-            _log.info("could not prepare %s ahead of its next round: %s", replica.name, readable(str(error)))
-        finally:
-            if replica.preparing is asyncio.current_task():
-                replica.preparing = None
-
-    def _stop_preparing(self, replica: Replica) -> None:
-        task, replica.preparing = replica.preparing, None
-        if task is not None:
-            task.cancel()
+        if not self._lock.locked() and self._seedable() is None:
+            self._preparing.start(replica)
 
     def subscribe(self) -> AsyncIterator[Event]:
         """Iterate over events from now on, see :class:`~weightsync.coordinator.events.Feed`."""

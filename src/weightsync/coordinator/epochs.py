@@ -37,7 +37,7 @@ class Epochs:
     def of(self, rank: TrainerRank) -> int | None:
         """Epoch in which ``rank`` publishes; ``None`` if the rank asked for a new epoch that has not been granted."""
         epoch = self._granted_to(rank)
-        return self._publications.epoch if epoch is None and not rank.new_epoch else epoch
+        return self._publications.epoch if epoch is None and not rank.hello.new_epoch else epoch
 
     def decide(self, ranks: Sequence[TrainerRank]) -> int:
         """Return the epoch in which all ``ranks`` of a trainer publish, granting a new one if they ask for it.
@@ -45,9 +45,9 @@ class Epochs:
         Raises:
             VersionError: The ranks disagree about the epoch, or a later epoch has begun.
         """
-        asking = [rank.member for rank in ranks if rank.new_epoch]
+        asking = [rank.member for rank in ranks if rank.hello.new_epoch]
         if asking and len(asking) < len(ranks):
-            others = ", ".join(rank.member for rank in ranks if not rank.new_epoch)
+            others = ", ".join(rank.member for rank in ranks if not rank.hello.new_epoch)
             raise VersionError(
                 f"trainer ranks differ: {', '.join(asking)} asked for a new epoch, {others} did not; give new_epoch to all or none"
             )
@@ -65,8 +65,8 @@ class Epochs:
                 )
         else:
             epoch = current if not asking else current + 1 if self._publications.known else FIRST_EPOCH
-        self._granted = {rank.session: epoch for rank in ranks}
+        self._granted = {rank.hello.session: epoch for rank in ranks}
         return epoch
 
     def _granted_to(self, rank: TrainerRank) -> int | None:
-        return self._granted.get(rank.session) or rank.epoch or None
+        return self._granted.get(rank.hello.session) or rank.hello.epoch or None

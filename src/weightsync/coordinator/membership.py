@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from itertools import islice
 from typing import Any
 
 from weightsync.coordinator.rank_handle import RankHandle
-from weightsync.coordinator.ranks import EngineNode, EngineRank, TrainerNode
+from weightsync.coordinator.ranks import EngineRank, RankNode, TrainerRank, known_as
 from weightsync.coordinator.replicas import Replica
 from weightsync.errors import AuthenticationError, ManifestMismatch, MembershipError
 from weightsync.model import Manifest
@@ -24,26 +23,26 @@ class Membership:
     """The trainer's ranks and the replicas, by name."""
 
     def __init__(self) -> None:
-        self.trainers: dict[str, RankHandle[TrainerNode]] = {}
+        self.trainers: dict[str, RankHandle[TrainerRank]] = {}
         self.replicas: dict[str, Replica] = {}
         self._lost: dict[str, Replica] = {}
-        self._revoked: dict[bytes, None] = {}
+        self._revoked: dict[str, None] = {}
         """SHA-256 hashes of revoked credentials and sessions, oldest first."""
 
     @property
     def manifest(self) -> Manifest | None:
         """Manifest of the trainer; ``None`` while no trainer rank is connected."""
-        return next((link.node.rank.manifest for link in self.trainers.values()), None)
+        return next((link.rank.manifest for link in self.trainers.values()), None)
 
     @property
     def streams(self) -> bool:
         """Whether the trainer publishes streams, whose tensors are not known before."""
-        return any(link.node.rank.window_bytes for link in self.trainers.values())
+        return any(link.rank.hello.window_bytes for link in self.trainers.values())
 
     @property
     def world_size(self) -> int:
         """Number of trainer ranks; 0 while no trainer rank is connected."""
-        return next((link.node.rank.world_size for link in self.trainers.values()), 0)
+        return next((link.rank.hello.world_size for link in self.trainers.values()), 0)
 
     def taking_part(self) -> list[Replica]:
         """Replicas that a round updates: they match the trainer's manifest and have lost no rank."""
@@ -54,16 +53,16 @@ class Membership:
         taken = set(self.taking_part())
         return [replica for replica in self.replicas.values() if replica not in taken and not replica.departed]
 
-    def trainers_in_order(self) -> dict[str, RankHandle[TrainerNode]]:
+    def trainers_in_order(self) -> dict[str, RankHandle[TrainerRank]]:
         """The trainer's ranks by rank: windows of a stream name their source by its place."""
-        return dict(sorted(self.trainers.items(), key=lambda item: item[1].node.rank.rank))
+        return dict(sorted(self.trainers.items(), key=lambda item: item[1].rank.hello.rank))
 
     def missing_trainers(self, present: set[str]) -> list[int]:
         """First sixteen trainer ranks that are not among the ``present`` members."""
-        ranks = {self.trainers[member].node.rank.rank for member in present if member in self.trainers}
+        ranks = {self.trainers[member].rank.hello.rank for member in present if member in self.trainers}
         return list(islice((rank for rank in range(self.world_size) if rank not in ranks), _SHOWN_MISSING))
 
-    def add_trainer(self, node: TrainerNode) -> RankHandle[TrainerNode]:
+    def add_trainer(self, node: RankNode[TrainerRank]) -> RankHandle[TrainerRank]:
         """Add a trainer rank. A stale connection of the same process is replaced.
 
         Raises:
@@ -71,33 +70,33 @@ class Membership:
             ManifestMismatch: The rank holds other tensors than the other trainer ranks.
             AuthenticationError: The rank's credential was revoked.
         """
-        rank = node.rank
-        _check_rank(rank.member, rank.rank, rank.world_size)
+        rank, hello = node.rank, node.rank.hello
+        _check_rank(rank.member, hello.rank, hello.world_size)
         others = [link for member, link in self.trainers.items() if member != rank.member]
         held = self.trainers.get(rank.member)
         credential = self._admit(node, held)
         for other in others:
-            theirs = other.node.rank
-            if theirs.world_size != rank.world_size:
+            theirs = other.rank.hello
+            if theirs.world_size != hello.world_size:
                 raise MembershipError(
-                    f"{rank.member} reports {rank.world_size} trainer ranks, but {theirs.member} reports {theirs.world_size}: "
+                    f"{rank.member} reports {hello.world_size} trainer ranks, but {other.member} reports {theirs.world_size}: "
                     "is a second trainer running?"
                 )
-            if (theirs.window_bytes, theirs.windows) != (rank.window_bytes, rank.windows):
-                raise MembershipError(f"{rank.member} and {theirs.member} of the trainer do not publish the same kind of stream")
-            if theirs.rank == rank.rank:
-                raise MembershipError(f"{rank.member} and {theirs.member} are both rank {rank.rank} of the trainer")
-            theirs.manifest.check_same(rank.manifest, f"{rank.member}, unlike {theirs.member},")
+            if (theirs.window_bytes, theirs.windows) != (hello.window_bytes, hello.windows):
+                raise MembershipError(f"{rank.member} and {other.member} of the trainer do not publish the same kind of stream")
+            if theirs.rank == hello.rank:
+                raise MembershipError(f"{rank.member} and {other.member} are both rank {hello.rank} of the trainer")
+            other.rank.manifest.check_same(rank.manifest, f"{rank.member}, unlike {other.member},")
         if held is not None:
             held.sever(_replaced(node))
             held.node.dismiss(_replaced(node))
-        link: RankHandle[TrainerNode] = RankHandle(node, credential)
+        link: RankHandle[TrainerRank] = RankHandle(node, credential)
         self.trainers[rank.member] = link
         for replica in self.replicas.values():
             self._judge(replica)
         return link
 
-    def add_engine(self, node: EngineNode) -> tuple[Replica, RankHandle[EngineNode]]:
+    def add_engine(self, node: RankNode[EngineRank]) -> tuple[Replica, RankHandle[EngineRank]]:
         """Add an engine rank to its replica. The first rank creates the replica.
 
         A replica that does not hold the trainer's tensors is kept but refused, see :attr:`Replica.refusal`.
@@ -107,23 +106,23 @@ class Membership:
             ManifestMismatch: The rank holds other tensors than the replica's other ranks.
             AuthenticationError: The rank's credential was revoked.
         """
-        rank = node.rank
-        _check_rank(rank.member, rank.rank, rank.world_size)
-        replica = self.replicas.get(rank.replica)
-        held = None if replica is None else replica.links.get(rank.rank)
+        rank, hello = node.rank, node.rank.hello
+        _check_rank(rank.member, hello.rank, hello.world_size)
+        replica = self.replicas.get(hello.name)
+        held = None if replica is None else replica.links.get(hello.rank)
         credential = self._admit(node, held)
         if replica is not None:
             if held is not None:
                 replica.detach(held, _replaced(node))
                 held.node.dismiss(_replaced(node))
-            if not replica.links and (replica.world_size != rank.world_size or replica.manifest != rank.manifest):
+            if not replica.links and (replica.world_size != hello.world_size or replica.manifest != rank.manifest):
                 replica = None  # same name, different engine
         if replica is None:
-            replica = Replica(rank.replica, rank.world_size, rank.manifest, takes_any=rank.takes_any)
-        link: RankHandle[EngineNode] = RankHandle(node, credential)
+            replica = Replica(hello.name, hello.world_size, rank.manifest, takes_any=hello.takes_any)
+        link: RankHandle[EngineRank] = RankHandle(node, credential)
         replica.attach(link)
-        self.replicas[rank.replica] = replica
-        self._lost.pop(rank.replica, None)
+        self.replicas[hello.name] = replica
+        self._lost.pop(hello.name, None)
         self._judge(replica)
         return replica, link
 
@@ -145,19 +144,19 @@ class Membership:
 
         The session is refused as well because the Welcome with the credential may have been lost.
         """
-        self._revoked |= {_hash(link.credential): None, _hash(link.node.rank.session): None}
+        self._revoked |= {known_as(link.credential): None, link.rank.hello.session: None}
         while len(self._revoked) > _REMEMBERED_REVOKED:
             del self._revoked[next(iter(self._revoked))]
 
-    def _admit(self, node: TrainerNode | EngineNode, held: RankHandle[Any] | None) -> str:
+    def _admit(self, node: RankNode[Any], held: RankHandle[Any] | None) -> str:
         """Return the credential for a rank that joins. ``held`` is the connection that now occupies its place, if any."""
         rank = node.rank
-        if not self._revoked.keys().isdisjoint({_hash(rank.credential), _hash(rank.session)}):
+        if not self._revoked.keys().isdisjoint({rank.hello.credential, rank.hello.session}):
             raise AuthenticationError(f"the credential of {rank.member} was revoked: restart its process to join again")
         if held is None:
             return secrets.token_urlsafe(32)
         if not held.gives_way_to(node):
-            theirs = held.node.rank
+            theirs = held.rank.hello
             raise MembershipError(
                 f"{rank.member} is already connected from process {theirs.pid} on {theirs.host.name}, which is still alive; only "
                 "that process may reconnect. A run has one trainer, a replica name belongs to one engine, and each rank joins "
@@ -165,7 +164,7 @@ class Membership:
             )
         return held.credential
 
-    def remove(self, node: TrainerNode | EngineNode, reason: str, clean: bool = False) -> bool:
+    def remove(self, node: RankNode[Any], reason: str, clean: bool = False) -> bool:
         """Remove this connection.
 
         Args:
@@ -182,8 +181,8 @@ class Membership:
             del self.trainers[member]
             trainer.sever(reason)
             return True
-        replica = self.replicas.get(node.rank.replica) if isinstance(node.rank, EngineRank) else None
-        link = None if replica is None else replica.links.get(node.rank.rank)
+        replica = self.replicas.get(node.rank.hello.name) if isinstance(node.rank, EngineRank) else None
+        link = None if replica is None else replica.links.get(node.rank.hello.rank)
         if replica is None or link is None or link.node is not node:
             return False
         replica.detach(link, reason, clean)
@@ -212,7 +211,7 @@ class Membership:
                 "ManifestMismatch: it takes the tensors of a stream, and this trainer publishes a module: give it an adapter with "
                 "a manifest, or make the trainer with a weightsync.Stream"
             )
-        direct = [member for member, link in replica.members().items() if link.node.rank.delivery == "direct"]
+        direct = [member for member, link in replica.members().items() if link.rank.hello.delivery == "direct"]
         return f"ConfigurationError: {direct[0]} asks for direct delivery, and a stream goes through loaders" if direct else None
 
     def _forget(self, lost: Replica) -> None:
@@ -229,13 +228,9 @@ class Membership:
                 del self.replicas[name]
 
 
-def _hash(credential: str) -> bytes:
-    return hashlib.sha256(credential.encode()).digest()
-
-
-def _replaced(node: TrainerNode | EngineNode) -> str:
-    rank = node.rank
-    return f"{rank.member} connected again, from process {rank.pid} on {rank.host.name}"
+def _replaced(node: RankNode[Any]) -> str:
+    hello = node.rank.hello
+    return f"{node.rank.member} connected again, from process {hello.pid} on {hello.host.name}"
 
 
 def _check_rank(member: str, rank: int, world_size: int) -> None:

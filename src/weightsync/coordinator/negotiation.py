@@ -17,7 +17,7 @@ from weightsync.planning.limits import Stop
 from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
 from weightsync.protocol.messages import PlanSlice, SourceAddress
 
-__all__ = ["MemoryClaim", "TransferPlan", "choose_delivery", "key_of", "negotiate", "source_coverage"]
+__all__ = ["MemoryClaim", "TransferPlan", "address_of", "choose_delivery", "key_of", "negotiate", "source_coverage"]
 
 _Bytes = Callable[[int], None]
 
@@ -80,12 +80,16 @@ class TransferPlan:
 def key_of(sources: Mapping[str, PublishingRank], engines: Mapping[str, EngineRank]) -> str:
     """Changes with anything that an agreement depends on: which ranks, their processes, hosts, layouts, offers."""
     readable = [
-        (member, rank.session, rank.layout.digest, rank.host, rank.offers, rank.key) for member, rank in sorted(sources.items())
+        (member, rank.hello.session, rank.layout.digest, rank.hello.host, rank.hello.offers, rank.hello.key)
+        for member, rank in sorted(sources.items())
     ]
     targets = [
-        (member, rank.session, rank.layout and rank.layout.digest, rank.device_memory, rank.host, rank.delivery, rank.bucket_bytes)
+        (
+            member, rank.hello.session, rank.layout and rank.layout.digest, rank.hello.device_memory, rank.hello.host,
+            rank.hello.delivery, rank.hello.bucket_bytes,
+        )
         for member, rank in sorted(engines.items())
-    ]
+    ]  # fmt: skip
     return hashlib.blake2b(repr((readable, targets)).encode(), digest_size=16).hexdigest()
 
 
@@ -97,7 +101,7 @@ def choose_delivery(
     ``auto`` is direct where every rank offers a layout, in memory that can be written from where all of the source's is.
     Raises :class:`~weightsync.errors.ConfigurationError` if ranks ask for different ones, or for direct delivery without a layout.
     """
-    asked = {rank.delivery for rank in engines.values()} - {"auto"}
+    asked = {rank.hello.delivery for rank in engines.values()} - {"auto"}
     without = [member for member, rank in engines.items() if rank.layout is None]
     if len(asked) > 1:
         raise ConfigurationError(f"ranks {', '.join(engines)} ask for different deliveries: {', '.join(sorted(asked))}")
@@ -108,13 +112,13 @@ def choose_delivery(
             raise ConfigurationError(f"direct delivery needs a layout of every rank, and {', '.join(without)} offers none")
         return "direct", "the engine asked for it"
     if without:
-        reasons = {engines[member].no_layout for member in without} - {""}
+        reasons = {engines[member].hello.no_layout for member in without} - {""}
         return "streamed", f"auto: no layout from {', '.join(without)}" + (f" ({'; '.join(sorted(reasons))})" if reasons else "")
     out_of_reach = [
         f"{rank.member} from {source.member}"
         for rank in engines.values()
         for source in sources.values()
-        if rank.device_memory and not _writes_on_device(source, rank)
+        if rank.hello.device_memory and not _writes_on_device(source, rank)
     ]
     if out_of_reach:
         return "streamed", f"auto: GPU memory cannot be written directly at {out_of_reach[0]} (copies, or another host)"
@@ -124,9 +128,9 @@ def choose_delivery(
 def _writes_on_device(source: PublishingRank, engine: EngineRank) -> bool:
     return any(
         "cuda" in offer.traits.writes
-        and offer.scheme in engine.transports
-        and (offer.traits.reach == "network" or offer.host.name == engine.host.name)
-        for offer in source.offers
+        and offer.scheme in engine.hello.transports
+        and (offer.traits.reach == "network" or offer.host.name == engine.hello.host.name)
+        for offer in source.hello.offers
     )
 
 
@@ -135,8 +139,9 @@ def source_coverage(manifest: Manifest, sources: Mapping[str, PublishingRank], w
     return coverage_of(manifest, {member: rank.layout for member, rank in sources.items()}, whose, stop=stop)
 
 
-def _address(rank: PublishingRank) -> SourceAddress:
-    return SourceAddress(rank.member, rank.layout.digest, rank.offers, rank.key)
+def address_of(rank: PublishingRank) -> SourceAddress:
+    """How engine ranks reach ``rank``."""
+    return SourceAddress(rank.member, rank.layout.digest, rank.hello.offers, rank.hello.key)
 
 
 def negotiate(
@@ -173,15 +178,15 @@ def negotiate(
         layouts = {member: engine.layout for member, engine in engines.items() if engine.layout is not None}
         covers = ((tuple(layouts), coverage_of(manifest, layouts, f"replica {replica}", stop=stop)),)
     else:
-        layouts = {member: staging_layout(manifest, engine.bucket_bytes) for member, engine in engines.items()}
+        layouts = {member: staging_layout(manifest, engine.hello.bucket_bytes) for member, engine in engines.items()}
         covers = tuple(
             ((member,), coverage_of(manifest, {member: layout}, member, stop=stop)) for member, layout in layouts.items()
         )
     piece = _PIECE_BYTES + _PIECE_BYTES_FOR_A_DIM * manifest.dims
     plan = plan_transfer(
         manifest,
-        [SourceRank(member, rank.host, rank.layout) for member, rank in sources.items()],
-        [TargetRank(member, engines[member].host, layout) for member, layout in layouts.items()],
+        [SourceRank(member, rank.hello.host, rank.layout) for member, rank in sources.items()],
+        [TargetRank(member, engines[member].hello.host, layout) for member, layout in layouts.items()],
         claim=lambda pieces: claim.take(_WHILE_PLANNING * piece * pieces),
         stop=stop,
     )
@@ -192,7 +197,7 @@ def negotiate(
             digest=pieces.digest,
             delivery=delivery,
             reason=reason,
-            sources=tuple(_address(sources[name]) for name in pieces.sources),
+            sources=tuple(address_of(sources[name]) for name in pieces.sources),
             layout=layout.to_columns(),
             pieces=pieces.to_columns(),
             nbytes=plan.nbytes(member),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsync.coordinator.rank_handle import RankHandle
-from weightsync.coordinator.ranks import TrainerNode
+from weightsync.coordinator.ranks import TrainerRank
 from weightsync.errors import StaleSource
 from weightsync.model import FIRST_EPOCH, Version
 from weightsync.model.window import KnownWindows, Measured, measured
@@ -17,6 +18,8 @@ from weightsync.model.window import KnownWindows, Measured, measured
 __all__ = ["Placement", "Publications"]
 
 _REMEMBERED = 4096
+_MOST_CLAIMED_NUMBER = 1 << 62
+_MOST_CLAIMED_EPOCH = 1 << 30
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,10 +37,12 @@ class Publications:
     """Published regions of all trainer ranks together. They hold one version, or none while one is being placed."""
 
     def __init__(self) -> None:
-        self.epoch = FIRST_EPOCH
-        """Latest epoch in which a version is known to have been published."""
-        self.last = -1
-        """Highest known version number of that epoch; the next one must be higher."""
+        self.own = FIRST_EPOCH, -1
+        """Epoch and number of the newest version that was published here."""
+        self._claims: dict[str, dict[str, tuple[int, int]]] = {"trainer": {}, "engine": {}}
+        """Newest versions that connected ranks report, by member."""
+        self.newest = self.own
+        """Epoch and number of the newest known version, see :meth:`claim`."""
         self.published: dict[tuple[int, int], Version] = {}
         """Published versions by epoch and number, as far as the coordinator or the trainer knows them. The oldest are forgotten."""
         self.windows = KnownWindows[Measured](lambda parts, _: measured(parts))
@@ -45,19 +50,50 @@ class Publications:
         self._placement: Placement | None = None
 
     @property
+    def epoch(self) -> int:
+        """Latest epoch in which a version is known to have been published."""
+        return self.newest[0]
+
+    @property
+    def last(self) -> int:
+        """Highest known version number of that epoch; the next one must be higher."""
+        return self.newest[1]
+
+    @property
     def known(self) -> bool:
         """Whether any version is known."""
         return self.last >= 0
 
-    def observe(self, epoch: int, number: int) -> None:
-        """Record that a version with this number exists. -1 stands for none."""
-        if number >= 0:
-            self.epoch, self.last = max((self.epoch, self.last), (epoch, number))
+    @property
+    def witness(self) -> str:
+        """Engine rank that alone says that the newest version exists; empty if it was published here, or a trainer rank says so."""
+        engines = self._claims["engine"]
+        return next((member for member, claimed in engines.items() if claimed == self.newest), "") if self._unsure else ""
 
-    def recall(self, version: Version) -> None:
-        """Record a ``version`` that a trainer rank reports as published, perhaps through an earlier coordinator."""
-        self.observe(*version.order)
-        self.published.setdefault(version.order, version)
+    @property
+    def _unsure(self) -> bool:
+        return self.own[1] < 0 and not self._claims["trainer"]
+
+    def claim(self, role: Literal["trainer", "engine"], member: str, epoch: int, number: int) -> None:
+        """Record that a rank reports a version as published through an earlier coordinator. -1 stands for none.
+
+        A report is a claim, which any process with a token can make. It lasts until :meth:`withdraw`. An engine rank's claim counts
+        only while neither this coordinator nor a trainer rank knows any version. Numbers and epochs without room above them are
+        ignored.
+        """
+        if 0 <= number <= _MOST_CLAIMED_NUMBER and epoch <= _MOST_CLAIMED_EPOCH:
+            self._claims[role][member] = epoch, number
+            if role == "trainer" or self._unsure:
+                self._look()
+
+    def withdraw(self, member: str) -> None:
+        """Forget what a rank claims, which has left."""
+        if any([claims.pop(member, None) for claims in self._claims.values()]):
+            self._look()
+
+    def _look(self) -> None:
+        claims = self._claims["engine" if self._unsure else "trainer"]
+        self.newest = max((self.own, *claims.values()))
 
     def last_in(self, epoch: int) -> int:
         """Highest known number in ``epoch`` if that is the latest epoch; else -1."""
@@ -74,7 +110,8 @@ class Publications:
     def hold(self, placement: Placement) -> None:
         """Record a placement that every rank has completed."""
         self._placement = placement
-        self.observe(*placement.version.order)
+        self.own = max(self.own, placement.version.order)
+        self._look()
         self.published[placement.version.order] = placement.version
         while len(self.published) > _REMEMBERED:
             del self.published[next(iter(self.published))]
@@ -84,17 +121,17 @@ class Publications:
         if self._placement is not None and self._placement.live:
             self._placement = None
 
-    def current(self, trainers: Mapping[str, RankHandle[TrainerNode]]) -> Placement | None:
+    def current(self, trainers: Mapping[str, RankHandle[TrainerRank]]) -> Placement | None:
         """Placement that can be read now from ``trainers``, or ``None``.
 
         There is none if a process that placed it is gone, even if another took its rank. There is none if it was read in place and
         its publication is over.
         """
-        sessions = {member: link.node.rank.session for member, link in trainers.items()}
+        sessions = {member: link.rank.hello.session for member, link in trainers.items()}
         held = self._placement
         return held if held is not None and held.sessions == sessions else None
 
-    def require(self, trainers: Mapping[str, RankHandle[TrainerNode]]) -> Placement:
+    def require(self, trainers: Mapping[str, RankHandle[TrainerRank]]) -> Placement:
         """Return :meth:`current`.
 
         Raises:

@@ -3,41 +3,70 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Never
 
 from weightsync.coordinator.epochs import REMEDY, Epochs
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.publications import Publications
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
-from weightsync.coordinator.ranks import TrainerNode
-from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, PeerLost, VersionError, WeightSyncError
-from weightsync.protocol.messages import RoundResult
+from weightsync.coordinator.ranks import TrainerRank
+from weightsync.errors import (
+    Aborted,
+    ConfigurationError,
+    DeadlineExceeded,
+    MembershipError,
+    PeerLost,
+    RoundFailed,
+    VersionError,
+    WeightSyncError,
+)
+from weightsync.model import PauseMode
+from weightsync.protocol.messages import Publish, RoundResult
 from weightsync.protocol.notices import reminding
 
-__all__ = ["RETURN_SECONDS", "PublishBarrier"]
+__all__ = ["RETURN_SECONDS", "AgreedPublication", "PublishBarrier"]
 
 RETURN_SECONDS = 10.0
 """Seconds that a rank keeps its place in the barrier while its connection is broken."""
 
+_Position = tuple[bool, int, int]
+"""Of a publication without a number: whether it has a step, the step, the count. Ordered where the first is equal."""
+
 _LAST_NUMBER = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class AgreedPublication:
+    """What all trainer ranks have asked for."""
+
+    epoch: int
+    number: int
+    deadline: RoundDeadline
+    """The earliest of all ranks."""
+    step: int | None = None
+    pause_mode: PauseMode | None = None
+    calls: Mapping[str, int] = field(default_factory=dict)
+    """The call of ``publish()`` by which each trainer rank asked, by member. A rank places for that call only: an interrupted one
+    is over for its rank, even if it calls again at once."""
 
 
 @dataclass
 class _Arrival:
     """A rank that has asked to publish."""
 
-    link: RankHandle[TrainerNode]
+    link: RankHandle[TrainerRank]
     deadline: RoundDeadline
-    step: int | None = None
-    call: int = 0
-    """Identifies the call, so that a repeated call differs from the next call of the same process."""
+    asked: Publish
+    position: _Position | None = None
+    """``None`` if it has a number, or counts nothing."""
     away: asyncio.TimerHandle | None = None
     """Timer that runs while the rank's connection is broken. When it fires, the other ranks stop waiting."""
 
     @property
     def session(self) -> str:
-        return self.link.node.rank.session
+        return self.link.rank.hello.session
 
 
 class _Gathering:
@@ -46,6 +75,10 @@ class _Gathering:
     def __init__(self, number: int | None) -> None:
         self.number = number
         """``None`` while every rank leaves the number to the coordinator."""
+        self.position: _Position | None = None
+        """That of the ranks which leave the number to the coordinator."""
+        self.reached: dict[str, str] = {}
+        """Ranks, with their sessions, that have asked, or have said that they cannot."""
         self.epoch = 0
         """Set once all ranks have asked."""
         self.places: dict[str, _Arrival] = {}
@@ -81,8 +114,23 @@ class _Gathering:
         round_.add_done_callback(ended)
 
 
+@dataclass
+class _Counting:
+    """What the process of a trainer rank has counted."""
+
+    session: str
+    start: int
+    """The publication after which it started."""
+    count: int
+    """The last one that it began."""
+    took_part: bool
+    """Whether a round of it has begun."""
+    elsewhere: bool
+    """Whether it placed versions for an earlier coordinator, which may have had them served."""
+
+
 class PublishBarrier:
-    """Barrier that calls ``start(epoch, number, deadline, step)`` once all trainer ranks have asked to publish the same number.
+    """Barrier that calls ``start`` once all trainer ranks have asked to publish the same number in the same way.
 
     A rank whose connection breaks keeps its place for :data:`RETURN_SECONDS`. It asks again when it has reconnected.
     """
@@ -91,7 +139,7 @@ class PublishBarrier:
         self,
         members: Membership,
         publications: Publications,
-        start: Callable[[int, int, RoundDeadline, int | None], asyncio.Task[RoundResult]],
+        start: Callable[[AgreedPublication], asyncio.Task[RoundResult]],
         waiting_for: Callable[[], str] = lambda: "",
     ) -> None:
         self._members = members
@@ -102,18 +150,39 @@ class PublishBarrier:
         self._gathering: _Gathering | None = None
         self._running: _Gathering | None = None
         self._failed: _Gathering | None = None
+        self._counting: dict[str, _Counting] = {}
 
-    async def publish(
-        self, member: str, number: int | None, deadline: RoundDeadline, call: int = 0, step: int | None = None
-    ) -> RoundResult:
+    def joined(self, link: RankHandle[TrainerRank]) -> None:
+        """Tell a new process of a trainer rank, by ``link.count``, after which publication it starts.
+
+        It starts with other processes that have just started, if there are any. If it starts alone, it joins the others in the
+        publication in which they wait, or in their next one.
+        """
+        hello, gathering = link.rank.hello, self._gathering
+        mine = self._counting.get(link.member)
+        if mine is None or mine.session != hello.session:
+            waiting = {} if gathering is None else gathering.places
+            present = {*self._members.trainers, *waiting} - {link.member}
+            others = {member: self._counting[member] for member in present if member in self._counting}
+            counting = {member for member, place in waiting.items() if place.asked.step is None}
+            starts = [other.start for other in others.values() if not other.took_part]
+            starts = starts or [other.count - (member in counting) for member, other in others.items()]
+            start = hello.count or max(starts, default=0)
+            mine = self._counting[link.member] = _Counting(hello.session, start, start, hello.count > 0, hello.epoch > 0)
+        link.count = mine.start
+
+    async def publish(self, member: str, asked: Publish, deadline: RoundDeadline) -> RoundResult:
         """See :meth:`weightsync.coordinator.coordinator.Coordinator.publish`."""
         link = self._members.trainers.get(member)
         if link is None:
             raise MembershipError(f"{member} is not a trainer rank and cannot publish")
-        gathering = self._asked_before(link, call)
+        position = self._position(member, asked.number, asked.step, asked.count)
+        place = _Arrival(link, deadline, asked, position)
+        number = asked.placed if asked.placed >= 0 else asked.number
+        gathering = self._asked_before(link, asked.call)
         if gathering is None:
-            self._tell_failure(member, number)
-            gathering = self._enter(member, number, _Arrival(link, deadline, step, call))
+            self._tell_failure(member, number, position)
+            gathering = self._enter(member, number, place)
         if gathering is self._gathering and not self._absent(gathering):
             self._begin(gathering)
         cancelled = True
@@ -122,18 +191,30 @@ class PublishBarrier:
                 await asyncio.wait([gathering.result], timeout=deadline.remaining(f"the publication of {gathering.what}"))
             cancelled = False
         finally:
-            if gathering is self._gathering and not gathering.result.done():
+            if gathering is self._gathering and not gathering.result.done() and gathering.places.get(member) is place:
                 self._stop_waiting(gathering, member, link, cancelled)
         if not gathering.result.done():
             raise DeadlineExceeded(f"the round of {gathering.what} is still running after {deadline.seconds:g} s")
         return gathering.result.result()
 
-    def cannot_publish(self, member: str, number: int | None, reason: str) -> None:
+    def cannot_publish(self, member: str, number: int | None, reason: str, step: int | None = None, count: int = 0) -> None:
         """Fail the publication for all ranks because ``member`` failed before it could ask."""
-        gathering = self._gathering
-        if gathering is None or not gathering.same(number):
+        link = self._members.trainers.get(member)
+        if link is None:
+            return
+        gathering, position = self._gathering, self._position(member, number, step, count)
+        earlier = _compare(position, None if gathering is None else gathering.position)
+        if gathering is not None and earlier < 0:
+            return  # the others are further, and learn from that that this rank missed one
+        what = "the next version" if number is None else f"version {number}"
+        error = Aborted(f"{what} was not published: {member} failed before it placed its shards: {reason}")
+        if gathering is not None and earlier > 0:
+            self._fail(gathering, error)
+        if gathering is None or earlier > 0 or not gathering.same(number):
             gathering = _Gathering(number)
-        self._fail(gathering, Aborted(f"{gathering.what} was not published: {member} failed before it placed its shards: {reason}"))
+            gathering.position = position
+        gathering.reached[member] = link.rank.hello.session
+        self._fail(gathering, error)
         gathering.owed.pop(member, None)
 
     def left(self, member: str, reason: str, clean: bool = False) -> None:
@@ -157,19 +238,33 @@ class PublishBarrier:
 
     # Entering.
 
-    def _asked_before(self, link: RankHandle[TrainerNode], call: int) -> _Gathering | None:
+    def _asked_before(self, link: RankHandle[TrainerRank], call: int) -> _Gathering | None:
         """Publication that this same call asked for before its connection broke, whether or not an answer was sent."""
         for gathering in (self._running, self._failed):
             place = None if gathering is None else gathering.places.get(link.member)
-            if call and place is not None and (place.session, place.call) == (link.node.rank.session, call):
+            if call and place is not None and (place.session, place.asked.call) == (link.rank.hello.session, call):
                 return gathering
         return None
 
-    def _tell_failure(self, member: str, number: int | None) -> None:
-        failed = self._failed
-        if failed is None or self._gathering is not None:
-            return
-        if failed.owed.pop(member, None) == self._members.trainers[member].node.rank.session and failed.same(number):
+    def _position(self, member: str, number: int | None, step: int | None, count: int) -> _Position | None:
+        """Which publication without a number ``member`` asks for, or fails in."""
+        if step is None:
+            self._counting[member].count = count
+        if number is not None or not count:
+            return None
+        return step is not None, step or 0, count
+
+    def _tell_failure(self, member: str, number: int | None, position: _Position | None) -> None:
+        failed, gathering = self._failed, self._gathering
+        if failed is None or (gathering is not None and number is not None and gathering.number == number):
+            return  # it names the version of those that try again, and joins them
+        owed = failed.owed.pop(member, None) == self._members.trainers[member].rank.hello.session and failed.same(number)
+        if position is not None and failed.position is not None and position[0] == failed.position[0]:
+            trainers = self._members.trainers.items()
+            owed = position <= failed.position and any(
+                failed.reached.get(other) == link.rank.hello.session for other, link in trainers if other != member
+            )
+        if owed:
             failed.result.result()
 
     def _enter(self, member: str, number: int | None, place: _Arrival) -> _Gathering:
@@ -181,74 +276,133 @@ class PublishBarrier:
                 self._fail(gathering, refusal)
                 gathering.owed.pop(member, None)
             raise
+        if gathering is not None:
+            gathering = self._in_step(gathering, member, number, place)
         if gathering is None:
             gathering = self._gathering = _Gathering(number)
         if not gathering.same(number):
-            others = ", ".join(gathering.places)
-            differ = VersionError(f"trainer ranks differ: {member} publishes version {number}, {others} version {gathering.number}")
-            gathering.places.setdefault(member, place)
-            self._fail(gathering, differ)
-            raise differ
+            present = ", ".join(gathering.places)
+            differ = VersionError(
+                f"trainer ranks differ: {member} publishes version {number}, {present} version {gathering.number}"
+            )
+            self._refuse(gathering, member, place, differ)
+        others = [rank for rank, other in gathering.places.items() if rank != member and _steps_differ(other, place)]
+        if others:
+            mine, theirs = (
+                "no step" if rank.asked.step is None else f"step {rank.asked.step}" for rank in (place, gathering.places[others[0]])
+            )
+            why = f"trainer ranks differ: {member} publishes {gathering.what} with {mine}, {', '.join(others)} with {theirs}"
+            self._refuse(gathering, member, place, VersionError(f"{why}: give every rank the same step"))
+        mode = place.asked.pause_mode
+        others = [rank for rank, other in gathering.places.items() if rank != member and other.asked.pause_mode != mode]
+        if others:
+            mine, theirs = (arrival.asked.pause_mode or "no" for arrival in (place, gathering.places[others[0]]))
+            why = f"trainer ranks differ: {member} publishes with {mine} pause mode, {', '.join(others)} with {theirs} pause mode"
+            self._refuse(gathering, member, place, ConfigurationError(f"{why}: give every rank the same pause_mode"))
         held = gathering.places.get(member)
-        if held is not None and held.link is place.link:
-            raise VersionError(f"{member} is already publishing {gathering.what}")
         if held is not None and held.away is not None:
             held.away.cancel()
         if self._failed is not None:
             self._failed.owed.pop(member, None)  # it joins the others in this publication
         gathering.number = number if gathering.number is None else gathering.number
-        gathering.places[member] = place
+        gathering.position = place.position or gathering.position
+        gathering.places[member], gathering.reached[member] = place, place.session
         return gathering
 
-    def _check_number(self, member: str, link: RankHandle[TrainerNode], number: int | None) -> None:
-        running, last = self._running, self.epochs.last(link.node.rank)
-        same_epoch = running is not None and running.epoch == self.epochs.of(link.node.rank)
-        if running is not None and same_epoch and not running.result.done() and running.number is not None:
-            last = max(last, running.number)
+    def _in_step(self, gathering: _Gathering, member: str, number: int | None, place: _Arrival) -> _Gathering | None:
+        """The publication in which others wait, or ``None`` if it has failed because ``member`` is in a later one.
+
+        Raises:
+            VersionError: ``member`` is in an earlier one, or publishes already.
+        """
+        held = gathering.places.get(member)
+        mine = held is not None and held.session == place.session
+        if held is not None and mine and held.asked.call == place.asked.call and held.link is place.link:
+            raise VersionError(f"{member} is already publishing {gathering.what}")
+        if held is not None and mine and held.asked.call != place.asked.call and (number is None or number != gathering.number):
+            self._fail(gathering, Aborted(f"{gathering.what} was not published: {member} was interrupted, and publishes again"))
+            return None
+        order = _compare(place.position, gathering.position)
+        if not order:
+            return gathering
+        others = ", ".join(rank for rank in gathering.places if rank != member)
+        differ = VersionError(
+            f"trainer ranks differ: {member} is at {_described(place.position)}, {others} at {_described(gathering.position)} "
+            "(calls that failed count). The earlier one is not published; its ranks are in step again with their next call"
+        )
+        if order < 0:
+            raise differ
+        self._fail(gathering, differ)
+        return None
+
+    def _refuse(self, gathering: _Gathering, member: str, place: _Arrival, error: WeightSyncError) -> Never:
+        """Fail the publication for all ranks, because ``member`` asked for another one than they did."""
+        gathering.places.setdefault(member, place)
+        self._fail(gathering, error)
+        raise error
+
+    def _check_number(self, member: str, link: RankHandle[TrainerRank], number: int | None) -> None:
+        epoch = self.epochs.of(link.rank)
+        last = -1 if epoch is None else self._last(epoch)
         if number is not None and number <= last:
             raise VersionError(
-                f"{member} cannot publish version {number}: the last one is {last}, and numbers only go up. {REMEDY}"
+                f"{member} cannot publish version {number}: the last one is {last}, and numbers only go up. {self._remedy}"
             )
+
+    @property
+    def _remedy(self) -> str:
+        witness = self._publications.witness
+        only = f"Only {witness} reports it; if that cannot be, `weightsync revoke {witness}`. Else, " if witness else ""
+        return only + REMEDY
 
     def _begin(self, gathering: _Gathering) -> None:
         """Start the round, now that all ranks have asked: decide its epoch and number."""
         self._gathering = None
-        ranks = [place.link.node.rank for place in gathering.places.values()]
+        ranks = [place.link.rank for place in gathering.places.values()]
         try:
             gathering.epoch = self.epochs.decide(ranks)
-            last = self._publications.last_in(gathering.epoch)
+            last = self._last(gathering.epoch)
             if gathering.number is None:
-                gathering.number = last + 1
+                before = [place.asked.above for member, place in gathering.places.items() if self._counting[member].elsewhere]
+                gathering.number = max([last, *before]) + 1
             if not last < gathering.number <= _LAST_NUMBER:
-                raise VersionError(f"version {gathering.number} cannot be published: the last one is {last}. {REMEDY}")
-        except VersionError as error:
+                raise VersionError(f"version {gathering.number} cannot be published: the last one is {last}. {self._remedy}")
+            _check_placed(gathering)
+        except (VersionError, RoundFailed) as error:
             self._fail(gathering, error)
             return
         self._running = gathering
+        for member in gathering.places:
+            self._counting[member].took_part = True
         limit = min((place.deadline for place in gathering.places.values()), key=lambda limit: limit.at)
-        step = next((place.step for place in gathering.places.values() if place.step is not None), None)
-        gathering.follow(self._start(gathering.epoch, gathering.number, limit, step))
+        step = next((place.asked.step for place in gathering.places.values() if place.asked.step is not None), None)
+        mode = next(iter(gathering.places.values())).asked.pause_mode
+        calls = {member: place.asked.call for member, place in gathering.places.items()}
+        gathering.follow(self._start(AgreedPublication(gathering.epoch, gathering.number, limit, step, mode, calls)))
+
+    def _last(self, epoch: int) -> int:
+        """Highest number in ``epoch``, that of the running round included: one of its ranks may have been interrupted since."""
+        running = self._running
+        began = running is not None and running.epoch == epoch and not running.result.done()
+        return max(self._publications.last_in(epoch), (running.number or 0) if running is not None and began else -1)
 
     # Waiting, and giving up.
 
     def _absent(self, gathering: _Gathering) -> str:
         """Trainer ranks that have not asked or are disconnected, for messages; empty if none is missing."""
         present = {member for member, place in gathering.places.items() if self._members.trainers.get(member) is place.link}
-        connected = {link.node.rank.rank for link in self._members.trainers.values()}
+        connected = {link.rank.hello.rank for link in self._members.trainers.values()}
         missing = self._members.missing_trainers(present)
         return ", ".join(str(rank) if rank in connected else f"{rank} (not connected)" for rank in missing)
 
-    def _remind(self, gathering: _Gathering, link: RankHandle[TrainerNode]) -> None:
+    def _remind(self, gathering: _Gathering, link: RankHandle[TrainerRank]) -> None:
         if gathering is self._gathering:
             link.node.notify(f"waiting for trainer rank {self._absent(gathering)} to publish {gathering.what}")
         elif not gathering.result.done():
             link.node.notify(f"waiting for the round of {gathering.what}{self._waiting_for()}")
 
-    def _stop_waiting(self, gathering: _Gathering, member: str, link: RankHandle[TrainerNode], cancelled: bool) -> None:
+    def _stop_waiting(self, gathering: _Gathering, member: str, link: RankHandle[TrainerRank], cancelled: bool) -> None:
         """Handle the end of one rank's call: its deadline passed, it was cancelled, or its connection broke."""
-        place = gathering.places.get(member)
-        if place is None or place.link is not link:
-            return  # it has reconnected and asked again
         if cancelled and self._members.trainers.get(member) is not link:
             self._keep_place(gathering, member, "its connection broke")
             return
@@ -275,7 +429,41 @@ class PublishBarrier:
             if place.away is not None:
                 place.away.cancel()
         gathering.owed = {
-            member: link.node.rank.session for member, link in self._members.trainers.items() if member not in gathering.places
+            member: link.rank.hello.session for member, link in self._members.trainers.items() if member not in gathering.places
         }
         self._failed = gathering
         gathering.fail(error)
+
+
+def _compare(mine: _Position | None, theirs: _Position | None) -> int:
+    """-1 or 1 if a rank's publication is earlier or later than that of the others; 0 if it is the same, or neither says so."""
+    if mine is None or theirs is None or mine[0] != theirs[0]:
+        return 0
+    return (mine > theirs) - (mine < theirs)
+
+
+def _described(position: _Position | None) -> str:
+    if position is None or not position[0]:
+        return "an unknown publication" if position is None else f"publication {position[2]}"
+    return f"step {position[1]}" + (f" (publication {position[2]} of it)" if position[2] > 1 else "")
+
+
+def _steps_differ(mine: _Arrival, theirs: _Arrival) -> bool:
+    if mine.asked.step is None or theirs.asked.step is None:
+        return mine.asked.step != theirs.asked.step and mine.position is not None and theirs.position is not None
+    return mine.asked.step != theirs.asked.step
+
+
+def _check_placed(gathering: _Gathering) -> None:
+    """Check that all ranks have placed the version for these calls, or none has.
+
+    Raises:
+        RoundFailed: The coordinator was lost in between. The shards of a rank that has not placed may be of a later step by now.
+    """
+    placed = [member for member, place in gathering.places.items() if place.asked.placed >= 0]
+    if placed and len(placed) < len(gathering.places):
+        others = ", ".join(member for member in gathering.places if member not in placed)
+        raise RoundFailed(
+            f"the coordinator was lost while {gathering.what} was placed: {', '.join(placed)} had placed it, {others} had not. "
+            "Publish again, as the next version"
+        )

@@ -7,89 +7,101 @@ import hmac
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Generic, TypeVar
 
-from weightsync.coordinator.ranks import EngineNode, TrainerNode
-from weightsync.errors import DeadlineExceeded, PeerLost, WeightSyncError, from_wire, to_wire
-from weightsync.model import Version
+from weightsync.config import Secret
+from weightsync.coordinator.answers import check_answer
+from weightsync.coordinator.ranks import EngineRank, RankNode, TrainerRank, known_as
+from weightsync.deadline import Deadline
+from weightsync.errors import DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, from_wire, to_wire
+from weightsync.protocol.messages import Body
 
 __all__ = ["RankHandle", "RoundDeadline", "bounded", "in_thread", "on_all"]
 
 T = TypeVar("T")
-N = TypeVar("N", TrainerNode, EngineNode)
+A = TypeVar("A", bound=Body)
+R = TypeVar("R", TrainerRank, EngineRank)
 
 _ANSWER_SECONDS = 0.25  # a rank's own deadline ends this much earlier, so that it can report what took so long
 
 _abandoned: set[asyncio.Future[Any]] = set()
 
 
-class RoundDeadline:
-    """A deadline on the event loop's clock, which tests may drive: ``seconds`` from now, or at the absolute time ``at``."""
+class RoundDeadline(Deadline):
+    """A deadline on the event loop's clock, which tests may drive. One that was calculated may have passed already."""
 
-    def __init__(self, seconds: float, at: float | None = None) -> None:
-        self.seconds = seconds
-        self.at = asyncio.get_running_loop().time() + seconds if at is None else at
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.at = seconds, self._now() + seconds
 
-    @property
-    def passed(self) -> bool:
-        """Whether no time is left."""
-        return self.at <= asyncio.get_running_loop().time()
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
 
-    def remaining(self, what: str) -> float:
-        """Return the seconds left, which are above zero.
-
-        Args:
-            what: The work that needs the time, for the error message.
-
-        Raises:
-            DeadlineExceeded: The deadline has passed.
-        """
-        left = self.at - asyncio.get_running_loop().time()
-        if left <= 0:
-            raise DeadlineExceeded(f"no time is left for {what}: the {self.seconds:.3g} s of the round have passed")
-        return left
+    def _late(self, what: str) -> str:
+        return f"no time is left for {what}: the {self.seconds:.3g} s of the round have passed"
 
 
-class RankHandle(Generic[N]):
+class RankHandle(Generic[R]):
     """Handle of a connected rank. A rank that reconnects gets a new handle."""
 
-    def __init__(self, node: N, credential: str = "") -> None:
-        self.node: N = node
-        self.credential = credential
-        """Secret that another connection must present to replace this one. The rank received it in its Welcome."""
+    def __init__(self, node: RankNode[R], credential: str = "") -> None:
+        self.node: RankNode[R] = node
+        self._credential = Secret(credential) if credential else None
         self.confirmed = False
         """Whether the rank is known to have received its Welcome."""
         self.gone: PeerLost | None = None
-        self.serving: Version | None = getattr(node.rank, "serving", None)
+        self.serving = node.rank.hello.serving
         """Version that an engine rank is known to serve; ``None`` from the start of an update until its commit."""
         self.prepared: str | None = None
         """Key of the plan for which an engine rank is ready."""
         self.transports: tuple[str, ...] = ()
-        self._outcomes: set[asyncio.Future[Any]] = set()
+        self.count = 0
+        """For a trainer rank: the publication without a number after which its process started."""
+        self._calls: dict[asyncio.Future[Any], asyncio.Future[Any]] = {}  # by outcome
+
+    @property
+    def rank(self) -> R:
+        """Self-description of the rank."""
+        return self.node.rank
 
     @property
     def member(self) -> str:
         """Name of the rank, unique among all ranks of the run."""
-        member: str = self.node.rank.member
-        return member
+        return self.rank.member
 
-    def gives_way_to(self, node: N) -> bool:
+    @property
+    def credential(self) -> str:
+        """Secret that another connection must present to replace this one. The rank received it in its Welcome."""
+        return "" if self._credential is None else self._credential.reveal()
+
+    def gives_way_to(self, node: RankNode[R]) -> bool:
         """Whether ``node`` is a new connection of the same process, that is, whether it presents the credential.
 
         The session, a secret of that process, suffices as long as the Welcome with the credential may have been lost.
         """
-        theirs, mine = node.rank, self.node.rank
-        shown = hmac.compare_digest(theirs.credential.encode(), self.credential.encode()) and bool(self.credential)
-        return shown or (not self.confirmed and hmac.compare_digest(theirs.session.encode(), mine.session.encode()))
+        theirs, mine = node.rank.hello, self.rank.hello
+        shown = hmac.compare_digest(theirs.credential, known_as(self.credential)) and bool(self.credential)
+        return shown or (not self.confirmed and hmac.compare_digest(theirs.session, mine.session))
+
+    async def ask(self, message: Body, answer: type[A], timeout: float) -> A:
+        """Send ``message`` and return the rank's answer, which must be an ``answer``, within ``timeout`` seconds.
+
+        Raises:
+            ProtocolError: It is of another kind, or not of the size that ``message`` asks for.
+            WeightSyncError: The rank could not do what ``message`` asks for.
+        """
+        answered = await self.node.call(message, timeout)
+        if not isinstance(answered, answer):
+            raise ProtocolError(f"{self.member} answered {type(message).__name__} with {type(answered).__name__}")
+        check_answer(self.rank, message, answered)
+        return answered
 
     def start(self, call: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """Run ``call`` on this rank. The future fails at once when the handle is severed; cancel it to withdraw the call."""
         outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        outcome.add_done_callback(self._outcomes.discard)
+        outcome.add_done_callback(lambda done: self._calls.pop(done, None))
         if self.gone is not None:
             call.close()
             outcome.set_exception(self.gone)
             return outcome
-        self._outcomes.add(outcome)
-        task = asyncio.ensure_future(call)
+        task = self._calls[outcome] = asyncio.ensure_future(call)
 
         def ended(done: asyncio.Future[T]) -> None:
             error = None if done.cancelled() else done.exception()
@@ -113,8 +125,8 @@ class RankHandle(Generic[N]):
         """Fail all running and later calls with :class:`~weightsync.errors.PeerLost`, because the connection is gone."""
         if self.gone is None:
             self.gone = PeerLost(f"{self.member} is gone: {reason}")
-        for outcome in list(self._outcomes):
-            if not outcome.done():
+        for outcome, call in list(self._calls.items()):
+            if not outcome.done() and not call.done():  # its answer came with the end and is about to be the outcome
                 outcome.set_exception(self.gone)
 
 
@@ -127,10 +139,11 @@ def _named(member: str, error: BaseException) -> WeightSyncError:
 async def on_all(
     what: str,
     deadline: RoundDeadline,
-    links: Mapping[str, RankHandle[N]],
-    call: Callable[[RankHandle[N], float], Coroutine[Any, Any, T]],
-) -> dict[str, T]:
-    """Run ``call(link, seconds)`` on all links concurrently and return the answers by member.
+    links: Mapping[str, RankHandle[R]],
+    message: Body | Mapping[str, Body],
+    answer: type[A],
+) -> dict[str, A]:
+    """Ask all links concurrently, each the same ``message`` or the one of its member, and return the answers by member.
 
     The first failure withdraws the other calls and is raised with the rank's name in front. A rank that ignores cancellation is not
     waited for.
@@ -141,7 +154,8 @@ async def on_all(
     """
     left = deadline.remaining(what)
     timeout = left - min(_ANSWER_SECONDS, left / 10)
-    outcomes = {member: link.start(call(link, timeout)) for member, link in links.items()}
+    messages = message if isinstance(message, Mapping) else dict.fromkeys(links, message)
+    outcomes = {member: link.start(link.ask(messages[member], answer, timeout)) for member, link in links.items()}
     try:
         if outcomes:
             await asyncio.wait(outcomes.values(), timeout=left, return_when=asyncio.FIRST_EXCEPTION)

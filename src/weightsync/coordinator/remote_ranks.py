@@ -4,49 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
 
-import numpy as np
-import numpy.typing as npt
+from msgspec import structs
 
 from weightsync.coordinator.coordinator import Coordinator
-from weightsync.coordinator.ranks import EngineRank, PublishingRank, TrainerRank
+from weightsync.coordinator.ranks import EngineRank, PublishingRank, TrainerRank, known_as
 from weightsync.errors import ConfigurationError, MembershipError, ProtocolError, readable
-from weightsync.model import Layout, Manifest, PauseMode, Version
-from weightsync.protocol.calls import Calls
+from weightsync.model import Layout, Manifest
 from weightsync.protocol.messages import (
     PROTOCOL,
     Body,
     CannotPublish,
-    CheckSources,
-    Commit,
     Done,
-    EndStream,
     Hello,
-    Move,
-    Moved,
-    MoveWindow,
-    OpenStream,
-    Pause,
-    Place,
-    Placed,
-    PlaceWindow,
-    PlanSlice,
-    Prepare,
-    Prepared,
     Publish,
     Published,
-    Quarantine,
     ReplicaList,
-    Resume,
-    Update,
-    Updated,
     WaitForReplicas,
-    WindowMoved,
-    WindowPlaced,
 )
 
-__all__ = ["TRAINER", "RemoteEngine", "RemoteTrainer", "answer_agent", "rank_of"]
+__all__ = ["TRAINER", "answer_agent", "rank_of"]
 
 TRAINER = "trainer"
 """Name under which trainer ranks connect. No replica may use it."""
@@ -58,9 +35,6 @@ _DEFAULT_BUCKET = 256 << 20
 _LONGEST = 200
 _FEWEST_WINDOWS = 2
 _HEX = re.compile(r"[0-9a-f]{0,128}")
-
-A = TypeVar("A")
-R = TypeVar("R", TrainerRank, EngineRank)
 
 
 def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
@@ -97,69 +71,24 @@ def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
         raise ConfigurationError(f"{member} lists tensors, but says that they are not known before a stream")
     if bool(hello.window_bytes) != bool(hello.windows) or (hello.windows and (hello.windows < _FEWEST_WINDOWS or not hello.live)):
         raise ConfigurationError(f"{member} cannot publish streams with {hello.windows} windows of {hello.window_bytes} bytes")
-    source = _source_of(hello, member, manifest)
-    if hello.role == "trainer":
-        if source is None:
-            raise ConfigurationError(f"{member} must send the layout of its shards and at least one transport offer")
-        return TrainerRank(
-            **vars(source),
-            published=hello.published,
-            epoch=hello.epoch,
-            new_epoch=hello.new_epoch,
-            version=hello.version,
-            window_bytes=hello.window_bytes,
-            windows=hello.windows,
-            pid=hello.pid,
-            credential=hello.credential,
-        )
-    return EngineRank(
-        member=member,
-        source=source,
-        replica=hello.name,
-        rank=hello.rank,
-        world_size=hello.world_size,
-        session=hello.session,
-        host=hello.host,
-        manifest=manifest,
-        layout=None if hello.layout is None else Layout.from_columns(manifest, hello.layout),
-        transports=hello.transports,
+    source_layout = hello.layout if hello.role == "trainer" else hello.source_layout
+    if (source_layout is None) != (not hello.offers) or (hello.role == "engine" and hello.offers and not len(manifest)):
+        raise ConfigurationError(f"{member} must send the layout of what others read from it and at least one transport offer")
+    if hello.role == "trainer" and source_layout is None:
+        raise ConfigurationError(f"{member} must send the layout of its shards and at least one transport offer")
+    hello = structs.replace(
+        hello,
+        session=known_as(hello.session),
+        credential=known_as(hello.credential),
         no_layout=readable(hello.no_layout, 1000),
-        device_memory=hello.device_memory,
-        takes_any=hello.takes_any,
-        delivery=hello.delivery,
         bucket_bytes=hello.bucket_bytes or _DEFAULT_BUCKET,
         adapter=hello.adapter or "custom",
-        serving=hello.serving,
-        pid=hello.pid,
-        credential=hello.credential,
     )
-
-
-def _source_of(hello: Hello, member: str, manifest: Manifest) -> PublishingRank | None:
-    """What other ranks can read from this one.
-
-    Raises:
-        ConfigurationError: It describes memory without saying how it is reached, or an engine rank describes memory of no tensor.
-        LayoutError: The layout is invalid.
-    """
-    trainer = hello.role == "trainer"
-    layout = hello.layout if trainer else hello.source_layout
-    if layout is None and not hello.offers:
-        return None
-    if layout is None or not hello.offers or not (trainer or len(manifest)):
-        raise ConfigurationError(f"{member} must send the layout of what others read from it and at least one transport offer")
-    return PublishingRank(
-        member=member,
-        rank=hello.rank,
-        world_size=hello.world_size,
-        session=hello.session,
-        host=hello.host,
-        manifest=manifest,
-        layout=Layout.from_columns(manifest, layout),
-        offers=hello.offers,
-        key=hello.key,
-        live=hello.live,
-    )
+    layout = None if hello.layout is None else Layout.from_columns(manifest, hello.layout)
+    if hello.role == "trainer" and layout is not None:
+        return TrainerRank(hello, manifest, layout)
+    served = None if source_layout is None else PublishingRank(hello, manifest, Layout.from_columns(manifest, source_layout))
+    return EngineRank(hello, manifest, layout, served)
 
 
 def _check_texts(hello: Hello) -> None:
@@ -187,137 +116,13 @@ def answer_agent(coordinator: Coordinator, rank: TrainerRank | EngineRank) -> Ca
 
     async def handle(body: Body, timeout: float) -> Body:
         if isinstance(body, Publish) and isinstance(rank, TrainerRank):
-            return Published(await coordinator.publish(rank.member, body.number, timeout, body.call, body.step))
+            return Published(await coordinator.publish(rank.member, body, timeout))
         if isinstance(body, CannotPublish) and isinstance(rank, TrainerRank):
-            coordinator.cannot_publish(rank.member, body.number, f"{body.kind}: {body.message}")
+            why = readable(f"{body.kind}: {body.message}")
+            coordinator.cannot_publish(rank.member, body.number, why, body.step, body.count)
             return Done()
         if isinstance(body, WaitForReplicas) and isinstance(rank, TrainerRank):
-            return ReplicaList(await coordinator.wait_for_replicas(rank.member, body.count, timeout, body.names))
+            return ReplicaList(await coordinator.wait_for_replicas(rank.member, body, timeout))
         raise ProtocolError(f"{rank.member} may not send {type(body).__name__} to the coordinator")
 
     return handle
-
-
-class _RemoteRank(Generic[R]):
-    """A rank at the other end of ``calls``. ``dismiss`` closes its connection with a reason."""
-
-    def __init__(self, rank: R, calls: Calls, dismiss: Callable[[str], None]) -> None:
-        self.rank: R = rank
-        """Self-description of the rank."""
-        self.dismiss = dismiss
-        self._calls = calls
-
-    def notify(self, text: str) -> None:
-        """Send ``text`` as a notice."""
-        self._calls.notify(text)
-
-    async def _ask(self, body: Body, kind: type[A], timeout: float) -> A:
-        """Send ``body``, whose answer is a ``kind``."""
-        answer = await self._calls.call(body, timeout)
-        if not isinstance(answer, kind):
-            raise ProtocolError(f"{self.rank.member} answered {type(body).__name__} with {type(answer).__name__}")
-        return answer
-
-    async def _place(self, body: Place, rows: int, timeout: float) -> npt.NDArray[np.uint64]:
-        placed = await self._ask(body, Placed, timeout)
-        return _digests(self.rank.member, placed.digests, rows, "rows")
-
-
-class RemoteTrainer(_RemoteRank[TrainerRank]):
-    """A trainer rank at the other end of a connection."""
-
-    async def place(self, number: int, timeout: float, epoch: int) -> npt.NDArray[np.uint64]:
-        """Let the rank place version ``number``. Returns the digest of each row of its layout, ``uint64[rows]``."""
-        return await self._place(Place(number, epoch), len(self.rank.layout), timeout)
-
-    async def place_window(self, body: PlaceWindow, timeout: float) -> WindowPlaced:
-        """Let the rank place a window. Returns what is in it, or the end of the stream."""
-        placed = await self._ask(body, WindowPlaced, timeout)
-        if len(placed.digests) != 8 * len(placed.parts) or not 0 <= placed.nbytes <= body.window_bytes:
-            raise ProtocolError(f"{self.rank.member} described a window of {placed.nbytes:,} bytes wrongly")
-        return placed
-
-
-class RemoteEngine(_RemoteRank[EngineRank]):
-    """An engine rank at the other end of a connection."""
-
-    _plan: PlanSlice | None = None
-
-    async def prepare(self, plan: PlanSlice, timeout: float) -> Prepared:
-        """Send the plan and wait until the rank is ready for it."""
-        prepared = self._checked(await self._ask(Prepare(plan), Prepared, timeout), len(plan.sources))
-        self._plan = plan
-        return prepared
-
-    async def place(self, number: int, timeout: float, epoch: int) -> npt.NDArray[np.uint64]:
-        """Let the rank serve version ``number`` to other replicas. Returns the digest of each row of its source's layout."""
-        if self.rank.source is None:
-            raise ProtocolError(f"{self.rank.member} does not serve its weights to other replicas")
-        return await self._place(Place(number, epoch), len(self.rank.source.layout), timeout)
-
-    async def check_sources(self, number: int, timeout: float) -> None:
-        """Check that version ``number`` can be read."""
-        await self._ask(CheckSources(number), Done, timeout)
-
-    async def pause(self, mode: PauseMode, timeout: float) -> None:
-        """Stop generation."""
-        await self._ask(Pause(mode), Done, timeout)
-
-    async def move(self, number: int, timeout: float) -> Moved:
-        """Move version ``number`` into place."""
-        rows = self._rows()
-        return self._whole(await self._ask(Move(number), Moved, timeout), rows)
-
-    async def open_stream(self, body: OpenStream, timeout: float) -> Prepared:
-        """Let the rank connect to the trainer's windows."""
-        return self._checked(await self._ask(body, Prepared, timeout), len(body.sources))
-
-    async def move_window(self, body: MoveWindow, timeout: float) -> npt.NDArray[np.uint64]:
-        """Move a window into place. Returns the digest of each of its parts, ``uint64[parts]``."""
-        moved = await self._ask(body, WindowMoved, timeout)
-        return _digests(self.rank.member, moved.digests, len(body.placed.parts), "tensors")
-
-    async def end_stream(self, body: EndStream, timeout: float) -> Moved:
-        """Let the rank load what is left. The answer holds the digest of each tensor of the stream."""
-        return await self._ask(body, Moved, timeout)
-
-    async def commit(self, version: Version, timeout: float) -> None:
-        """Finish loading, flush caches and set the version label."""
-        await self._ask(Commit(version), Done, timeout)
-
-    async def resume(self, timeout: float) -> None:
-        """Resume generation."""
-        await self._ask(Resume(), Done, timeout)
-
-    async def update(self, version: Version, mode: PauseMode, timeout: float) -> Updated:
-        """Pause, move, commit and resume in one exchange."""
-        rows = self._rows()
-        updated = await self._ask(Update(version, mode), Updated, timeout)
-        self._whole(updated.moved, rows)
-        return updated
-
-    async def quarantine(self, reason: str, timeout: float) -> None:
-        """Abort the running update and stay paused."""
-        await self._ask(Quarantine(reason), Done, timeout)
-
-    def _rows(self) -> int:
-        if self._plan is None:
-            raise ProtocolError(f"{self.rank.member} has no plan yet")
-        return self._plan.layout.rows
-
-    def _whole(self, moved: Moved, rows: int) -> Moved:
-        _digests(self.rank.member, moved.digests, rows, "rows")
-        return moved
-
-    def _checked(self, answer: Prepared, sources: int) -> Prepared:
-        if len(answer.transports) > sources:
-            raise ProtocolError(f"{self.rank.member} names {len(answer.transports)} transports for {sources} sources")
-        if not all(map(str.isprintable, (answer.digest, *answer.transports))):
-            raise ProtocolError(f"{self.rank.member} sent a plan digest or transport name that is not printable")
-        return answer
-
-
-def _digests(member: str, packed: bytes, count: int, of: str) -> npt.NDArray[np.uint64]:
-    if len(packed) != 8 * count:
-        raise ProtocolError(f"{member} sent {len(packed)} bytes of digests, expected 8 for each of {count} {of}")
-    return np.frombuffer(packed, "<u8").astype(np.uint64, copy=False)

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from weightsync.coordinator.rank_handle import RankHandle
-from weightsync.coordinator.ranks import EngineNode
+from weightsync.coordinator.ranks import EngineRank
 from weightsync.errors import MembershipError, PeerLost, WeightSyncError
 from weightsync.model import Manifest, Version
 
@@ -49,7 +49,7 @@ class Replica:
         """Whether it takes whatever tensors a stream brings."""
         self.world_size = world_size
         self.manifest = manifest
-        self.links: dict[int, RankHandle[EngineNode]] = {}
+        self.links: dict[int, RankHandle[EngineRank]] = {}
         self.state: State = "registered"
         self.version: Version | None = None
         self.since = time.time()
@@ -58,8 +58,8 @@ class Replica:
         """Why the last update failed; ``None`` after a success."""
         self.refusal: str | None = None
         """Why rounds leave the replica out (its tensors differ from the trainer's); ``None`` if they do not."""
-        self._vanished: set[int] = set()
-        """Ranks whose connection broke and that have not reconnected."""
+        self._vanished: dict[int, float] = {}
+        """Ranks whose connection broke and that have not reconnected, with the event loop's time of the loss."""
         self.phases: dict[str, float] = {}
         """Seconds by phase of the last round in which it took part."""
         self.received: dict[str, int] = {}
@@ -94,7 +94,7 @@ class Replica:
     def readable(self) -> bool:
         """Whether others may read its version from it: every rank serves it, to routers and to replicas; no reader refuted it."""
         serving = self.routable and self.refusal is None and not self.refuted_by
-        return serving and all(link.node.rank.source is not None for link in self.links.values())
+        return serving and all(link.rank.source is not None for link in self.links.values())
 
     @property
     def shown_state(self) -> str:
@@ -107,6 +107,11 @@ class Replica:
     def departed(self) -> bool:
         """Whether every rank was closed on purpose. Rounds do not miss such a replica."""
         return not self.links and not self._vanished
+
+    @property
+    def vanished_at(self) -> float | None:
+        """Time, on the event loop's clock, at which the first of its missing connections broke; ``None`` if none did."""
+        return min(self._vanished.values(), default=None)
 
     @property
     def missing(self) -> list[int]:
@@ -126,7 +131,7 @@ class Replica:
                 f"replica {self.name} is not complete: rank {self.missing_in_words} of {self.world_size} is missing"
             )
 
-    def members(self) -> dict[str, RankHandle[EngineNode]]:
+    def members(self) -> dict[str, RankHandle[EngineRank]]:
         """Handles of its ranks by member name, in rank order."""
         return {link.member: link for _, link in sorted(self.links.items())}
 
@@ -148,29 +153,29 @@ class Replica:
             self.become("registered", error=why)
         self.error = why
 
-    def attach(self, link: RankHandle[EngineNode]) -> None:
+    def attach(self, link: RankHandle[EngineRank]) -> None:
         """Add a rank that has joined.
 
         Raises:
             MembershipError: The rank is connected already, or its world size differs from the replica's.
             ManifestMismatch: The rank holds other tensors than the replica's other ranks.
         """
-        rank = link.node.rank
-        if rank.world_size != self.world_size:
+        rank, hello = link.rank, link.rank.hello
+        if hello.world_size != self.world_size:
             raise MembershipError(
-                f"{rank.member} reports {rank.world_size} ranks for replica {self.name}, but other ranks report {self.world_size}"
+                f"{rank.member} reports {hello.world_size} ranks for replica {self.name}, but other ranks report {self.world_size}"
             )
-        if rank.rank in self.links:
-            raise MembershipError(f"rank {rank.rank} of replica {self.name} is already connected from a live process")
+        if hello.rank in self.links:
+            raise MembershipError(f"rank {hello.rank} of replica {self.name} is already connected from a live process")
         if rank.manifest.fingerprint != self.manifest.fingerprint:
             self.manifest.check_same(rank.manifest, f"{rank.member}, unlike the other ranks of its replica,")
-        self.links[rank.rank] = link
-        self._vanished.discard(rank.rank)
+        self.links[hello.rank] = link
+        self._vanished.pop(hello.rank, None)
         self.was_complete |= self.complete
         if self.state == "lost":
             self.become("registered", error=self.error)
 
-    def detach(self, link: RankHandle[EngineNode], reason: str, clean: bool = False) -> None:
+    def detach(self, link: RankHandle[EngineRank], reason: str, clean: bool = False) -> None:
         """Remove a rank whose connection is gone. Its calls fail, and the replica is lost at once.
 
         Args:
@@ -179,14 +184,14 @@ class Replica:
             clean: Whether the rank closed it on purpose.
         """
         link.sever(reason)
-        if self.links.get(link.node.rank.rank) is link:
-            del self.links[link.node.rank.rank]
+        if self.links.get(link.rank.hello.rank) is link:
+            del self.links[link.rank.hello.rank]
             if not clean:
-                self._vanished.add(link.node.rank.rank)
+                self._vanished[link.rank.hello.rank] = asyncio.get_running_loop().time()
             if self.state != "lost":
                 self.become("lost", error=f"{link.member}: {reason}")
 
-    def begin(self, links: dict[str, RankHandle[EngineNode]]) -> None:
+    def begin(self, links: dict[str, RankHandle[EngineRank]]) -> None:
         """Start an update: from here on no rank counts as holding a version.
 
         Raises:
@@ -197,7 +202,7 @@ class Replica:
         for link in links.values():
             link.serving = None
 
-    def succeed(self, links: dict[str, RankHandle[EngineNode]], version: Version) -> None:
+    def succeed(self, links: dict[str, RankHandle[EngineRank]], version: Version) -> None:
         """End an update: every rank committed ``version`` and was resumed.
 
         A rank that has closed its connection on purpose since, as a receiver does at the end of its loop, had the version.
@@ -212,7 +217,7 @@ class Replica:
         for link in links.values():
             link.serving = version
 
-    def fail(self, links: dict[str, RankHandle[EngineNode]], error: str) -> None:
+    def fail(self, links: dict[str, RankHandle[EngineRank]], error: str) -> None:
         """End an update with ``error``: the replica becomes dirty, unless it was lost or reconnected in the meantime."""
         for link in links.values():
             link.prepared = None
@@ -221,6 +226,6 @@ class Replica:
         else:
             self.error = error
 
-    def _check_links(self, links: dict[str, RankHandle[EngineNode]]) -> None:
+    def _check_links(self, links: dict[str, RankHandle[EngineRank]]) -> None:
         if self.members() != links:
             raise PeerLost(f"a rank of replica {self.name} disconnected" + (f" ({self.error})" if self.error else ""))

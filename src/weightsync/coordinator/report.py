@@ -97,6 +97,7 @@ class Report:
         replica.received, replica.expected = {}, 0
         version = replica.version
         verified = {answer.verified for answer in self.moved.values()}
+        measured = sum(phases.values())  # more than that, no part of it can have taken
         result = ReplicaResult(
             name=replica.name,
             state=replica.state,
@@ -111,7 +112,7 @@ class Report:
             paused_seconds=self._paused_seconds,
             error=self._error,
             parts={
-                part: max(getattr(answer, f"{part}_seconds") for answer in self.moved.values())
+                part: min(max(0.0, *(getattr(answer, f"{part}_seconds") for answer in self.moved.values())), measured)
                 for part in ("receive", "load", "digest")
                 if self.moved
             },

@@ -16,104 +16,50 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import structs
 
 from weightsync import failpoints
-from weightsync.config import RoundSettings
-from weightsync.coordinator.events import RoundStarted, Watcher
+from weightsync.coordinator.agreement import prepare, settled
+from weightsync.coordinator.answers import check_digests, unpacked
+from weightsync.coordinator.events import RoundStarted
+from weightsync.coordinator.keyed_digests import KeyedDigests
 from weightsync.coordinator.negotiation import TransferPlan
-from weightsync.coordinator.planner import Planner
-from weightsync.coordinator.publications import Placement, Publications
+from weightsync.coordinator.publications import Placement
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, bounded, in_thread, on_all
-from weightsync.coordinator.ranks import EngineNode, PublishingRank, TrainerNode
+from weightsync.coordinator.ranks import EngineRank
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import Report, round_result
-from weightsync.coordinator.sources import Source, Sources, ranks_of
-from weightsync.errors import (
-    ConfigurationError,
-    PeerLost,
-    PlanMismatch,
-    ProtocolError,
-    StaleSource,
-    VerificationError,
-    WeightSyncError,
-)
+from weightsync.coordinator.round_context import Engines, Placing, RoundContext
+from weightsync.coordinator.sources import Source
+from weightsync.errors import ConfigurationError, PeerLost, StaleSource, VerificationError, WeightSyncError
 from weightsync.model import Version, fold
-from weightsync.protocol.messages import Moved, PlanSlice, Prepared, ReplicaResult, RoundResult
+from weightsync.protocol.messages import (
+    CheckSources,
+    Commit,
+    Done,
+    Move,
+    Moved,
+    Pause,
+    Place,
+    Placed,
+    Quarantine,
+    ReplicaResult,
+    Resume,
+    RoundResult,
+    Update,
+    Updated,
+)
 from weightsync.spans import span
 
-__all__ = [
-    "Placing",
-    "RoundContext",
-    "acknowledged",
-    "commit",
-    "conduct",
-    "out_of_service",
-    "pause",
-    "prepare",
-    "quarantine",
-    "resume",
-    "run_round",
-    "settled",
-]
-
-Trainers = Mapping[str, RankHandle[TrainerNode]]
-Engines = Mapping[str, RankHandle[EngineNode]]
-Placing = asyncio.Task[tuple[Placement, float]]
-"""A task that places the version. Its result holds the seconds that it took as well."""
+__all__ = ["conduct", "finish", "out_of_service", "pause", "quarantine", "run_round"]
 
 _log = logging.getLogger(__name__)
 _ROWS_AT_ONCE = 1 << 17  # comparing up to this many digests (1 ms at most) is faster than handing them to a thread
-
-
-@dataclass(frozen=True, eq=False)
-class RoundContext:
-    """Inputs of one round, filled in by the coordinator."""
-
-    round: int
-    number: int
-    """Version number to publish; for seeding, the number of the published version."""
-    epoch: int
-    """Epoch of ``number``."""
-    seeding: bool
-    """Whether to deliver the version that is already published instead of placing a new one."""
-    trainers: Trainers
-    replicas: Sequence[Replica]
-    publications: Publications
-    settings: RoundSettings
-    deadline: RoundDeadline
-    grace: float
-    """Seconds that a quarantine may take, even after ``deadline``. At most the settings' value."""
-    emit: Watcher
-    readable: Sequence[Replica] = ()
-    """For seeding, replicas that serve the version and from which others can read it."""
-    left_out: Sequence[ReplicaResult] = ()
-    """Results of replicas that cannot take part. The round's result lists and counts them."""
-    step: int | None = None
-    """The training framework's own count, for display."""
-    planner: Planner = field(default_factory=Planner)
-    serving: asyncio.Semaphore = field(init=False)
-    """One permit for each replica that may be out of service at a time."""
-    sources: Sources = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Create as many permits as the settings allow; without a limit, one for each replica. Find the sources."""
-        places = self.settings.max_unavailable or max(len(self.replicas), 1)
-        object.__setattr__(self, "serving", asyncio.Semaphore(places))
-        trainer = Source(ranks_of(self.trainers))
-        gone = self.seeding and self.publications.current(self.trainers) is None
-        object.__setattr__(self, "sources", Sources(None if gone else trainer, self.readable, self.settings.fan_out))
-
-    def absent(self) -> list[ReplicaResult]:
-        """Return the results of replicas that cannot take part, as they are at the end of the round."""
-        return [structs.replace(result, staleness=self.publications.behind(None)) for result in self.left_out]
 
 
 async def run_round(context: RoundContext) -> RoundResult:
@@ -186,7 +132,7 @@ async def _update_replica(context: RoundContext, report: Report, placing: Placin
             except WeightSyncError as error:
                 if isinstance(error, VerificationError):
                     refuted = _blame(replica, source.replica, refuted)
-                if final or context.deadline.passed:
+                if final or not context.deadline.left:
                     raise
                 failed = source
                 _log.warning("replica %s could not be updated from replica %s: %s", replica.name, source.name, error)
@@ -228,11 +174,14 @@ async def _update_from(context: RoundContext, report: Report, placing: Placing, 
     placement, _ = placing.result() if placing.done() else await bounded("placing", context.deadline, asyncio.shield(placing))
     failpoints.reached("round.placed")
     if context.seeding:  # do not pause a serving replica for a version that is gone
-        number = placement.version.number
-        await on_all("check", patience(), engines, lambda link, left: link.node.check_sources(number, left))
-    bring = _at_once if len(engines) == 1 else _step_by_step
+        await on_all("check", patience(), engines, CheckSources(placement.version.number), Done)
+    # What another replica serves is believed under a key only. Until the digests are there, this one serves on.
+    keyed = None if source.replica is None else await context.keyed.draw(placement.version, patience())
     async with _availability(context, report), out_of_service(context, report, engines) as serves:
-        await bring(context, report, engines, agreed, placement, patience())
+        if len(engines) == 1 and keyed is None:
+            await _at_once(context, report, engines, agreed, placement, patience())
+        else:
+            await _step_by_step(context, report, engines, agreed, placement, keyed, patience())
         serves(placement.version)
 
 
@@ -247,16 +196,18 @@ async def _placed_at(context: RoundContext, source: Source) -> npt.NDArray[np.ui
     try:
         if source.digests is None and not source.failed and source.serves and source.replica is not None and version is not None:
             limit, (epoch, number) = _half(context.deadline), version.order
-            rows = await on_all("place", limit, source.links, lambda link, left: link.node.place(number, left, epoch))
+            rows = _rows(await on_all("place", limit, source.links, Place(number, epoch), Placed))
             cover = await context.planner.cover(source.replica.manifest, source.ranks, limit, source.name)
             digests = await in_thread("adding up a replica's digests", limit, lambda: cover.total(rows))
             if fold(digests) != version.digest:
-                raise VerificationError(f"it does not hold the bytes of {version}")
+                raise VerificationError(f"replica {source.name} does not hold the bytes of version {version}")
             source.digests = digests
     except WeightSyncError as error:
-        if isinstance(error, VerificationError) and source.replica is not None:
-            source.replica.refuted_by.add(source.name)
-        _log.warning("other replicas cannot read from replica %s: %s", source.name, error)
+        if isinstance(error, VerificationError) and source.serves and source.replica is not None:
+            context.distrust(source.replica, str(error))
+            _log.error("replica %s is taken out of service: %s", source.name, error)
+        else:
+            _log.warning("other replicas cannot read from replica %s: %s", source.name, error)
     finally:
         source.placing.release()
     if source.digests is None or not source.serves:
@@ -301,7 +252,7 @@ async def place(context: RoundContext) -> tuple[Placement, float]:
         if context.sources.trainer is None and context.readable:
             return await _placement_of_replica(context), asyncio.get_running_loop().time() - started
         return context.publications.require(context.trainers), 0.0
-    ranks = {member: link.node.rank for member, link in context.trainers.items()}
+    ranks = {member: link.rank for member, link in context.trainers.items()}
     if not ranks:
         raise PeerLost("no trainer rank is connected any more: nothing can be published")
     manifest = next(iter(ranks.values())).manifest
@@ -309,22 +260,19 @@ async def place(context: RoundContext) -> tuple[Placement, float]:
         raise ConfigurationError("the trainer's tensors hold no bytes: nothing can be published")
     cover = await context.planner.cover(manifest, ranks, limit)
     context.publications.clear()
-    digests = await on_all(
-        "place", limit, context.trainers, lambda link, left: link.node.place(context.number, left, context.epoch)
-    )
-    for member, rows in digests.items():
-        if rows.dtype != np.uint64 or rows.shape != (len(ranks[member].layout),):
-            wanted = len(ranks[member].layout)
-            raise ProtocolError(
-                f"{member} sent digests of {rows.dtype}{list(rows.shape)}, not one uint64 for each of {wanted} rows"
-            )
+    asked = {member: Place(context.number, context.epoch, context.calls.get(member, 0)) for member in ranks}
+    digests = _rows(await on_all("place", limit, context.trainers, asked, Placed))
     with span("sum"):
         totals = await in_thread("adding up the trainer's digests", limit, lambda: cover.total(digests))
     version = Version(context.settings.run, context.number, manifest.fingerprint, fold(totals), context.epoch)
-    live = any(rank.live for rank in ranks.values())
-    placement = Placement(version, totals, {member: rank.session for member, rank in ranks.items()}, live)
+    live = any(rank.hello.live for rank in ranks.values())
+    placement = Placement(version, totals, {member: rank.hello.session for member, rank in ranks.items()}, live)
     context.publications.hold(placement)
     return placement, asyncio.get_running_loop().time() - started
+
+
+def _rows(placed: Mapping[str, Placed]) -> dict[str, npt.NDArray[np.uint64]]:
+    return {member: unpacked(answer.digests) for member, answer in placed.items()}
 
 
 async def _placement_of_replica(context: RoundContext) -> Placement:
@@ -352,53 +300,6 @@ async def agree(context: RoundContext, replica: Replica, engines: Engines, sourc
     replica.require_complete()
     await settled(replica, deadline)
     return await prepare(context.planner, source.ranks, replica, engines, deadline)
-
-
-async def prepare(
-    planner: Planner, sources: Mapping[str, PublishingRank], replica: Replica, engines: Engines, deadline: RoundDeadline
-) -> TransferPlan:
-    """Plan the transfer to ``engines``; ranks that are not ready for that plan connect, map memory and build copy tables.
-
-    Raises:
-        PlanMismatch: A rank acknowledged another plan than the one it was sent.
-    """
-    ranks = {member: link.node.rank for member, link in engines.items()}
-    with span("plan", replica.name):
-        agreed = await planner.agree(replica.name, sources, ranks, deadline)
-    slices, key = agreed.slices, agreed.key
-    digests = {member: piece.digest for member, piece in slices.items()}
-    await acknowledged(key, digests, engines, deadline, lambda link, left: link.node.prepare(slices[link.member], left))
-    return agreed
-
-
-async def acknowledged(
-    key: str,
-    digests: Mapping[str, str],
-    engines: Engines,
-    deadline: RoundDeadline,
-    prepare: Callable[[RankHandle[EngineNode], float], Coroutine[Any, Any, Prepared]],
-) -> None:
-    """Let the ranks ``prepare`` what ``key`` names, except those that have. Each acknowledges its one of ``digests``.
-
-    Raises:
-        PlanMismatch: A rank acknowledged another digest.
-    """
-    unprepared = {member: link for member, link in engines.items() if link.prepared != key}
-    for link in unprepared.values():
-        link.prepared = None  # even if this fails: a rank drops its plan before it prepares another
-    for member, answer in (await on_all("prepare", deadline, unprepared, prepare)).items():
-        if answer.digest != digests[member]:
-            raise PlanMismatch(
-                f"{member} acknowledged plan {answer.digest} instead of {digests[member]}: do both run the same weightsync?"
-            )
-        engines[member].prepared, engines[member].transports = key, answer.transports
-
-
-async def settled(replica: Replica, deadline: RoundDeadline) -> None:
-    """Wait for what runs outside any round: a quarantine, which would abort calls of this round, and a preparation."""
-    for task, what in ((replica.quarantining, "an earlier quarantine"), (replica.preparing, "preparing ahead of the round")):
-        if task is not None:
-            await asyncio.wait([task], timeout=deadline.remaining(what))
 
 
 class _Permit:
@@ -440,27 +341,30 @@ async def out_of_service(context: RoundContext, report: Report, engines: Engines
 
 
 async def _step_by_step(
-    context: RoundContext, report: Report, engines: Engines, agreed: TransferPlan, placement: Placement, limit: RoundDeadline
+    context: RoundContext,
+    report: Report,
+    engines: Engines,
+    agreed: TransferPlan,
+    placement: Placement,
+    keyed: KeyedDigests | None,
+    limit: RoundDeadline,
 ) -> None:
     """Run each step in all ranks before the next step in any rank.
 
-    So no rank moves weights while another generates, and none resumes before all have committed.
+    So no rank moves weights while another generates, and none resumes before all have committed. With ``keyed``, all digests are
+    taken under its key.
     """
-    version = placement.version
-    with report.phase("pause"):
-        await pause(engines, context, limit)
-    failpoints.reached("round.paused")
+    version, key, expected = placement.version, b"", placement.digests
+    if keyed is not None:
+        key, expected = keyed.key, keyed.digests
+    await pause(context, report, engines, limit)
     with report.phase("move"):
-        moved = report.moved = await move(engines, version.number, agreed, limit)
+        moved = report.moved = await move(engines, version.number, agreed, limit, key)
     failpoints.reached("round.moved")
     with report.phase("verify"):
-        await verify(agreed, moved, placement, limit)
+        await verify(agreed, moved, expected, limit)
     failpoints.reached("round.verified")
-    with report.phase("commit"):
-        await commit(engines, version, limit)
-        failpoints.reached("round.committed")
-        await resume(engines, limit)
-    failpoints.reached("round.resumed")
+    await finish(report, engines, version, limit)
 
 
 async def _at_once(
@@ -471,16 +375,15 @@ async def _at_once(
     The coordinator checks the reported digests again, tensor by tensor, so that it can name tensors that differ and need not trust
     the rank.
     """
-    version, mode = placement.version, context.settings.pause_mode
     report.enter("pause")  # routers must know before the engine pauses
     failpoints.reached("round.paused")
     with report.phase("move"):
-        updated = await on_all("update", limit, engines, lambda link, left: link.node.update(version, mode, left))
+        updated = await on_all("update", limit, engines, Update(placement.version, context.pause_mode), Updated)
     failpoints.reached("round.moved")
     [(member, answer)] = updated.items()
     report.moved = _whole(agreed, {member: answer.moved})
     with report.phase("verify"):
-        await verify(agreed, report.moved, placement, limit)
+        await verify(agreed, report.moved, placement.digests, limit)
     failpoints.reached("round.verified")
     if not answer.committed:
         raise VerificationError(f"{member} reported that it installed the weights but did not commit them")
@@ -488,47 +391,45 @@ async def _at_once(
     report.moved_with({"pause": answer.pause_seconds, "commit": answer.commit_seconds})
 
 
-async def pause(engines: Engines, context: RoundContext, deadline: RoundDeadline | None = None) -> None:
-    """Stop generation in every rank, by default within the deadline of the round."""
-    await on_all(
-        "pause", deadline or context.deadline, engines, lambda link, left: link.node.pause(context.settings.pause_mode, left)
-    )
+async def pause(context: RoundContext, report: Report, engines: Engines, deadline: RoundDeadline) -> None:
+    """Stop generation in every rank."""
+    with report.phase("pause"):
+        await on_all("pause", deadline, engines, Pause(context.pause_mode), Done)
+    failpoints.reached("round.paused")
 
 
-async def move(engines: Engines, number: int, agreed: TransferPlan, deadline: RoundDeadline) -> dict[str, Moved]:
-    """Let every rank fetch its bytes and read back what it installed.
+async def move(engines: Engines, number: int, agreed: TransferPlan, deadline: RoundDeadline, key: bytes = b"") -> dict[str, Moved]:
+    """Let every rank fetch its bytes and read back what it installed, with digests under ``key`` if it is not empty.
 
     Raises:
         VerificationError: A rank moved fewer or more bytes than planned.
         ProtocolError: A rank sent digests of the wrong size.
     """
-    return _whole(agreed, await on_all("move", deadline, engines, lambda link, left: link.node.move(number, left)))
+    return _whole(agreed, await on_all("move", deadline, engines, Move(number, key), Moved))
 
 
 def _whole(agreed: TransferPlan, moved: dict[str, Moved]) -> dict[str, Moved]:
     for member, answer in moved.items():
-        wanted: PlanSlice = agreed.slices[member]
+        wanted = agreed.slices[member]
         if answer.nbytes != wanted.nbytes:
             raise VerificationError(f"{member} moved {answer.nbytes:,} bytes instead of the planned {wanted.nbytes:,}")
-        if len(answer.digests) != 8 * wanted.layout.rows:
-            rows = wanted.layout.rows
-            raise ProtocolError(f"{member} sent {len(answer.digests)} bytes of digests, expected 8 for each of {rows} rows")
+        check_digests(member, answer.digests, wanted.layout.rows, "rows")
     return moved
 
 
-async def verify(agreed: TransferPlan, moved: Mapping[str, Moved], placement: Placement, deadline: RoundDeadline) -> None:
-    """Check that the installed digests add up to the published ones.
+async def verify(
+    agreed: TransferPlan, moved: Mapping[str, Moved], expected: npt.NDArray[np.uint64], deadline: RoundDeadline
+) -> None:
+    """Check that the installed digests add up to the ``expected`` ones of the published version, ``uint64[tensors]``.
 
     Raises:
         VerificationError: They do not. The message names the tensors.
     """
-    digests: dict[str, npt.NDArray[np.uint64]] = {
-        member: np.frombuffer(answer.digests, "<u8").astype(np.uint64, copy=False) for member, answer in moved.items()
-    }
+    digests = {member: unpacked(answer.digests) for member, answer in moved.items()}
 
     def check() -> None:
         for members, cover in agreed.coverages:
-            cover.check({member: digests[member] for member in members}, placement.digests)
+            cover.check({member: digests[member] for member in members}, expected)
 
     if sum(map(len, digests.values())) > _ROWS_AT_ONCE:
         await in_thread("verifying", deadline, check)
@@ -536,14 +437,23 @@ async def verify(agreed: TransferPlan, moved: Mapping[str, Moved], placement: Pl
         check()
 
 
+async def finish(report: Report, engines: Engines, version: Version, deadline: RoundDeadline) -> None:
+    """Commit ``version`` in every rank, then resume every rank."""
+    with report.phase("commit"):
+        await commit(engines, version, deadline)
+        failpoints.reached("round.committed")
+        await resume(engines, deadline)
+    failpoints.reached("round.resumed")
+
+
 async def commit(engines: Engines, version: Version, deadline: RoundDeadline) -> None:
     """Let every rank finish loading, flush its caches and take the version label."""
-    await on_all("commit", deadline, engines, lambda link, left: link.node.commit(version, left))
+    await on_all("commit", deadline, engines, Commit(version), Done)
 
 
 async def resume(engines: Engines, deadline: RoundDeadline) -> None:
     """Resume generation in every rank."""
-    await on_all("resume", deadline, engines, lambda link, left: link.node.resume(left))
+    await on_all("resume", deadline, engines, Resume(), Done)
 
 
 async def quarantine(engines: Engines, reason: str, grace: float) -> None:
@@ -552,11 +462,9 @@ async def quarantine(engines: Engines, reason: str, grace: float) -> None:
     A rank that does not answer is only logged: it was not resumed either, and its replica receives no requests.
     """
 
-    async def one(link: RankHandle[EngineNode]) -> None:
+    async def one(link: RankHandle[EngineRank]) -> None:
         try:
-            await on_all(
-                "quarantine", RoundDeadline(grace), {link.member: link}, lambda link, left: link.node.quarantine(reason, left)
-            )
+            await on_all("quarantine", RoundDeadline(grace), {link.member: link}, Quarantine(reason), Done)
         except WeightSyncError as error:
             _log.warning("could not quarantine %s: %s", link.member, error)
 

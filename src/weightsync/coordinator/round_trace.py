@@ -18,7 +18,7 @@ from typing import Literal
 from msgspec import structs
 
 from weightsync.coordinator.ranks import PublishingRank
-from weightsync.coordinator.round import RoundContext
+from weightsync.coordinator.round_context import RoundContext
 from weightsync.model import RoundTrace, SlowestSpan, Track
 from weightsync.spans import PHASES, Span, SpanRecorder
 
@@ -76,10 +76,10 @@ class RoundTracer:
         self.round = context.round
         self._run, self._number, self._epoch, self._seeding = run, context.number, context.epoch, context.seeding
         self._trainers = frozenset(context.trainers)
-        ranks: list[PublishingRank | None] = [link.node.rank for link in context.trainers.values()]
+        ranks: list[PublishingRank | None] = [link.rank for link in context.trainers.values()]
         for replica in (*context.replicas, *context.readable):
-            ranks += [link.node.rank.source for link in replica.links.values()]
-        self._schemes = {offer.scheme for rank in ranks if rank is not None for offer in rank.offers}
+            ranks += [link.rank.source for link in replica.links.values()]
+        self._schemes = {offer.scheme for rank in ranks if rank is not None for offer in rank.hello.offers}
         self._started, self._wall = asyncio.get_running_loop().time(), time.time()
         self._ranks: dict[str, _Rank] = {}
         self._seconds = 0.0

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.publications import Publications
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, bounded
-from weightsync.coordinator.ranks import PublishingRank, TrainerNode
+from weightsync.coordinator.ranks import PublishingRank, TrainerRank
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import Report
 from weightsync.errors import StaleSource
@@ -54,15 +54,15 @@ class Source:
 
     def distance(self, reader: Replica) -> int:
         """0 if they share memory, 1 if they are on one machine, else 2."""
-        mine = [rank.host for rank in self.ranks.values()]
-        theirs = [link.node.rank.host for link in reader.links.values()]
+        mine = [rank.hello.host for rank in self.ranks.values()]
+        theirs = [link.rank.hello.host for link in reader.links.values()]
         if {host.memory for host in mine} & {host.memory for host in theirs}:
             return 0
         return 1 if {host.name for host in mine} & {host.name for host in theirs} else _ELSEWHERE
 
 
 @dataclass(eq=False)
-class _Reader:
+class _ReadingReplica:
     """A replica that needs a source, another than the one that failed it, and the source that it is assigned."""
 
     replica: Replica
@@ -87,20 +87,20 @@ class Sources:
         self.trainer = trainer
         self._fan_out = fan_out
         self._replicas: dict[str, Source] = {}
-        self._waiting: list[_Reader] = []
+        self._waiting: list[_ReadingReplica] = []
         for replica in replicas:
             self.add(replica)
 
     def add(self, replica: Replica) -> None:
         """Let others read from ``replica`` if it serves its weights. Waiting replicas may get it at once."""
         if replica.readable:
-            ranks = {link.member: link.node.rank.source for link in replica.links.values()}
+            ranks = {link.member: link.rank.source for link in replica.links.values()}
             self._replicas[replica.name] = Source({name: rank for name, rank in ranks.items() if rank is not None}, replica)
         self._assign()
 
     def nearest(self, reader: Replica) -> list[Source]:
         """Replicas that can be read now, the one first that ``reader`` is assigned to if all are free."""
-        return sorted(self._readable(_Reader(reader)), key=lambda source: _preference(source, reader))
+        return sorted(self._readable(_ReadingReplica(reader)), key=lambda source: _preference(source, reader))
 
     @asynccontextmanager
     async def lease(self, report: Report, deadline: RoundDeadline, failed: Source | None = None) -> AsyncIterator[Source]:
@@ -112,7 +112,7 @@ class Sources:
             StaleSource: There is no source any more.
             DeadlineExceeded: ``deadline`` passed.
         """
-        reader = _Reader(report.replica, failed)
+        reader = _ReadingReplica(report.replica, failed)
         source = self._choose(reader)
         if source is None:
             with report.phase("wait"):
@@ -137,13 +137,13 @@ class Sources:
 
     def alternative(self, source: Source, replica: Replica) -> bool:
         """Whether ``replica`` could read from another source if ``source``, a replica, fails it."""
-        return source is not self.trainer and (self.trainer is not None or bool(self._readable(_Reader(replica, source))))
+        return source is not self.trainer and (self.trainer is not None or bool(self._readable(_ReadingReplica(replica, source))))
 
-    def _readable(self, reader: _Reader) -> list[Source]:
+    def _readable(self, reader: _ReadingReplica) -> list[Source]:
         others = (source for source in self._replicas.values() if source.replica is not reader.replica)
         return [source for source in others if source.serves and not source.failed and source is not reader.failed]
 
-    def _choose(self, reader: _Reader) -> Source | None:
+    def _choose(self, reader: _ReadingReplica) -> Source | None:
         """The source for ``reader``; ``None`` if it must wait. Raises StaleSource if that would be in vain."""
         sources, trainer = self._readable(reader), self.trainer
         if trainer is not None and reader.failed is not None:
@@ -157,7 +157,7 @@ class Sources:
         free = [source for source in sources if self._fan_out is None or source.readers - source.overdue < self._fan_out]
         return min(free, key=lambda source: _preference(source, reader.replica), default=None)
 
-    async def _wait(self, reader: _Reader, deadline: RoundDeadline) -> Source:
+    async def _wait(self, reader: _ReadingReplica, deadline: RoundDeadline) -> Source:
         assigned = reader.assigned = asyncio.get_running_loop().create_future()
         self._waiting.append(reader)
         try:
@@ -189,29 +189,25 @@ class Sources:
                 reader.assigned.set_result(source)
 
 
-def ranks_of(trainers: Mapping[str, RankHandle[TrainerNode]]) -> dict[str, PublishingRank]:
+def ranks_of(trainers: Mapping[str, RankHandle[TrainerRank]]) -> dict[str, PublishingRank]:
     """The trainer's ranks, by member."""
-    return {member: link.node.rank for member, link in trainers.items()}
+    return {member: link.rank for member, link in trainers.items()}
 
 
 def serving_weights(members: Membership, publications: Publications, readers: Collection[Replica] = ()) -> list[Replica]:
-    """Replicas that serve the last published version, and from which others, the ``readers``, may read it.
+    """Replicas that serve the last version, and from which others, the ``readers``, may read it.
 
-    There are none while the trainer publishes streams: a round from a stream has no plan, and readers are not prepared for another.
+    Only a trainer rank brings a version into the run: there are none if no trainer rank has published or reported the last one to
+    this coordinator, whatever replicas claim to serve. There are none while the trainer publishes streams either: a round from a
+    stream has no plan, and readers are not prepared for another.
     """
-    order = (publications.epoch, publications.last)
-    published = publications.published.get(order)
-    if published is None and publications.published:
-        return []  # only ranks of replicas report it, and what was published is known
+    published = publications.published.get((publications.epoch, publications.last))
+    if published is None or members.streams:
+        return []
     return [
         replica
         for replica in members.replicas.values()
-        if not members.streams
-        and replica.readable
-        and replica not in readers
-        and replica.version is not None
-        and replica.version.order == order
-        and published in (None, replica.version)
+        if replica.readable and replica not in readers and replica.version == published
     ]
 
 

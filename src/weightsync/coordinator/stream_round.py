@@ -16,52 +16,38 @@ pauses at once: it serves nothing itself, and a failure must reach it too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from weightsync import failpoints
-from weightsync.coordinator.negotiation import TransferPlan, key_of
+from weightsync.coordinator.agreement import open_stream, settled, window_bytes_of
+from weightsync.coordinator.answers import check_digests, unpacked
 from weightsync.coordinator.publications import Placement
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, bounded, on_all
-from weightsync.coordinator.ranks import EngineNode, TrainerNode
+from weightsync.coordinator.ranks import TrainerRank
 from weightsync.coordinator.report import Report
-from weightsync.coordinator.round import (
-    Placing,
-    RoundContext,
-    acknowledged,
-    commit,
-    conduct,
-    out_of_service,
-    pause,
-    resume,
-    settled,
-)
+from weightsync.coordinator.round import conduct, finish, out_of_service, pause
+from weightsync.coordinator.round_context import Engines, Placing, RoundContext
 from weightsync.errors import ConfigurationError, PeerLost, ProtocolError, VerificationError, WeightSyncError
 from weightsync.model import Version, fold
+from weightsync.model.sample import is_sampled
 from weightsync.model.window import KnownWindows, Measured, StreamedTensors
 from weightsync.protocol.messages import (
     EndStream,
     Moved,
     MoveWindow,
-    OpenStream,
     PlaceWindow,
     RoundResult,
-    SourceAddress,
+    WindowMoved,
     WindowPlaced,
 )
 
-__all__ = ["open_stream", "run_stream_round"]
+__all__ = ["run_stream_round"]
 
-Trainers = Mapping[str, RankHandle[TrainerNode]]
-Engines = Mapping[str, RankHandle[EngineNode]]
-
-_LEAST_WINDOW = 4096  # whatever buckets an engine asks for
+_MOST_PARTS = 1 << 19  # of a stream: the coordinator keeps each until the end, in half a kilobyte
 _DIFFERENT = "the trainer's ranks did not iterate over the same tensors: every rank's iterator yields all of them, in one order"
-_REASON = "the trainer publishes a stream"
 
 
 class WindowFlow:
@@ -71,6 +57,7 @@ class WindowFlow:
         self.placed: list[WindowPlaced] = []
         """Windows in order. Their number in the stream is their index."""
         self.tensors = StreamedTensors()
+        self._parts = 0
         self._known = known
         self._early: dict[int, WindowPlaced] = {}
         self._needed = dict.fromkeys(replicas, -1)  # before a replica is ready for window 0
@@ -93,11 +80,14 @@ class WindowFlow:
         """Window ``number`` is there; windows of different ranks may come out of order.
 
         Raises:
-            ConfigurationError: Another rank's stream has ended before it.
+            ConfigurationError: Another rank's stream has ended before it, or the stream is too long.
             ManifestMismatch: A tensor came twice.
         """
         if self._beyond(number):
             raise ConfigurationError(_DIFFERENT)
+        self._parts += len(window.parts)
+        if self._parts > _MOST_PARTS:
+            raise ConfigurationError(f"the stream has more than {_MOST_PARTS:,} tensors and parts of tensors: put some together")
         self._early[number] = window
         while (following := self._early.pop(len(self.placed), None)) is not None:
             parts = self._known.get(len(self.placed), following.parts, following.nbytes)
@@ -176,15 +166,13 @@ async def run_stream_round(context: RoundContext) -> RoundResult:
             f"a stream passes once, so all {len(names)} replicas take it together, and at most {limit} may be out of service: "
             "raise or remove max_unavailable"
         )
-    offers = [offer for link in context.trainers.values() for offer in link.node.rank.offers]
+    offers = [offer for link in context.trainers.values() for offer in link.rank.hello.offers]
     flow = WindowFlow(names, context.publications.windows, in_step=any(offer.traits.shared_fate for offer in offers))
-    return await conduct(context, partial(_place, flow), partial(_update_replica, flow))
-
-
-def _window_bytes(trainers: Trainers, engines: Mapping[str, RankHandle[EngineNode]]) -> int:
-    """Most bytes of a window: what every trainer rank and every engine rank allows."""
-    largest = min(link.node.rank.window_bytes for link in trainers.values())
-    return min([largest, *(max(_LEAST_WINDOW, link.node.rank.bucket_bytes) for link in engines.values())])
+    try:
+        return await conduct(context, partial(_place, flow), partial(_update_replica, flow))
+    except BaseException:
+        context.publications.windows.end(0)  # those of a stream that failed are not kept for the next one
+        raise
 
 
 # The trainer's side.
@@ -196,7 +184,7 @@ async def _place(flow: WindowFlow, context: RoundContext) -> tuple[Placement, fl
     if not context.trainers:
         raise PeerLost("no trainer rank is connected any more: nothing can be published")
     engines = {member: link for replica in context.replicas for member, link in replica.members().items()}
-    window_bytes = _window_bytes(context.trainers, engines)
+    window_bytes = window_bytes_of(context.trainers, engines)
     context.publications.clear()
     try:
         async with asyncio.TaskGroup() as group:
@@ -215,8 +203,9 @@ async def _place(flow: WindowFlow, context: RoundContext) -> tuple[Placement, fl
     manifest, totals = flow.tensors.end()
     if windows != len(flow.placed) or fingerprint != manifest.fingerprint or not manifest.nbytes:
         raise ProtocolError(f"the trainer's ranks announced {windows} windows and placed {len(flow.placed)}, or other tensors")
+    _check_sample(context, flow, {member: task.result().sample for member, task in zip(context.trainers, ranks, strict=True)})
     version = Version(context.settings.run, context.number, manifest.fingerprint, fold(totals), context.epoch)
-    sessions = {member: link.node.rank.session for member, link in context.trainers.items()}
+    sessions = {member: link.rank.hello.session for member, link in context.trainers.items()}
     placement = Placement(version, totals, sessions, live=True)
     context.publications.hold(placement)
     flow.end()
@@ -225,21 +214,40 @@ async def _place(flow: WindowFlow, context: RoundContext) -> tuple[Placement, fl
     return placement, asyncio.get_running_loop().time() - started
 
 
+def _check_sample(context: RoundContext, flow: WindowFlow, samples: Mapping[str, bytes]) -> None:
+    """Compare samples of what the ranks hold: each window comes from one rank, so the version of ranks that differ is a mixture.
+
+    Raises:
+        VerificationError: Two ranks differ. The message names them and a tensor.
+        ProtocolError: A rank sampled other tensors.
+    """
+    first, *others = samples
+    names = list(dict.fromkeys(part.name for window in flow.placed for part in window.parts)) if others else []
+    sampled = [name for index, name in enumerate(names) if is_sampled(index, context.number)]
+    for member, sample in samples.items():
+        if len(sample) != 8 * len(sampled):
+            raise ProtocolError(f"{member} sent {len(sample)} bytes of digests of {len(sampled)} sampled tensors")
+    digests = {member: np.frombuffer(sample, "<u8") for member, sample in samples.items()}
+    for member in others:
+        wrong = np.flatnonzero(digests[member] != digests[first])
+        if len(wrong):
+            raise VerificationError(
+                f"{first} and {member} stream different values of {sampled[int(wrong[0])]} ({len(wrong)} of {len(sampled)} "
+                "compared tensors differ), so the version would be a mixture: the weights of these trainer ranks have drifted apart"
+            )
+
+
 async def _place_rank(
-    context: RoundContext, flow: WindowFlow, link: RankHandle[TrainerNode], first: int, window_bytes: int
+    context: RoundContext, flow: WindowFlow, link: RankHandle[TrainerRank], first: int, window_bytes: int
 ) -> WindowPlaced:
     """Let one rank place its windows. Returns the end of its stream."""
     number, world_size, limit = first, len(context.trainers), context.deadline
     stamp: int | None = None
     while True:
-        await flow.room(number, link.node.rank.windows * world_size, limit)
-        body = PlaceWindow(context.number, context.epoch, number, flow.released, window_bytes)
-
-        def place(link: RankHandle[TrainerNode], left: float, body: PlaceWindow = body) -> Coroutine[Any, Any, WindowPlaced]:
-            return link.node.place_window(body, left)
-
-        answers = await on_all("place", limit, {link.member: link}, place)
-        placed = answers[link.member]
+        await flow.room(number, link.rank.hello.windows * world_size, limit)
+        call = context.calls.get(link.member, 0)
+        body = PlaceWindow(context.number, context.epoch, number, flow.released, window_bytes, call)
+        [placed] = (await on_all("place", limit, {link.member: link}, body, WindowPlaced)).values()
         if stamp not in (None, placed.stamp):
             raise ProtocolError(f"{link.member} placed windows of two streams: the first one was interrupted there")
         stamp = placed.stamp
@@ -267,9 +275,7 @@ async def _update_replica(flow: WindowFlow, context: RoundContext, report: Repor
             try:
                 if replica.takes_any:
                     await _agree(context, flow, report, engines)
-                with report.phase("pause"):
-                    await pause(engines, context, _patience(context, flow))
-                failpoints.reached("round.paused")
+                await pause(context, report, engines, _patience(context, flow))
                 with report.phase("move"):
                     placement = await _move(context, flow, report, engines, placing)
                 failpoints.reached("round.moved")
@@ -283,11 +289,7 @@ async def _update_replica(flow: WindowFlow, context: RoundContext, report: Repor
             with report.phase("verify"):
                 _verify(report.moved, placement)
             failpoints.reached("round.verified")
-            with report.phase("commit"):
-                await commit(engines, placement.version, context.deadline)
-                failpoints.reached("round.committed")
-                await resume(engines, context.deadline)
-            failpoints.reached("round.resumed")
+            await finish(report, engines, placement.version, context.deadline)
             serves(placement.version)
     finally:
         flow.leave(replica.name)
@@ -306,21 +308,6 @@ async def _agree(context: RoundContext, flow: WindowFlow, report: Report, engine
     failpoints.reached("round.agreed")
 
 
-async def open_stream(trainers: Trainers, engines: Engines, deadline: RoundDeadline) -> TransferPlan:
-    """Let engine ranks connect to the trainer's windows while they serve; those that have done so already are not asked.
-
-    Raises:
-        PlanMismatch: A rank acknowledged other sources than those it was sent.
-    """
-    sources = {member: link.node.rank for member, link in trainers.items()}
-    ranks = {member: link.node.rank for member, link in engines.items()}
-    key = key_of(sources, ranks)
-    addresses = tuple(SourceAddress(member, rank.layout.digest, rank.offers, rank.key) for member, rank in sources.items())
-    body = OpenStream(key, addresses, _window_bytes(trainers, engines))
-    await acknowledged(key, dict.fromkeys(engines, key), engines, deadline, lambda link, left: link.node.open_stream(body, left))
-    return TransferPlan(key, "streamed", _REASON, {}, (), (*sources.values(), *ranks.values()))
-
-
 async def _move(context: RoundContext, flow: WindowFlow, report: Report, engines: Engines, placing: Placing) -> Placement:
     """Bring every window to every rank, in order, and compare the digests of each at once."""
     number, world_size = 0, len(context.trainers)
@@ -328,19 +315,12 @@ async def _move(context: RoundContext, flow: WindowFlow, report: Report, engines
     while (window := await flow.get(number, context.deadline)) is not None:
         await flow.turn(number, context.deadline)
         body = MoveWindow(number, number % world_size, window)
-        published = np.frombuffer(window.digests, "<u8")
-
-        def move(link: RankHandle[EngineNode], left: float, body: MoveWindow = body) -> Coroutine[Any, Any, npt.NDArray[np.uint64]]:
-            return link.node.move_window(body, left)
-
-        arrived = await on_all("move", _patience(context, flow), engines, move)
-        for member, digests in arrived.items():
-            _compare(member, window, digests, published)
+        for member, arrived in (await on_all("move", _patience(context, flow), engines, body, WindowMoved)).items():
+            _compare(member, window, arrived)
         number += 1
         flow.took(report.replica.name, number)
     placement, _ = await bounded("ending the stream", context.deadline, asyncio.shield(placing))
-    end = EndStream(placement.version.manifest)
-    moved = await on_all("move", context.deadline, engines, lambda link, left: link.node.end_stream(end, left))
+    moved = await on_all("move", context.deadline, engines, EndStream(placement.version.manifest), Moved)
     for member, answer in moved.items():
         if answer.nbytes != flow.tensors.nbytes:
             raise ProtocolError(f"{member} moved {answer.nbytes:,} bytes instead of the {flow.tensors.nbytes:,} of the stream")
@@ -348,23 +328,18 @@ async def _move(context: RoundContext, flow: WindowFlow, report: Report, engines
     return placement
 
 
-def _compare(member: str, window: WindowPlaced, digests: npt.NDArray[np.uint64], published: npt.NDArray[np.uint64]) -> None:
-    if digests.shape != published.shape:
-        raise ProtocolError(f"{member} sent {len(digests)} digests of a window of {len(published)} tensors")
-    wrong = np.flatnonzero(digests != published)
+def _compare(member: str, window: WindowPlaced, arrived: WindowMoved) -> None:
+    wrong = np.flatnonzero(unpacked(arrived.digests) != unpacked(window.digests))
     if len(wrong):
         raise VerificationError(
-            f"{len(wrong)} of {len(published)} tensors of a window arrived at {member} with other bytes than were published: "
+            f"{len(wrong)} of {len(window.parts)} tensors of a window arrived at {member} with other bytes than were published: "
             f"{window.parts[int(wrong[0])].name}"
         )
 
 
 def _verify(moved: Mapping[str, Moved], placement: Placement) -> None:
     for member, answer in moved.items():
-        if len(answer.digests) != placement.digests.nbytes:
-            raise ProtocolError(
-                f"{member} sent {len(answer.digests)} bytes of digests, expected 8 for each of {len(placement.digests)}"
-            )
-        wrong = np.flatnonzero(np.frombuffer(answer.digests, "<u8") != placement.digests)
+        check_digests(member, answer.digests, len(placement.digests), "tensors")
+        wrong = np.flatnonzero(unpacked(answer.digests) != placement.digests)
         if len(wrong):
             raise VerificationError(f"{len(wrong)} of {len(placement.digests)} tensors of {member} differ from the published ones")

@@ -49,8 +49,17 @@ class EngineAdapter:
     this and for the other flags: ``self.sleeps = inner.sleeps``.
     """
 
+    follows = False
+    """``shards()`` returns the same list again if, and only if, nothing has moved: then a round need not look at its memory again.
+
+    Worth stating for ten thousands of shards. A class that defines ``shards`` must state it again.
+    """
+
     can_load = False
     """Whether there is a ``load``, and so streamed delivery. A class that defines ``load`` can, unless it says otherwise."""
+
+    replica_ranks = 1
+    """The ranks of the replica that this adapter is one of. :class:`~weightsync.Engine` sets it."""
 
     takes_any = False
     """Whether this is no model but takes whatever tensors a stream brings: then ``manifest`` is empty."""
@@ -59,6 +68,7 @@ class EngineAdapter:
         super().__init_subclass__(**kwargs)
         cls.pauses_twice = _declared(cls, "pauses_twice", "pause", default=False)
         cls.sleeps = _declared(cls, "sleeps", "wake_weights", default=True)
+        cls.follows = _declared(cls, "follows", "shards", default=False)
         cls.can_load = _declared(cls, "can_load", "load", default=True)
 
     def manifest(self) -> Manifest:
@@ -66,7 +76,11 @@ class EngineAdapter:
         raise NotImplementedError(f"{type(self).__name__} must say which checkpoint tensors it takes: define manifest()")
 
     def shards(self) -> Sequence[Shard] | None:
-        """Where this rank's parameters live, if they are plain copies of checkpoint elements; ``None``: stream to ``load``."""
+        """Where this rank's parameters live, if they are plain copies of checkpoint elements; ``None``: stream to ``load``.
+
+        Called at any time, also while the engine generates: look, and change nothing. Called again in the pause, before the first
+        byte is written, because parameters may have moved while the pause waited for a generation step.
+        """
         return None
 
     def device(self) -> torch.device | None:

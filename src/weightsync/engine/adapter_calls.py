@@ -1,4 +1,4 @@
-"""The calls of an engine rank's adapters: one at a time, always known which, and known who drove the engine last."""
+"""Serializes calls into an engine rank's adapters, and records the current call and the last driver."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Driven:
-    """What all who drive one adapter must agree about. It lies on the adapter, so that they need not know each other."""
+    """Lock and pause state that all drivers of one adapter share. It is stored on the adapter."""
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
@@ -31,7 +31,7 @@ class _Driven:
         self.running: tuple[str, float] | None = None
         self.driver: weakref.ref[AdapterCalls] | None = None
         self.later: list[Callable[[], None]] = []
-        """What is to be done when the turn ends, whoever has it."""
+        """Called when the current turn ends."""
 
 
 class _Turn:
@@ -125,10 +125,10 @@ class AdapterCalls:
                 return
 
     @contextmanager
-    def _call(self, adapter: EngineAdapter, driven: _Driven, method: str) -> Iterator[None]:
+    def _call(self, adapter: EngineAdapter, driven: _Driven, method: str, phase: str = "") -> Iterator[None]:
         driven.running = f"{self._member} is inside {type(adapter).__name__}.{method}()", time.monotonic()
         try:
-            with span(method):
+            with span(phase or method):
                 yield
         finally:
             driven.running = None
@@ -156,11 +156,11 @@ class AdapterCalls:
         """See :meth:`EngineAdapter.device`; of the first adapter."""
         return self._driven[0][0].device()
 
-    def shards(self) -> Sequence[Shard] | None:
-        """See :meth:`EngineAdapter.shards`; of all adapters, if all have shards."""
+    def shards(self, phase: str = "") -> Sequence[Shard] | None:
+        """See :meth:`EngineAdapter.shards`; of all adapters, if all have shards. ``phase`` names the call in traces."""
         every: list[Sequence[Shard]] = []
         for adapter, driven in self._driven:
-            with self._call(adapter, driven, "shards"):
+            with self._call(adapter, driven, "shards", phase):
                 shards = adapter.shards()
             if shards is None:
                 return None

@@ -12,8 +12,8 @@ from weightsync.deadline import Deadline
 from weightsync.errors import LayoutError
 from weightsync.model import Box, Layout, Manifest
 from weightsync.tensors.device_memory import DeviceDigest, device_of
-from weightsync.tensors.digest import digest_rows
-from weightsync.tensors.memory import layout_in_place
+from weightsync.tensors.digest import PUBLIC, DigestConstants, digest_rows
+from weightsync.tensors.memory_layout import layout_in_place
 from weightsync.tensors.shards import Shard, Views
 
 __all__ = ["ReadBack"]
@@ -62,21 +62,21 @@ class ReadBack:
             self._digest.build(self._addresses)
 
     def digests(
-        self, shards: Sequence[Shard] | None, deadline: Deadline
+        self, shards: Sequence[Shard] | None, deadline: Deadline, constants: DigestConstants = PUBLIC
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]] | None:
         """The manifest indices of all tensors in ``shards`` and their digests; ``None`` where they cannot be read back."""
         if not self.look(shards) or self._layout is None or len(np.unique(self._layout.tensor)) != len(self._layout):
             return None
-        return self._layout.tensor, self._take(self._layout, deadline)
+        return self._layout.tensor, self._take(self._layout, deadline, constants)
 
-    def _take(self, layout: Layout, deadline: Deadline) -> npt.NDArray[np.uint64]:
+    def _take(self, layout: Layout, deadline: Deadline, constants: DigestConstants) -> npt.NDArray[np.uint64]:
         digests = np.zeros(len(layout), np.uint64)
         if not len(layout):
             return digests
         self.build()
         if self._digest is not None:
-            return self._digest.take(self._addresses, deadline)  # of what a loader queued, in whatever stream
-        digest_rows(self._manifest, layout, self._addresses, 0, len(layout), digests)
+            return self._digest.take(self._addresses, deadline, constants)  # of what a loader queued, in whatever stream
+        digest_rows(self._manifest, layout, self._addresses, 0, len(layout), digests, constants)
         return digests
 
 

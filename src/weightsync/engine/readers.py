@@ -85,13 +85,8 @@ class Readers:
         Readers of one transport that combine are used as one.
         """
         for source, groups in zip(sources, tables, strict=True):
-            self._check_abort()
-            with span("connect", source.member):
-                transport, reader = connect(source, self._allowed, device, self._host, deadline, self._encrypted)
-            self._connections.append(reader)
-            self._transports[transport.name] = transport
+            transport, reader = self.open(source, device, deadline)
             self._by_transport.setdefault(transport.name, []).append(reader)
-            self._check_abort()  # an abort that came before the reader was in the list did not reach it
             stopwatch.lap("connect")
             with span("map", source.member):
                 reader.prepare(groups, source.layout_digest, deadline)
@@ -103,6 +98,16 @@ class Readers:
             if combined is not None:
                 self._read[combined] = _together([self._read[reader] for reader in self._by_transport[name]])
                 self._by_transport[name] = [combined]
+
+    def open(self, source: SourceAddress, device: torch.device | None, deadline: Deadline) -> tuple[Transport, Reader]:
+        """Connect to one source. Its reader is the caller's to prepare and to use; :meth:`abort` and :meth:`close` reach it."""
+        self._check_abort()
+        with span("connect", source.member):
+            transport, reader = connect(source, self._allowed, device, self._host, deadline, self._encrypted)
+        self._connections.append(reader)
+        self._transports[transport.name] = transport
+        self._check_abort()  # an abort that came before the reader was in the list did not reach it
+        return transport, reader
 
     def __iter__(self) -> Iterator[Reader]:
         return (reader for readers in self._by_transport.values() for reader in readers)
@@ -211,7 +216,7 @@ def connect(
             _log.warning("source %s cannot be reached by %s: %a", source.member, offer.scheme, str(error))
             # The reason stays here: offers come from others, who could look around with them in this engine's network.
             failures.append(f"{offer.scheme}: it cannot be reached (this engine rank's own log says why)")
-    raise TransportUnavailable(f"no way to source {source.member} works: {'; '.join(failures)}")
+    raise TransportUnavailable(f"no transport reaches source {source.member}: {'; '.join(failures)}")
 
 
 def writing(device: torch.device | None, transports: Sequence[Transport]) -> list[Transport]:

@@ -1,4 +1,4 @@
-"""An engine rank without a model: the tensors that a trainer publishes, handed over to somebody else's loader."""
+"""Receives a trainer's tensors and yields them to the caller's own loader: an engine rank without a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weightsync.closing import Closeable
 from weightsync.config import ClientSettings, Timeouts
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
-from weightsync.engine.agent import Engine
+from weightsync.engine.engine import Engine
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, LoadError, RoundFailed, WeightSyncError
 from weightsync.forks import Origin
 from weightsync.model import Manifest, Version
@@ -161,9 +161,9 @@ class _Handover(EngineAdapter):
 
 
 class Receiver(Closeable):
-    """Receives the streams of a trainer (:meth:`weightsync.Trainer.publish_stream`) for somebody else's loader.
+    """Receives the streams of a trainer (:meth:`weightsync.Trainer.publish_stream`) for the caller's own loader.
 
-    For frameworks whose process that gets the weights holds no model, or whose loader is their own business. Takes whatever tensors
+    For frameworks whose process that gets the weights holds no model, or that load weights in their own way. Takes whatever tensors
     come; with a ``manifest``, what a trainer that publishes a module of these tensors brings: each whole, assembled from the shards
     that the trainer's ranks hold, and under its name in the manifest, not under aliases. Pausing, flushing and resuming an engine
     is the framework's: nothing happens here. Joins the coordinator when it is made, as rank ``rank`` of ``world_size`` (0 of 1) of

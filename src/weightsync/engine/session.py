@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from weightsync.engine.read_back import ReadBack
 from weightsync.errors import Aborted, DeadlineExceeded, LoadError, ProtocolError, WeightSyncError
 from weightsync.model import Manifest, PauseMode, Version
 from weightsync.model.manifest import join_manifests
+from weightsync.tensors.digest import PUBLIC, DigestConstants
 from weightsync.tensors.shards import Shard
 
 __all__ = ["EngineSession", "State", "Ticket"]
@@ -160,7 +160,7 @@ class EngineSession:
 
         Raises :class:`~weightsync.errors.DeadlineExceeded` if the turn does not come in time.
         """
-        timeout = max(deadline.at - time.monotonic(), 0.0)
+        timeout = deadline.left
         if not self._calls.turn.acquire(timeout):
             never = "; it is never resumed from here" if call is self._due else ""
             raise DeadlineExceeded(f"{self.occupation}, so {call.what} did not get its turn in {timeout:.3g} s{never}")
@@ -301,9 +301,9 @@ class EngineSession:
             if share:
                 load_all(partial(self._calls.load, index), self._adapters[index].name, share)
 
-    def shards(self) -> Sequence[Shard] | None:
-        """Where the parameters are now; ``None`` if the engine can only be streamed to."""
-        return self._calls.shards()
+    def shards(self, phase: str = "") -> Sequence[Shard] | None:
+        """Where the parameters are now; ``None`` if the engine can only be streamed to. ``phase`` names the call in traces."""
+        return self._calls.shards(phase)
 
     def device(self) -> torch.device | None:
         """Where the engine's loader wants its buckets."""
@@ -317,14 +317,16 @@ class EngineSession:
             self._read_back.build()
         return True
 
-    def read_back(self, deadline: Deadline) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]] | None:
+    def read_back(
+        self, deadline: Deadline, constants: DigestConstants = PUBLIC
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]] | None:
         """Digest the parameters themselves where they are whole, plain copies: "installed". Else ``None``: "received" must do.
 
         Returns the tensors' indices in the manifest and their digests.
         """
         if any(adapter.loads_late for adapter in self._adapters):
             return None
-        return self._read_back.digests(self._calls.shards(), deadline)
+        return self._read_back.digests(self._calls.shards(), deadline, constants)
 
     def finish(self, version: Version) -> None:
         """Let the engine rebuild what it derives from its weights: all bytes of ``version`` are in place and verified."""
@@ -369,7 +371,7 @@ class EngineSession:
 
     def _pause_late(self, deadline: Deadline) -> None:
         """Pause what must not generate, also when the time for it is over."""
-        self._calls.pause("abort", max(deadline.at - time.monotonic(), _PAUSE_SECONDS))
+        self._calls.pause("abort", max(deadline.left, _PAUSE_SECONDS))
 
 
 def _reaches(served: Version, version: int | Version) -> bool:

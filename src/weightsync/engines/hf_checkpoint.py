@@ -92,7 +92,7 @@ def _headers(folder: Path | None) -> dict[str, TensorSpec]:
     files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
     specs: dict[str, TensorSpec] = {}
     for path in [folder] if whole else files:
-        with checkpoint_files.CheckpointFiles(path, follow_links=True) as opened:  # as vLLM does; no weights are read
+        with checkpoint_files.CheckpointFiles(path, follow_links=True, allow_sparse=True) as opened:  # its headers alone are read
             specs |= {spec.name: spec for spec in opened.manifest}
     return specs
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
+from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
-from weightsync.errors import DeadlineExceeded
+from weightsync.engines.in_step import InStep
+from weightsync.errors import ConfigurationError, DeadlineExceeded
 from weightsync.model import Manifest, PauseMode, Version
 from weightsync.tensors.shard_loader import ShardLoader
 from weightsync.tensors.shards import FollowedShards, Shard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.fsdp import FSDPModule
 
 __all__ = ["ModuleAdapter"]
 
@@ -21,23 +29,35 @@ class ModuleAdapter(EngineAdapter):
     """Adapter that writes the parameters of ``module`` (plain or DTensor) in place, between two uses of the module.
 
     Run the module ``with adapter.in_use() as version:``. A round waits until that context ends, and the context cannot be entered
-    during a round.
+    during a round. A pause reaches the ranks of a replica at different moments. So ranks that use the module in step enter
+    together: one that is paused holds back the others, which would otherwise wait for it inside.
 
     Args:
         module: The module.
         include_buffers: Whether persistent buffers are updated too.
+        process_group: The ranks that use the module in step; all call :meth:`in_use` equally often. Defaults to the ranks of the
+            mesh of the module's DTensors.
     """
 
     name = "module"
     pauses_twice = True
+    follows = True
 
-    def __init__(self, module: torch.nn.Module, *, include_buffers: bool = False) -> None:
+    def __init__(
+        self, module: torch.nn.Module, *, include_buffers: bool = False, process_group: ProcessGroup | None = None
+    ) -> None:
         self.module = module
         self.version: Version | None = None
         self._followed = FollowedShards(module, include_buffers=include_buffers)
+        self._fsdp = _fsdp_modules(module)
+        ranks = _ranks_of(module) if process_group is None else torch.distributed.get_process_group_ranks(process_group)
+        self._in_step = InStep(ranks) if len(ranks) > 1 else None
+        self._entering = threading.Lock()
         self._changed = threading.Condition()
         self._paused = False
+        self._begun = False  # from begin() to resume(): nothing computes with the module
         self._users = 0
+        self._votes = False  # whether this rank counts as a user until a vote has ended
         self._loader: ShardLoader | None = None
         self._loader_of: Sequence[Shard] = ()
         self._moved = True  # parameters may have moved; the first load after a pause checks it, once for all buckets
@@ -47,26 +67,85 @@ class ModuleAdapter(EngineAdapter):
         """Block rounds inside the context, which yields the module's version (``None`` before the first). One user at a time.
 
         Raises:
-            DeadlineExceeded: The module was paused or in use for ``timeout`` seconds.
+            DeadlineExceeded: The module was paused or in use for ``timeout`` seconds, or the other ranks did not enter.
+            PeerLost: Another rank has left.
+            ConfigurationError: This is one of several ranks, and it is not known which enter together.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self._paused and not self._users, timeout):
-                raise DeadlineExceeded(f"the module was paused for an update, or in use, for more than {timeout:g} s")
-            self._users += 1
+        if self._in_step is not None or self.replica_ranks > 1:
+            self._enter_in_step(timeout)
+        else:
+            with self._changed:
+                self._wait_until_free(timeout)
+                self._users += 1
         try:
             yield self.version
         finally:
-            with self._changed:
-                self._users -= 1
-                self._changed.notify_all()
+            self._release()
+
+    def _wait_until_free(self, timeout: float) -> None:
+        if not self._changed.wait_for(lambda: not self._paused and not self._users, timeout):
+            raise DeadlineExceeded(f"the module was paused for an update, or in use, for more than {timeout:g} s")
+
+    def _enter_in_step(self, timeout: float) -> None:
+        """Enter when all ranks do.
+
+        While ranks wait for one another, none is in use: a pause that comes then goes on. When all are here, each says whether
+        it is free, and from then on a pause waits for the result, which takes no longer than the message.
+        """
+        others, deadline = self._in_step, Deadline(timeout)
+        if others is None or self.replica_ranks not in (1, len(others.ranks)):
+            raise ConfigurationError(
+                f"this module is one of the {self.replica_ranks} ranks of a replica. A pause reaches them at different moments, "
+                "and ranks that wait for one another inside in_use() would wait for ever: give ModuleAdapter(module, "
+                "process_group=...) the group of all ranks of the replica, so that they enter together"
+            )
+        if not self._entering.acquire(timeout=timeout):
+            raise DeadlineExceeded(f"another thread waited to use the module for more than {timeout:g} s")
+        try:
+            agreed = False
+            while not agreed:
+                if not others.voting:
+                    with self._changed:
+                        self._wait_until_free(deadline.remaining("waiting for the module"))
+                    others.meet(deadline)
+                    with self._changed:
+                        self._votes = not self._paused and not self._users
+                        self._users += self._votes
+                agreed = others.vote(self._votes, deadline)
+                if not agreed and self._votes:
+                    self._release()
+        finally:
+            self._entering.release()
 
     def manifest(self) -> Manifest:
         """Return the manifest of the module's parameters, and of its persistent buffers if included."""
-        return self._followed.now()[0]
+        return self._look()[0]
 
     def shards(self) -> Sequence[Shard]:
-        """Return shards over the parameters, for direct delivery."""
-        return self._followed.now()[1]
+        """Return shards over the parameters, for direct delivery; while the module is in use, those that were found last."""
+        return self._look()[1]
+
+    def _look(self) -> tuple[Manifest, Sequence[Shard]]:
+        """Look where the parameters are, unless a forward pass may run: hooks of state dicts change the module.
+
+        FSDP2's hook frees gathered parameters. A forward pass would read freed memory, and one rank that has freed them gathers
+        again while the others do not. So modules with FSDP2 are looked at only between :meth:`begin` and :meth:`resume`.
+        """
+        if self._begun:
+            return self._followed.now_quickly()
+        with self._changed:
+            if self._users or self._fsdp:
+                return self._followed.last
+            self._users += 1
+        try:
+            return self._followed.now()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        with self._changed:
+            self._users -= 1
+            self._changed.notify_all()
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """Block new uses until :meth:`resume`, and wait for the current one to end. All modes have the same effect."""
@@ -77,8 +156,10 @@ class ModuleAdapter(EngineAdapter):
             self.version = None
 
     def begin(self) -> None:
-        """Let the next load look up the addresses of the parameters, once for all buckets."""
-        self._moved = True
+        """Look for the parameters again. FSDP2 frees what it gathered for a forward pass, or the next one would compute with it."""
+        for module in self._fsdp:
+            module.reshard()
+        self._begun = self._moved = True
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy this rank's part of each whole tensor into the parameter of the same name."""
@@ -96,5 +177,17 @@ class ModuleAdapter(EngineAdapter):
     def resume(self) -> None:
         """Allow the module to be used again."""
         with self._changed:
-            self._paused = False
+            self._paused = self._begun = False
             self._changed.notify_all()
+
+
+def _fsdp_modules(module: torch.nn.Module) -> list[FSDPModule]:
+    """Return the modules within ``module`` that FSDP2 has sharded."""
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)  # it sharded nothing if it is not imported
+    return [] if fsdp is None else [child for child in module.modules() if isinstance(child, fsdp)]
+
+
+def _ranks_of(module: torch.nn.Module) -> list[int]:
+    """Return the ranks of the largest mesh of the module's DTensors."""
+    meshes = [mesh for parameter in module.parameters() if (mesh := getattr(parameter, "device_mesh", None)) is not None]
+    return max((mesh.mesh.flatten().tolist() for mesh in meshes), key=len, default=[])

@@ -38,6 +38,7 @@ class StagedAdapter(EngineAdapter):
     """
 
     loads_late = True
+    follows = True
 
     def __init__(
         self,

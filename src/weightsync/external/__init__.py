@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from weightsync.external.rank import DisaggregatedRank
     from weightsync.external.ranks import LocalRanks, Ranks
     from weightsync.external.router import weight_update_routes
-    from weightsync.external.session import Settings, WeightUpdates
+    from weightsync.external.weight_updates import Settings, WeightUpdates
 
 __all__ = ["DisaggregatedRank", "LocalRanks", "Ranks", "Settings", "WeightUpdates", "weight_update_routes"]
 
 _MODULES = {
-    "DisaggregatedRank": "rank", "LocalRanks": "ranks", "Ranks": "ranks", "Settings": "session", "WeightUpdates": "session",
-    "weight_update_routes": "router",
+    "DisaggregatedRank": "rank", "LocalRanks": "ranks", "Ranks": "ranks", "Settings": "weight_updates",
+    "WeightUpdates": "weight_updates", "weight_update_routes": "router",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Safetensors checkpoints, read bucket by bucket: headers and paths are somebody else's, and are believed only after a look.
+"""Safetensors checkpoints, read bucket by bucket: headers and paths are untrusted input, validated first.
 
 The format is that of https://huggingface.co/docs/safetensors: eight bytes of length, a JSON header, then the tensors without gaps.
 A sharded checkpoint has an index, ``model.safetensors.index.json``, that says which file holds which tensor.
@@ -44,7 +44,8 @@ _DTYPES = {
 _MAX_HEADER = 100_000_000
 """Bytes of a header: the format's own limit."""
 _MAX_INDEX = 64 << 20
-_MAX_TENSORS = 1 << 20
+_MAX_TENSORS = 1 << 19
+"""Each takes about a kilobyte and 20 us when it is read. A stream has no more parts."""
 _MAX_FIELDS = 4096
 """Of one entry of a header. A tensor has three; the rest is for ``__metadata__``."""
 _MAX_FILES = 4096

@@ -24,7 +24,7 @@ from weightsync.errors import (
     to_wire,
 )
 from weightsync.external.checks import Incoming
-from weightsync.external.orders import (
+from weightsync.external.commands import (
     Command,
     CommandAnswer,
     CommandDone,

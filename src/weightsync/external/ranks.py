@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from weightsync.errors import DeadlineExceeded, ProtocolError, WeightSyncError
-from weightsync.external.orders import Command, CommandAnswer, CommandFailed, decode_answer, encode
+from weightsync.external.commands import Command, CommandAnswer, CommandFailed, decode_answer, encode
 from weightsync.external.rank import DisaggregatedRank
 
 __all__ = ["LocalRanks", "Ranks", "tell_all"]

@@ -92,7 +92,7 @@ class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BeginRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """``POST /begin_weight_update``: pause the engine and take an update, until it is committed, ended, aborted or too late."""
+    """``POST /begin_weight_update``: pause the engine and start an update. It ends with commit, end, abort or timeout."""
 
     weight_version: Label | None = None
     manifest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")] | None = None

@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute, Route
 from weightsync.config import Secret
 from weightsync.errors import ConfigurationError, WeightSyncError
 from weightsync.external import requests
-from weightsync.external.session import WeightUpdates
+from weightsync.external.weight_updates import WeightUpdates
 from weightsync.protocol.messages import decoding
 from weightsync.protocol.tokens import matches
 

@@ -6,38 +6,10 @@ A framework may hide why a plugin is missing. These checks import what it would 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from weightsync.errors import readable
-from weightsync.integrations.checks import FRAMEWORKS, findings
-from weightsync.server.findings import Finding
-
-Check = Callable[[], Iterator[Finding]]
-
-
-def _verl() -> Iterator[Finding]:
-    from weightsync.integrations.verl.check import findings as of_verl
-
-    return of_verl()
-
-
-def _nemo_rl() -> Iterator[Finding]:
-    from weightsync.integrations.nemo_rl.check import findings as of_nemo_rl
-
-    return of_nemo_rl()
-
-
-def _sglang() -> Iterator[Finding]:
-    from weightsync.engines.sglang.check import findings as of_sglang
-
-    return of_sglang()
-
-
-_OWN: dict[str, Check] = {"nemo_rl": _nemo_rl, "sglang": _sglang, "verl": _verl}  # not trainers that join a coordinator
-_JOINING: dict[str, Check] = {name: partial(findings, name) for name in FRAMEWORKS}
-CHECKS = dict(sorted({**_JOINING, **_OWN}.items()))
-"""Checks by the name of the framework. ``missing`` and ``unknown`` mean that it cannot work."""
+from weightsync.integrations.checks import CHECKS, findings
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,7 +19,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     works = True
     try:
-        for finding in CHECKS[arguments[0]]():
+        for finding in findings(arguments[0]):
             works = works and finding.status in ("ok", "limited")
             print(f"{finding.status:<9}{finding.name:<13}{readable(finding.value)}")
             if finding.cost:

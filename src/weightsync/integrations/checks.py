@@ -1,77 +1,92 @@
-"""Checks of ``python -m weightsync.integrations`` for frameworks whose trainer joins a coordinator that runs already."""
+"""Checks of ``python -m weightsync.integrations``: what a framework or an engine finds in this environment."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 
 import weightsync
-from weightsync.config import ClientSettings
+from weightsync.config import ClientSettings, variable
 from weightsync.errors import WeightSyncError
-from weightsync.integrations.releases import SERIES
+from weightsync.releases import check_interface
 from weightsync.server.findings import Finding, ask_coordinator, find_release
 
-__all__ = ["FRAMEWORKS", "Framework", "findings"]
+__all__ = ["CHECKS", "findings"]
+
+_SGLANG = "sglang.srt.plugins"
+_STARTS_COORDINATOR = ("nemo_rl", "verl")
+"""The others join a coordinator that runs already."""
 
 
-class Framework(NamedTuple):
-    """What is looked at."""
-
-    looked_at: str
-    """What of the framework is replaced or substituted."""
-    fits: str
-    """What is said if it fits."""
-    look: Callable[[], None]
-    """Imports what the trainer would, in the same way, and raises why it would fail."""
-
-
-def _areal() -> None:
-    from weightsync.integrations.areal.actor import check_engine
-
-    check_engine()
-
-
-def _openrlhf() -> None:
-    from weightsync.integrations.openrlhf.policy import check_trainer
-
-    check_trainer()
-
-
-def _skyrl() -> None:
-    from weightsync.integrations.skyrl import enable
-
-    enable()
-
-
-def _trl() -> None:
-    from trl.generation import vllm_generation
-
-    from weightsync.integrations.trl.server_mode import NEEDED, check_interface
-
-    check_interface(vllm_generation, NEEDED)
-
-
-FRAMEWORKS = {
-    "areal": Framework("engine", "FSDPEngine has what weightsync replaces and calls", _areal),
-    "openrlhf": Framework("policy", "its policy actors have what weightsync replaces", _openrlhf),
-    "skyrl": Framework("trainer", "enable() takes its name in vLLM's factory of trainer engines", _skyrl),
-    "trl": Framework("server mode", "enable() finds what it substitutes", _trl),
+_REPLACED = {
+    "areal": ("engine", "FSDPEngine has what weightsync replaces and calls", "weightsync.integrations.areal.actor"),
+    "openrlhf": ("policy", "its policy actors have what weightsync replaces", "weightsync.integrations.openrlhf.policy"),
+    "skyrl": ("trainer", "enable() takes its name in vLLM's factory of trainer engines", "weightsync.integrations.skyrl"),
+    "trl": ("server mode", "enable() finds what it substitutes", "weightsync.integrations.trl.server_mode"),
 }
-"""By the name of the package."""
+"""Name of the finding, what it says if all is there, and our module that the trainer imports."""
 
 
-def findings(name: str) -> Iterator[Finding]:
-    """Yield one finding after the other; that of the interface only where the framework is installed."""
-    framework, series = FRAMEWORKS[name], SERIES[name]
-    yield Finding("weightsync", "ok", weightsync.__version__)
-    yield ask_coordinator("coordinator", ClientSettings.load())
-    release = find_release(name, series.title, series.tried, series.has)
-    yield release
-    if release.status == "missing":
-        return
+def _replaced(package: str) -> Iterator[Finding]:
+    """Import what the trainer would, in the same way, and look for what it replaces."""
+    name, fits, module = _REPLACED[package]
     try:
-        framework.look()
+        import_module(module)
+        check_interface(package)
     except (ImportError, WeightSyncError) as error:
-        yield Finding(framework.looked_at, "missing", f"{type(error).__name__}: {error}", "enable() raises this too")
+        yield Finding(name, "missing", f"{type(error).__name__}: {error}", "enable() raises this too")
     else:
-        yield Finding(framework.looked_at, "ok", framework.fits)
+        yield Finding(name, "ok", fits)
+
+
+def _sglang() -> Iterator[Finding]:
+    if variable("WEIGHTSYNC_COORDINATOR"):
+        yield Finding("environment", "ok", "WEIGHTSYNC_COORDINATOR is set")
+    else:
+        yield Finding("environment", "missing", "WEIGHTSYNC_COORDINATOR is not set", "SGLang does not join")
+    yield _plugin()
+    try:
+        check_interface("sglang")
+    except WeightSyncError as error:
+        yield Finding("interface", "missing", str(error), "SGLang serves without updates")
+    else:
+        yield Finding("interface", "ok", "SGLang has what weightsync hooks and calls")
+
+
+def _plugin() -> Finding:
+    if "weightsync" not in {entry.name for entry in entry_points(group=_SGLANG)}:
+        return Finding("plugin", "missing", f"no entry point weightsync in the group {_SGLANG}", "install weightsync again")
+    allowed = variable("SGLANG_PLUGINS")
+    if allowed and "weightsync" not in {name.strip() for name in allowed.split(",")}:
+        return Finding("plugin", "missing", f"SGLANG_PLUGINS is {allowed}", "SGLang does not load it: add weightsync")
+    return Finding("plugin", "ok", f"in the group {_SGLANG}")
+
+
+CHECKS = tuple(sorted((*_REPLACED, *_STARTS_COORDINATOR, "sglang")))
+"""Names of the packages that can be checked."""
+
+
+def _checks(package: str) -> Iterator[Finding]:
+    """Checks that are made where ``package`` is installed."""
+    if package in _REPLACED:
+        return _replaced(package)
+    if package in _STARTS_COORDINATOR:
+        own: Iterator[Finding] = import_module(f"weightsync.integrations.{package}.check").findings()
+        return own
+    return _sglang()
+
+
+def findings(package: str) -> Iterator[Finding]:
+    """Yield one finding after the other. ``missing`` and ``unknown`` mean that it cannot work."""
+    yield Finding("weightsync", "ok", weightsync.__version__)
+    if package not in _STARTS_COORDINATOR:
+        yield ask_coordinator("coordinator", ClientSettings.load())
+    release = find_release(package)
+    if release.status == "missing" and find_spec(package) is not None:  # a source tree on the path
+        import_module(package)
+        release = find_release(package)
+    yield release
+    if release.status != "missing":
+        yield from _checks(package)

@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from weightsync.config import ClientSettings
 from weightsync.engines.vllm.trainer import WeightsyncTrainerEngine, WeightsyncTrainerInitInfo
 from weightsync.errors import ConfigurationError
-from weightsync.integrations.releases import warn_if_untried
+from weightsync.releases import warn_if_untested
 
 __all__ = ["NAME", "SkyRLTrainerEngine", "enable"]
 
@@ -48,8 +48,9 @@ class SkyRLTrainerEngine(WeightsyncTrainerEngine):
             ConfigurationError: ``source`` is missing or not supported.
             WeightSyncError: :class:`weightsync.Trainer` raised it.
         """
-        warn_if_untried("skyrl")
-        own = WeightsyncTrainerInitInfo(rank=init_info.rank, timeout=ClientSettings.load().timeouts.publish)
+        warn_if_untested("skyrl")
+        # SkyRL pauses with keep before it syncs, and submits no request again.
+        own = WeightsyncTrainerInitInfo(rank=init_info.rank, timeout=ClientSettings.load().timeouts.publish, pause_mode="keep")
         return super().trainer_init(own, client=client, source=source, config=config)
 
     def send_weights(self) -> None:

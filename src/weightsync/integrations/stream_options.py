@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal, Self
@@ -10,12 +9,15 @@ from typing import Any, Literal, Self
 import msgspec
 import torch
 
-from weightsync.config import Seconds, ServerSettings, token_source
+from weightsync.config import Address, Seconds, ServerSettings, token_source
 from weightsync.errors import ConfigurationError
 from weightsync.tensors.shards import DTypes
-from weightsync.transports.registry import FROM_HOST_MEMORY
+from weightsync.transports.registry import FROM_HOST_MEMORY, known
 
 __all__ = ["Options", "cast", "server_settings"]
+
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Names of dtypes in the frameworks' own configurations."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,8 +28,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     timeout: Seconds | None = None
     """Seconds for an update; else ``WEIGHTSYNC_PUBLISH_TIMEOUT``, else 300. What rank 0 has counts on all ranks."""
     dtype: str | dict[str, str] | None = None
-    """dtype of floating-point tensors on the way, such as ``bfloat16``, or patterns of names and their dtypes; by default the
-    trainer's own. The first pattern that fits a name decides, and a name that none fits is not converted."""
+    """dtype of floating-point tensors on the way, or patterns of names and their dtypes, as a mapping or a list
+    of ``pattern=dtype``; by default the trainer's own. The first pattern that fits decides. Without one, nothing is converted."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where windows of trainer ranks and buckets of rollout ranks lie. GPU memory is read on one host, or by a named ``nccl``."""
     transports: tuple[str, ...] | None = None
@@ -40,9 +42,18 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Raises:
             ConfigurationError: An option is unknown or has a wrong value.
         """
-        plain = {key: value for key, value in given.items() if value is not None}
+        plain = {key: _builtins(value) for key, value in given.items() if value is not None}
         try:
-            options = msgspec.convert(_builtins(plain), cls)
+            if isinstance(plain.get("dtype"), list):
+                plain["dtype"] = _patterns(msgspec.convert(plain["dtype"], list[str]))
+            options = msgspec.convert(plain, cls)
+            if options.coordinator is not None:
+                Address.parse(options.coordinator)
+            unknown = sorted(set(options.transports or ()) - set(known()))
+            if unknown:
+                raise ConfigurationError(f"unknown transport {unknown[0]!r}; transports: {', '.join(known())}")
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{where}: {error}") from None
         except (msgspec.ValidationError, TypeError) as error:
             raise ConfigurationError(f"{where}: {error}; options: {', '.join(cls.__struct_fields__)}") from None
         for name in [options.dtype] if isinstance(options.dtype, str) else (options.dtype or {}).values():
@@ -85,10 +96,18 @@ def _builtins(value: Any) -> Any:  # noqa: ANN401 - frameworks give dicts, or Om
     return [_builtins(item) for item in value] if isinstance(value, Iterable) else value
 
 
+def _patterns(items: list[str]) -> dict[str, str]:
+    """Patterns and their dtypes from a list of ``pattern=dtype``, which a command line can express."""
+    split = [item.rpartition("=") for item in items]
+    if not all(pattern for pattern, _, _ in split):
+        raise ConfigurationError(f"dtype: a list has items such as *.weight=bfloat16, not {items!r}")
+    return {pattern: name for pattern, _, name in split}
+
+
 def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name.removeprefix("torch."), None)
+    dtype = getattr(torch, _SHORT.get(name, name).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ConfigurationError(f"{name!r} is no floating-point dtype of torch")
+        raise ConfigurationError(f"{name!r} is not a floating-point dtype of torch, such as bfloat16")
     return dtype
 
 
@@ -105,4 +124,4 @@ def server_settings(node: str) -> ServerSettings:
     it listens on loopback and leaves a token in a file that only this user can read.
     """
     defaults = {"WEIGHTSYNC_PORT": "0", **({"WEIGHTSYNC_HOST": node} if token_source() else {})}
-    return ServerSettings.load({**defaults, **os.environ})
+    return ServerSettings.load(None, defaults)

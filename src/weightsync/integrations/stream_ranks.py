@@ -13,27 +13,29 @@ import asyncio
 import itertools
 import os
 import socket
+import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
 
-from weightsync.config import Address, ClientSettings
+from weightsync.config import Address, ClientSettings, variable
 from weightsync.deadline import Deadline
 from weightsync.engine.receiver import Receiver
-from weightsync.errors import ConfigurationError, DeadlineExceeded, MembershipError, RoundFailed, WeightSyncError
+from weightsync.errors import ConfigurationError, MembershipError, WeightSyncError
 from weightsync.integrations.stream_options import Options, cast, server_settings
+from weightsync.integrations.updates import GRACE, check_reached, in_thread, overdue_walk
 from weightsync.model import Manifest
 from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.tokens import is_loopback
 from weightsync.server.server import BackgroundServer
-from weightsync.trainer.agent import Trainer
 from weightsync.trainer.stream import Stream
+from weightsync.trainer.trainer import Trainer
 from weightsync.transports.hostinfo import this_host
 
 __all__ = [
@@ -42,18 +44,15 @@ __all__ = [
     "StreamSender",
     "about_this_rank",
     "arrange",
-    "in_thread",
     "join",
     "join_async",
     "leave_in_background",
     "offer_coordinator",
 ]
 
-GRACE = 5.0
-"""Seconds that a wait may exceed the update's own timeout, so that a more specific error can arrive first."""
-_MOST_WINDOW_BYTES = 256 << 20
+_MOST_WINDOW_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+"""Three such windows stay allocated on each trainer rank. A host has a trainer rank for each GPU, and much else in its memory."""
 _SHOWN = 5
-T = TypeVar("T")
 _numbers = itertools.count(1)
 
 
@@ -67,9 +66,21 @@ class Meeting(msgspec.Struct, frozen=True):
 
 
 def about_this_rank() -> dict[str, object]:
-    """What a rank says about itself. The second one in a process gets another name than the first."""
+    """Return a rank's name and host. In a named Ray actor the name begins with the actor's, by which the framework knows it.
+
+    The second rank in a process gets another name than the first.
+    """
     number = next(_numbers)
-    return {"name": f"{socket.gethostname()}-{os.getpid()}{f'-{number}' if number > 1 else ''}", "host": this_host().name}
+    name = f"{_ray_actor() or socket.gethostname()}-{os.getpid()}{f'-{number}' if number > 1 else ''}"
+    return {"name": name, "host": this_host().name}
+
+
+def _ray_actor() -> str:
+    """The name of the Ray actor that this process is; empty for a driver and for an actor without a name."""
+    ray: Any = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized() or ray.get_runtime_context().worker.mode != ray.WORKER_MODE:
+        return ""
+    return str(ray.get_runtime_context().get_actor_name() or "")
 
 
 def offer_coordinator(options: Options, owned: ExitStack) -> dict[str, object]:
@@ -78,7 +89,7 @@ def offer_coordinator(options: Options, owned: ExitStack) -> dict[str, object]:
     Raises:
         ConfigurationError: The settings are wrong, or the address cannot be listened on.
     """
-    given = options.coordinator or os.environ.get("WEIGHTSYNC_COORDINATOR")
+    given = options.coordinator or variable("WEIGHTSYNC_COORDINATOR")
     if given:
         url = Address.parse(given).url
     else:
@@ -148,7 +159,7 @@ class StreamSender:
 
     def __init__(self, options: Options, window_bytes: int, kind: str, owned: ExitStack) -> None:
         self._options, self._kind = options, kind
-        self._window_bytes = min(window_bytes, _MOST_WINDOW_BYTES)
+        self._window_bytes = min(window_bytes, _MOST_WINDOW_BYTES[options.device])
         self._trainer: Trainer | None = None
         self._role: tuple[object, ...] = ()
         self._state: Mapping[str, torch.Tensor] | None = None
@@ -213,17 +224,12 @@ class StreamSender:
         if trainer is None:
             raise ConfigurationError(f"this {self._kind} rank lacks its coordinator: the framework did not initialize it")
         whole = None if weights is None else cast(weights, self._options)
-        walk = in_thread(partial(_publish, trainer, meeting, whole, step), "weightsync-walk")
+        walk = in_thread(partial(_publish, trainer, meeting, whole, step))
         try:
             return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(walk)), meeting.seconds + GRACE)
         except TimeoutError:
-            if walk.done():  # with this error of its own, or in this very moment
-                return walk.result()
-            self._stuck = walk
-            raise DeadlineExceeded(
-                f"{self._kind} rank {trainer.rank} did not walk its weights within {meeting.seconds:g} s. Their walk is a "
-                f"collective: another {self._kind} rank does not take part in it, or the model's own gather hangs"
-            ) from None
+            self._stuck = walk  # unless it is done
+            return overdue_walk(walk, f"{self._kind} rank {trainer.rank}", meeting.seconds)
 
     def _check_walked(self) -> None:
         if self._stuck is not None and not self._stuck.done():
@@ -249,35 +255,5 @@ def _publish(
         result = trainer.publish(step=step, timeout=seconds)
     else:
         result = trainer.publish_stream(weights, step=step, timeout=seconds)
-    _check(result, meeting.receivers)
+    check_reached(result, "rollout ranks", meeting.receivers)
     return result
-
-
-def _check(result: RoundResult, receivers: Iterable[str]) -> None:
-    """Raise if one of this update's ranks does not have the version, whatever the coordinator requires."""
-    taken = {replica.name: replica for replica in result.replicas}
-    failures = [
-        f"{name}: {taken[name].error if name in taken else 'it has left'}"
-        for name in receivers
-        if name not in taken or taken[name].error is not None
-    ]
-    if failures:
-        raise RoundFailed(f"version {result.version} did not reach {len(failures)} rollout ranks: {'; '.join(failures[:_SHOWN])}")
-
-
-def in_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Run ``work`` in a daemon thread, on this thread's device and without gradients. The process can end while it hangs."""
-    done: Future[T] = Future()
-    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-
-    def run() -> None:
-        try:
-            if device is not None:
-                torch.accelerator.set_device_index(device)
-            with torch.no_grad():
-                done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
-            done.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return done

@@ -16,12 +16,13 @@ import numpy.typing as npt
 from weightsync.errors import ConfigurationError, ManifestMismatch
 from weightsync.model.dtypes import itemsize
 
-__all__ = ["MAX_BYTES", "Manifest", "TensorSpec", "join_manifests"]
+__all__ = ["MAX_BYTES", "MAX_NAME", "Manifest", "TensorSpec", "join_manifests"]
 
 MAX_BYTES = 1 << 60
 """Most bytes of a model, a tensor or a region. Real ones are far smaller; the bound prevents overflow by forged ones."""
 _MAX_RANK = 16
-_MAX_NAME = 1024
+MAX_NAME = 1024
+"""Most characters of a tensor's name."""
 _EXAMPLES = 3  # names in a line
 _CONVERTIBLE = frozenset({"float16", "bfloat16", "float32", "float64"})
 _SHOWN = 10
@@ -84,10 +85,10 @@ class Manifest:
             possible = len(spec.shape) <= _MAX_RANK and all(0 <= extent <= MAX_BYTES for extent in spec.shape)
             total += spec.nbytes if possible else 0
             if not possible or total > MAX_BYTES:
-                raise ConfigurationError(f"tensor {spec.name[:_MAX_NAME]!r} has an impossible shape {spec.shape[:_MAX_RANK]}")
+                raise ConfigurationError(f"tensor {spec.name[:MAX_NAME]!r} has an impossible shape {spec.shape[:_MAX_RANK]}")
             for name in (spec.name, *spec.aliases):
-                if not 0 < len(name) <= _MAX_NAME or not name.isprintable():
-                    raise ConfigurationError(f"a tensor name must have 1 to {_MAX_NAME} printable characters, not {name[:80]!r}")
+                if not 0 < len(name) <= MAX_NAME or not name.isprintable():
+                    raise ConfigurationError(f"a tensor name must have 1 to {MAX_NAME} printable characters, not {name[:80]!r}")
                 if name in seen:
                     raise ConfigurationError(f"tensor name {name!r} occurs twice in the manifest")
                 seen.add(name)
@@ -186,7 +187,7 @@ class Manifest:
 
 
 def join_manifests(main: Manifest, draft: Manifest | None, prefix: str) -> Manifest:
-    """The manifest of everything that may arrive: the main model's tensors, and a draft model's, whose names have the ``prefix``.
+    """Join the manifests of a main model and of its draft model, whose names begin with ``prefix``.
 
     Raises :class:`~weightsync.errors.ConfigurationError` where the rule would send a tensor to the wrong model.
     """

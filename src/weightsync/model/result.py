@@ -6,6 +6,7 @@ import msgspec
 
 from weightsync.model.trace import SlowestSpan
 from weightsync.model.version import Version
+from weightsync.spans import Clock, Seconds
 
 __all__ = ["GUARANTEES", "ReplicaResult", "RoundResult"]
 
@@ -36,11 +37,11 @@ class ReplicaResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transports: tuple[str, ...]
     verified: str
     """``installed``, ``received`` or empty, see :data:`GUARANTEES`."""
-    phases: dict[str, float]
+    phases: dict[str, Seconds]
     """Seconds by phase: agree, wait, pause, move, verify, commit."""
-    paused_seconds: float
+    paused_seconds: Seconds
     error: str | None = None
-    parts: dict[str, float] = {}
+    parts: dict[str, Seconds] = {}
     """Seconds within the move: receive, load, digest, each of the slowest rank. Parts overlap, so they need not add up."""
     delivery_reason: str = ""
     """Why this delivery was chosen."""
@@ -64,12 +65,12 @@ class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: Version
     ok: bool
     nbytes: int
-    seconds: float
-    phases: dict[str, float]
+    seconds: Seconds
+    phases: dict[str, Seconds]
     """Seconds by phase common to all replicas: agree, place."""
     replicas: tuple[ReplicaResult, ...]
     error: str | None = None
-    ended: float = 0.0
+    ended: Clock = 0.0
     """Time of the end by the coordinator's clock, in seconds since the Unix epoch; for display."""
     step: int | None = None
     """Step count of the training framework, as passed to ``publish`` or ``publish_stream``."""

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from weightsync.spans import Span
+from weightsync.spans import Seconds, Span
 
 __all__ = ["RoundTrace", "SlowestSpan", "Track"]
 
@@ -17,7 +17,7 @@ class SlowestSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: str
     """Member name of the rank, such as ``vllm-0/1``; ``coordinator`` for the coordinator."""
     phase: str
-    seconds: float
+    seconds: Seconds
     source: str = ""
     """The trainer rank that it waited for, or the replica that the coordinator worked for."""
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from weightsync.errors import LayoutError, ManifestMismatch
 from weightsync.model.dtypes import itemsize
 from weightsync.model.layout import Layout
-from weightsync.model.manifest import Manifest, TensorSpec
+from weightsync.model.manifest import MAX_NAME, Manifest, TensorSpec
 
 __all__ = ["ALIGNMENT", "KnownWindows", "Measured", "StreamedTensors", "WindowPart", "measured", "window_layout"]
 
@@ -32,9 +32,9 @@ class WindowPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fal
     ``starts`` and ``stops`` are the box that is in the window; both are empty for a whole tensor.
     """
 
-    name: str
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
     shape: _Extents
-    dtype: str
+    dtype: Annotated[str, msgspec.Meta(max_length=64)]
     offset: int
     starts: _Extents = ()
     stops: _Extents = ()
@@ -140,7 +140,7 @@ def measured(parts: tuple[WindowPart, ...]) -> Measured:
 
 
 class KnownWindows(Generic[Known]):
-    """What ``work`` says of each window, by its number: the windows of a stream are mostly those of the stream before.
+    """Caches ``work(parts, nbytes)`` by window number: consecutive streams have mostly the same windows.
 
     Args:
         work: Called with the parts and the bytes of a window that is not known. Its results must not be changed.
@@ -151,7 +151,7 @@ class KnownWindows(Generic[Known]):
         self._known: dict[int, tuple[tuple[WindowPart, ...], int, Known]] = {}
 
     def get(self, number: int, parts: tuple[WindowPart, ...], nbytes: int) -> Known:
-        """What is known of window ``number``. Raises what ``work`` raises."""
+        """Return the result for window ``number``, from the cache if its parts did not change. Raises what ``work`` raises."""
         known = self._known.get(number)
         if known is None or known[:2] != (parts, nbytes):
             known = self._known[number] = (parts, nbytes, self._work(parts, nbytes))

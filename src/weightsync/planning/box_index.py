@@ -25,7 +25,7 @@ _QUERIES = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class _Level:
+class _GridLevel:
     """Children of one level's nodes, ordered by parent, start, stop. Keys order first by parent, then by rank of the coordinate."""
 
     values: Int64
@@ -59,7 +59,7 @@ class BoxIndex:
         self.box[self.order] = np.cumsum(fresh) - 1
         chosen = self.order[heads]
         self.group, self.starts, self.stops = group[chosen], starts[chosen], stops[chosen]
-        self._levels: list[_Level] = []
+        self._levels: list[_GridLevel] = []
         parent = self.group
         for dim in range(dims):
             begin, end = self.starts[:, dim], self.stops[:, dim]
@@ -70,7 +70,7 @@ class BoxIndex:
             values = np.unique(np.concatenate([begin, end]))
             base = len(values) + 1
             reach = np.maximum.accumulate(above * base + np.searchsorted(values, end))
-            self._levels.append(_Level(values, above * base + np.searchsorted(values, begin), reach, end, base))
+            self._levels.append(_GridLevel(values, above * base + np.searchsorted(values, begin), reach, end, base))
             parent = np.cumsum(fresh) - 1
 
     def __len__(self) -> int:

@@ -63,6 +63,8 @@ class Calls:
     async def call(self, body: Body, timeout: float) -> Body:
         """Send ``body`` and return the other side's answer. A call that times out or is cancelled is withdrawn from the other side.
 
+        A call takes at most a week, however large ``timeout`` is.
+
         Raises:
             DeadlineExceeded: No answer came within ``timeout`` seconds and a short margin.
             WeightSyncError: The other side's handler raised it, or it was passed to :meth:`close`.
@@ -71,6 +73,7 @@ class Calls:
             raise self._closed
         if not (math.isfinite(timeout) and timeout > 0):
             raise DeadlineExceeded(f"no time is left to call {type(body).__name__}")
+        timeout = min(timeout, _MOST_SECONDS)  # more is refused by the other side
         number = next(self._ids)
         answer: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
@@ -110,16 +113,15 @@ class Calls:
         if self._closed is not None:
             return
         match frame:
-            case Answer(id=number, body=body):
+            case Answer() | Failure():
                 self._follow(frame)
-                answer = self._waiting.get(number)  # unknown: withdrawn while its answer was in flight
-                if answer is not None and not answer.done():
-                    answer.set_result(body)
-            case Failure(id=number, kind=kind, message=message):
-                self._follow(frame)
-                answer = self._waiting.get(number)
-                if answer is not None and not answer.done():
-                    answer.set_exception(from_wire(kind, message))
+                answer = self._waiting.get(frame.id)  # unknown: withdrawn while its answer was in flight
+                if answer is None or answer.done():
+                    return
+                if isinstance(frame, Answer):
+                    answer.set_result(frame.body)
+                else:
+                    answer.set_exception(from_wire(frame.kind, frame.message))
             case Call():
                 self._begin(frame)
             case Cancel(id=number):

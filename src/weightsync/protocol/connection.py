@@ -1,4 +1,4 @@
-"""An agent's connection to the coordinator: always there, or being restored.
+"""An agent's connection to the coordinator, which reconnects whenever it breaks.
 
 The process's :mod:`~weightsync.protocol.event_loop` holds the sockets; the agent's own code stays synchronous. Calls of the
 coordinator run one at a time on a thread of this link. A :class:`~weightsync.protocol.messages.Quarantine` gets through on another,
@@ -13,9 +13,9 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from concurrent.futures import CancelledError as FutureCancelled
-from concurrent.futures import Future, wait
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import wait
+from typing import Any
 
 import msgspec
 from websockets.asyncio.client import ClientConnection
@@ -23,7 +23,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode
 
 from weightsync.closing import Closeable
-from weightsync.config import ClientSettings
+from weightsync.config import ClientSettings, Secret
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     Aborted,
@@ -37,13 +37,14 @@ from weightsync.errors import (
     readable,
 )
 from weightsync.forks import Origin
+from weightsync.outcome import Latch, Outcome
 from weightsync.protocol.calls import AnswerWatcher, Calls
 from weightsync.protocol.dial import dial
 from weightsync.protocol.endpoint import unreachable
 from weightsync.protocol.event_loop import shared_loop
 from weightsync.protocol.messages import Body, Confirmed, Frame, Hello, Progress, Quarantine, Welcome, decode, encode
 from weightsync.protocol.notices import NOTICE_SECONDS, reminding, tell
-from weightsync.protocol.worker import Received, Worker
+from weightsync.protocol.worker import IncomingCall, Worker
 
 __all__ = ["ConnectionLost", "CoordinatorConnection"]
 
@@ -69,6 +70,41 @@ def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
         return False
 
 
+class _Asked(Outcome[Body]):
+    """A call of another thread to the coordinator. On the loop's thread, but for :meth:`withdraw`."""
+
+    def __init__(self, closed: str) -> None:
+        super().__init__()
+        self._closed, self._withdrawn = closed, False
+        self._task: asyncio.Task[Body] | None = None
+
+    def begin(self, asking: Callable[[], Coroutine[Any, Any, Body]]) -> None:
+        self._task = asyncio.ensure_future(asking())
+        self._task.add_done_callback(self._ended_with)
+        if self._withdrawn or self.over.is_set:
+            self._task.cancel()
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        elif not self.over.is_set:
+            self.fail(Aborted(self._closed))
+
+    def withdraw(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._withdrawn = True  # first: begin() looks at it when it has made the task
+        with contextlib.suppress(RuntimeError):  # the loop has just closed
+            loop.call_soon_threadsafe(self.cancel)
+
+    def _ended_with(self, task: asyncio.Task[Body]) -> None:
+        if task.cancelled():
+            self.fail(Aborted(self._closed))
+        elif (error := task.exception()) is not None:
+            self.fail(error)
+        else:
+            self.give(task.result())
+        self._task = None  # its error's traceback refers to this
+
+
 class CoordinatorConnection(Closeable):
     """One rank's connection to the coordinator.
 
@@ -84,7 +120,7 @@ class CoordinatorConnection(Closeable):
         settings: ClientSettings,
         *,
         hello: Callable[[], Hello],
-        receive: Callable[[Body], Received],
+        receive: Callable[[Body], IncomingCall],
         on_welcome: Callable[[Welcome], None] | None = None,
         on_lost: Callable[[str], None] | None = None,
         name: str = "agent",
@@ -99,11 +135,11 @@ class CoordinatorConnection(Closeable):
         self._quarantine_worker = Worker(f"weightsync-quarantine-{name}")
         self._borrowed: asyncio.AbstractEventLoop | None = None
         self._closing = threading.Lock()
-        self._ended = threading.Event()
+        self._ended = Latch()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task[None] | None = None
-        self._first: Future[Welcome] = Future()
-        self._asked: set[Future[Body]] = set()
+        self._first = Outcome[Welcome]()
+        self._asked: set[_Asked] = set()
         self._closed = False
         # Only the loop's thread touches these.
         self._calls: Calls | None = None
@@ -115,7 +151,7 @@ class CoordinatorConnection(Closeable):
         self._connected = asyncio.Event()
         self._trouble = "not connected yet"
         self._lost_at: float | None = None
-        self._credential = ""
+        self._credential: Secret | None = None
         self._joined_run = ""
         # Progress: the newest count, and whether a report of it is under way.
         self._progress_lock = threading.Lock()
@@ -143,12 +179,11 @@ class CoordinatorConnection(Closeable):
         timeout = self._settings.timeouts.connect + 2 * _GRACE
         soon = min(NOTICE_SECONDS, timeout)
         try:
-            if not wait([self._first], soon).done:
+            if not self._first.over.wait(soon):
                 self._tell_waiting()
-            return self._first.result(timeout - soon)
-        except TimeoutError:
-            self.close()
-            raise CoordinatorUnreachable(unreachable(self._settings, "the connection did not come to stand in time")) from None
+            if not self._first.over.wait(timeout - soon):
+                raise CoordinatorUnreachable(unreachable(self._settings, "the connection did not come to stand in time"))
+            return self._first.result()
         except BaseException:
             self.close()
             raise
@@ -165,29 +200,25 @@ class CoordinatorConnection(Closeable):
         if self._closed or loop is None or _runs_here(loop):
             raise Aborted(f"the link of {self._name} is closed, not connected, or was called from the links' own thread")
         deadline = Deadline(timeout)
-        asking = self._ask(body, deadline)
-        try:
-            asked = asyncio.run_coroutine_threadsafe(asking, loop)
-        except RuntimeError:
-            asking.close()
-            raise Aborted(f"the link of {self._name} is closed") from None
+        closed = f"the link of {self._name} was closed while it waited for {type(body).__name__}"
+        asked = _Asked(closed)
         self._asked.add(asked)
-        if self._loop is None:  # it ended just now, and may never look at what it was given
-            asked.cancel()
         try:
-            return asked.result(timeout + _GRACE)
-        except FutureCancelled:
-            raise Aborted(f"the link of {self._name} was closed while it waited for {type(body).__name__}") from None
-        except DeadlineExceeded:
-            raise
-        except TimeoutError:
-            asked.cancel()
-            raise DeadlineExceeded(f"the coordinator did not answer {type(body).__name__} within {timeout:g} s") from None
-        except BaseException:
-            asked.cancel()  # Ctrl-C: withdraw the call
-            raise
+            try:
+                loop.call_soon_threadsafe(asked.begin, lambda: self._ask(body, deadline))
+            except RuntimeError:
+                if not loop.is_closed():
+                    raise  # of a signal handler
+            if self._loop is None:  # it ended just now, and may never look at what it was given
+                raise Aborted(closed)
+            if not asked.over.wait(timeout + _GRACE):
+                raise DeadlineExceeded(f"the coordinator did not answer {type(body).__name__} within {timeout:g} s")
+            return asked.result()
         finally:
+            if not asked.over.is_set:
+                asked.withdraw(loop)  # Ctrl-C, too
             self._asked.discard(asked)
+            del asked  # its error's traceback refers to this frame
 
     def progress(self, nbytes: int) -> None:
         """Report that this many bytes of the running move are in place. Any thread; never blocks; sent a few times a second."""
@@ -226,15 +257,15 @@ class CoordinatorConnection(Closeable):
         if loop is not None and main is not None:
             with contextlib.suppress(RuntimeError):  # it has ended by itself
                 loop.call_soon_threadsafe(main.cancel)
-        end = time.monotonic() + timeout
+        end = Deadline(timeout)
         with self._closing:
             borrowed, self._borrowed = self._borrowed, None
         if borrowed is not None:
             ended = _runs_here(borrowed) or self._ended.wait(timeout)
-            if not shared_loop.give_back(max(0.05, end - time.monotonic())) or not ended:
+            if not shared_loop.give_back(max(0.05, end.left)) or not ended:
                 _log.warning("%s: the link did not end within %g s", self._name, timeout)
         for worker in (self._calls_worker, self._quarantine_worker):
-            if not worker.close(max(0.05, end - time.monotonic())):
+            if not worker.close(max(0.05, end.left)):
                 _log.warning("%s: a call is still running after the link was closed", self._name)
 
     # From here on: the thread of all links.
@@ -245,16 +276,16 @@ class CoordinatorConnection(Closeable):
         except asyncio.CancelledError:
             pass  # close()
         except Exception as error:  # noqa: BLE001 - connect() raises it, or it is logged
-            if self._first.done():
+            if self._first.over.is_set:
                 _log.exception("%s: the link to the coordinator failed for good", self._name)
             else:
-                self._first.set_exception(error)
+                self._first.fail(error)
         finally:
             self._loop = None
             for asked in list(self._asked):
                 asked.cancel()
-            if not self._first.done():
-                self._first.set_exception(Aborted(f"the link of {self._name} was closed while it connected"))
+            if not self._first.over.is_set:
+                self._first.fail(Aborted(f"the link of {self._name} was closed while it connected"))
             if self._progress_task is not None:
                 self._progress_task.cancel()
             if self._returning is not None:
@@ -270,14 +301,15 @@ class CoordinatorConnection(Closeable):
         first = Deadline(self._settings.timeouts.connect)
         pause = _FIRST_PAUSE
         while True:
-            welcomed = self._first.done()
+            welcomed = self._first.over.is_set
             timeout = self._settings.timeouts.connect if welcomed else first.remaining("connecting to the coordinator")
             try:
-                hello = msgspec.structs.replace(self._hello(), credential=self._credential)
+                shown = "" if self._credential is None else self._credential.reveal()
+                hello = msgspec.structs.replace(self._hello(), credential=shown)
                 socket, welcome = await dial(self._settings, hello, timeout)
                 await self._look_for_refusal(socket, welcome)
             except CoordinatorUnreachable as error:
-                if not welcomed and first.at - time.monotonic() <= pause:
+                if not welcomed and first.left <= pause:
                     raise
                 self._note(str(error))
             except WeightSyncError as error:
@@ -287,7 +319,7 @@ class CoordinatorConnection(Closeable):
             else:
                 since = time.monotonic()
                 await self._serve(socket, welcome)
-                if time.monotonic() - since > _STEADY_SECONDS:  # one that takes us in and drops us again is not hammered
+                if time.monotonic() - since > _STEADY_SECONDS:  # else a coordinator that accepts and drops agents would be flooded
                     pause = _FIRST_PAUSE
             # Full jitter above a floor: a thousand agents must not come back in the same moment.
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
@@ -297,7 +329,7 @@ class CoordinatorConnection(Closeable):
         """Rounds leave this rank out: an error for one that joins first; one that was here before stays, and says so."""
         if not welcome.refusal:
             return
-        if self._first.done():
+        if self._first.over.is_set:
             self._tell(f"rounds leave this rank out: {welcome.refusal}")
             return
         await socket.close(CloseCode.NORMAL_CLOSURE, "its process closed it")
@@ -319,13 +351,13 @@ class CoordinatorConnection(Closeable):
         reason = "the link was closed"
         try:
             self._calls, self._send, self._socket, self._trouble = calls, send, socket, ""
-            self._credential = welcome.credential
+            self._credential = Secret(welcome.credential) if welcome.credential else None
             self._connected.set()
             if self._on_welcome is not None:
                 self._on_welcome(welcome)
             self._greeted(welcome)
-            if not self._first.done():
-                self._first.set_result(welcome)
+            if not self._first.over.is_set:
+                self._first.give(welcome)
             with contextlib.suppress(ConnectionLost):  # read() says why
                 await send(Confirmed())
             reason = await self._read(socket, calls)
@@ -389,6 +421,7 @@ class CoordinatorConnection(Closeable):
             self._answering -= counted
             if not outcome.cancel() and not outcome.cancelled():
                 outcome.exception()  # looked at, should the call have been withdrawn in the same moment
+            del job, outcome  # their error refers to this frame, and through its traceback to what it was about: mappings, sockets
         if answer is None:
             raise ProtocolError(f"{what} was not answered")
         return answer
@@ -396,7 +429,7 @@ class CoordinatorConnection(Closeable):
     def _connect_again_after(self, worker: Worker) -> None:
         """A call was refused: when what hangs has ended, say Hello again, so that the coordinator admits this rank again."""
         self._refused_on = self._socket
-        if not self._ended.is_set() and (self._returning is None or self._returning.done()):
+        if not self._ended.is_set and (self._returning is None or self._returning.done()):
             self._returning = asyncio.ensure_future(self._connect_again(worker))
 
     async def _connect_again(self, worker: Worker) -> None:

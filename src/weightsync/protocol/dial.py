@@ -21,6 +21,7 @@ from weightsync.errors import (
     WeightSyncError,
     from_wire,
 )
+from weightsync.protocol.agent_proof import proving_connection
 from weightsync.protocol.endpoint import (
     AGENTS_PATH,
     FRAME_LIMIT_HEADER,
@@ -31,7 +32,6 @@ from weightsync.protocol.endpoint import (
     unreachable,
 )
 from weightsync.protocol.messages import Hello, Refused, Welcome, decode, encode
-from weightsync.protocol.proving import proving
 from weightsync.protocol.tokens import token_for
 
 __all__ = ["dial"]
@@ -68,7 +68,7 @@ async def _connect(settings: ClientSettings, timeout: float) -> ClientConnection
     try:
         return await connect(
             settings.coordinator.websocket + AGENTS_PATH,
-            create_connection=proving(settings, token_for(settings)),
+            create_connection=proving_connection(settings, token_for(settings)),
             subprotocols=[Subprotocol(SUBPROTOCOL)],
             ssl=tls_context(settings),
             proxy=None,
@@ -107,7 +107,7 @@ def _denied(settings: ClientSettings, error: InvalidStatus) -> WeightSyncError:
         )
     if status in TRANSIENT_STATUS:
         return CoordinatorUnreachable(unreachable(settings, f"HTTP {status}: {text}"))
-    return ConfigurationError(f"what answers at {settings.coordinator} took no weightsync agent: HTTP {status}: {text}")
+    return ConfigurationError(f"the server at {settings.coordinator} did not accept a weightsync agent: HTTP {status}: {text}")
 
 
 async def _greet(settings: ClientSettings, socket: ClientConnection, hello: Hello) -> Welcome:

@@ -20,66 +20,18 @@ from weightsync.model.pause import PauseMode
 from weightsync.model.result import ReplicaResult, RoundResult
 from weightsync.model.version import FIRST_EPOCH, Version
 from weightsync.model.window import WindowPart
-from weightsync.spans import MOST_SPANS, Span
+from weightsync.spans import MOST_SPANS, Clock, Seconds, Span
 
 __all__ = [
-    "PROTOCOL",
-    "UNREADABLE",
-    "Answer",
-    "Body",
-    "Call",
-    "Cancel",
-    "CannotPublish",
-    "CheckSources",
-    "Commit",
-    "Confirmed",
-    "Delivery",
-    "Done",
-    "EndStream",
-    "Failure",
-    "Frame",
-    "Hello",
-    "Host",
-    "Memory",
-    "Move",
-    "MoveWindow",
-    "Moved",
-    "Notice",
-    "Offer",
-    "OpenStream",
-    "Pause",
-    "PieceColumns",
-    "Place",
-    "PlaceWindow",
-    "Placed",
-    "PlanSlice",
-    "Prepare",
-    "Prepared",
-    "Progress",
-    "Publish",
-    "Published",
-    "Quarantine",
-    "Reach",
-    "Refused",
-    "ReplicaList",
-    "ReplicaResult",
-    "Resume",
-    "RoundResult",
-    "SourceAddress",
-    "Timing",
-    "Traits",
-    "Update",
-    "Updated",
-    "WaitForReplicas",
-    "Welcome",
-    "WindowMoved",
-    "WindowPlaced",
-    "decode",
-    "decoding",
-    "encode",
-]
+    "PROTOCOL", "UNREADABLE", "Answer", "Body", "Call", "Cancel", "CannotPublish", "CheckSources", "Commit", "Confirmed",
+    "Delivery", "DigestUnderKey", "Done", "EndStream", "Failure", "Frame", "Hello", "Host", "Memory", "Move", "MoveWindow",
+    "Moved", "Notice", "Offer", "OpenStream", "Pause", "PieceColumns", "Place", "PlaceWindow", "Placed", "PlanSlice", "Prepare",
+    "Prepared", "Progress", "Publish", "Published", "Quarantine", "Reach", "Refused", "ReplicaList", "ReplicaResult", "Resume",
+    "RoundResult", "SourceAddress", "Timing", "Traits", "Update", "Updated", "WaitForReplicas", "Welcome", "WindowMoved",
+    "WindowPlaced", "decode", "decoding", "encode",
+]  # fmt: skip
 
-PROTOCOL = 8
+PROTOCOL = 10
 """Protocol version. An agent and a coordinator whose versions differ refuse each other, in a message that names both versions."""
 
 UNREADABLE: tuple[type[Exception], ...] = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -98,12 +50,22 @@ def decoding(wrong: str, kind: type[WeightSyncError] = ProtocolError) -> Iterato
 _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 """A version number, which published regions store as int64."""
 _Epoch = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
+_Call = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""Identifies one call of ``publish()`` of a trainer rank: counted up from a random number, so that no other process has it."""
+_Step = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None
+_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 48) - 1)]
+"""Publications that a trainer rank has begun, failed and interrupted ones included. Equal on all ranks."""
 _Few = msgspec.Meta(max_length=64)
 _Many = msgspec.Meta(max_length=1 << 20)
 """Bound of lists with one item for each rank or tensor. MessagePack sends the count first, so decoding stops before the items."""
 _Name = Annotated[str, msgspec.Meta(max_length=200)]
+_Member = Annotated[str, msgspec.Meta(max_length=220)]
+"""A name and the number of a rank."""
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]
 """Text as long as an error message may be (:func:`weightsync.errors.readable`)."""
+
+DigestKey = Annotated[bytes, msgspec.Meta(max_length=64)]
+"""Secret key of a digest; empty for the public constants."""
 
 Delivery = Literal["auto", "direct", "streamed"]
 
@@ -158,8 +120,8 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SourceAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A rank from which a plan reads: its name, the layout for which the plan was made, and its offers, best first."""
 
-    member: str
-    layout_digest: str
+    member: _Member
+    layout_digest: _Name
     offers: Annotated[tuple[Offer, ...], _Few]
     key: bytes = b""
     """Secret that authorizes a reader. It never appears in logs, status or ``repr``."""
@@ -189,9 +151,9 @@ class PlanSlice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``k``, and each row is a whole tensor.
     """
 
-    digest: str
+    digest: _Name
     delivery: Literal["direct", "streamed"]
-    reason: str
+    reason: _Text
     """Why this delivery was chosen, for display."""
     sources: Annotated[tuple[SourceAddress, ...], _Many]
     layout: LayoutColumns
@@ -246,6 +208,8 @@ class Hello(_Struct, frozen=True):
     """Epoch in which this trainer rank publishes; 0 until the first :class:`Place` has set it."""
     new_epoch: bool = False
     """Whether the trainer was created with ``new_epoch=True``."""
+    count: _Count = 0
+    """Publications that this trainer process has begun, for one that joins later."""
     version: Version | None = None
     """Last version that this trainer rank published. A restarted coordinator checks engines' reports against its digest."""
     credential: _Name = ""
@@ -264,13 +228,15 @@ class Hello(_Struct, frozen=True):
 class Welcome(_Struct, frozen=True):
     """The coordinator accepts the agent."""
 
-    member: str
-    run: str
+    member: _Member
+    run: _Name
     last: Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)] = -1
     """For a trainer rank: highest known version number of its epoch."""
-    refusal: str = ""
+    count: _Count = 0
+    """For the process of a trainer rank that has not published: what the other ranks have counted to."""
+    refusal: Annotated[str, msgspec.Meta(max_length=1 << 20)] = ""
     """For an engine rank: why rounds leave its replica out although it is connected."""
-    credential: _Name = ""
+    credential: Annotated[str, msgspec.Meta(max_length=200, pattern=r"^[!-~]*\Z")] = ""
     """Random secret. While this rank is connected, a new connection must present it to replace this one."""
 
     def __repr__(self) -> str:
@@ -300,13 +266,29 @@ class Place(_Struct, frozen=True):
     number: _Number
     epoch: _Epoch = FIRST_EPOCH
     """Epoch of ``number``. A trainer rank reports it when it reconnects."""
+    call: _Call = 0
+    """The trainer rank's :attr:`Publish.call`. It places for no other: its weights may have changed since an interrupted one."""
 
 
 class Placed(_Struct, frozen=True):
     """Digest of every row of the published layout (uint64, little-endian), computed from the rank's own memory while it placed."""
 
     digests: bytes
-    seconds: float
+    seconds: Seconds
+
+
+class DigestUnderKey(_Struct, frozen=True):
+    """Digest the published region, which holds this version, with constants from a secret key. Answered by :class:`Placed`.
+
+    Fails with StaleSource if the region does not hold the version any more.
+    """
+
+    number: _Number
+    epoch: _Epoch
+    key: DigestKey
+
+    def __repr__(self) -> str:
+        return f"<DigestUnderKey of version {self.number}>"  # the key must not reach logs
 
 
 class PlaceWindow(_Struct, frozen=True):
@@ -322,6 +304,8 @@ class PlaceWindow(_Struct, frozen=True):
     """Windows before this one are not read any more."""
     window_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     """Most bytes of a window, equal on all ranks in all windows of a stream."""
+    call: _Call = 0
+    """As in :class:`Place`."""
 
 
 class WindowPlaced(_Struct, frozen=True):
@@ -339,6 +323,8 @@ class WindowPlaced(_Struct, frozen=True):
     """At the end: windows of the stream, of all ranks."""
     manifest: _Name = ""
     """At the end: fingerprint of all tensors of the stream, of all ranks."""
+    sample: Annotated[bytes, msgspec.Meta(max_length=1 << 23)] = b""
+    """At the end, of one of several ranks: digests (uint64, little-endian) of its tensors, see :mod:`weightsync.model.sample`."""
 
 
 # Coordinator to engine.
@@ -406,9 +392,17 @@ class Pause(_Struct, frozen=True):
 
 
 class Move(_Struct, frozen=True):
-    """Fetch this version's bytes into place and compute the digests of what was installed. Answered by :class:`Moved`."""
+    """Fetch this version's bytes into place and compute the digests of what was installed. Answered by :class:`Moved`.
+
+    A replica that reads from another replica gets a ``key``: its digests are then taken with constants from that key, which the
+    source does not know. Only this replica gets the key, and it is used once.
+    """
 
     number: _Number
+    key: DigestKey = b""
+
+    def __repr__(self) -> str:
+        return f"<Move of version {self.number}>"  # the key must not reach logs
 
 
 class Moved(_Struct, frozen=True):
@@ -416,9 +410,9 @@ class Moved(_Struct, frozen=True):
 
     nbytes: int
     digests: bytes
-    receive_seconds: float
-    load_seconds: float
-    digest_seconds: float
+    receive_seconds: Seconds
+    load_seconds: Seconds
+    digest_seconds: Seconds
     verified: Literal["installed", "received"]
     """Whether the digests are of the parameters themselves, or of the tensors that were passed to an opaque loader."""
 
@@ -448,15 +442,15 @@ class Updated(_Struct, frozen=True):
 
     moved: Moved
     committed: bool
-    pause_seconds: float
-    commit_seconds: float
+    pause_seconds: Seconds
+    commit_seconds: Seconds
     """Seconds for commit and resume."""
 
 
 class Quarantine(_Struct, frozen=True):
     """Abort the running update and stay paused, without a version, until a later round."""
 
-    reason: str
+    reason: Annotated[str, msgspec.Meta(max_length=1 << 20)]
 
 
 # Agent to coordinator.
@@ -466,31 +460,45 @@ class Publish(_Struct, frozen=True):
     """A trainer rank is ready to publish this number (``None``: the next one). Answered by :class:`Published`."""
 
     number: _Number | None = None
-    call: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
-    """Counts this rank's publications from 1. A repeated value means that the connection broke before the answer arrived."""
-    step: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    """The training framework's own count, for display."""
+    call: _Call = 0
+    """Identifies this call of ``publish()``. A repeated value means that the connection broke before the answer arrived."""
+    step: _Step = None
+    """The training framework's own count, equal on all ranks that give one."""
+    pause_mode: PauseMode | None = None
+    """What the round's pause does to running requests, equal on all ranks. ``None``: the coordinator's default."""
+    placed: Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)] = -1
+    """Number under which this call has placed its shards already, for a coordinator that is gone perhaps; -1 if it has not."""
+    count: _Count = 0
+    """Ordinal of this call: among those without ``step``, or those in a row with this ``step``. Without ``number``, calls with
+    an equal step and count belong together. 0 if nothing was counted."""
+    above: Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)] = -1
+    """Highest number that earlier calls of this process have placed. It may be served, as far as a new coordinator knows."""
 
 
 class CannotPublish(_Struct, frozen=True):
     """A trainer rank failed before it could ask to publish, so the other ranks must not wait for it. Answered by :class:`Done`."""
 
     number: _Number | None
-    kind: str
+    kind: _Name
     message: Annotated[str, msgspec.Meta(max_length=4000)]
+    step: _Step = None
+    count: _Count = 0
+    """As in :class:`Publish`."""
 
 
 class WaitForReplicas(_Struct, frozen=True):
     """A trainer rank waits until ``count`` replicas, ``names`` among them, are ready. Answered by :class:`ReplicaList`."""
 
     count: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
-    names: Annotated[tuple[str, ...], _Many] = ()
+    names: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=4096)] = ()
+    refused: Literal["wait", "raise"] = "wait"
+    """Whether a replica that is refused fails the wait at once, or another one may still come."""
 
 
 class ReplicaList(_Struct, frozen=True):
     """Replicas that are ready for rounds."""
 
-    names: Annotated[tuple[str, ...], _Many]
+    names: Annotated[tuple[_Name, ...], _Many]
 
 
 class Published(_Struct, frozen=True):
@@ -504,8 +512,8 @@ class Done(_Struct, frozen=True):
 
 
 Body = (
-    Place | Placed | Prepare | Prepared | CheckSources | Pause | Move | Moved | Commit | Resume | Update | Updated |
-    PlaceWindow | WindowPlaced | OpenStream | MoveWindow | WindowMoved | EndStream |
+    Place | Placed | DigestUnderKey | Prepare | Prepared | CheckSources | Pause | Move | Moved | Commit | Resume | Update |
+    Updated | PlaceWindow | WindowPlaced | OpenStream | MoveWindow | WindowMoved | EndStream |
     Quarantine | Publish | CannotPublish | Published | WaitForReplicas | ReplicaList | Done
 )  # fmt: skip
 
@@ -513,8 +521,8 @@ Body = (
 class Timing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """When a call ran, by the clock of the process that answered it. With the caller's own times this aligns the two clocks."""
 
-    received: float
-    answered: float
+    received: Clock
+    answered: Clock
     spans: Annotated[tuple[Span, ...], msgspec.Meta(max_length=MOST_SPANS)] = ()
 
 
@@ -522,7 +530,7 @@ class Call(_Struct, frozen=True):
     """A request that must be answered within ``timeout`` seconds of its arrival."""
 
     id: int
-    timeout: float
+    timeout: Seconds
     body: Body
     trace: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """The trace that the call belongs to, as a W3C ``traceparent``. If it is not empty, the answer carries a :class:`Timing`."""

@@ -1,8 +1,8 @@
-"""Proving to each other that both ends have the token, without sending it.
+"""Mutual proof that both ends have the token, without sending it.
 
 The agent asks for a challenge with a nonce of its own. The coordinator answers with a fresh nonce and a proof over both. If that
 is right, the agent sends its own proof, in the ``Authorization`` header of one request. So a process that listens on the port of a
-coordinator that died learns nothing that is of use there or elsewhere. An HTTP client uses a challenge for several requests, which
+coordinator that died learns nothing that it could use. An HTTP client uses a challenge for several requests, which
 it counts, and looks for a proof in each answer. The coordinator keeps no state for strangers: its nonces carry their time and its
 signature. It remembers what holders of the token have used until that expires.
 """
@@ -19,7 +19,7 @@ from functools import lru_cache
 
 import msgspec
 
-from weightsync.config import Address, Secret
+from weightsync.config import Address, Secret, SecretKind
 from weightsync.errors import AuthenticationError, ConfigurationError, ProtocolError
 from weightsync.protocol.messages import UNREADABLE
 
@@ -34,6 +34,7 @@ _LIFETIME = 30.0  # seconds from a challenge to its last use
 _MOST_REQUESTS = 1024  # that one challenge is good for
 _MOST_USED = 1 << 16  # challenges that holders of the token may use in that time
 _STRETCH = 20_000  # rounds of PBKDF2: a proof is something to guess a weak token by, and each guess costs that much
+_NAMES = {"token": ("token", "WEIGHTSYNC_TOKEN"), "operator": ("operator's token", "WEIGHTSYNC_OPERATOR_TOKEN")}
 _NONCE = re.compile(r"[0-9a-f]{32}")
 _SIGNED = re.compile(r"[0-9a-f]{96}")
 _COUNT = re.compile(r"[0-9]{1,4}")
@@ -107,10 +108,13 @@ class Challenger:
 
 
 class Claimant:
-    """The agent's side of one challenge by ``coordinator``. :meth:`accept` comes before :meth:`authorization`."""
+    """The agent's side of one challenge by ``coordinator``. :meth:`accept` comes before :meth:`authorization`.
 
-    def __init__(self, token: Secret, coordinator: Address) -> None:
-        self._token, self._coordinator = token, coordinator
+    Operators prove another secret in the same way: ``token`` is then that one, and ``kind`` says so.
+    """
+
+    def __init__(self, token: Secret, coordinator: Address, kind: SecretKind = "token") -> None:
+        self._token, self._coordinator, self._kind = token, coordinator, kind
         self._nonce, self._challenge = secrets.token_hex(16), ""
         self._count = 0
         self._since = time.monotonic()
@@ -118,7 +122,7 @@ class Claimant:
     @property
     def target(self) -> str:
         """What to ask the coordinator for."""
-        return f"{CHALLENGE_PATH}?nonce={self._nonce}"
+        return f"{CHALLENGE_PATH}?nonce={self._nonce}" + ("" if self._kind == "token" else f"&of={self._kind}")
 
     @property
     def spent(self) -> bool:
@@ -136,9 +140,10 @@ class Claimant:
         except UNREADABLE:
             raise ProtocolError(f"what answers at {self._coordinator} is not a weightsync coordinator") from None
         if not _same(challenge.proof, _proof(self._token, "coordinator", self._nonce, challenge.nonce)):
+            name, variable = _NAMES[self._kind]
             raise AuthenticationError(
-                f"the coordinator at {self._coordinator} could not prove that it has the token of this process, so nothing was "
-                "sent to it. Either it was started with another token: set WEIGHTSYNC_TOKEN or WEIGHTSYNC_TOKEN_FILE to that one. "
+                f"the coordinator at {self._coordinator} could not prove that it has the {name} of this process, so nothing was "
+                f"sent to it. Either it was started with another {name}: set {variable} or {variable}_FILE to that one. "
                 "Or something else answers at its address: check which process listens there"
             )
         self._challenge = challenge.nonce

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 
 from weightsync.errors import LoadError, WeightSyncError
 from weightsync.model import Version
@@ -22,13 +23,14 @@ from weightsync.protocol.messages import (
     Update,
     Updated,
 )
-from weightsync.protocol.worker import Received
+from weightsync.protocol.worker import IncomingCall
 
-__all__ = ["LoggedCalls", "MissedReplicas", "log_result", "size"]
+__all__ = ["LoggedCalls", "MissedReplicas", "describe", "log_result", "size"]
 
 _log = logging.getLogger("weightsync.rounds")
 
 _MIB = 1 << 20
+_SHOWN = 4
 _STEPS: dict[type, str] = {
     Prepare: "preparing", Pause: "pausing", Move: "moving", Commit: "committing", Resume: "resuming", Update: "updating",
     Quarantine: "staying paused",
@@ -44,22 +46,26 @@ def size(nbytes: float) -> str:
 
 
 class LoggedCalls:
-    """Wraps ``receive`` of an engine rank, so that each call of the coordinator is logged after it ran."""
+    """Wraps ``receive`` of an engine rank, so that each call of the coordinator is logged after it ran.
 
-    def __init__(self, member: str, receive: Callable[[Body], Received]) -> None:
+    ``hands_over`` says that the rank passes tensors on to a loader that is not its own, for which no adapter can have shards.
+    """
+
+    def __init__(self, member: str, receive: Callable[[Body], IncomingCall], *, hands_over: bool = False) -> None:
         self._member, self._receive = member, receive
         self._delivery = ""
         self._started = 0.0
         self._moved: Moved | None = None
         self._version: Version | None = None
-        self._warned = False
+        self._warned = hands_over
 
-    def __call__(self, body: Body) -> Received:
+    def __call__(self, body: Body) -> IncomingCall:
         """Receive a call."""
-        return _LoggedCall(self, body, self._receive(body))
+        call = self._receive(body)
+        return replace(call, run=partial(self._run, call))
 
-    def run(self, body: Body, call: Received, timeout: float) -> Body:
-        """Run a received call and log its outcome."""
+    def _run(self, call: IncomingCall, timeout: float) -> Body:
+        body = call.body
         if isinstance(body, Prepare):
             self._delivery = body.plan.delivery
         elif isinstance(body, Pause | Update):
@@ -68,7 +74,8 @@ class LoggedCalls:
             answer = call.run(timeout)
         except Exception as error:
             step, kind = _STEPS.get(type(body), "a call"), type(error).__name__
-            _log.warning("%s: %s failed: %s: %s", self._member, step, kind, error, exc_info=_of_engine(error))
+            # As text: a handler that keeps records would keep what the error's traceback refers to, such as mapped memory.
+            _log.warning("%s: %s failed: %s: %s", self._member, step, kind, str(error), exc_info=_of_engine(error))
             raise
         self._note(body, answer)
         return answer
@@ -101,35 +108,26 @@ class LoggedCalls:
             self._warned = True
             _log.warning(
                 "%s: verified as received: the digests cover the tensors passed to load(), so a loader that drops or changes a "
-                "tensor goes unnoticed. An adapter with shards(), such as weightsync.ModuleAdapter, verifies the parameters",
+                "tensor goes unnoticed. The delivery_reason in the round's result says why",
                 self._member,
             )
 
 
-@dataclass(frozen=True)
-class _LoggedCall:
-    log: LoggedCalls
-    body: Body
-    call: Received
-
-    @property
-    def patience(self) -> float:
-        return self.call.patience
-
-    def run(self, timeout: float) -> Body:
-        return self.log.run(self.body, self.call, timeout)
-
-    def withdraw(self) -> str:
-        return self.call.withdraw()
+def describe(result: RoundResult) -> str:
+    """Describe the result of a publication in one line: version, replicas that serve it, verification, time, bytes."""
+    updated = [replica for replica in result.replicas if replica.error is None]
+    names = ", ".join(replica.name for replica in updated[:_SHOWN]) + (", ..." if len(updated) > _SHOWN else "")
+    verified = " or ".join(sorted({replica.verified for replica in updated if replica.verified}))
+    total, took = len(result.replicas), 1000 * result.seconds
+    return (
+        f"round {result.round}: version {result.version} serves in {len(updated)} of {total} replicas"
+        f"{names and f' ({names})'} after {took:.1f} ms: {size(result.nbytes)}{verified and f', verified as {verified}'}"
+    )
 
 
 def log_result(member: str, result: RoundResult) -> None:
     """Log the result of a publication."""
-    _log.log(
-        logging.INFO if result.ok else logging.WARNING,
-        "%s: round %d: version %s serves in %d of %d replicas after %.1f ms: %s",
-        member, result.round, result.version, len(result.updated), len(result.replicas), 1000 * result.seconds, size(result.nbytes),
-    )  # fmt: skip
+    _log.log(logging.INFO if result.ok else logging.WARNING, "%s: %s", member, describe(result))
 
 
 class MissedReplicas:

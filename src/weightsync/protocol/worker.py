@@ -9,53 +9,32 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 from weightsync.deadline import Deadline
 from weightsync.protocol.messages import Body
 
-__all__ = ["Handler", "Received", "Worker", "received_for"]
+__all__ = ["Handler", "IncomingCall", "Worker", "received_for"]
 
 Handler = Callable[[Body, float], Body]
 
 
-class Received(Protocol):
-    """A call of the coordinator that has arrived."""
+@dataclass(frozen=True, eq=False)
+class IncomingCall:
+    """A call of the coordinator, from its arrival on. It runs on another thread than it arrives on, and later."""
 
-    @property
-    def patience(self) -> float:
-        """Seconds that the call may wait for its turn before it is refused."""
-        ...
-
-    def run(self, timeout: float) -> Body:
-        """Answer the call within ``timeout`` seconds. Runs on the worker's thread."""
-        ...
-
-    def withdraw(self) -> str:
-        """Handle the caller's withdrawal. Never blocks.
-
-        Returns:
-            What keeps the rank busy, for display.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class _Plain:
     body: Body
-    handle: Handler
+    run: Callable[[float], Body]
+    """Answers the call within so many seconds. Runs on the worker's thread."""
+    withdraw: Callable[[], str]
+    """Handles the caller's withdrawal, and returns what keeps the rank busy, for display. Never blocks."""
     patience: float = math.inf
-
-    def run(self, timeout: float) -> Body:
-        return self.handle(self.body, timeout)
-
-    def withdraw(self) -> str:
-        return f"{type(self.body).__name__} is still running"
+    """Seconds that the call may wait for its turn before it is refused."""
 
 
-def received_for(handle: Handler) -> Callable[[Body], Received]:
+def received_for(handle: Handler) -> Callable[[Body], IncomingCall]:
     """Return a factory of calls that ``handle`` answers. They run to completion even after they are withdrawn."""
-    return lambda body: _Plain(body, handle)
+    return lambda body: IncomingCall(body, partial(handle, body), lambda: f"{type(body).__name__} is still running")
 
 
 _Job = tuple[Callable[[float], Body | None], str, Deadline, "Future[Body | None]", contextvars.Context]

@@ -13,8 +13,8 @@ from weightsync.errors import Aborted, LayoutError
 from weightsync.model import Layout, Manifest
 from weightsync.tensors.digest import columns_address, digest_rows, row_table
 from weightsync.tensors.kernels import digest_table
+from weightsync.tensors.memory_views import bytes_at
 from weightsync.tensors.shards import Shard, ordered, torch_dtype
-from weightsync.tensors.views import bytes_at
 
 __all__ = ["HostPublisher", "chunks"]
 
@@ -28,7 +28,7 @@ _NEVER = np.zeros(1, np.int8)
 class HostPublisher:
     """Copies the ``shards`` of a trainer rank to a host region at ``address``, laid out by ``layout``, any number of times.
 
-    ``layout`` is :func:`~weightsync.tensors.memory.packed_layout` of the same shards. Shards whose dtype differs from the
+    ``layout`` is :func:`~weightsync.tensors.memory_layout.packed_layout` of the same shards. Shards whose dtype differs from the
     manifest's are converted in chunks of 0.5 MiB. CPU shards are read exactly once, and the digest covers what was read. Shards on
     an accelerator are copied by torch, and the digest covers the region.
 

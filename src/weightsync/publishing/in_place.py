@@ -1,4 +1,4 @@
-"""A trainer rank's GPU memory published where it is: no copy, so readable only while ``publish`` stands still."""
+"""Publishes a trainer rank's GPU memory in place: without a copy, so it is readable only until ``publish`` returns."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from weightsync.deadline import Deadline
 from weightsync.errors import LayoutError, TransportUnavailable
 from weightsync.model import Layout, Manifest
 from weightsync.tensors.device_memory import DeviceDigest, Form, device_of, forms_of, layout_by_shard
+from weightsync.tensors.digest import DigestConstants
 from weightsync.tensors.shards import Shard, ShardedState, checkpoint_name, dtype_name
 from weightsync.transports.base import Transport
 from weightsync.transports.cuda.region import PLACING_SECONDS, CudaRegion
 from weightsync.transports.host.region import EMPTY
 
-__all__ = ["InPlacePublisher", "obstacle_to_in_place"]
+__all__ = ["InPlacePublisher", "LiveShards", "obstacle_to_in_place"]
 
 State = Mapping[str, torch.Tensor] | torch.nn.Module | ShardedState
 
@@ -50,10 +51,8 @@ class InPlacePublisher:
         device = device_of(shards)
         if device is None or device.type != "cuda":
             raise TransportUnavailable("shards that are not all on one CUDA device cannot be read in place")
-        self._state = state
         self._device = device
-        self._names = [shard.name for shard in shards if shard.box.size]
-        self._first: list[Form] = forms_of([shard.tensor for shard in shards if shard.box.size])
+        self._live = LiveShards(state, shards)
         self._held: list[torch.Tensor] = []
         self._now: tuple[int, ...] = ()
         self.layout: Layout = layout_by_shard(manifest, shards)
@@ -64,7 +63,65 @@ class InPlacePublisher:
 
     def _look(self) -> tuple[int, ...]:
         """Where every shard is now. Keeps the tensors until :meth:`withdraw`, so that their memory is not reused meanwhile."""
-        held = _local(self._state, self._names)
+        self._held, self._now = self._live.look()
+        return self._now
+
+    def place(self, stop: npt.NDArray[np.int8] | None = None, deadline: Deadline | None = None) -> npt.NDArray[np.uint64]:
+        """Digest every row of the layout, after all work that was queued on the device.
+
+        Called within ``region.placing``, which has looked where the memory is. One launch, so ``stop`` cannot end it early. Raises
+        :class:`~weightsync.errors.DeadlineExceeded` (without a ``deadline``, after a minute).
+        """
+        return self._digest.take(self._now, deadline or Deadline(PLACING_SECONDS))
+
+    def digests(self, constants: DigestConstants, deadline: Deadline) -> npt.NDArray[np.uint64]:
+        """Digest every row of what was placed last, with ``constants``, as :meth:`place` does."""
+        return self._digest.take(self._now, deadline, constants)
+
+    def withdraw(self) -> None:
+        """The trainer is about to change its memory: readers that are still at it find out and fail. Safe to repeat."""
+        if self.region.version != EMPTY:
+            self.region.withdraw()
+        self._held = []
+
+
+class LiveShards:
+    """Finds the memory of ``shards`` again, in the state that they were made from. Keeps no tensor of it.
+
+    A shard that is a part of a tensor of the state (an expert of a packed parameter) is where that tensor is.
+    """
+
+    def __init__(self, state: State, shards: Sequence[Shard]) -> None:
+        self._state = state
+        shards = [shard for shard in shards if shard.box.size]
+        if isinstance(state, ShardedState):
+            self._names = [shard.name for shard in shards]
+            tensors, owners = [shard.tensor for shard in shards], list(range(len(shards)))
+        else:
+            local = _local(state)
+            names = [shard.owner or shard.name for shard in shards]
+            self._names = list(dict.fromkeys(names))
+            index = {name: number for number, name in enumerate(self._names)}
+            tensors, owners = [local[name] for name in self._names], [index[name] for name in names]
+        self._owners = np.array(owners, np.int64)
+        starts = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+        self._offsets = np.array([shard.tensor.data_ptr() for shard in shards], np.int64) - starts[self._owners]
+        self._first: list[Form] = forms_of(tensors)
+
+    def look(self) -> tuple[list[torch.Tensor], tuple[int, ...]]:
+        """Return the tensors of the state that hold the shards, as they are now, and the address of each shard.
+
+        Raises:
+            LayoutError: A tensor is gone, or is read in another way than before.
+        """
+        if isinstance(self._state, ShardedState):
+            held = [shard.tensor for shard in self._state.declare()[1]]
+        else:
+            local = _local(self._state)
+            missing = [name for name in self._names if name not in local]
+            if missing:
+                raise LayoutError(f"{missing[0]} ({len(missing)} in all) is no longer in the state that this trainer was made with")
+            held = [local[name] for name in self._names]
         forms = forms_of(held)
         if forms != self._first:
             number = next(i for i, (before, now) in enumerate(zip(self._first, forms, strict=True)) if before != now)
@@ -74,38 +131,17 @@ class InPlacePublisher:
                 f"rank joined, and is now {now[2]} of {list(now[0])} and {list(now[1])} on {now[3]}: make a new "
                 "weightsync.Trainer or weightsync.Engine"
             )
-        self._held = held
-        self._now = tuple(tensor.data_ptr() for tensor in held)
-        return self._now
-
-    def place(self, stop: npt.NDArray[np.int8] | None = None, deadline: Deadline | None = None) -> npt.NDArray[np.uint64]:
-        """The digest of every row of the layout, of what the device's memory holds after all that was queued on it.
-
-        Called within ``region.placing``, which has looked where the memory is. One launch, so ``stop`` cannot end it early. Raises
-        :class:`~weightsync.errors.DeadlineExceeded` (without a ``deadline``, after a minute).
-        """
-        return self._digest.take(self._now, deadline or Deadline(PLACING_SECONDS))
-
-    def withdraw(self) -> None:
-        """The trainer is about to change its memory: readers that are still at it find out and fail. Safe to repeat."""
-        if self.region.version != EMPTY:
-            self.region.withdraw()
-        self._held = []
+        starts = np.array([tensor.data_ptr() for tensor in held], np.int64)
+        return held, tuple((starts[self._owners] + self._offsets).tolist())
 
 
-def _local(state: State, names: Sequence[str]) -> list[torch.Tensor]:
-    """This rank's memory of each of ``names``, as the state holds it now."""
-    if isinstance(state, ShardedState):
-        return [shard.tensor for shard in state.declare()[1]]
+def _local(state: Mapping[str, torch.Tensor] | torch.nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's memory of each tensor, as the state holds it now."""
     state = state.state_dict(keep_vars=True) if isinstance(state, torch.nn.Module) else state
-    values = {checkpoint_name(name): value for name, value in state.items()}
-    missing = [name for name in names if name not in values]
-    if missing:
-        raise LayoutError(f"{missing[0]} ({len(missing)} in all) is no longer in the state that this trainer was made with")
+    values = {checkpoint_name(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
     if not torch.distributed.is_available():
-        return [values[name] for name in names]
+        return values
     from torch.distributed.tensor import DTensor
 
     with torch.no_grad():  # which to_local looks at: entered once, as a model has tens of thousands
-        tensors = (values[name] for name in names)
-        return [value.to_local() if isinstance(value, DTensor) else value for value in tensors]
+        return {name: value.to_local() if isinstance(value, DTensor) else value for name, value in values.items()}

@@ -15,7 +15,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("weightsync.ray needs Ray: pip install '.[ray]' in a clone of weightsync", name="ray") from None
 
 if TYPE_CHECKING:
-    from weightsync.ray.coordinator import start_coordinator
+    from weightsync.ray.coordinator_actor import start_coordinator
     from weightsync.ray.manager import Manager
 
 __all__ = ["Manager", "start_coordinator"]
@@ -29,7 +29,7 @@ if not TYPE_CHECKING:  # imported on first use: an actor with a coordinator need
 
             return Manager
         if name == "start_coordinator":
-            from weightsync.ray.coordinator import start_coordinator
+            from weightsync.ray.coordinator_actor import start_coordinator
 
             return start_coordinator
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

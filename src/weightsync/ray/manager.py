@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import msgspec
 import ray
 import torch
 from ray.exceptions import RayError
@@ -20,11 +21,12 @@ from weightsync.errors import ConfigurationError, CoordinatorUnreachable, Member
 from weightsync.forks import Origin
 from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.tokens import token_for
-from weightsync.ray.calls import ActorCalls, call, handles
-from weightsync.ray.coordinator import cluster_settings, with_token
+from weightsync.ray.actor_calls import ActorCalls, call, handles
+from weightsync.ray.coordinator_actor import cluster_settings, with_token
 from weightsync.ray.members import is_joined, join_engine, join_trainer, leave, publish
 from weightsync.ray.places import Access
 from weightsync.ray.rejoining import ActorGroup, Rejoining
+from weightsync.ray.token_files import TokenFiles
 from weightsync.server.client import Client
 from weightsync.server.server import BackgroundServer
 
@@ -95,6 +97,9 @@ class Manager(Closeable):
             self._members.start()
             owned.callback(self._members.close)
             owned.callback(self._leave_all)
+            self._tokens = None if token_of_run is None else TokenFiles(self._settings.coordinator, token_of_run)
+            if self._tokens is not None:
+                owned.callback(self._tokens.close, remove=coordinator is None)
             self._owned = owned.pop_all()
 
     @property
@@ -104,11 +109,20 @@ class Manager(Closeable):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables with which another process joins on its own (``env_vars`` of a ``runtime_env``). They include the token."""
-        token = self._access.token
-        return agent_environment(
-            ClientSettings.load(coordinator=self._access.url, token=Secret(token) if token is not None else None)
-        )
+        """Variables with which another process joins on its own (``env_vars`` of a ``runtime_env``).
+
+        Ray writes them into logs that other users can read, so the token is not among them: they name a file, which this leaves on
+        every node of the cluster for this user alone. Look again after nodes were added.
+
+        Raises:
+            ConfigurationError: A node cannot keep the file.
+            DeadlineExceeded: A node did not answer in time.
+        """
+        variables = agent_environment(msgspec.structs.replace(self._settings, token=None))
+        if self._tokens is not None:
+            # An empty variable is none, whatever Ray was started with.
+            variables |= {"WEIGHTSYNC_TOKEN": "", "WEIGHTSYNC_TOKEN_FILE": str(self._tokens.place(self._settings.timeouts.connect))}
+        return variables
 
     def add_trainer(
         self,

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from weightsync.engine.agent import Engine
+from weightsync.engine.engine import Engine
 from weightsync.errors import MembershipError
 from weightsync.protocol.messages import RoundResult
 from weightsync.ray.places import Access, RankPlace
-from weightsync.trainer.agent import Trainer
+from weightsync.trainer.trainer import Trainer
 
 __all__ = ["is_joined", "join_engine", "join_trainer", "leave", "publish"]
 

@@ -18,7 +18,7 @@ from weightsync import forks
 from weightsync.config import ClientSettings
 from weightsync.coordinator.status import Status
 from weightsync.errors import AuthenticationError
-from weightsync.ray.calls import as_own_error, call
+from weightsync.ray.actor_calls import as_own_error, call
 from weightsync.ray.places import Access, RankPlace
 from weightsync.server.watch import Watch
 

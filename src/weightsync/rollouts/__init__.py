@@ -5,13 +5,13 @@ See ``docs/guides/rollouts.md``.
 
 from __future__ import annotations
 
+import importlib
+import warnings
+
 from weightsync.rollouts.blocking import Rollouts
-from weightsync.rollouts.callbacks import RolloutCallback
 from weightsync.rollouts.controller import Counts, Generate, Rollout, RolloutController, RolloutSettings, Task
 from weightsync.rollouts.generation import Completions, Generation, VllmTokens
-from weightsync.rollouts.mail import CompletionReceiver, CompletionSender
-from weightsync.rollouts.orders import CommandFollower, Server, UpdateServers
-from weightsync.rollouts.replicas import Replicas
+from weightsync.rollouts.routing import Replicas
 from weightsync.rollouts.samples import Chunk, Sample, Sampling
 from weightsync.rollouts.staleness import Admission, capacity
 from weightsync.server.watch import Watch
@@ -19,25 +19,33 @@ from weightsync.server.watch import Watch
 __all__ = [
     "Admission",
     "Chunk",
-    "CommandFollower",
-    "CompletionReceiver",
-    "CompletionSender",
     "Completions",
     "Counts",
     "Generate",
     "Generation",
     "Replicas",
     "Rollout",
-    "RolloutCallback",
     "RolloutController",
     "RolloutSettings",
     "Rollouts",
     "Sample",
     "Sampling",
-    "Server",
     "Task",
-    "UpdateServers",
     "VllmTokens",
     "Watch",
     "capacity",
 ]
+
+_MOVED = frozenset({"CommandFollower", "CompletionReceiver", "CompletionSender", "RolloutCallback", "Server", "UpdateServers"})
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        f"{name} is in the package weightsync-callbacks now (pip install ./callbacks in a clone of weightsync): import it from "
+        "weightsync_callbacks",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return getattr(importlib.import_module("weightsync_callbacks"), name)

@@ -19,7 +19,7 @@ from weightsync.coordinator.status import Status
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, PeerLost, VersionError
 from weightsync.model import FIRST_EPOCH
 from weightsync.rollouts.generation import Generation
-from weightsync.rollouts.replicas import Replicas, Urls
+from weightsync.rollouts.routing import Replicas, Urls
 from weightsync.rollouts.samples import Chunk, FinishReason, Sample, Sampling
 from weightsync.rollouts.staleness import Admission
 from weightsync.server.watch import Watch

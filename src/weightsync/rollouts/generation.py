@@ -28,6 +28,7 @@ from weightsync.model import parse_label
 from weightsync.protocol.messages import decoding
 from weightsync.protocol.tokens import bearer
 from weightsync.rollouts.samples import Chunk, FinishReason, Sampling
+from weightsync.server.http_client import event_data
 
 __all__ = ["Completions", "Generation", "VllmTokens"]
 
@@ -82,7 +83,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Completion(msgspec.Struct):
+class _CompletionBody(msgspec.Struct):
     choices: list[_Choice] = []
     weightsync: _Attested | None = None
 
@@ -95,7 +96,7 @@ class _Contents(msgspec.Struct):
     content: list[_Token] | None = None
 
 
-class _Span(msgspec.Struct):
+class _GeneratedSpan(msgspec.Struct):
     version: str
     start: int
     end: int
@@ -105,7 +106,7 @@ class _TokensChoice(msgspec.Struct):
     token_ids: list[int] | None = None
     logprobs: _Contents | None = None
     finish_reason: str | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[_GeneratedSpan] | None = None
 
 
 class _Tokens(msgspec.Struct):
@@ -151,7 +152,7 @@ class _Http:
         try:
             async with self._http.stream("POST", url.rstrip("/") + path, json=body) as answer:
                 if not answer.is_success:
-                    beginning = await _beginning(answer)
+                    beginning = (await _read(answer, _REFUSAL_BYTES))[:2000].decode("utf-8", "replace")
                     text = f"{url} answered {path} with HTTP {answer.status_code}: {beginning}"
                     raise PeerLost(text) if answer.status_code in _AGAIN else LoadError(text)
                 yield answer
@@ -161,13 +162,14 @@ class _Http:
             raise PeerLost(f"the connection to {url} failed during {path}: {type(error).__name__} {error}") from None
 
 
-async def _beginning(answer: httpx.Response) -> str:
-    head = bytearray()
+async def _read(answer: httpx.Response, most: int) -> bytes:
+    """Read an answer to its end, or until it is longer than ``most`` bytes."""
+    held = bytearray()
     async for part in answer.aiter_bytes():
-        head += part
-        if len(head) > _REFUSAL_BYTES:
+        held += part
+        if len(held) > most:
             break
-    return bytes(head[:2000]).decode("utf-8", "replace")
+    return bytes(held)
 
 
 async def _messages(answer: httpx.Response, url: str) -> AsyncIterator[bytes]:
@@ -177,18 +179,10 @@ async def _messages(answer: httpx.Response, url: str) -> AsyncIterator[bytes]:
         PeerLost: The stream ended without ``[DONE]``.
         ProtocolError: A message is too long.
     """
-    held = bytearray()
-    async for part in answer.aiter_bytes():
-        held += part
-        while (end := held.find(b"\n")) >= 0:
-            line = bytes(held[:end]).strip()
-            del held[: end + 1]
-            if line == b"data: [DONE]":
-                return
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
-        if len(held) > _MESSAGE_BYTES:
-            raise ProtocolError(f"{url} sent a message of more than {_MESSAGE_BYTES} bytes")
+    async for data in event_data(answer, url, _MESSAGE_BYTES):
+        if data == b"[DONE]":
+            return
+        yield data
     raise PeerLost(f"{url} ended its response before [DONE]")
 
 
@@ -307,7 +301,7 @@ class Completions(_Http):
         return None if label is None else _order(label)
 
     def _chunk(self, data: bytes, url: str) -> Chunk:
-        message = _decode(data, _Completion, url)
+        message = _decode(data, _CompletionBody, url)
         mine = message.weightsync
         versions = tuple(mine.token_versions or ()) if mine is not None else ()
         if not message.choices:
@@ -326,12 +320,10 @@ class Completions(_Http):
 
 
 async def _whole(answer: httpx.Response, url: str) -> bytes:
-    held = bytearray()
-    async for part in answer.aiter_bytes():
-        held += part
-        if len(held) > _MESSAGE_BYTES:
-            raise ProtocolError(f"{url} answered with more than {_MESSAGE_BYTES} bytes")
-    return bytes(held)
+    held = await _read(answer, _MESSAGE_BYTES)
+    if len(held) > _MESSAGE_BYTES:
+        raise ProtocolError(f"{url} answered with more than {_MESSAGE_BYTES} bytes")
+    return held
 
 
 def _decode(data: bytes, kind: type[Any], url: str) -> Any:  # noqa: ANN401 - an instance of ``kind``

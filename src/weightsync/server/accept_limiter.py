@@ -11,10 +11,11 @@ import logging
 import socket
 from asyncio import StreamReader, StreamReaderProtocol, StreamWriter
 from collections import Counter
-from collections.abc import Callable
 from ssl import SSLContext
 
-from weightsync.config import Limits
+from starlette.types import ASGIApp
+
+from weightsync.config import ServerSettings
 from weightsync.server.connections import Connections
 from weightsync.server.http_connection import HttpConnection
 
@@ -25,7 +26,7 @@ _RETRY_SECONDS = 0.2
 
 
 class AcceptLimiter:
-    """Accepts on ``listener`` from :meth:`open` to :meth:`aclose`, and serves each connection by what ``make`` returns.
+    """Accepts on ``listener`` from :meth:`open` to :meth:`aclose`, and serves ``app`` on each connection.
 
     Over TLS with ``context``. Used on the event loop only.
     """
@@ -33,13 +34,13 @@ class AcceptLimiter:
     def __init__(
         self,
         listener: socket.socket,
-        make: Callable[[StreamReader, StreamWriter], HttpConnection],
-        context: SSLContext | None,
+        app: ASGIApp,
+        settings: ServerSettings,
         connections: Connections,
-        limits: Limits,
+        context: SSLContext | None = None,
     ) -> None:
-        self._listener, self._make, self._context = listener, make, context
-        self._connections, self._limits = connections, limits
+        self._listener, self._app, self._settings, self._context = listener, app, settings, context
+        self._connections, self._limits = connections, settings.limits
         self._loop = asyncio.get_running_loop()
         self._later: asyncio.TimerHandle | None = None
         self._handshakes: dict[asyncio.Task[None], tuple[str, socket.socket]] = {}  # in order of arrival
@@ -124,7 +125,7 @@ class AcceptLimiter:
             raise RuntimeError("a connection is served by a task")
         self._handshakes.pop(task, None)
         writer = StreamWriter(transport, protocol, reader, self._loop)
-        connection = self._serving[task] = self._make(reader, writer)
+        connection = self._serving[task] = HttpConnection(self._app, self._settings, reader, writer)
         self._connections.opened(transport, host)
         try:
             await connection.serve()

@@ -1,4 +1,4 @@
-"""Metrics of trainer and engine processes, on a port of their own: off by default, on loopback only, with the coordinator's token.
+"""Metrics of trainer and engine processes, on a separate port: off by default, on loopback only, with a token.
 
 All ranks of a process share one server, which runs on the event loop of their connections.
 """
@@ -15,23 +15,21 @@ from contextlib import ExitStack
 from functools import partial
 
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from weightsync.config import ClientSettings, Limits, Secret, ServerSettings
+from weightsync.config import ClientSettings, Limits, SecretKind, ServerSettings
 from weightsync.errors import ConfigurationError
 from weightsync.model import Version
 from weightsync.protocol.connection import CoordinatorConnection
 from weightsync.protocol.event_loop import shared_loop
 from weightsync.protocol.messages import PROTOCOL, Answer, Body, Failure
 from weightsync.protocol.proof import Challenger
-from weightsync.protocol.tokens import token_for
+from weightsync.protocol.tokens import Secrets, secret_of
 from weightsync.server.accept_limiter import AcceptLimiter
 from weightsync.server.app import TokenAdmission
 from weightsync.server.connections import Connections
-from weightsync.server.http_connection import HttpConnection
 from weightsync.server.metrics import CONTENT_TYPE, Declared, Registry, release
 from weightsync.spans import Span
 
@@ -120,7 +118,7 @@ class AgentMetrics:
         return self._registry.text()
 
     def _start(self, settings: ClientSettings, rank: int) -> None:
-        token = token_for(settings)
+        token, metrics = secret_of(settings, "token"), secret_of(settings, "metrics")
         port = (settings.metrics_port or 0) + (rank if settings.metrics_port else 0)
         if token is None:
             raise ConfigurationError("WEIGHTSYNC_METRICS_PORT needs the coordinator's token: set WEIGHTSYNC_TOKEN_FILE")
@@ -134,24 +132,20 @@ class AgentMetrics:
                 ) from None
             loop = shared_loop.borrow()
             owned.callback(shared_loop.give_back, _SECONDS)
-            limiter = asyncio.run_coroutine_threadsafe(self._open(listener, token), loop).result(_SECONDS)
+            limiter = asyncio.run_coroutine_threadsafe(self._open(listener, Secrets(token, metrics=metrics)), loop).result(_SECONDS)
             owned.callback(lambda: asyncio.run_coroutine_threadsafe(limiter.aclose(_SECONDS), loop).result(2 * _SECONDS))
             self.port = listener.getsockname()[1]
             _log.info("metrics of this process: http://%s:%d/metrics", _LOOPBACK, self.port)
             self._server = owned.pop_all()
 
-    async def _open(self, listener: socket.socket, token: Secret) -> AcceptLimiter:
+    async def _open(self, listener: socket.socket, secrets: Secrets) -> AcceptLimiter:
         async def metrics(request: Request) -> Response:
             return Response(self.text(), headers={"Content-Type": CONTENT_TYPE})
 
-        settings, connections = ServerSettings(token=token, limits=_LIMITS), Connections(_LIMITS)
-        admission = Middleware(
-            TokenAdmission, token=token, challenger=Challenger(token), connections=connections, public=frozenset()
-        )
-        app = Starlette(routes=[Route("/metrics", metrics)], middleware=[admission])
-        limiter = AcceptLimiter(
-            listener, lambda reader, writer: HttpConnection(app, settings, reader, writer), None, connections, _LIMITS
-        )
+        connections = Connections(_LIMITS)
+        challengers: dict[SecretKind, Challenger] = {"token": Challenger(secrets.token)}
+        app = TokenAdmission(Starlette(routes=[Route("/metrics", metrics)]), secrets, challengers, connections, frozenset())
+        limiter = AcceptLimiter(listener, app, ServerSettings(limits=_LIMITS), connections)
         limiter.open()
         return limiter
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from http import HTTPStatus
 from typing import Any
 
@@ -16,8 +16,8 @@ from websockets.frames import CloseCode
 from weightsync.config import ServerSettings
 from weightsync.coordinator.coordinator import Coordinator
 from weightsync.coordinator.rank_handle import RankHandle
-from weightsync.coordinator.ranks import TrainerRank
-from weightsync.coordinator.remote_ranks import RemoteEngine, RemoteTrainer, answer_agent, rank_of
+from weightsync.coordinator.ranks import EngineRank, TrainerRank
+from weightsync.coordinator.remote_ranks import answer_agent, rank_of
 from weightsync.errors import DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, readable, to_wire
 from weightsync.protocol.calls import Calls
 from weightsync.protocol.endpoint import FRAME_LIMIT_HEADER, SUBPROTOCOL
@@ -28,7 +28,6 @@ __all__ = ["AgentSockets"]
 
 _log = logging.getLogger(__name__)
 
-_Answer = Callable[[Body, float], Awaitable[Body]]
 _REASON_BYTES = 120  # RFC 6455: a close frame carries at most 123 bytes of reason
 _RETURN_SECONDS = 1.0  # for calls whose answers have arrived when their agent leaves
 
@@ -105,19 +104,12 @@ class AgentSockets:
         except WeightSyncError as error:
             await self._refuse(socket, error)
             return
-        connection = _Connection(self._coordinator, socket, rank.member, answer_agent(self._coordinator, rank))
-        calls = Calls(connection.send, connection.handle, connection.progress, peer=rank.member)
-        node = (
-            RemoteTrainer(rank, calls, connection.dismiss)
-            if isinstance(rank, TrainerRank)
-            else RemoteEngine(rank, calls, connection.dismiss)
-        )
+        connection = _Connection(self._coordinator, socket, rank)
         try:
-            if isinstance(node, RemoteTrainer):
-                welcome = Welcome(rank.member, run, last=self._coordinator.join_trainer(node))
+            if isinstance(rank, TrainerRank):
+                welcome = Welcome(rank.member, run, last=self._coordinator.join_trainer(connection))
             else:
-                connection.engine = node
-                welcome = Welcome(rank.member, run, refusal=self._coordinator.join_engine(node))
+                welcome = Welcome(rank.member, run, refusal=self._coordinator.join_engine(connection))
             link = self._coordinator.link_of(rank.member)
         except WeightSyncError as error:
             await self._refuse(socket, error)
@@ -126,8 +118,8 @@ class AgentSockets:
         reason = "its connection closed"
         try:
             self._welcomed.add(connection)
-            await connection.welcome(msgspec.structs.replace(welcome, credential=link.credential))
-            reason = await connection.read(calls, link)
+            await connection.welcome(msgspec.structs.replace(welcome, credential=link.credential, count=link.count))
+            reason = await connection.read(link)
         except PeerLost as error:
             reason = str(error)
         except asyncio.CancelledError:
@@ -140,8 +132,8 @@ class AgentSockets:
         finally:
             self._welcomed.discard(connection)
             reason = self._closing or reason
-            calls.close(PeerLost(f"{rank.member} is gone: {reason}"))
-            self._coordinator.leave(node, reason, connection.said_goodbye)
+            connection.calls.close(PeerLost(f"{rank.member} is gone: {reason}"))
+            self._coordinator.leave(connection, reason, connection.said_goodbye)
             _log.info("%s left: %s", rank.member, reason)
 
     async def _refuse(self, socket: WebSocket, error: WeightSyncError) -> None:
@@ -160,10 +152,14 @@ async def _at_most(seconds: float) -> AsyncIterator[None]:
 
 
 class _Connection:
-    """Frames of one agent that has joined."""
+    """A rank whose agent has joined, as the coordinator sees it: a :class:`~weightsync.coordinator.ranks.RankNode`."""
 
-    def __init__(self, coordinator: Coordinator, socket: WebSocket, member: str, answer: _Answer) -> None:
-        self._coordinator, self._socket, self._member, self._answer = coordinator, socket, member, answer
+    def __init__(self, coordinator: Coordinator, socket: WebSocket, rank: TrainerRank | EngineRank) -> None:
+        self._coordinator, self._socket, self._member = coordinator, socket, rank.member
+        self.rank: Any = rank
+        self._answer = answer_agent(coordinator, rank)
+        self.calls = Calls(self.send, self.handle, self.progress, peer=rank.member)
+        self.call, self.notify = self.calls.call, self.calls.notify
         self._welcomed = asyncio.Event()
         self._task = asyncio.current_task()
         self.dismissed: str | None = None
@@ -172,7 +168,6 @@ class _Connection:
         self.answered = asyncio.Event()
         """Set while the agent waits for no answer."""
         self.answered.set()
-        self.engine: RemoteEngine | None = None
         self.said_goodbye = False
         """Whether the agent closed the connection on purpose, as its ``close()`` does."""
 
@@ -222,21 +217,21 @@ class _Connection:
 
     def progress(self, nbytes: int) -> None:
         """The agent reports bytes in place."""
-        if self.engine is not None and self.dismissed is None:
-            self._coordinator.progress(self.engine, nbytes)
+        if isinstance(self.rank, EngineRank) and self.dismissed is None:
+            self._coordinator.progress(self.rank, nbytes)
 
-    async def read(self, calls: Calls, link: RankHandle[Any]) -> str:
-        """Feed frames to ``calls`` until the connection ends, and say why it did."""
+    async def read(self, link: RankHandle[Any]) -> str:
+        """Feed frames to the calls until the connection ends, and say why it did."""
         try:
             while True:
                 frame = await _receive(self._socket)
                 link.confirmed = True
                 if not isinstance(frame, Confirmed):
-                    calls.feed(frame)
+                    self.calls.feed(frame)
         except WebSocketDisconnect as gone:
             self.said_goodbye = gone.code == CloseCode.NORMAL_CLOSURE
             async with _at_most(_RETURN_SECONDS):
-                await calls.returned()  # an answer may have arrived together with the goodbye
+                await self.calls.returned()  # an answer may have arrived together with the end of the connection
             return (
                 readable(gone.reason or "", _REASON_BYTES)
                 or f"its connection ended without a goodbye: killed, crashed, hung or cut off (code {gone.code})"

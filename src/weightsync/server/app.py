@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import wraps
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from starlette.applications import Starlette
@@ -16,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weightsync.config import Secret, ServerSettings
+from weightsync.config import SecretKind, ServerSettings
 from weightsync.coordinator.coordinator import Coordinator
 from weightsync.coordinator.events import Event, RoundEnded, RoundStarted
 from weightsync.coordinator.status import RankStatus, Status
@@ -25,13 +26,14 @@ from weightsync.model import RoundTrace
 from weightsync.protocol.endpoint import AGENTS_PATH
 from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.proof import ANSWER_HEADER, CHALLENGE_PATH, SCHEME, Challenge, Challenger
-from weightsync.protocol.tokens import matches
+from weightsync.protocol.tokens import Secrets, matches
 from weightsync.server import page
 from weightsync.server.agents import AgentSockets
 from weightsync.server.connections import Connections
 from weightsync.server.event_streams import EventStreams
 from weightsync.server.history import MOST_ROUNDS, RoundHistory, RoundRecord, record_of, running_record
 from weightsync.server.http_connection import TRANSPORT
+from weightsync.server.loop_share import LoopShare
 from weightsync.server.metrics import CONTENT_TYPE, CoordinatorMetrics, release
 from weightsync.server.mounts import Mount
 from weightsync.server.openapi import Operation, Revocation, RoundRequest, decode_revocation, decode_round, document
@@ -39,8 +41,10 @@ from weightsync.server.otel import OtelExport
 from weightsync.server.problems import problem, problem_of
 from weightsync.server.snapshots import Snapshot
 
-__all__ = ["OPERATIONS", "Service", "TokenAdmission"]
+__all__ = ["OPERATIONS", "Service", "TokenAdmission", "operators_only"]
 
+_HOLDER = "weightsync.holder"
+"""Entry of an ASGI scope: the kind of secret that the peer has proved."""
 _CONFLICTS = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.GATEWAY_TIMEOUT)
 
 OPERATIONS = (
@@ -52,9 +56,9 @@ OPERATIONS = (
         "Prove that the coordinator has the token, and give a nonce with which a client proves the same without sending it.",
         answer=Challenge,
         public=True,
-        query=(("nonce", Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]),),
+        query=(("nonce", Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]), ("of", Literal["token", "operator"])),
         required=("nonce",),
-        errors=(HTTPStatus.BAD_REQUEST,),
+        errors=(HTTPStatus.BAD_REQUEST, HTTPStatus.FORBIDDEN),
     ),
     Operation("get", "/v1/status", "Who serves which version, how stale, and the last rounds.", answer=Status),
     Operation(
@@ -64,6 +68,7 @@ OPERATIONS = (
         answer=RoundResult,
         body=RoundRequest,
         errors=(*_CONFLICTS, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
+        operator=True,
     ),
     Operation(
         "get",
@@ -88,6 +93,7 @@ OPERATIONS = (
         answer=RankStatus,
         body=Revocation,
         errors=(HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
+        operator=True,
     ),
     Operation(
         "get",
@@ -102,18 +108,27 @@ OPERATIONS = (
 )
 _UNCOUNTED = ("/healthz", CHALLENGE_PATH, "/v1/events")  # the first two must always answer, the last has a limit of its own
 _SHOWN_ROUNDS = 20
+_KINDS: tuple[SecretKind, ...] = get_args(SecretKind)
+_OPERATOR = "WEIGHTSYNC_OPERATOR_TOKEN or WEIGHTSYNC_OPERATOR_TOKEN_FILE"
+_NO_OPERATOR = (
+    f"this coordinator has no operator's token, so it refuses operators' actions: start it with {_OPERATOR}, and use that"
+)
+_WORKERS_TOKEN = f"the token of the workers does not admit to operators' actions: set {_OPERATOR} to the coordinator's"
+_SHARE, _AHEAD_SECONDS = 0.1, 2.0  # of the event loop's time that requests take: in the long run, and how much of it at once
 _PUBLIC = frozenset(operation.path for operation in OPERATIONS if operation.public)
 
 
 class Service:
     """One coordinator over HTTP. Built and closed on the coordinator's event loop; :attr:`asgi` is the application."""
 
-    def __init__(self, coordinator: Coordinator, settings: ServerSettings, token: Secret, mounts: Sequence[Mount] = ()) -> None:
+    def __init__(self, coordinator: Coordinator, settings: ServerSettings, secrets: Secrets, mounts: Sequence[Mount] = ()) -> None:
         self._coordinator, self._settings = coordinator, settings
         self._agents = AgentSockets(coordinator, settings)
         self.connections = Connections(settings.limits, encrypted=settings.tls_certificate is not None)
         self._mounts = mounts
-        self._challenger = Challenger(token)
+        self._challengers: dict[SecretKind, Challenger] = {"token": Challenger(secrets.token)}
+        if secrets.operator is not None:
+            self._challengers["operator"] = Challenger(secrets.operator)
         self._streams = EventStreams(settings.limits.event_streams, settings.heartbeat)
         self._metrics = CoordinatorMetrics()
         self._otel = OtelExport() if settings.otel == "on" else None
@@ -127,10 +142,10 @@ class Service:
             Route("/", self._page),
             Route(CHALLENGE_PATH, self._challenge),
             Route("/v1/status", self._status),
-            Route("/v1/rounds", self._round, methods=["POST"]),
+            Route("/v1/rounds", operators_only(self._round), methods=["POST"]),
             Route("/v1/rounds", self._rounds),
             Route("/v1/trace", self._trace),
-            Route("/v1/revocations", self._revoke, methods=["POST"]),
+            Route("/v1/revocations", operators_only(self._revoke), methods=["POST"]),
             Route("/v1/events", self._events),
             Route("/v1/openapi.json", self._openapi),
             Route("/metrics", self._exposed),
@@ -140,7 +155,8 @@ class Service:
         self.asgi: ASGIApp = Starlette(
             routes=routes,
             middleware=[
-                Middleware(TokenAdmission, token=token, challenger=self._challenger, connections=self.connections),
+                Middleware(TokenAdmission, secrets=secrets, challengers=self._challengers, connections=self.connections),
+                Middleware(LoopShare, share=_SHARE, ahead=_AHEAD_SECONDS, uncounted=_PUBLIC),
                 Middleware(_Busy, most=settings.limits.requests, uncounted=uncounted),
             ],
             exception_handlers={WeightSyncError: _raised, HTTPException: _http, Exception: _raised},
@@ -192,7 +208,12 @@ class Service:
         return Response(page.HTML, media_type="text/html", headers=page.HEADERS)
 
     async def _challenge(self, request: Request) -> Response:
-        return _json(self._challenger.challenge(request.query_params.get("nonce", "")))
+        kind = request.query_params.get("of", "token")
+        if kind not in ("token", "operator"):
+            raise HTTPException(HTTPStatus.BAD_REQUEST, "of is token or operator")
+        if kind not in self._challengers:
+            return problem(HTTPStatus.FORBIDDEN, "AuthenticationError", _NO_OPERATOR)
+        return _json(self._challengers[kind].challenge(request.query_params.get("nonce", "")))
 
     async def _status(self, request: Request) -> Response:
         return _answer(self._state.get())
@@ -232,21 +253,43 @@ class Service:
         return bytes(body)
 
     async def _events(self, request: Request) -> Response:
-        return self._streams.respond(self._coordinator.subscribe, _event)
+        return self._streams.respond(request, self._coordinator.subscribe, _event)
 
 
 def _event(event: Event) -> bytes:
     return b"event: " + type(event).__name__.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
+def operators_only(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """Let ``endpoint`` answer holders of the operator's secret alone; all others get 403. Its operation says ``operator=True``."""
+
+    @wraps(endpoint)
+    async def answer(request: Request) -> Response:
+        holder, among = request.scope[_HOLDER]
+        if holder == "operator":
+            return await endpoint(request)
+        why = _WORKERS_TOKEN if "operator" in among else _NO_OPERATOR
+        return problem(HTTPStatus.FORBIDDEN, "AuthenticationError", f"{request.method} {request.url.path}: {why}")
+
+    return answer
+
+
 class TokenAdmission:
-    """Refuses requests without the token or a proof of it, except for public paths; also for routes that do not exist."""
+    """Refuses requests without a secret or a proof of it, except for public paths; also for routes that do not exist.
+
+    Puts the kind of the secret into the scope, for :func:`operators_only`. What admits to the metrics admits to nothing else.
+    """
 
     def __init__(
-        self, app: ASGIApp, token: Secret, challenger: Challenger, connections: Connections, public: frozenset[str] = _PUBLIC
+        self,
+        app: ASGIApp,
+        secrets: Secrets,
+        challengers: Mapping[SecretKind, Challenger],
+        connections: Connections,
+        public: frozenset[str] = _PUBLIC,
     ) -> None:
         self._public = public
-        self._app, self._token, self._challenger, self._connections = app, token, challenger, connections
+        self._app, self._secrets, self._challengers, self._connections = app, secrets, challengers, connections
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on what is admitted."""
@@ -255,14 +298,21 @@ class TokenAdmission:
             return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         public = scope["type"] == "http" and scope["path"] in self._public
-        answer = self._admits(given[0].decode("latin-1"), scope) if len(given) == 1 else None
-        if answer is not None:
+        holder, answer = self._admits(given[0].decode("latin-1"), scope) if len(given) == 1 else (None, "")
+        if holder is not None:
             self._connections.proved(scope.get(TRANSPORT))
-            await self._app(scope, receive, _with(send, ANSWER_HEADER, answer) if answer else send)
+            send = _with(send, ANSWER_HEADER, answer) if answer else send
+            if holder == "metrics" and not public and (scope["type"], scope["path"]) != ("http", "/metrics"):
+                await problem(HTTPStatus.FORBIDDEN, "AuthenticationError", "this token admits to /metrics only")(
+                    scope, receive, send
+                )
+                return
+            await self._app({**scope, _HOLDER: (holder, self._challengers)}, receive, send)
             return
         if public:
-            # A client that asks for a challenge proves the token on the same connection next.
-            stays = scope["path"] == CHALLENGE_PATH and self._connections.may_stay(scope.get(TRANSPORT))
+            # A client that asks for a challenge proves the token on the same connection next. A body is not read.
+            asks = scope["method"] == "GET" and scope["path"] == CHALLENGE_PATH
+            stays = asks and self._connections.may_stay(scope.get(TRANSPORT))
             await self._app(scope, receive, send if stays else _last(send))
             return
         why = "this needs the token"
@@ -272,12 +322,19 @@ class TokenAdmission:
         message = f"{why}: set WEIGHTSYNC_TOKEN or WEIGHTSYNC_TOKEN_FILE to the one that the coordinator was started with"
         await problem(HTTPStatus.UNAUTHORIZED, "AuthenticationError", message)(scope, receive, _last(send))
 
-    def _admits(self, header: str, scope: Scope) -> str | None:
-        """Return the proof to put into the answer, empty for a peer that sent the token itself; ``None`` refuses the request."""
-        if matches(header, self._token):
-            return ""
+    def _admits(self, header: str, scope: Scope) -> tuple[SecretKind | None, str]:
+        """Return the kind of secret, ``None`` without one, and the proof to answer with (empty if the peer sent the secret)."""
+        for kind in _KINDS:
+            secret = getattr(self._secrets, kind)
+            if secret is not None and matches(header, secret):
+                return kind, ""
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
-        return self._challenger.admits(header, f"{scope.get('method', 'GET')} {target.decode('latin-1')}")
+        request = f"{scope.get('method', 'GET')} {target.decode('latin-1')}"
+        for kind, challenger in self._challengers.items():
+            answer = challenger.admits(header, request)
+            if answer is not None:
+                return kind, answer
+        return None, ""
 
 
 def _with(send: Send, name: str, value: str) -> Send:

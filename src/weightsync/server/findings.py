@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 import msgspec
 
 from weightsync.config import ClientSettings, Timeouts
 from weightsync.errors import AuthenticationError, CoordinatorUnreachable, DeadlineExceeded
+from weightsync.releases import RELEASES, release_of, releases_tested, was_tested
 from weightsync.server.client import Client
 
 __all__ = ["Finding", "Status", "ask_coordinator", "find_release"]
@@ -28,23 +27,18 @@ class Finding(msgspec.Struct, frozen=True):
     cost: str = ""
 
 
-def find_release(package: str, title: str, tried: str, was_tried: Callable[[str], bool]) -> Finding:
-    """Check that a framework is installed: ``missing``, ``ok`` for a release that was tried, else ``limited``.
-
-    Args:
-        package: Name of the distribution.
-        title: Name of the framework in messages.
-        tried: The releases that were tried, for the message.
-        was_tried: Whether a release is one of them.
-    """
-    try:
-        release = version(package)
-    except PackageNotFoundError:
-        cost = f"install weightsync in {title}'s environment; run this there"
-        return Finding(package, "missing", "not installed in this environment", cost)
-    if was_tried(release):
-        return Finding(package, "ok", release)
-    return Finding(package, "limited", release, f"tried with {tried}; used if the interface fits")
+def find_release(package: str) -> Finding:
+    """Check that an engine or framework is installed: ``missing``, ``ok`` for a tested release, otherwise ``limited``."""
+    release, tested = release_of(package), releases_tested(package)
+    if release is None:
+        title = RELEASES[package].title
+        return Finding(
+            package, "missing", "not installed in this environment",
+            f"install weightsync in {title}'s environment; run this there. Tested: {tested}",
+        )  # fmt: skip
+    if was_tested(package, release):
+        return Finding(package, "ok", f"{release}; tested: {tested}")
+    return Finding(package, "limited", f"{release}; tested: {tested}", "used if its interface fits")
 
 
 def ask_coordinator(name: str, settings: ClientSettings) -> Finding:

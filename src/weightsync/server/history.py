@@ -29,6 +29,7 @@ _FILE = "rounds.sqlite3"
 _FORMAT = 1  # of the table; a file of another one is left alone
 _MEMORY = ":memory:"
 _LOCKED_SECONDS = 5.0
+_CLOSE_SECONDS = 2.0
 _ERROR_CHARACTERS = 1000
 
 T = TypeVar("T")
@@ -154,15 +155,18 @@ class RoundHistory:
         return max((record.round for record in await self.last(MOST_ROUNDS) if record.run == self._run_id), default=0)
 
     async def aclose(self) -> None:
-        """Write what was added and close the file. Safe twice."""
+        """Write what was added, close the file and end the thread; a disk that hangs is not waited for. Safe twice."""
 
         def close() -> None:
             if self._connection is not None:
                 self._connection.close()
 
-        with contextlib.suppress(RuntimeError):  # closed already
-            self._thread.submit(close)
-        self._thread.shutdown(wait=False)
+        written = False
+        with contextlib.suppress(RuntimeError, TimeoutError, sqlite3.Error):  # closed already, too slow, or beyond use
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await asyncio.wrap_future(self._thread.submit(close))
+            written = True
+        self._thread.shutdown(wait=written)
 
     async def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         def run() -> T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from asyncio import StreamReader, StreamWriter
 from email.utils import formatdate
 from http import HTTPStatus
@@ -24,11 +25,14 @@ _log = logging.getLogger(__name__)
 TRANSPORT = "weightsync.transport"
 """The key of a request's scope under which its connection's transport is."""
 
-_HEADER_BYTES = 16 << 10  # of a request, before it is known who makes it
+_HEAD_BYTES = 16 << 10  # of a request, before it is known who makes it
+_HEAD_LINES = 128  # each takes the event loop some microseconds
+_HEAD_END = re.compile(rb"\n\r?\n")
 _CHUNK = 64 << 10
 _KEEP_ALIVE_SECONDS = 5.0  # from an answer to the end of the next request's head
 _STALLED_SECONDS = 30.0  # in which a peer takes 64 KiB of an answer
 _BODY_SECONDS, _BODY_BYTES_PER_SECOND = 30.0, 64 << 10  # a body takes at most so long, and a second more for so many bytes
+_DROPPED_BYTES, _DROPPED_EVENTS = 1 << 20, 1024  # of a body that the application does not want; more of it ends the connection
 
 
 class HttpConnection:
@@ -37,12 +41,15 @@ class HttpConnection:
     A peer that sends no HTTP gets an answer of 400 and leaves nothing in the log. A peer that sends a body or takes an answer too
     slowly is cut off: it would hold one of the requests that may be in progress. The time until the first request is not bounded
     here: :class:`~weightsync.server.connections.Connections` closes connections that do not authenticate in time.
+
+    What a peer sends is bounded in bytes and in the events that h11 makes of them. Each request, and each piece of a body, leaves a
+    turn of the event loop to others. Only a POST has a body, and it says how long it is: chunks can be of one byte.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, reader: StreamReader, writer: StreamWriter) -> None:
         self._app, self._settings = app, settings
         self._reader, self._writer = reader, writer
-        self._http = h11.Connection(h11.SERVER, _HEADER_BYTES)
+        self._http = h11.Connection(h11.SERVER, _HEAD_BYTES)
         self._head_only = self._started = self._gone = False
         self._complete = asyncio.Event()
         self._complete.set()
@@ -58,8 +65,12 @@ class HttpConnection:
     async def serve(self) -> None:
         """Answer requests until the connection ends. The caller closes the writer."""
         try:
-            request = await self._next_event()
+            request = await self._next_head()
             while isinstance(request, h11.Request):
+                refusal = _refusal(request)
+                if refusal is not None:
+                    await self._refuse(refusal)
+                    return
                 scope = self._scope(request)
                 if _upgrades(request):
                     early = self._http.trailing_data[0]
@@ -70,7 +81,7 @@ class HttpConnection:
                     return
                 self._http.start_next_cycle()
                 async with asyncio.timeout(_KEEP_ALIVE_SECONDS):
-                    request = await self._next_event()
+                    request = await self._next_head()
         except TimeoutError:
             return
         except h11.RemoteProtocolError as error:
@@ -95,12 +106,32 @@ class HttpConnection:
         if self._gone or self._closing:
             return False
         if self._http.our_state is h11.DONE and self._http.their_state is h11.SEND_BODY:
-            # A body that was not wanted is read and dropped, so that the peer is not cut off before it has read the answer.
-            with contextlib.suppress(h11.RemoteProtocolError):
-                async with asyncio.timeout(self._settings.limits.hello_seconds):
-                    while isinstance(await self._next_event(), h11.Data):
-                        pass
+            await self._drop_body()
         return self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
+
+    async def _drop_body(self) -> None:
+        """Read and drop a small body that was not wanted, so that the peer is not cut off before it has read the answer."""
+        left = _DROPPED_BYTES
+        with contextlib.suppress(h11.RemoteProtocolError):
+            async with asyncio.timeout(self._settings.limits.hello_seconds):
+                for _ in range(_DROPPED_EVENTS):
+                    event = await self._next_event()
+                    left -= len(event.data) if isinstance(event, h11.Data) else left
+                    if left <= 0:
+                        return
+
+    async def _next_head(self) -> h11.Event | type[h11.PAUSED]:
+        """Return the next request, whose head is measured before it is parsed, or the end of the connection."""
+        await asyncio.sleep(0)  # requests that came together are answered in as many turns
+        while True:
+            received, _ = self._http.trailing_data
+            end = _HEAD_END.search(received)
+            nbytes = end.start() if end else len(received)
+            if nbytes > _HEAD_BYTES or received.count(b"\n", 0, nbytes) >= _HEAD_LINES:
+                raise h11.RemoteProtocolError("the head is too long", HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+            if (event := self._http.next_event()) is not h11.NEED_DATA:
+                return cast("h11.Event | type[h11.PAUSED]", event)
+            self._http.receive_data(await self._read())
 
     async def _next_event(self) -> h11.Event | type[h11.PAUSED]:
         while (event := self._http.next_event()) is h11.NEED_DATA:
@@ -110,6 +141,7 @@ class HttpConnection:
         return cast("h11.Event | type[h11.PAUSED]", event)
 
     async def _read(self) -> bytes:
+        await asyncio.sleep(0)  # what is there already is read without waiting
         try:
             return await self._reader.read(_CHUNK)
         except OSError:
@@ -203,6 +235,15 @@ class HttpConnection:
 
 def _address(where: Any) -> tuple[str, int] | None:  # noqa: ANN401 - what the socket's family calls an address
     return (str(where[0]), int(where[1])) if isinstance(where, tuple) else None
+
+
+def _refusal(request: h11.Request) -> HTTPStatus | None:
+    """Return why a request is not taken, by the body that its head announces."""
+    headers = dict(request.headers)
+    length = headers.get(b"content-length")
+    if b"transfer-encoding" in headers:
+        return HTTPStatus.LENGTH_REQUIRED if length is None else HTTPStatus.BAD_REQUEST
+    return HTTPStatus.BAD_REQUEST if int(length or 0) and request.method != b"POST" else None
 
 
 def _upgrades(request: h11.Request) -> bool:

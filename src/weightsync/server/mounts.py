@@ -22,7 +22,8 @@ from weightsync.server.openapi import Operation
 __all__ = ["Mount", "load_mounts"]
 
 _GROUP = "weightsync.mounts"
-_BUILT_IN = {"rollouts": "weightsync.rollouts.broker:mount"}
+_PACKAGES = {"rollouts": "./callbacks"}
+"""Packages of this repository, by the mount that they add."""
 
 
 class Mount(Protocol):
@@ -44,17 +45,19 @@ def load_mounts(settings: ServerSettings) -> list[Mount]:
 
     Raises :class:`~weightsync.errors.ConfigurationError` for an unknown name, and for code that cannot be imported.
     """
-    known = {entry.name: entry.value for entry in entry_points(group=_GROUP)} | _BUILT_IN
+    known = {entry.name: entry.value for entry in entry_points(group=_GROUP)}
     made: list[Mount] = []
     for name in settings.mounts:
         if name not in known:
+            hint = f"run `pip install {_PACKAGES[name]}` in a clone of weightsync" if name in _PACKAGES else "install its package"
             raise ConfigurationError(
-                f"there is no mount {name!r} (WEIGHTSYNC_MOUNTS or --mount); known are {', '.join(sorted(known))}"
+                f"no installed package has routes named {name!r} (WEIGHTSYNC_MOUNTS or --mount; installed: "
+                f"{', '.join(sorted(known)) or 'none'}): {hint}"
             )
         module, _, attribute = known[name].partition(":")
         try:
             factory: Callable[[ServerSettings], Mount] = getattr(import_module(module), attribute)
         except (ImportError, AttributeError) as error:
-            raise ConfigurationError(f"the mount {name!r} cannot be used: {error}; pip install 'weightsync[{name}]'") from error
+            raise ConfigurationError(f"the mount {name!r} cannot be used: {error}") from error
         made.append(factory(settings))
     return made

@@ -55,6 +55,8 @@ class Operation(NamedTuple):
     body: Any = None
     errors: tuple[int, ...] = ()
     public: bool = False
+    operator: bool = False
+    """Whether it needs the operator's secret."""
     query: tuple[tuple[str, Any], ...] = ()
     """Names and types of parameters after the question mark; those in the path are numbers."""
     required: tuple[str, ...] = ()
@@ -98,9 +100,13 @@ def _operation(operation: Operation) -> dict[str, Any]:
         good["content"] = {operation.media: {"schema": _reference(operation.answer)}}
     responses = {"200": good}
     problem = {"application/problem+json": {"schema": _reference(Problem)}}
-    for status in dict.fromkeys((*(() if operation.public else (401, 503)), *operation.errors)):
+    for status in dict.fromkeys(
+        (*(() if operation.public else (401, 503)), *((403,) if operation.operator else ()), *operation.errors)
+    ):
         responses[str(status)] = {"description": "See kind and message.", "content": problem}
     described: dict[str, Any] = {"summary": operation.summary, "responses": responses}
+    if operation.operator:
+        described["description"] = "For holders of the operator's secret."
     if operation.body is not None:
         described["requestBody"] = {
             "required": operation.body is not RoundRequest,

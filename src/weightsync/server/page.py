@@ -6,12 +6,13 @@ import base64
 import hashlib
 import re
 from importlib import resources
-from urllib.parse import urlsplit
 
 from weightsync.protocol.tokens import is_loopback
 
 __all__ = ["HEADERS", "HTML", "is_own_name"]
 
+_HOST = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9.-]+))(?::[0-9]{1,5})?")
+"""A name or address without user, zone or anything else that a browser does not send."""
 _FOLDER = resources.files(__package__)
 
 
@@ -49,8 +50,5 @@ def is_own_name(host: str, listening: str) -> bool:
     """
     if not is_loopback(listening):
         return True
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return False
-    return is_loopback(name)
+    name = _HOST.fullmatch(host)
+    return name is not None and is_loopback(name["v6"] or name["name"])

@@ -16,14 +16,13 @@ from types import TracebackType
 from typing import Self
 
 from weightsync import forks
-from weightsync.config import Address, Secret, ServerSettings, control_settings
+from weightsync.config import Address, Secret, SecretKind, ServerSettings, control_settings
 from weightsync.coordinator.coordinator import Coordinator
 from weightsync.errors import ConfigurationError, DeadlineExceeded
 from weightsync.protocol.endpoint import reason
-from weightsync.protocol.tokens import TokenFile, check_bind, generate
+from weightsync.protocol.tokens import Secrets, TokenFile, check_bind, generate, is_loopback
 from weightsync.server.accept_limiter import AcceptLimiter
 from weightsync.server.app import Service
-from weightsync.server.http_connection import HttpConnection
 from weightsync.server.mounts import load_mounts
 
 __all__ = ["BackgroundServer", "run_server", "serve"]
@@ -32,22 +31,57 @@ _log = logging.getLogger(__name__)
 
 _START_SECONDS = 15.0
 _STOP_SECONDS = 30.0
+_ATTEMPTS = 16  # to find a port that is free in both families of loopback
 _BACKLOG = 1024  # connections that the kernel keeps until there is time for them
 _STOPPING = "the coordinator is shutting down"
 
 
-def _listen(settings: ServerSettings) -> socket.socket:
-    host = settings.host
+def _listen(settings: ServerSettings, undo: contextlib.ExitStack) -> list[socket.socket]:
+    """Listen until ``undo`` ends. On loopback with both families: ``localhost`` may mean either one.
+
+    Otherwise a program of another user could listen at the same port of the other family, and pass everything on.
+    """
+    host = "127.0.0.1" if settings.host.lower() == "localhost" else settings.host
+    other = {"127.0.0.1": "::1", "::1": "127.0.0.1"}.get(host)
+    if other is None or not _has(other):
+        return [undo.enter_context(_bound(host, settings.port))]
+    attempts = 1 if settings.port else _ATTEMPTS
+    while True:
+        with contextlib.ExitStack() as opened:
+            attempts -= 1
+            first = opened.enter_context(_bound(host, settings.port))
+            try:
+                second = opened.enter_context(_bound(other, first.getsockname()[1]))
+            except ConfigurationError as error:
+                if attempts:
+                    continue  # a port that is free in one family need not be free in the other
+                raise ConfigurationError(f"a coordinator on loopback listens on 127.0.0.1 and ::1, and {error}") from None
+            undo.push(opened.pop_all())
+            return [first, second]
+
+
+def _has(host: str) -> bool:
+    """Return whether this machine has the address ``host``."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        family, _, _, _, where = socket.getaddrinfo(host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         everywhere = family == socket.AF_INET6 and _unspecified(str(where[0])) and socket.has_dualstack_ipv6()
-        return socket.create_server((str(where[0]), settings.port), family=family, backlog=_BACKLOG, dualstack_ipv6=everywhere)
+        return socket.create_server((str(where[0]), port), family=family, backlog=_BACKLOG, dualstack_ipv6=everywhere)
     except OSError as error:
         reason = (error.strerror or str(error)).partition(" (while ")[0]
         raise ConfigurationError(
-            f"cannot listen on {host} port {settings.port}: {reason}. Another coordinator may hold it "
+            f"cannot listen on {host} port {port}: {reason}. Another coordinator may hold it "
             "(`weightsync serve`, or that of another trainer on this machine), or another program. For a trainer to use the "
-            f"coordinator there, set WEIGHTSYNC_COORDINATOR=http://{f'[{host}]' if ':' in host else host}:{settings.port}. "
+            f"coordinator there, set WEIGHTSYNC_COORDINATOR=http://{f'[{host}]' if ':' in host else host}:{port}. "
             "WEIGHTSYNC_PORT or --port chooses a port, 0 takes a free one; WEIGHTSYNC_HOST or --host chooses the address"
         ) from None
 
@@ -59,7 +93,7 @@ def _unspecified(host: str) -> bool:
 def _reachable(settings: ServerSettings, listener: socket.socket) -> Address:
     """The address to give to agents: where everything is listened on, this machine's name if it has one that resolves."""
     bound = listener.getsockname()
-    host = settings.host
+    host = "127.0.0.1" if settings.host.lower() == "localhost" and settings.scheme == "http" else settings.host
     if _unspecified(bound[0]):
         try:
             socket.getaddrinfo(socket.gethostname(), bound[1])
@@ -84,8 +118,24 @@ def _tls_context(settings: ServerSettings) -> ssl.SSLContext | None:
     return context
 
 
+def _generated(settings: ServerSettings, port: int, undo: contextlib.ExitStack) -> Secrets:
+    """The secrets that were given. On loopback, those that were not are generated, and left in files until ``undo`` ends."""
+
+    def made(kind: SecretKind, given: Secret | None) -> Secret | None:
+        if given is not None or not is_loopback(settings.host):
+            return given
+        secret = generate()
+        undo.callback(TokenFile(port, secret, kind=kind).remove)
+        return secret
+
+    token = made("token", settings.token)
+    if token is None:
+        raise ConfigurationError("a coordinator beyond loopback needs a token")  # as check_bind() has said
+    return Secrets(token, made("operator", settings.operator_token), made("metrics", settings.metrics_token))
+
+
 async def run_server(
-    settings: ServerSettings, stop: asyncio.Event, started: Callable[[Address, Secret, Coordinator], None] | None = None
+    settings: ServerSettings, stop: asyncio.Event, started: Callable[[Address, Secrets, Coordinator], None] | None = None
 ) -> None:
     """Serve a new coordinator until ``stop`` is set; ``started`` gets its address once it listens.
 
@@ -96,34 +146,25 @@ async def run_server(
     check_bind(settings)
     context, mounts = _tls_context(settings), load_mounts(settings)
     with contextlib.ExitStack() as undo:
-        listener = undo.enter_context(_listen(settings))
-        address = _reachable(settings, listener)
-        token = settings.token
-        if token is None:
-            token = generate()
+        listeners = _listen(settings, undo)
+        address = _reachable(settings, listeners[0])
+        secrets = _generated(settings, address.port, undo)
         coordinator = Coordinator(control_settings(settings))
-        service = Service(coordinator, settings, token, mounts)
-        limiter = AcceptLimiter(
-            listener,
-            lambda reader, writer: HttpConnection(service.asgi, settings, reader, writer),
-            context,
-            service.connections,
-            settings.limits,
-        )
-        if settings.token is None:
-            undo.callback(TokenFile(address.port, token).remove)
+        service = Service(coordinator, settings, secrets, mounts)
+        limiters = [AcceptLimiter(sock, service.asgi, settings, service.connections, context) for sock in listeners]
         try:
             await service.continue_rounds()
-            limiter.open()
+            for limiter in limiters:
+                limiter.open()
             if started is not None:
-                started(address, token, coordinator)
+                started(address, secrets, coordinator)
             await stop.wait()
         finally:
             await service.aclose(_STOPPING)
-            await limiter.aclose(settings.shutdown_seconds)
+            await asyncio.gather(*(limiter.aclose(settings.shutdown_seconds) for limiter in limiters))
 
 
-def serve(settings: ServerSettings, started: Callable[[Address, Secret, Coordinator], None] | None = None) -> None:
+def serve(settings: ServerSettings, started: Callable[[Address, Secrets, Coordinator], None] | None = None) -> None:
     """Serve in the foreground until SIGINT or SIGTERM, then shut down in order; a second signal ends it at once.
 
     Must run in the main thread.
@@ -156,7 +197,7 @@ class BackgroundServer:
     def __init__(self, settings: ServerSettings | None = None) -> None:
         self._origin = forks.Origin()
         self._settings = ServerSettings.load() if settings is None else settings
-        self._started: Future[tuple[Address, Secret, Coordinator]] = Future()
+        self._started: Future[tuple[Address, Secrets, Coordinator]] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
@@ -174,7 +215,12 @@ class BackgroundServer:
     @property
     def token(self) -> str:
         """What agents must present."""
-        return self._started.result(0)[1].reveal()
+        return self.secrets.token.reveal()
+
+    @property
+    def secrets(self) -> Secrets:
+        """All its secrets: that of the agents, and those of operators and of the metrics, if it has them."""
+        return self._started.result(0)[1]
 
     @property
     def coordinator(self) -> Coordinator:

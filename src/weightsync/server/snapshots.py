@@ -1,4 +1,4 @@
-"""Answers about the whole state: a client that asks repeatedly does not delay the event loop on which rounds run."""
+"""Caches answers about the whole state, so that a client that polls does not delay the event loop of the rounds."""
 
 from __future__ import annotations
 

@@ -28,14 +28,16 @@ _log = logging.getLogger(__name__)
 _wire_log = logging.getLogger("weightsync.server.wire")
 _wire_log.setLevel(logging.ERROR)
 
-_CHUNK = 256 << 10
+# A piece of what a peer sends is parsed in one go, at 10 us for a frame of 6 bytes; pieces grow within a frame that is large.
+_PIECE, _LARGEST_PIECE, _PIECES = 1 << 10, 16 << 10, 8
+_CLOSING_BYTES, _CLOSING_FRAMES = 1 << 20, 256  # of a peer that has yet to answer a close
 _FRAMES = 4096.0  # frames that are no whole message (fragments, pings, pongs) that one peer may send at once
 _FRAMES_PER_SECOND = 100.0  # and in the long run; an agent sends a few a minute, and never a fragment
 _MESSAGES = 256.0  # whole messages that one peer may send at once
 _MESSAGES_PER_SECOND = 500.0  # and in the long run; beyond that they wait, and with them the peer
 
 
-class _Allowance:
+class _SendAllowance:
     """What a peer may send: ``burst`` at once, ``rate`` a second in the long run."""
 
     def __init__(self, burst: float, rate: float) -> None:
@@ -68,13 +70,14 @@ class WebSocketConnection:
         self._reader, self._writer, self._early = reader, writer, early
         self._protocol = ServerProtocol(max_size=settings.limits.frame_bytes, logger=_wire_log)
         self._events: deque[Any] = deque()
+        self._unparsed = 0  # bytes since the last whole frame
         self._parts: list[bytes] = []
         self._text = False
         self._response: Response | None = None
         self._refusal: Message | None = None
         self._connect_sent = self._ended = False
-        self._frames = _Allowance(_FRAMES, _FRAMES_PER_SECOND)
-        self._messages = _Allowance(_MESSAGES, _MESSAGES_PER_SECOND)
+        self._frames = _SendAllowance(_FRAMES, _FRAMES_PER_SECOND)
+        self._messages = _SendAllowance(_MESSAGES, _MESSAGES_PER_SECOND)
         self._ping: bytes | None = None
         self._timer: TimerHandle | None = None
 
@@ -110,6 +113,8 @@ class WebSocketConnection:
 
     async def _finish(self, code: int) -> None:
         """Send what ends the connection, unless it was sent, and give the peer a while to answer it."""
+        if self._writer.transport.is_closing():
+            return
         if self._response is not None:
             self._protocol.send_response(self._protocol.reject(HTTPStatus.INTERNAL_SERVER_ERROR, ""))
         elif self._protocol.state is State.OPEN:
@@ -117,19 +122,36 @@ class WebSocketConnection:
         try:
             async with asyncio.timeout(self._settings.limits.hello_seconds):
                 await self._flush()
+                nbytes, frames = _CLOSING_BYTES, _CLOSING_FRAMES
                 while self._protocol.state is State.CLOSING and self._protocol.close_rcvd is None:
-                    self._take(await self._reader.read(_CHUNK))
+                    data = await self._read()
+                    self._take(data)
+                    nbytes, frames = nbytes - len(data), frames - len(self._events)
                     self._events.clear()
+                    if nbytes < 0 or frames < 0:
+                        self._writer.transport.abort()
+                        return
                 await self._flush()
         except (OSError, TimeoutError):
             self._writer.transport.abort()
+
+    async def _read(self) -> bytes:
+        """Return a piece of what the peer sent, after a turn of the event loop for others."""
+        await asyncio.sleep(0)
+        size = min(max(_PIECE, self._unparsed // _PIECES), _LARGEST_PIECE)
+        if self._early:
+            data, self._early = self._early[:size], self._early[size:]
+            return data
+        return await self._reader.read(size)
 
     def _take(self, data: bytes) -> None:
         if data:
             self._protocol.receive_data(data)
         else:
             self._protocol.receive_eof()
-        self._events.extend(self._protocol.events_received())
+        events = self._protocol.events_received()
+        self._unparsed = 0 if events else self._unparsed + len(data)
+        self._events.extend(events)
 
     async def _flush(self) -> None:
         """Write what the protocol has to send, and wait while the peer does not read."""
@@ -155,14 +177,13 @@ class WebSocketConnection:
                         await asyncio.sleep(early)
                     return message
             try:
-                data, self._early = self._early, b""
-                data = data or await self._reader.read(_CHUNK)
+                data = await self._read()
                 self._take(data)
                 await self._flush()
             except OSError:
                 data = b""
             if not data or self._protocol.parser_exc is not None:
-                self._ended = not self._events
+                self._ended = self._ended or not self._events
         close = self._protocol.close_rcvd or self._protocol.close_sent
         if close is None:
             return {"type": "websocket.disconnect", "code": CloseCode.ABNORMAL_CLOSURE}

@@ -40,7 +40,7 @@ class CopyTable:
     =============  ===========  ========================================================================
     column         type         meaning
     =============  ===========  ========================================================================
-    region         int32[n]     the source owner's memory region
+    region         int32[n]     the source publisher's memory region
     source         int64[n]     bytes from that region's start to the first run
     source_stride  int64[n]     bytes between runs in the source
     target         int64[n]     absolute address of the first run in this process
@@ -119,7 +119,7 @@ def tiles_of(
     """Convert the pieces that one target rank receives to copy tables, ``[source][group]``.
 
     Tiles have keys (:class:`CopyTable`). Dimensions that are contiguous at both ends are merged. What is left beyond two dimensions
-    becomes several tiles of at most :data:`TILE_BYTES` each. The owner checks the source bounds
+    becomes several tiles of at most :data:`TILE_BYTES` each. The publisher checks the source bounds
     (:func:`~weightsync.tensors.copies.check_tiles`).
 
     Args:

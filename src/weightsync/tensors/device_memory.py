@@ -12,7 +12,8 @@ from weightsync.deadline import Deadline
 from weightsync.model import Layout, Manifest
 from weightsync.tensors.cuda.digest import LayoutDigest
 from weightsync.tensors.cuda.waiting import wait_for_device, wait_until_idle
-from weightsync.tensors.memory import layout_in_place
+from weightsync.tensors.digest import PUBLIC, DigestConstants
+from weightsync.tensors.memory_layout import layout_in_place
 from weightsync.tensors.shards import Shard
 
 __all__ = ["DeviceDigest", "Form", "device_of", "forms_of", "layout_by_shard", "wait_for_devices"]
@@ -85,7 +86,7 @@ class DeviceDigest:
                 self._digest = LayoutDigest(self._manifest, self._layout, addresses, self._device)
             self._addresses = tuple(addresses)
 
-    def take(self, addresses: Sequence[int], deadline: Deadline) -> npt.NDArray[np.uint64]:
+    def take(self, addresses: Sequence[int], deadline: Deadline, constants: DigestConstants = PUBLIC) -> npt.NDArray[np.uint64]:
         """Digests of all rows, ``uint64[rows]``, after all work that this process has queued on the device, in any stream.
 
         Raises:
@@ -95,13 +96,13 @@ class DeviceDigest:
         wait_until_idle(self._device, deadline, f"waiting for work queued on {self._device} before digesting")
         self.build(addresses)
         with torch.cuda.device(self._device):
-            self._digest.launch()
+            self._digest.launch(constants=constants)
             wait_for_device(self._device, deadline, f"digesting on {self._device}")
             return self._digest.taken()
 
-    def launch(self, first: int, end: int) -> None:
+    def launch(self, first: int, end: int, constants: DigestConstants = PUBLIC) -> None:
         """Start to digest rows ``first <= row < end`` in the device's current stream, with the current tables."""
-        self._digest.launch(first, end)
+        self._digest.launch(first, end, constants)
 
     def taken(self) -> npt.NDArray[np.uint64]:
         """Digests of all launched rows. Waits for the device's current stream."""

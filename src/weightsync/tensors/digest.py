@@ -9,10 +9,14 @@ order. It holds the last dimension as ``L * itemsize`` bytes, cut into 4-byte wo
 with ``R(k) = splitmix64(k) | 1`` and ``C[j] = (splitmix64(2**63 + j) & 0xFFFFFFFF) | 1`` (all distinct). Scalars and vectors are
 one row. An error in a single element always changes the sum, because ``R`` and ``C`` are odd. The sum is linear in the words, so
 boxes may cut words and still add up.
+
+Anyone can compute other bytes with the same digest, because these constants are public. A *keyed* digest has the same form, with
+constants from a secret key (:class:`DigestConstants`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Sequence
 
@@ -24,7 +28,18 @@ from weightsync.errors import LayoutError
 from weightsync.model import Layout, Manifest, itemsize
 from weightsync.tensors.kernels import BLOCK, LEAD, digest_table
 
-__all__ = ["COLUMNS", "columns_address", "digest_box", "digest_rows", "layout_table", "positions", "reference_digest", "row_table"]
+__all__ = [
+    "COLUMNS",
+    "PUBLIC",
+    "DigestConstants",
+    "columns_address",
+    "digest_box",
+    "digest_rows",
+    "layout_table",
+    "positions",
+    "reference_digest",
+    "row_table",
+]
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
@@ -32,22 +47,46 @@ UInt64 = npt.NDArray[np.uint64]
 _NEVER = np.zeros(1, np.int8)
 
 
-def _splitmix64(x: UInt64) -> UInt64:
+_GOLDEN = (0x9E3779B97F4A7C15, 0)  # the seeds of R that make it splitmix64
+
+
+def _splitmix64(x: UInt64, seeds: Sequence[int] = _GOLDEN) -> UInt64:
     """Mix 64 bits elementwise (Steele, Lea and Flood)."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = x + np.uint64(seeds[0])
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9) + np.uint64(seeds[1])
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-_MIXED = _splitmix64(np.arange(BLOCK, dtype=np.uint64) + np.uint64(1 << 63))
+class DigestConstants:
+    """The constants of a digest: public ones without a ``key``, otherwise constants that only holders of the key can compute.
 
-COLUMNS: npt.NDArray[np.uint32] = (_MIXED | np.uint64(1)).astype(np.uint32)
-"""The C table, ``uint32[4096]``. GPU kernels use a copy of it."""
-COLUMNS.flags.writeable = False
+    A key has at least 128 random bits. SHAKE-256 expands it to the C table and to the two seeds of R.
 
-columns_address: int = COLUMNS.ctypes.data
-"""Address of :data:`COLUMNS`."""
+    Attributes:
+        words: ``uint32[4100]``: the C table, then the two seeds of R (uint64, little-endian). Kernels read it, or a copy of it.
+    """
+
+    def __init__(self, key: bytes = b"") -> None:
+        if key:
+            words = np.frombuffer(hashlib.shake_256(b"weightsync digest\0" + key).digest(4 * BLOCK + 16), "<u4").astype(np.uint32)
+            words[:BLOCK] |= np.uint32(1)
+        else:
+            mixed = _splitmix64(np.arange(BLOCK, dtype=np.uint64) + np.uint64(1 << 63)) | np.uint64(1)
+            words = np.concatenate([mixed.astype(np.uint32), np.array(_GOLDEN, np.uint64).view(np.uint32)])
+        words.flags.writeable = False
+        self.words: npt.NDArray[np.uint32] = words
+        self.address: int = words.ctypes.data
+
+
+PUBLIC = DigestConstants()
+"""The constants of :mod:`the digest <weightsync.tensors.digest>` that publications and labels use."""
+
+COLUMNS = PUBLIC.words[:BLOCK]
+"""The public C table, ``uint32[4096]``."""
+
+columns_address: int = PUBLIC.address
+"""Address of the public constants."""
 
 
 def positions(shapes: Int64, itemsizes: Int64) -> tuple[Int64, Int64, Int64]:
@@ -116,6 +155,8 @@ def digest_rows(
     first: int,
     last: int,
     out: UInt64,
+    constants: DigestConstants = PUBLIC,
+    stop: npt.NDArray[np.int8] = _NEVER,
 ) -> None:
     """Digest rows ``first <= i < last`` of ``layout`` in memory, without the GIL.
 
@@ -126,6 +167,8 @@ def digest_rows(
         first: First row.
         last: End of the rows.
         out: ``uint64[rows of the layout]``; the digests are written to ``out[first:last]``.
+        constants: Constants of the digest.
+        stop: Another thread sets ``stop[0]`` to end the work early. What is in ``out`` is then incomplete.
 
     Raises:
         LayoutError: A row does not exist, or ``out`` has the wrong shape or dtype.
@@ -137,7 +180,8 @@ def digest_rows(
         table = layout_table(manifest, layout, addresses)
         known = (manifest, tuple(addresses), table, table.ctypes.data)
         _tables[layout] = known
-    digest_table(known[3], layout.starts.shape[1], first, last, 0, out.ctypes.data + 8 * first, columns_address, _NEVER.ctypes.data)
+    dims, target = layout.starts.shape[1], out.ctypes.data + 8 * first
+    digest_table(known[3], dims, first, last, 0, target, constants.address, stop.ctypes.data)
 
 
 def digest_box(tensor: torch.Tensor, shape: Sequence[int], starts: Sequence[int]) -> int:
@@ -169,7 +213,9 @@ def _padded(
     return whole, first, bounds, strides
 
 
-def reference_digest(values: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int], starts: Sequence[int]) -> int:
+def reference_digest(
+    values: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int], starts: Sequence[int], constants: DigestConstants = PUBLIC
+) -> int:
     """Compute the definition in plain NumPy, slowly, for tests.
 
     ``values`` are the bytes of the box, ``uint8[*box shape, itemsize]``.
@@ -188,6 +234,7 @@ def reference_digest(values: npt.NDArray[np.uint8], dtype: str, shape: Sequence[
         data[first[-1] * size : (first[-1] + box.shape[-2]) * size] = box[index].reshape(-1)
         words = data.view("<u4").astype(np.uint64)
         word = np.arange(len(words), dtype=np.uint64)
-        factors = _splitmix64(np.uint64(row * blocks) + word // np.uint64(BLOCK)) | np.uint64(1)
-        total += int((factors * COLUMNS[word % np.uint64(BLOCK)].astype(np.uint64) * words).sum(dtype=np.uint64))
+        seeds = constants.words[BLOCK:].view(np.uint64).tolist()
+        factors = _splitmix64(np.uint64(row * blocks) + word // np.uint64(BLOCK), seeds) | np.uint64(1)
+        total += int((factors * constants.words[word % np.uint64(BLOCK)].astype(np.uint64) * words).sum(dtype=np.uint64))
     return total % 2**64

@@ -45,9 +45,10 @@ _MASK = BLOCK - 1
 
 
 @raw.inlined
-def _factor(key):
-    x = np.uint64(key) + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+def _factor(key, columns):
+    # R of the digest. Its two seeds follow the C table.
+    x = np.uint64(key) + raw.load64(columns, BLOCK // 2)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9) + raw.load64(columns, BLOCK // 2 + 1)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (x ^ (x >> np.uint64(31))) | np.uint64(1)
 
@@ -79,7 +80,7 @@ def _run(address, first, size, key, columns):
     if position:
         count = min(4 - position, size)
         value = _part(address, position, count)
-        total += _factor(key + (word >> 12)) * (np.uint64(raw.load32(columns, word & _MASK)) * value)
+        total += _factor(key + (word >> 12), columns) * (np.uint64(raw.load32(columns, word & _MASK)) * value)
         address += count
         size -= count
         word += 1
@@ -87,13 +88,13 @@ def _run(address, first, size, key, columns):
     while left > 0:
         column = word & _MASK
         words = min(BLOCK - column, left)
-        total += _factor(key + (word >> 12)) * _dot(address, columns + 4 * column, words)
+        total += _factor(key + (word >> 12), columns) * _dot(address, columns + 4 * column, words)
         address += 4 * words
         word += words
         left -= words
     if size & 3:
         value = _part(address, 0, size & 3)
-        total += _factor(key + (word >> 12)) * (np.uint64(raw.load32(columns, word & _MASK)) * value)
+        total += _factor(key + (word >> 12), columns) * (np.uint64(raw.load32(columns, word & _MASK)) * value)
     return total
 
 
@@ -140,7 +141,7 @@ def _copy_digest(target, source, read, first, size, key, columns, ahead, limit):
         lines = np.int64(0) if byte & 3 else min((size - start) // _LINE, (BLOCK - column) // _LINE_WORDS)
         if lines > 0:
             to, place = target + start, source + start
-            total += _factor(key + (word >> 12)) * raw.copy_and_dot(
+            total += _factor(key + (word >> 12), columns) * raw.copy_and_dot(
                 to, place, read + start, columns + 4 * column, lines, ahead, limit - start, _BEHIND
             )
             start += lines * _LINE
@@ -206,7 +207,7 @@ def copy_table(
         packed_target: If not zero, runs are written to this address instead, one after the other.
         out: If not zero, address of an array of ``uint64``: each tile's digest, read back from its target, is added to
             ``out[row]``.
-        columns: Address of the C table.
+        columns: Address of the constants, see :class:`~weightsync.tensors.digest.DigestConstants`.
         stop: Address of a byte. Once it is not zero, this returns early.
 
     Returns:
@@ -409,7 +410,7 @@ def _scattered(address, stride, itemsize, target, first, count, key, columns):
         word = byte >> 2
         if word >> 12 != block:
             if block >= 0:
-                total += _factor(key + block) * value
+                total += _factor(key + block, columns) * value
             block = word >> 12
             value = np.uint64(0)
         column = np.uint64(raw.load32(columns, word & _MASK))
@@ -437,7 +438,7 @@ def _scattered(address, stride, itemsize, target, first, count, key, columns):
             if target != 0:
                 raw.store64(target, i, raw.load64(place, 0))
     if block >= 0:
-        total += _factor(key + block) * value
+        total += _factor(key + block, columns) * value
     return total
 
 
@@ -459,7 +460,7 @@ def digest_table(table: int, dims: int, first: int, last: int, targets: int, out
     flattened index.
 
     If ``targets`` (address of an array of addresses, one for each table row) is not zero, each box is also copied there in the same
-    pass, contiguous in C order. ``columns`` is the address of the C table. ``stop`` is the address of a byte that ends the work
+    pass, contiguous in C order. ``columns`` is the address of the constants. ``stop`` is the address of a byte that ends the work
     early.
 
     Returns:

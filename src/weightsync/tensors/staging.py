@@ -42,21 +42,31 @@ class Staging:
 
     Bucket ``k`` lies in buffer ``k % buffers``. With two buffers, one can be filled while the previous one is loaded. A buffer is
     as large as the largest bucket that it will hold. Buffers are allocated at once (and touched, in host memory), page-aligned and
-    private, on ``device`` (``None`` for host memory). ``nbytes`` is their total size.
+    private, on ``device`` (``None`` for host memory). ``nbytes`` is their total size. ``free`` is how much host memory there is.
 
     Raises:
-        LayoutError: A row is not a whole, contiguous tensor, or device memory is short.
+        LayoutError: A row is not a whole, contiguous tensor, or memory is short.
     """
 
-    def __init__(self, manifest: Manifest, layout: Layout, *, device: torch.device | None = None, buffers: int = _BUFFERS) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        layout: Layout,
+        *,
+        device: torch.device | None = None,
+        buffers: int = _BUFFERS,
+        free: int | None = None,
+    ) -> None:
         self._manifest, self._layout = manifest, layout
         self._check()
         self.buckets = len(layout.regions)
         self.device = device
         self.buffers = min(buffers, self.buckets) if max([*layout.regions, 0]) else 0
         sizes = [max(layout.regions[index :: self.buffers]) for index in range(self.buffers)]
-        self._buffers: list[Buffer] = [staging_buffer(size, device) for size in sizes]
         self.nbytes = sum(sizes)
+        if device is None:
+            _check_free(self.nbytes, free)
+        self._buffers: list[Buffer] = [staging_buffer(size, device) for size in sizes]
         starts = [buffer.data_ptr() if isinstance(buffer, torch.Tensor) else buffer.ctypes.data for buffer in self._buffers] or [0]
         self.addresses: tuple[int, ...] = tuple(starts[bucket % len(starts)] for bucket in range(self.buckets))
         """Base address of each region."""
@@ -119,13 +129,25 @@ class Staging:
             raise LayoutError("a tensor in a staging layout is not contiguous")
 
 
-def staging_buffer(size: int, device: torch.device | None) -> Buffer:
-    """Allocate ``size`` bytes on ``device`` (``None``: private, page-aligned host memory, touched).
+def staging_buffer(size: int, device: torch.device | None, free: int | None = None) -> Buffer:
+    """Allocate ``size`` bytes on ``device`` (``None``: private, page-aligned host memory, touched; ``free`` is how much there is).
 
     Raises:
-        LayoutError: Device memory is short.
+        LayoutError: Memory is short.
     """
-    return _allocate(size) if device is None else _on(device, size)
+    if device is not None:
+        return _on(device, size)
+    _check_free(size, free)
+    return _allocate(size)
+
+
+def _check_free(size: int, free: int | None) -> None:
+    """Refuse what the operating system would end this process for, once it is touched."""
+    if free is not None and size > free:
+        raise LayoutError(
+            f"no memory for staging buffers of {size:,} bytes: {free:,} are available. Use a smaller bucket_bytes or "
+            "staging_buckets=1, or raise the memory limit of the container"
+        )
 
 
 def _on(device: torch.device, size: int) -> torch.Tensor:

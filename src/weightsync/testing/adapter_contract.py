@@ -26,14 +26,14 @@ import torch
 
 from weightsync.config import ServerSettings
 from weightsync.engine.adapter import EngineAdapter
-from weightsync.engine.agent import Engine
-from weightsync.engine.rounds import EngineRole
+from weightsync.engine.engine import Engine
+from weightsync.engine.engine_role import EngineRole
 from weightsync.errors import ProtocolError, RoundFailed
 from weightsync.model import Manifest, PauseMode, Version
 from weightsync.protocol.messages import Body, Commit, Delivery, Move, Pause, Resume, RoundResult
 from weightsync.server.server import BackgroundServer
 from weightsync.tensors.shards import Shard
-from weightsync.trainer.agent import Trainer
+from weightsync.trainer.trainer import Trainer
 from weightsync.transports.hostinfo import this_host
 
 __all__ = ["AdapterContract"]

@@ -18,6 +18,8 @@ from typing import Any
 
 import msgspec
 
+from weightsync.config import worker_environment
+
 __all__ = ["Nursery", "named"]
 
 _SECONDS = 60.0
@@ -43,7 +45,7 @@ class Nursery:
             self._socket, its = socket.socketpair()
             self._socket.settimeout(_SECONDS)
             # Its processes end without a shutdown, so coverage would slow them down and save nothing.
-            environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
+            environment = {name: value for name, value in worker_environment().items() if not name.startswith("COVERAGE_")}
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
             command = [sys.executable, "-m", "weightsync.testing.nursery", str(its.fileno()), *self._modules]
             with its:

@@ -106,7 +106,7 @@ class OwnerHere:
         return []
 
 
-_TRANSPORTS = ("host.shared_memory", "tcp.transport", "broadcast.gloo")
+_TRANSPORTS = ("host.shared_memory", "tcp.transport", "broadcast.collective")
 NURSERY = Nursery(__name__, *(f"weightsync.transports.{name}" for name in _TRANSPORTS))
 """Nursery of this test process, which forks each :class:`Process`. Most transports build on one of those that it imports."""
 

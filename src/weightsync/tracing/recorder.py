@@ -57,7 +57,7 @@ class Piece:
 
 
 @dataclass
-class _Memory:
+class _TracedMemory:
     """One storage. The reference prevents reuse of its address but does not keep its bytes."""
 
     alive: StorageWeakRef
@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.changed: dict[int, str] = {}
         self.stuck: tuple[str, frozenset[int]] | None = None
-        self._memories: dict[int, _Memory] = {}
+        self._memories: dict[int, _TracedMemory] = {}
 
     def checkpoint(self, index: int, tensor: torch.Tensor) -> None:
         """Declare ``tensor`` (contiguous, with its own memory) as checkpoint tensor ``index``."""
@@ -112,11 +112,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for index in sorted(tensors):
             self.changed.setdefault(index, reason)
 
-    def _own(self, tensor: torch.Tensor) -> _Memory:
+    def _own(self, tensor: torch.Tensor) -> _TracedMemory:
         storage = tensor.untyped_storage()
-        return self._memories.setdefault(storage._cdata, _Memory(StorageWeakRef(storage)))  # type: ignore[no-untyped-call]
+        return self._memories.setdefault(storage._cdata, _TracedMemory(StorageWeakRef(storage)))  # type: ignore[no-untyped-call]
 
-    def _known(self, tensor: torch.Tensor) -> _Memory | None:
+    def _known(self, tensor: torch.Tensor) -> _TracedMemory | None:
         return self._memories.get(tensor.untyped_storage()._cdata)
 
     def pieces_of(self, tensor: torch.Tensor, mapping: AffineMap) -> list[Piece]:

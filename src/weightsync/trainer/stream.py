@@ -20,15 +20,16 @@ from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, TransportUnavailable, WeightSyncError
 from weightsync.model import Layout, Manifest
 from weightsync.model.window import ALIGNMENT
-from weightsync.protocol.messages import Body, Done, Host, Memory, Offer, PlaceWindow, WindowPlaced
-from weightsync.publishing.published_shards import publish_region
+from weightsync.protocol.messages import Body, Done, Host, Memory, PlaceWindow, WindowPlaced
+from weightsync.publishing.publication import Publication
 from weightsync.spans import span
 from weightsync.tensors.cuda.waiting import wait_for_event
 from weightsync.tensors.shards import DTypes, checkpoint_name
 from weightsync.trainer.stream_plan import StreamPlan, WindowContents
-from weightsync.transports.base import LOOPBACK, Key, Network, Publisher, Transport
+from weightsync.trainer.stream_sample import StreamSample
+from weightsync.transports.base import LOOPBACK, Network, Transport
 from weightsync.transports.cuda.region import CudaRegion
-from weightsync.transports.host.region import EMPTY, PublishedRegion
+from weightsync.transports.host.region import PublishedRegion
 
 __all__ = ["Stream", "StreamRole", "StreamedPublication"]
 
@@ -114,10 +115,13 @@ class StreamedPublication:
         self._memory, self._capacity = memory, capacity
         self._slots = len(memory) // capacity
         self._rank, self._world_size, self._dtype = rank, world_size, dtype
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        """Entered itself, not as :attr:`_changed`: an exception of a signal handler in between would leave it held."""
+        self._changed = threading.Condition(self._lock)
         self._full: dict[int, _Window] = {}
         self._end: WindowPlaced | None = None
         self._most = 0  # bytes of a window, once the coordinator has sent it
+        self._version = 0  # once it has sent that
         self._released = 0
         self.next = rank
         """The window that the coordinator asks for next."""
@@ -128,6 +132,7 @@ class StreamedPublication:
         self._taken = 0  # tensors so far
         self._current: _Window | None = None
         self._number = -1  # of the window in progress
+        self._sample: StreamSample | None = None
 
     # The thread that iterates.
 
@@ -156,7 +161,7 @@ class StreamedPublication:
             raise failure
         if self._error is None:
             try:
-                self._finish()
+                self._finish(deadline)
             except Exception as error:
                 self.stop(error)
                 raise
@@ -170,7 +175,10 @@ class StreamedPublication:
         plan = self._plan or self._first_plan(deadline)
         if tensor.requires_grad:
             tensor = tensor.detach()
-        for number, _, box, target in plan.parts(self._taken, name, tensor):
+        parts = plan.parts(self._taken, name, tensor)
+        if self._sample is not None:
+            self._sample.take(self._taken, tensor, parts[0].part.dtype)
+        for number, _, box, target in parts:
             if number != self._number:
                 self._close(plan)
                 self._open(number, deadline)
@@ -182,12 +190,14 @@ class StreamedPublication:
 
     def _first_plan(self, deadline: Deadline) -> StreamPlan:
         """Wait for the size of windows. The plan of the publication before, if windows have the same size."""
-        with self._changed:
+        with self._lock:
             self._wait(lambda: bool(self._most), deadline, "waiting for the other trainer ranks to publish")
         plan, self._earlier = self._earlier, None
         if plan is None or plan.most != self._most:
             plan = StreamPlan(self._memory, self._capacity, self._most, self._rank, self._world_size, self._dtype)
         self._plan = plan
+        if self._world_size > 1:  # one rank alone cannot differ from others
+            self._sample = StreamSample(self._version)
         return plan
 
     def _follow(self, window: _Window) -> None:
@@ -204,7 +214,7 @@ class StreamedPublication:
         """Begin window ``number``. If this rank sends it, wait first until its memory is free."""
         if number % self._world_size == self._rank:
             reused = number - self._slots * self._world_size  # the window whose memory this is
-            with self._changed:
+            with self._lock:
                 self._wait(lambda: self._released > reused, deadline, "waiting for readers")
             self._current = _Window()
         self._number = number
@@ -219,19 +229,20 @@ class StreamedPublication:
             # Blocking: the iterating threads need the processors that a spinning wait for each window would take.
             window.copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             window.copied.record(window.stream or torch.cuda.current_stream(self._memory.device))
-        with self._changed:
+        with self._lock:
             self._full[self._number] = window
             self._changed.notify_all()
 
-    def _finish(self) -> None:
+    def _finish(self, deadline: Deadline) -> None:
         plan = self._plan
         if plan is not None:
             plan.cut(self._taken)
             self._close(plan)
         if plan is None or not plan.end().nbytes:
             raise ConfigurationError("the stream brought no bytes: nothing can be published")
-        with self._changed:
-            self._end = WindowPlaced(windows=self._number + 1, manifest=plan.end().fingerprint, stamp=self.stamp)
+        sample = b"" if self._sample is None else self._sample.digests(deadline)
+        with self._lock:
+            self._end = WindowPlaced(windows=self._number + 1, manifest=plan.end().fingerprint, stamp=self.stamp, sample=sample)
             self._changed.notify_all()
 
     def _wait(self, ready: Callable[[], bool], deadline: Deadline, what: str) -> None:
@@ -244,7 +255,7 @@ class StreamedPublication:
 
     def stop(self, error: BaseException) -> None:
         """Send nothing more: waiting threads get ``error``. The first one counts. After the end of the stream: nothing."""
-        with self._changed:
+        with self._lock:
             if self._error is None and self._end is None:
                 known = isinstance(error, WeightSyncError)
                 self._error = error if known else Aborted(f"{type(error).__name__}: {error}")  # type: ignore[assignment]
@@ -260,8 +271,8 @@ class StreamedPublication:
         if body.window != self.next or body.window_bytes > self._capacity:
             raise ConfigurationError(f"trainer rank {self._rank} has no window {body.window} of {body.window_bytes:,} bytes")
         self.next += self._world_size
-        with self._changed:
-            self._most = self._most or body.window_bytes
+        with self._lock:
+            self._most, self._version = self._most or body.window_bytes, body.number
             self._released = max(self._released, body.released)
             self._changed.notify_all()
             self._wait(lambda: body.window in self._full or self._end is not None, deadline, f"filling window {body.window}")
@@ -286,7 +297,7 @@ class StreamedPublication:
             return contents.digests(deadline)
 
 
-class StreamRole:
+class StreamRole(Publication):
     """A trainer rank's part of rounds whose source is a stream: a region of windows, published by every transport that reads it.
 
     Raises:
@@ -310,22 +321,23 @@ class StreamRole:
         network: Network = LOOPBACK,
         dtype: DTypes = None,
     ) -> None:
+        super().__init__(transports, key, local_host, network)
         self.window_bytes, self.windows = stream.capacity, stream.windows
         self.manifest = _NOTHING
         self.epoch = 0
         """The epoch in which this rank publishes; 0 before the coordinator has sent it."""
         self._rank, self._world_size = rank, world_size
         self._dtype = {checkpoint_name(name): kind for name, kind in dtype.items()} if isinstance(dtype, Mapping) else dtype
-        self._key = Key(key)
+        self.highest = -1
+        """The highest number under which windows were placed."""
         self._stamps = 0
         self._plan: StreamPlan | None = None
-        self._running: tuple[int | None, StreamedPublication] | None = None
+        self._running: tuple[int, int | None, StreamedPublication] | None = None
+        """The call of ``publish_stream()`` that goes on, its number once that is known, and what it brings."""
         self._lock = threading.Lock()
         nbytes = self.windows * self.window_bytes
         nowhere, none = np.zeros((0, _NOTHING.dims), np.int64), np.zeros(0, np.int64)
         self.layout = Layout(_NOTHING, none.astype(np.int32), nowhere, nowhere, none.astype(np.int32), none, nowhere, (nbytes,))
-        self.region: PublishedRegion | CudaRegion
-        self._publishers: list[Publisher]
         with ExitStack() as owned:
             if stream.device is None:
                 self.region = region = PublishedRegion(nbytes, self.layout.digest, windows=True)
@@ -338,24 +350,14 @@ class StreamRole:
                 self.region = CudaRegion((nbytes,), self.layout.digest, lambda: where, int(device.index), windows=True)
             owned.callback(self.region.close)
             memory: Memory = "host" if stream.device is None else "cuda"
-            self._publishers, reason = publish_region(self.region, memory, transports, key, local_host, network, owned)
+            reason = self._publish(self.region, memory, owned)
             if not self._publishers:
                 names = ", ".join(transport.name for transport in transports)
                 raise TransportUnavailable(f"none of {names} reads windows in {memory} memory{reason and ': '}{reason}")
             self._owned = owned.pop_all()
 
-    @property
-    def key(self) -> bytes:
-        """What readers of this rank must know."""
-        return self._key.reveal()
-
-    @property
-    def offers(self) -> tuple[Offer, ...]:
-        """How engine ranks reach the windows, in the order of the transports given."""
-        return tuple(publisher.offer for publisher in self._publishers)
-
-    def begin(self, number: int | None) -> StreamedPublication:
-        """Begin a publication, which answers the coordinator's calls from now on until :meth:`end`."""
+    def begin(self, call: int, number: int | None) -> StreamedPublication:
+        """Begin a publication, which answers the coordinator's calls for ``call`` from now on until :meth:`end`."""
         self._stamps += 1
         plan, self._plan = self._plan, None
         publication = StreamedPublication(
@@ -364,7 +366,7 @@ class StreamRole:
         with self.region.placing(self._stamps):
             pass  # windows change while it is readable; a reader of one that changes is not in the round any more
         with self._lock:
-            self._running = number, publication
+            self._running = call, number, publication
         return publication
 
     def end(self) -> None:
@@ -372,10 +374,9 @@ class StreamRole:
         with self._lock:
             running, self._running = self._running, None
         if running is not None:
-            self._plan = running[1].plan
-            running[1].stop(Aborted("the publication of this stream is over"))
-        if self.region.version != EMPTY:
-            self.region.header.invalidate()
+            self._plan = running[2].plan
+            running[2].stop(Aborted("the publication of this stream is over"))
+        self.withdraw()
 
     def handle(self, body: Body, timeout: float) -> Body:
         """Answer a call of the coordinator. Raises :class:`~weightsync.errors.Aborted` if that number is not being published."""
@@ -384,11 +385,16 @@ class StreamRole:
         failpoints.reached("trainer.received.window")
         with self._lock:
             running = self._running
-            if running is None or running[0] not in (None, body.number) or running[1].next != body.window:
+            if (
+                running is None
+                or running[0] != body.call
+                or running[1] not in (None, body.number)
+                or running[2].next != body.window
+            ):
                 raise Aborted(f"this trainer rank is not publishing version {body.number} (any more)")
-            self._running = body.number, running[1]
-        self.epoch = body.epoch
-        placed = running[1].window(body, Deadline(timeout))
+            self._running = body.call, body.number, running[2]
+        self.epoch, self.highest = body.epoch, max(self.highest, body.number)
+        placed = running[2].window(body, Deadline(timeout))
         failpoints.reached("trainer.window")
         return placed
 
@@ -397,7 +403,7 @@ class StreamRole:
         self.end()
         self._plan = None
         self._memory = self._memory.new_empty(0)  # its views would keep the region mapped
-        self._owned.close()
+        super().close()
 
 
 def _checked(item: object) -> tuple[str, torch.Tensor]:

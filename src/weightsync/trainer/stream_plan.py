@@ -82,8 +82,8 @@ class WindowContents:
 class StreamPlan:
     """Tensors of a stream in their order, cut into windows of at most ``most`` bytes, as all trainer ranks cut them.
 
-    Grows while a stream comes for the first time. A stream that differs from the one before is planned again from its first
-    difference. After an error it must be dropped. Used by the thread that iterates; :class:`WindowContents` by another.
+    Grows while a stream comes for the first time. A stream that differs from the previous stream is planned again from
+    its first difference. After an error it must be dropped. Used by the thread that iterates; :class:`WindowContents` by another.
 
     Args:
         memory: This rank's windows, ``uint8[windows * capacity]``.
@@ -129,12 +129,12 @@ class StreamPlan:
         return parts
 
     def cut(self, count: int) -> None:
-        """The stream has only ``count`` tensors: forget what is planned after them."""
+        """The stream has only ``count`` tensors: drop the plan of the rest."""
         if count < len(self._planned):
             self._continue_after(count)
 
     def contents(self, window: int) -> WindowContents:
-        """What is in a window of this rank, to which nothing is added any more."""
+        """Return the contents of a full window of this rank."""
         if window not in self._contents:
             offset = self._slot(window)
             memory = self._memory[offset : offset + self._capacity]

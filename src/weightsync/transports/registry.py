@@ -24,7 +24,7 @@ BUILT_IN: dict[str, str] = {
     "shared_memory": "weightsync.transports.host.shared_memory:SharedMemory",
     "nixl": "weightsync.transports.nixl.transport:Nixl",
     "tcp": "weightsync.transports.tcp.transport:Tcp",
-    "collective": "weightsync.transports.broadcast.gloo:Collective",
+    "collective": "weightsync.transports.broadcast.collective:Collective",
 }
 """Name to where its class is; fastest first."""
 FROM_HOST_MEMORY = ("shared_memory", "tcp")

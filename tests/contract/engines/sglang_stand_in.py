@@ -1,6 +1,6 @@
 """A stand-in for SGLang's scheduler, for tests without SGLang: its passes, its pause, its queue, and a model with a fused layer.
 
-What it does is what the tests of ``tests/integration/test_sglang.py`` find in SGLang's own classes.
+What it does is what the tests of ``tests/integration/sglang/test_sglang.py`` find in SGLang's own classes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Holds SGLang's adapter, around a stand-in for its scheduler, to the contract that every engine adapter has.
 
-``tests/integration/test_sglang.py`` does the same with SGLang's own scheduler and model.
+``tests/integration/sglang/test_sglang.py`` does the same with SGLang's own scheduler and model.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from tests.integration.disaggregated_server import checkpoint, module_of
+from tests.integration.external.disaggregated_server import checkpoint, module_of
 from torch.distributed import distributed_c10d as c10d
 
 _c10d: Any = c10d

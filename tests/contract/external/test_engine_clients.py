@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from tests.integration.disaggregated_server import checkpoint
-from tests.integration.disaggregated_support import Server, serving
+from tests.integration.external.disaggregated_server import checkpoint
+from tests.integration.external.disaggregated_support import Server, serving
 
 from weightsync.config import Secret
 from weightsync.deadline import Deadline
@@ -43,7 +43,11 @@ pytestmark = pytest.mark.usefixtures("first_gloo_group", "no_leaks")
 
 
 def _program(engine: str) -> str:
-    return "tests.integration.disaggregated_server" if engine == "weightsync" else "tests.contract.external.conformance_server"
+    return (
+        "tests.integration.external.disaggregated_server"
+        if engine == "weightsync"
+        else "tests.contract.external.conformance_server"
+    )
 
 
 @pytest.fixture(scope="module", params=sorted(CLIENTS))

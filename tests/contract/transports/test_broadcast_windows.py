@@ -22,8 +22,8 @@ from weightsync.tensors.copies import gather_tiles
 from weightsync.testing.copy_cases import tiles_from
 from weightsync.testing.owner_process import contents
 from weightsync.testing.transport_contract import nothing_left
-from weightsync.transports.broadcast import gloo
-from weightsync.transports.broadcast.gloo import Collective
+from weightsync.transports.broadcast import collective as wire
+from weightsync.transports.broadcast.collective import Collective
 from weightsync.transports.broadcast.process_groups import ProcessGroup, init_custom_process_group
 from weightsync.transports.broadcast.reader import BroadcastReader
 from weightsync.transports.broadcast.sender import BroadcastJob, BroadcastPublisher, Packer, _Group
@@ -309,7 +309,7 @@ class TestWindows:
                 time.sleep(1.2)  # more than half of the readers' time
             gather_tiles(*arguments)
 
-        monkeypatch.setattr(gloo, "gather_tiles", slowly)
+        monkeypatch.setattr(wire, "gather_tiles", slowly)
         together(members, 0)
         assert all(member.has(0) and member.size == 2 for member in members), [member.attempts for member in members]
         assert {len(member.attempts) for member in members} == {2}

@@ -22,13 +22,14 @@ from weightsync.errors import AuthenticationError, ConfigurationError, PeerLost,
 from weightsync.protocol.messages import Offer
 from weightsync.server.server import BackgroundServer
 from weightsync.testing.copy_cases import Wanted, big
-from weightsync.trainer.publisher import TrainerRole
+from weightsync.trainer.trainer_role import TrainerRole
 from weightsync.transports.base import Network
-from weightsync.transports.broadcast.gloo import Collective
+from weightsync.transports.broadcast.collective import Collective
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
-from weightsync.transports.net.tls import owner_context
-from weightsync.transports.tcp.transport import ListeningPublisher, Tcp
+from weightsync.transports.net.listening_publisher import ListeningPublisher
+from weightsync.transports.net.tls import publisher_context
+from weightsync.transports.tcp.transport import Tcp
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -38,7 +39,7 @@ SECRET = b"the trainer's weights in the clear"
 
 
 @pytest.fixture
-def shelf() -> Iterator[PublishedRegion]:
+def region() -> Iterator[PublishedRegion]:
     made = PublishedRegion(NBYTES, "layout")
     with made.placing(1):
         made.payload[:] = np.resize(np.frombuffer(SECRET, np.uint8), NBYTES)
@@ -47,8 +48,8 @@ def shelf() -> Iterator[PublishedRegion]:
 
 
 @pytest.fixture(params=[True, False], ids=["encrypted", "plain"])
-def owner(request: pytest.FixtureRequest, shelf: PublishedRegion) -> Iterator[ListeningPublisher]:
-    owner = Tcp(encrypt=request.param).publish(shelf, KEY, this_host())
+def owner(request: pytest.FixtureRequest, region: PublishedRegion) -> Iterator[ListeningPublisher]:
+    owner = Tcp(encrypt=request.param).publish(region, KEY, this_host())
     yield owner
     owner.close()
 
@@ -152,7 +153,7 @@ def test_a_bit_that_was_changed_on_the_way_ends_the_connection(owner: ListeningP
 @encrypted
 def test_another_certificate_is_not_believed_and_hears_nothing(owner: ListeningPublisher) -> None:
     """Of whoever answers in the owner's place, with TLS of their own."""
-    context, _ = owner_context()
+    context, _ = publisher_context()
     heard: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -213,7 +214,7 @@ def test_an_owner_that_dies_in_the_handshake(owner: ListeningPublisher) -> None:
         dying.join(10)
 
 
-def test_beyond_loopback_it_encrypts_unless_told_otherwise(shelf: PublishedRegion) -> None:
+def test_beyond_loopback_it_encrypts_unless_told_otherwise(region: PublishedRegion) -> None:
     """Where the address is loopback nobody else can listen; 127.0.0.2 by a name that does not say so stands for other addresses."""
     found = {}
     for name, (tcp, encrypt) in {
@@ -223,7 +224,7 @@ def test_beyond_loopback_it_encrypts_unless_told_otherwise(shelf: PublishedRegio
         "everywhere": (Tcp("0.0.0.0", advertise="127.0.0.1"), None),
         "everywhere, off": (Tcp("0.0.0.0", advertise="127.0.0.1"), False),
     }.items():
-        owner = tcp.publish(shelf, KEY, this_host(), Network(encrypt=encrypt))
+        owner = tcp.publish(region, KEY, this_host(), Network(encrypt=encrypt))
         found[name] = bool(parts(owner.offer)[2])
         assert owner.offer.traits.encrypted == found[name]
         owner.close()
@@ -235,8 +236,8 @@ def test_what_cannot_encrypt_says_so() -> None:
         TrainerRole(STATE, [Collective()], KEY, this_host(), network=Network(encrypt=True))
 
 
-def test_an_offer_that_claims_to_be_encrypted_and_names_no_certificate_is_refused(shelf: PublishedRegion) -> None:
-    owner = Tcp().publish(shelf, KEY, this_host())
+def test_an_offer_that_claims_to_be_encrypted_and_names_no_certificate_is_refused(region: PublishedRegion) -> None:
+    owner = Tcp().publish(region, KEY, this_host())
     forged = msgspec.structs.replace(owner.offer, traits=Tcp.traits)
     assert not owner.offer.traits.encrypted
     with pytest.raises(ProtocolError, match="no certificate"):

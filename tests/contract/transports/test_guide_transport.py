@@ -24,8 +24,8 @@ def test_a_killed_owner_leaves_no_file(tmp_path: Path) -> None:
     serve = (
         "import os; from tests.contract.transports.guide_unix import Unix; "
         "from weightsync.transports.host.region import PublishedRegion; "
-        "from weightsync.transports.hostinfo import this_host; shelf = PublishedRegion(4096, 'l' * 32); "
-        "owner = Unix().publish(shelf, b'k' * 32, this_host()); os.kill(os.getpid(), 9)"
+        "from weightsync.transports.hostinfo import this_host; region = PublishedRegion(4096, 'l' * 32); "
+        "owner = Unix().publish(region, b'k' * 32, this_host()); os.kill(os.getpid(), 9)"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", serve], cwd=ROOT, env=environment, timeout=50, check=False)

@@ -17,8 +17,12 @@ from weightsync.errors import PeerLost, ProtocolError, StaleSource
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
+from weightsync.transports.net import listener
+from weightsync.transports.net.channel import Channel
+from weightsync.transports.net.handshake import greet_publisher
 from weightsync.transports.net.listener import Listener
-from weightsync.transports.tcp.transport import ListeningPublisher, Tcp
+from weightsync.transports.net.listening_publisher import ListeningPublisher
+from weightsync.transports.tcp.transport import Tcp
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -28,11 +32,11 @@ PLACES = 32
 
 @pytest.fixture
 def owner() -> Iterator[ListeningPublisher]:
-    shelf = PublishedRegion(4096, "layout")
-    owner = Tcp().publish(shelf, KEY, this_host())
+    region = PublishedRegion(4096, "layout")
+    owner = Tcp().publish(region, KEY, this_host())
     yield owner
     owner.close()
-    shelf.close()
+    region.close()
 
 
 def connect(owner: ListeningPublisher, host: str) -> socket.socket:
@@ -88,19 +92,89 @@ def test_a_reader_gets_in_and_stays_while_strangers_knock(owner: ListeningPublis
     assert made[0] > 10
 
 
+def reader(owner: ListeningPublisher, host: str) -> Channel:
+    """A reader at this address that has proved to know the key, and asks for nothing."""
+    channel = Channel(connect(owner, host), "the publisher")
+    greet_publisher(channel, KEY, bytes.fromhex(owner.offer.address.split("/")[1]), Deadline(5))
+    counted(owner)
+    return channel
+
+
+def counted(owner: ListeningPublisher) -> None:
+    """Return when every reader that has proved itself has its place."""
+    ends = time.monotonic() + 5
+    while owner._listener._unauthenticated and time.monotonic() < ends:
+        threading.Event().wait(0.002)
+    assert not owner._listener._unauthenticated
+
+
+def lives(channel: Channel) -> bool:
+    """Whether the publisher still has this connection after a moment."""
+    ends = time.monotonic() + 0.5
+    while channel.peer_lives() and time.monotonic() < ends:
+        threading.Event().wait(0.01)
+    return channel.peer_lives()
+
+
+def test_readers_at_one_address_do_not_keep_others_out(owner: ListeningPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stolen engine held all 1,024 places of a trainer's data socket with the key that it had been given."""
+    monkeypatch.setattr(listener, "_MAX_READERS", 4)
+    with contextlib.ExitStack() as held:
+
+        def arrive(host: str) -> Channel:
+            channel = reader(owner, host)
+            held.callback(channel.close)
+            return channel
+
+        thieves = [arrive("127.0.0.2") for _ in range(4)]
+        others = [arrive("127.0.0.3") for _ in range(2)]
+        assert [lives(one) for one in (*thieves, *others)] == [False, False, True, True, True, True]
+        arrive("127.0.0.3")  # as many as at the other address: one of its own goes
+        assert [lives(one) for one in (*thieves[2:], *others)] == [True, True, False, True]
+
+
+def test_a_reader_at_a_crowded_address_gets_in_and_comes_back(owner: ListeningPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "_MAX_READERS", 4)
+    with contextlib.ExitStack() as held:
+        honest = Tcp().open(owner.offer, KEY, Deadline(5))
+        held.callback(honest.close)
+        counted(owner)
+        for _ in range(2):
+            for _ in range(6):
+                held.callback(reader(owner, "127.0.0.1").close)
+            honest.prepare([], "layout", Deadline(5))
+            counted(owner)
+
+
+def test_a_transfer_is_not_cut_for_a_reader_at_the_same_address(owner: ListeningPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "_MAX_READERS", 2)
+    with contextlib.ExitStack() as held:
+        readers = [reader(owner, "127.0.0.1") for _ in range(2)]
+        for one in readers:
+            held.callback(one.close)
+        busy = list(owner._listener._channels.values())
+        owner._listener._transfers += busy
+        late = reader(owner, "127.0.0.1")
+        held.callback(late.close)
+        assert [lives(one) for one in (*readers, late)] == [True, True, False]
+        elsewhere = reader(owner, "127.0.0.3")
+        held.callback(elsewhere.close)
+        assert [lives(one) for one in (*readers, elsewhere)] == [False, True, True]
+
+
 def test_many_readers_of_this_user_may_arrive_at_once() -> None:
     """128 ranks on one busy host pushed each other out before they had proved anything."""
     address = f"\0weightsync-{secrets.token_hex(16)}"
     with socket.socket(socket.AF_UNIX) as sock, contextlib.ExitStack() as held:
         sock.bind(address)
-        listener = Listener(sock, "test", KEY, secrets.token_bytes(16), lambda channel: None, lambda one: True)
-        held.callback(listener.close)
+        serving = Listener(sock, "test", KEY, secrets.token_bytes(16), lambda channel: None, lambda one: True)
+        held.callback(serving.close)
         slow = [held.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(4 * PLACES)]
         for one in slow:
             one.settimeout(5)
             one.connect(address)
         ends = time.monotonic() + 5
-        while len(listener._channels) < len(slow) and time.monotonic() < ends:
+        while len(serving._channels) < len(slow) and time.monotonic() < ends:
             threading.Event().wait(0.01)
         assert all(map(is_open, slow))
 
@@ -152,8 +226,8 @@ class Clock:
 
 @pytest.mark.parametrize("encrypt", [False, True])
 def test_strangers_are_taken_in_slowly_and_more_so_beside_a_transfer(encrypt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    with PublishedRegion(4096, "layout") as shelf:
-        owner = Tcp(encrypt=encrypt).publish(shelf, KEY, this_host())
+    with PublishedRegion(4096, "layout") as region:
+        owner = Tcp(encrypt=encrypt).publish(region, KEY, this_host())
         try:
             clock = Clock(owner._listener)
             assert clock.taken_in(monkeypatch, 10) == pytest.approx(500, abs=2)
@@ -170,7 +244,7 @@ def test_a_transfer_is_noticed_while_it_runs(owner: ListeningPublisher) -> None:
     try:
         with pytest.raises(StaleSource):
             source.begin(1, Deadline(10))
-        assert owner._listener._transfers == 0
+        assert owner._listener._transfers == []
     finally:
         source.close()
 

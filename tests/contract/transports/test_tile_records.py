@@ -18,7 +18,7 @@ from weightsync.testing.copy_cases import keyed, odd_shapes
 from weightsync.testing.owner_process import contents
 from weightsync.transports.net import tls
 from weightsync.transports.net.channel import Channel
-from weightsync.transports.net.records import RECORD_BYTES
+from weightsync.transports.net.encrypted_records import RECORD_BYTES
 from weightsync.transports.net.tls import EncryptedChannel
 from weightsync.transports.tcp.tile_stream import TileStream
 
@@ -50,7 +50,7 @@ def recorder() -> Iterator[Recorder]:
 def pair() -> Iterator[tuple[EncryptedChannel, EncryptedChannel]]:
     """An owner and its reader, with keys."""
     ends = socket.socketpair()
-    context, fingerprint = tls.owner_context()
+    context, fingerprint = tls.publisher_context()
     owner = EncryptedChannel(ends[0], "the reader", context)
     reader = EncryptedChannel(ends[1], "the owner", tls.reader_context(), fingerprint)
     securing = threading.Thread(target=owner.secure, args=(Deadline(10),))

@@ -40,8 +40,8 @@ def pair() -> Iterator[Pair]:
         channel.close()
 
 
-def send_all(channel: Channel, wanted: Wanted, shelf: np.ndarray[tuple[int], np.dtype[np.uint8]], deadline: Deadline) -> None:
-    bases = np.array([shelf.ctypes.data], np.int64)
+def send_all(channel: Channel, wanted: Wanted, region: np.ndarray[tuple[int], np.dtype[np.uint8]], deadline: Deadline) -> None:
+    bases = np.array([region.ctypes.data], np.int64)
     stream = TileStream(channel)
     for tiles in wanted.groups:
         stream.send(tiles, bases, 0, len(tiles), tiles.nbytes, deadline)
@@ -51,12 +51,12 @@ def send_all(channel: Channel, wanted: Wanted, shelf: np.ndarray[tuple[int], np.
 def test_interrupted_anywhere(pair: Pair, seed: int) -> None:
     """Chunks of a few bytes to a few slices arrive with pauses, into buffers that are always full or empty."""
     wanted = keyed(odd_shapes(1 << 20, seed) if seed else big(3 << 19, groups=1), seed)
-    shelf = contents(wanted.nbytes, 1)
+    region = contents(wanted.nbytes, 1)
     wanted.target[:] = 0xA5
     digests = np.zeros(sum(map(len, wanted.groups)), np.uint64)
     first, second = socket.socketpair()
     relayed = Channel(first, "the relay")
-    sender = threading.Thread(target=send_all, args=(pair[0], wanted, shelf, Deadline(30)))
+    sender = threading.Thread(target=send_all, args=(pair[0], wanted, region, Deadline(30)))
     pause = threading.Event()
 
     def relay() -> None:
@@ -77,7 +77,7 @@ def test_interrupted_anywhere(pair: Pair, seed: int) -> None:
     pair[0].abort()
     carrier.join(10)
     relayed.close()
-    assert np.array_equal(wanted.target, wanted.expected(shelf))
+    assert np.array_equal(wanted.target, wanted.expected(region))
     assert np.array_equal(digests, wanted.digests())
 
 
@@ -95,11 +95,11 @@ def test_the_stream_ends(pair: Pair) -> None:
 @pytest.mark.parametrize("sends", [False, True])
 def test_deadline_and_abort(pair: Pair, sends: bool) -> None:
     wanted = big(1 << 20, groups=1)
-    shelf = contents(wanted.nbytes, 1)
+    region = contents(wanted.nbytes, 1)
 
     def move(seconds: float) -> None:
         if sends:
-            send_all(pair[0], wanted, shelf, Deadline(seconds))
+            send_all(pair[0], wanted, region, Deadline(seconds))
         else:
             TileStream(pair[0]).receive(wanted.groups[0], 0, 2, wanted.groups[0].nbytes, Deadline(seconds), None)
 

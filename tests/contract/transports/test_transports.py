@@ -31,7 +31,7 @@ class TestTcpEncryptedOverIPv6(TransportContract):
 
 class TestCollective(TransportContract):
     warm_up = "tests.contract.transports.warm_up:open_a_store"
-    where = "weightsync.transports.broadcast.gloo:Collective"
+    where = "weightsync.transports.broadcast.collective:Collective"
     arguments: ClassVar[dict[str, Any]] = {"buffer_bytes": 2 << 20, "gather_seconds": 0.2}
 
 

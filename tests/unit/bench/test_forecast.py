@@ -11,21 +11,21 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.reference import forecast_of
 from tests.unit.planning.simulation import ranks_of, targets_of
+from tools.reference import forecast_of
 from typer.testing import CliRunner, Result
 
-from weightsync.bench.forecast import figures as module
-from weightsync.bench.forecast.figures import calibration_of, figures, predictions
-from weightsync.bench.forecast.mesh import Mesh, ShapeTable, traffic_between
-from weightsync.bench.shapes import CONFIGURATIONS, read_configuration, tensor_counts, tensors_of
-from weightsync.bench.sharding import expert_parallel, fsdp, tensor_parallel
 from weightsync.cli.errors import EXIT_CONFIGURATION
 from weightsync.cli.main import app
 from weightsync.errors import ConfigurationError
 from weightsync.model import Layout, Manifest
 from weightsync.planning import plan_transfer
 from weightsync.transports.registry import BUILT_IN, transport
+from weightsync_bench.forecast import figures as module
+from weightsync_bench.forecast.figures import calibration_of, figures, predictions
+from weightsync_bench.forecast.mesh import Mesh, ShapeTable, traffic_between
+from weightsync_bench.shapes import CONFIGURATIONS, read_configuration, tensor_counts, tensors_of
+from weightsync_bench.sharding import expert_parallel, fsdp, tensor_parallel
 
 Sharding = Callable[[Manifest, int], list[Layout]]
 SMALL = {**CONFIGURATIONS["qwen3-30b-a3b"], "num_hidden_layers": 2, "num_experts": 16}

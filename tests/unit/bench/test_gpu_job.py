@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from weightsync.bench.gpu_job import Job, manifest_for, place
-from weightsync.bench.gpu_suite import jobs_of
-from weightsync.bench.options import BenchOptions
 from weightsync.errors import ConfigurationError
+from weightsync_bench.gpu_job import Job, manifest_for, place
+from weightsync_bench.gpu_suite import jobs_of
+from weightsync_bench.options import BenchOptions
 
 
 def test_ranks_are_placed() -> None:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from weightsync.bench import main, transfer
-from weightsync.bench.compute import Case
-from weightsync.bench.options import BenchOptions
-from weightsync.bench.peer import Peer
-from weightsync.bench.rank import _Floor, _processor
 from weightsync.errors import ConfigurationError
+from weightsync_bench import main, transfer
+from weightsync_bench.compute import Case
+from weightsync_bench.options import BenchOptions
+from weightsync_bench.peer import Peer
+from weightsync_bench.rank import _Floor, _processor
 
 
 class Rank:

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from benchmarks.megatron_layouts import MegatronLayouts, qwen3_30b_a3b_config, stages
 
-from weightsync.bench.shapes import qwen3_30b_a3b
-from weightsync.bench.sharding import tensor_parallel
 from weightsync.errors import LayoutError
 from weightsync.model import Manifest
 from weightsync.planning.coverage import coverage_of
 from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
 from weightsync.protocol.messages import Host
+from weightsync_bench.shapes import qwen3_30b_a3b
+from weightsync_bench.sharding import tensor_parallel
 
 ROOT = Path(__file__).parents[3]
 

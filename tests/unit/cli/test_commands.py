@@ -15,19 +15,21 @@ from pathlib import Path
 
 import pytest
 import typer
-from tests.integration.service_support import engine_hello, joined, trainer_hello
+from tests.integration.server.service_support import engine_hello, joined, trainer_hello
 from typer.testing import CliRunner, Result
 
 from weightsync.cli import doctor
+from weightsync.cli.bench import add_bench_commands
 from weightsync.cli.doctor import examine
 from weightsync.cli.errors import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_UNREACHABLE, exit_code
 from weightsync.cli.main import app
 from weightsync.cli.options import parse_size
 from weightsync.config import Address, ClientSettings, Secret, ServerSettings, control_settings
 from weightsync.coordinator.coordinator import Coordinator
-from weightsync.engines.vllm.releases import tried_releases
 from weightsync.errors import AuthenticationError, ConfigurationError, CoordinatorUnreachable, RoundFailed
 from weightsync.protocol.messages import Publish
+from weightsync.protocol.tokens import Secrets
+from weightsync.releases import releases_tested
 from weightsync.server.server import BackgroundServer
 
 COMMANDS = ["serve", "status", "round", "revoke", "token", "doctor", "bench", "plan", "push"]
@@ -37,7 +39,8 @@ COMMANDS = ["serve", "status", "round", "revoke", "token", "doctor", "bench", "p
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
-    for variable in ("WEIGHTSYNC_COORDINATOR", "WEIGHTSYNC_TOKEN", "WEIGHTSYNC_TOKEN_FILE"):
+    secrets = ("TOKEN", "TOKEN_FILE", "OPERATOR_TOKEN", "OPERATOR_TOKEN_FILE", "METRICS_TOKEN", "METRICS_TOKEN_FILE")
+    for variable in ("WEIGHTSYNC_COORDINATOR", *(f"WEIGHTSYNC_{secret}" for secret in secrets)):
         monkeypatch.delenv(variable, raising=False)
 
 
@@ -54,6 +57,16 @@ def run(*arguments: str) -> Result:
 def test_help_lists_every_command() -> None:
     shown = run("--help").output
     assert all(re.search(rf"^\W*{name}\b", shown, re.MULTILINE) for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", ["bench", "plan"])
+def test_a_command_whose_package_is_not_installed_names_it(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    without = typer.Typer()
+    add_bench_commands(without)
+    done = CliRunner().invoke(without, [command, "qwen3-8b", "--source", "fsdp=4"])
+    assert isinstance(done.exception, ConfigurationError)
+    assert "pip install ./bench" in str(done.exception)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -188,16 +201,27 @@ def test_the_token_of_a_local_coordinator_is_shown_with_its_file_and_a_link(serv
     assert found["token"] == server.token
     assert Path(found["source"]).read_text() == server.token
     assert found["page"] == f"{server.url}/#token={server.token}"
-    for part in ("token", "source", "page"):
+    for kind in ("operator", "metrics"):
+        assert found[kind] == getattr(server.secrets, kind).reveal() == Path(found[f"{kind}_source"]).read_text()
+    for part in ("token", "source", "page", "operator", "metrics"):
         assert run("token", "--only", part, "--coordinator", server.url).output == found[part] + "\n"
     lines = run("token", "--coordinator", server.url).output.splitlines()
-    assert [line.split() for line in lines] == [["token", found["token"]], ["from", found["source"]], ["page", found["page"]]]
+    assert [line.split() for line in lines] == [
+        ["token", found["token"]], ["from", found["source"]], ["page", found["page"]],
+        ["operator", found["operator"]], ["from", found["operator_source"]],
+        ["metrics", found["metrics"]], ["from", found["metrics_source"]],
+    ]  # fmt: skip
 
 
 def test_a_configured_token_is_shown_with_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("a/b&c")
     by_option = json.loads(run("token", "--json", "-c", "http://head:7400", "--token-file", str(tmp_path / "file")).output)
-    assert by_option == {"token": "a/b&c", "source": str(tmp_path / "file"), "page": "http://head:7400/#token=a%2Fb%26c"}
+    assert by_option == {
+        "token": "a/b&c", "source": str(tmp_path / "file"), "page": "http://head:7400/#token=a%2Fb%26c",
+        "operator": None, "operator_source": None, "metrics": None, "metrics_source": None,
+    }  # fmt: skip
+    missing = run("token", "--only", "operator", "-c", "http://head:7400", "--token-file", str(tmp_path / "file"))
+    assert (missing.exit_code, missing.stdout) == (EXIT_CONFIGURATION, "")
     monkeypatch.setenv("WEIGHTSYNC_TOKEN_FILE", str(tmp_path / "file"))
     assert run("token", "--only", "source").output == f"{tmp_path / 'file'}\n"
     monkeypatch.delenv("WEIGHTSYNC_TOKEN_FILE")
@@ -218,10 +242,10 @@ def serving(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> tuple[str, str]:
     """What ``serve`` prints before it logs, and its token."""
     tokens: list[str] = []
 
-    def serve(settings: ServerSettings, started: Callable[[Address, Secret, Coordinator], None]) -> None:
+    def serve(settings: ServerSettings, started: Callable[[Address, Secrets, Coordinator], None]) -> None:
         async def once() -> None:
             coordinator = Coordinator(control_settings(settings))
-            started(Address("http", "127.0.0.1", 7400), Secret(tokens[0]), coordinator)
+            started(Address("http", "127.0.0.1", 7400), Secrets(Secret(tokens[0])), coordinator)
             await coordinator.aclose()
 
         tokens.append("generated")
@@ -310,10 +334,10 @@ def test_doctor_names_the_releases_of_vllm_that_are_supported(
             raise PackageNotFoundError(package)
         return release
 
-    monkeypatch.setattr("weightsync.cli.doctor.version", version)
+    monkeypatch.setattr("weightsync.releases.version", version)
     seen = checks("-c", "http://127.0.0.1:1")["vllm"]
     assert seen["status"] == status
-    assert tried_releases() in seen["value"] + seen["cost"]
+    assert releases_tested("vllm") in seen["value"] + seen["cost"]
 
 
 def test_doctor_has_room_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,12 @@ import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
-from weightsync.cli.tables import age, event_line, round_view, rounds_view, status_view
+from weightsync.cli.tables import age, doctor_table, event_line, round_view, rounds_view, status_view
 from weightsync.coordinator.events import RoundEnded
 from weightsync.coordinator.status import RankStatus, ReplicaStatus, Status
 from weightsync.model import SlowestSpan, Version
 from weightsync.protocol.messages import ReplicaResult, RoundResult
+from weightsync.server.findings import Finding
 from weightsync.server.history import RoundRecord
 
 NOW = time.mktime((2030, 5, 6, 14, 0, 0, 0, 0, -1))
@@ -71,6 +72,14 @@ def test_a_replica_that_is_incomplete_says_which_ranks_are_missing_below_the_tab
     assert "  mine-0: rank 1 is not connected" in text
 
 
+def test_a_replica_that_left_after_an_update_says_what_it_received() -> None:
+    left = replica("mine-0", "left", None, missing=(0, 1))
+    text = shown(status_view(status(left, rounds=(result(7), result(8)))))
+    assert "left after it received version 8" in text
+    assert "not connected" not in text
+    assert "left before it received a version" in shown(status_view(status(left)))
+
+
 def test_rounds_say_when_they_ended_and_a_failure_follows_the_table() -> None:
     error = "1 of 2 replicas got the version, but 2 must: mine-1: " + "words " * 30
     text = shown(status_view(status(rounds=(result(7, ended=NOW - 200_000), result(8), result(9, error)))))
@@ -120,6 +129,13 @@ def test_a_wide_terminal_shows_every_column_of_the_history() -> None:
     assert "hidden" not in text
 
 
+def test_the_history_says_of_which_run_a_round_is_if_it_lists_several() -> None:
+    text = shown(rounds_view([record(9), record(1, run="run-of-another")]), 160)
+    assert re.search(r"^13:59:00 +run +9 ", text, re.MULTILINE)
+    assert re.search(r"^13:59:00 +run-of-another +1 ", text, re.MULTILINE)
+    assert "run-of-another" not in shown(rounds_view([record(1, run="run-of-another")]), 160)
+
+
 @pytest.mark.parametrize(("width", "cells"), [(60, "9 +112.500"), (80, "13:59:00 +9 +123456 +112.500"), (100, "13:59:00 .* 16/16")])
 def test_a_long_name_of_a_rank_is_shortened_before_other_columns_are_hidden(width: int, cells: str) -> None:
     text = shown(rounds_view([record(9, "policy-" + "x" * 200)]), width)
@@ -157,3 +173,11 @@ def test_an_event_is_one_line_whatever_it_holds() -> None:
     line = event_line(RoundEnded(9, result(9, "a\n  b"), "a\n  b"))
     assert line == "round 9: failed, 16.0 GiB in 12.500 s (1.37 GB/s): a b"
     assert event_line(RoundEnded(9, result(9))) == "round 9: ok, 16.0 GiB in 12.500 s (1.37 GB/s)"
+
+
+def test_a_findings_impact_begins_below_its_value() -> None:
+    findings = [Finding("gpus", "missing", "none [red]", "weights stay in CPU memory"), Finding("python", "ok", "3.11")]
+    lines = shown(doctor_table(findings)).splitlines()
+    (value,) = [line for line in lines if "none [red]" in line]
+    impact = lines[lines.index(value) + 1]
+    assert impact.index("weights") == value.index("none")

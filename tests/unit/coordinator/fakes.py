@@ -7,102 +7,56 @@ remembers for each row of its layout which version's bytes it really holds, so i
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tests.hellos import said
+from tests.unit.coordinator.contents import MANIFEST, STREAMED, row_digests, rows_layout, streamed_digest
 
 from weightsync.config import RoundSettings
 from weightsync.coordinator import Coordinator
-from weightsync.coordinator.ranks import EngineRank, PublishingRank, TrainerRank
+from weightsync.coordinator.ranks import EngineRank, PublishingRank, TrainerRank, known_as
 from weightsync.coordinator.status import ReplicaStatus
 from weightsync.errors import Aborted, LoadError, PeerLost, StaleSource
-from weightsync.model import Layout, Manifest, PauseMode, TensorSpec, Version
+from weightsync.model import Layout, Manifest, PauseMode, Version
 from weightsync.model.window import WindowPart
 from weightsync.protocol.messages import (
+    Body,
+    CheckSources,
+    Commit,
     Delivery,
+    DigestUnderKey,
+    Done,
     EndStream,
     Host,
+    Move,
     Moved,
     MoveWindow,
     Offer,
     OpenStream,
+    Pause,
+    Place,
+    Placed,
     PlaceWindow,
     PlanSlice,
+    Prepare,
     Prepared,
+    Publish,
+    Quarantine,
+    Resume,
     RoundResult,
     Traits,
+    Update,
     Updated,
+    WindowMoved,
     WindowPlaced,
 )
 
 HOST = Host("here", "memory")
 GRACE = 5.0
 SCRAMBLED = -1
-SPECS = (TensorSpec("a", (4, 4), "uint8"), TensorSpec("b", (6,), "uint8"), TensorSpec("c", (2, 3), "uint8"))
-MANIFEST = Manifest(SPECS)
-STREAMED = Manifest(TensorSpec(f"t{number}", (3,), "uint8") for number in range(8))
-"""What a trainer with windows streams, a tensor in each."""
-
-
-def rows_layout(manifest: Manifest, part: int, parts: int) -> Layout:
-    """Every tensor split into ``parts`` along its first real dimension; this is part number ``part``."""
-    tensor, starts, stops, offset, strides, used = [], [], [], [], [], 0
-    for index, spec in enumerate(manifest):
-        axis = manifest.dims - len(spec.shape)
-        extent = spec.shape[0]
-        first, last = extent * part // parts, extent * (part + 1) // parts
-        if first == last or not spec.size:
-            continue
-        start, stop = [0] * manifest.dims, list(manifest.shapes[index])
-        start[axis], stop[axis] = first, last
-        sizes = [b - a for a, b in zip(start, stop, strict=True)]
-        tensor.append(index)
-        starts.append(start)
-        stops.append(stop)
-        offset.append(used)
-        strides.append([int(np.prod(sizes[d + 1 :])) for d in range(manifest.dims)])
-        used += int(np.prod(sizes))
-    rows, dims = len(tensor), manifest.dims
-    return Layout(
-        manifest,
-        np.array(tensor, np.int32),
-        np.array(starts, np.int64).reshape(rows, dims),
-        np.array(stops, np.int64).reshape(rows, dims),
-        np.zeros(rows, np.int32),
-        np.array(offset, np.int64),
-        np.array(strides, np.int64).reshape(rows, dims),
-        (used,),
-    )
-
-
-@functools.lru_cache(maxsize=256)
-def _elements(digest: str) -> tuple[npt.NDArray[np.uint64], ...]:
-    layout = _known[digest]
-    found = []
-    for row in range(len(layout)):
-        ranges = [np.arange(a, b) for a, b in zip(layout.starts[row], layout.stops[row], strict=True)]
-        grid = np.zeros((), np.int64)
-        for values in ranges:
-            grid = grid[..., None] * 100 + values
-        found.append((grid.ravel() + 10000 * int(layout.tensor[row])).astype(np.uint64))
-    return tuple(found)
-
-
-_known: dict[str, Layout] = {}
-
-
-def row_digests(layout: Layout, content: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """An additive digest keyed by position, of rows filled with the bytes of versions ``content``."""
-    _known[layout.digest] = layout
-    sums = np.zeros(len(layout), np.uint64)
-    for row, elements in enumerate(_elements(layout.digest)):
-        values = (elements * np.uint64(3) + np.uint64(int(content[row]) + 2) * np.uint64(17)) % np.uint64(251)
-        sums[row] = np.sum(values * (elements * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1)))
-    return sums
 
 
 @dataclass
@@ -119,21 +73,22 @@ class World:
     delays: dict[tuple[str, str], float] = field(default_factory=dict)
     log: list[tuple[float, str, str]] = field(default_factory=list)
     """When each call on an engine rank took effect: time, member, phase."""
+    modes: list[PauseMode] = field(default_factory=list)
+    """What each pause of an engine rank did to running requests."""
     sessions: int = 0
-    live: bool = False
-    """Trainers' memory is read in place: gone when a publication is over."""
+    live: bool = False  # trainers' memory is read in place: gone when a publication is over
     tells: bool = True
     """Whether they say so when they join."""
-    serving: tuple[str, ...] = ()
-    """Replicas that serve their weights to others."""
+    serving: tuple[str, ...] = ()  # replicas that serve their weights to others
     apart: bool = False
     """Every replica has a machine of its own."""
-    windows: int = 0
-    """Trainers stream :data:`STREAMED`, with so many windows on each rank."""
+    forging: tuple[str, ...] = ()  # members whose readers get other bytes with the same public digest
+    keys: list[tuple[str, bytes]] = field(default_factory=list)
+    """Key of each digest that was taken, by whom; empty for the public one of a move."""
+    windows: int = 0  # trainers stream :data:`STREAMED`, with so many windows on each rank
     shared: bool = False
     """Readers of trainers share broadcasts."""
-    publishing: bool = False
-    """Whether trainers are inside of a publication."""
+    publishing: bool = False  # whether trainers are inside of a publication
 
     def __post_init__(self) -> None:
         self.coordinator = Coordinator(self.settings)
@@ -176,9 +131,9 @@ class World:
 
     # Driving.
 
-    async def publish(self, number: int, timeout: float = 60.0) -> RoundResult:
+    async def publish(self, number: int, timeout: float = 60.0, mode: PauseMode | None = None) -> RoundResult:
         """As all trainer ranks do."""
-        asking = [self.coordinator.publish(member, number, timeout) for member in list(self.trainers)]
+        asking = [self.coordinator.publish(member, Publish(number, pause_mode=mode), timeout) for member in list(self.trainers)]
         self.publishing = True
         results = await asyncio.gather(*asking, return_exceptions=True)
         self.publishing = False
@@ -295,21 +250,28 @@ class _Node:
 
 
 class TrainerProcess(_Process):
-    """A trainer rank with its shelf."""
+    """A trainer rank with its region."""
 
     def __init__(self, world: World, rank: int, count: int, manifest: Manifest, session: str, published: int) -> None:
         self.world, self.member, self.connected = world, f"trainer/{rank}", False
         self.placed: int | None = None
         self.slots: dict[int, int] = {}
+        self.calls: list[int] = []
+        """For which of its calls it was asked to place."""
         self.notices: list[tuple[float, str]] = []
         self.last: Version | None = None
         self.credential = ""
-        self.make: Callable[[], TrainerRank] = lambda: TrainerRank(
-            self.member, rank, count, session, HOST, manifest, rows_layout(manifest, rank, count),
-            (Offer("memory", "x", HOST, Traits(shared_fate=world.shared)),),
-            published=self.placed if self.placed is not None else published, live=world.live and world.tells,
-            version=self.last, credential=self.credential, window_bytes=4096 if world.windows else 0, windows=world.windows,
-        )  # fmt: skip
+        offers = (Offer("memory", "x", HOST, Traits(shared_fate=world.shared)),)
+
+        def make() -> TrainerRank:
+            hello = said(
+                "trainer", rank, count, HOST, session=session, offers=offers, live=world.live and world.tells, version=self.last,
+                published=self.placed if self.placed is not None else published, credential=known_as(self.credential),
+                window_bytes=4096 if world.windows else 0, windows=world.windows,
+            )  # fmt: skip
+            return TrainerRank(hello, manifest, rows_layout(manifest, rank, count))
+
+        self.make = make
 
     def connect(self) -> None:
         node = FakeTrainer(self)
@@ -331,8 +293,21 @@ class FakeTrainer(_Node):
         self.process: TrainerProcess = process
         self.rank, self.dismissed = process.make(), []
 
-    async def place(self, number: int, timeout: float, epoch: int) -> npt.NDArray[np.uint64]:
+    async def call(self, body: Body, timeout: float) -> Body:
+        match body:
+            case Place():
+                digests = await self.place(body.number, body.call)
+            case DigestUnderKey():
+                digests = await self.digest_under_key(body.number, body.key)
+            case PlaceWindow():
+                return await self.place_window(body)
+            case _:
+                raise AssertionError(body)
+        return Placed(digests.astype("<u8").tobytes(), 0)
+
+    async def place(self, number: int, call: int) -> npt.NDArray[np.uint64]:
         process = self.process
+        process.calls.append(call)
         process.placed = None
         process.epoch += 1
         epoch = process.epoch
@@ -343,7 +318,13 @@ class FakeTrainer(_Node):
         digests = row_digests(self.rank.layout, np.full(len(self.rank.layout), number, np.int64))
         return digests[:-1] if kind == "short" else digests
 
-    async def place_window(self, body: PlaceWindow, timeout: float) -> WindowPlaced:
+    async def digest_under_key(self, number: int, key: bytes) -> npt.NDArray[np.uint64]:
+        if await self.process.fault("digest", self) or self.process.placed != number:
+            raise StaleSource(f"{self.process.member} does not hold {number}")
+        self.process.world.keys.append((self.process.member, key))
+        return row_digests(self.rank.layout, np.full(len(self.rank.layout), number, np.int64), key)
+
+    async def place_window(self, body: PlaceWindow) -> WindowPlaced:
         process, world = self.process, self.process.world
         process.epoch += 1
         epoch = process.epoch
@@ -354,10 +335,18 @@ class FakeTrainer(_Node):
             raise Aborted("this trainer rank is not publishing")
         if body.window >= len(STREAMED):
             short = world.faults.pop((process.member, "end"), None) == "short"
-            return WindowPlaced(windows=len(STREAMED) - short, manifest=STREAMED.fingerprint, stamp=body.number)
+            sample = np.zeros(len(STREAMED) if self.rank.hello.world_size > 1 else 0, "<u8")
+            match world.faults.pop((process.member, "sample"), None):
+                case "drifted":
+                    sample[3] += 1
+                case "short":
+                    sample = sample[1:]
+            return WindowPlaced(
+                windows=len(STREAMED) - short, manifest=STREAMED.fingerprint, stamp=body.number, sample=sample.tobytes()
+            )
         if process.placed != body.number:
             process.placed, process.slots = body.number, {}
-        slot = body.window // self.rank.world_size % world.windows
+        slot = body.window // self.rank.hello.world_size % world.windows
         if process.slots.get(slot, -1) >= body.released:
             world.alarm(f"window {process.slots[slot]} is overwritten, but windows from {body.released} on are being read")
         process.slots[slot] = body.window
@@ -365,11 +354,6 @@ class FakeTrainer(_Node):
         digests = streamed_digest(body.window, body.number).to_bytes(8, "little")
         stamp = body.number + (world.faults.pop((process.member, "stamp"), None) == "other")
         return WindowPlaced((WindowPart(spec.name, spec.shape, spec.dtype, 0),), 3, 0, stamp, digests)
-
-
-def streamed_digest(number: int, content: int) -> int:
-    """Of tensor ``number`` of :data:`STREAMED`, as version ``content``."""
-    return int(row_digests(rows_layout(STREAMED, 0, 1), np.full(len(STREAMED), content, np.int64))[number])
 
 
 class EngineProcess(_Process):
@@ -394,15 +378,18 @@ class EngineProcess(_Process):
         own = None if delivery == "streamed" else rows_layout(manifest, rank, ranks)
         host = Host(name, name) if world.apart else HOST
         offers = (Offer("memory", f"{self.member}'s", host),)
-        source = None
-        if name in world.serving:
-            layout = rows_layout(manifest, rank, ranks)
-            source = PublishingRank(self.member, rank, ranks, session, host, manifest, layout, offers)
-        self.make: Callable[[], EngineRank] = lambda: EngineRank(
-            self.member, name, rank, ranks, session, host, manifest, own, ("memory",), delivery, 64, "fake",
-            self.label if self.generating else None,  # a rank that is paused serves nothing
-            credential=self.credential, takes_any=not len(manifest), source=source,
-        )  # fmt: skip
+        served = rows_layout(manifest, rank, ranks) if name in world.serving else None
+
+        def make() -> EngineRank:
+            hello = said(
+                name, rank, ranks, host, session=session, transports=("memory",), delivery=delivery, bucket_bytes=64,
+                adapter="fake",
+                serving=self.label if self.generating else None,  # a rank that is paused serves nothing
+                credential=known_as(self.credential), takes_any=not len(manifest), offers=offers,
+            )  # fmt: skip
+            return EngineRank(hello, manifest, own, None if served is None else PublishingRank(hello, manifest, served))
+
+        self.make = make
 
     def __repr__(self) -> str:
         return f"<{self.member} generating={self.generating} label={self.label} content={set(self.content.tolist())}>"
@@ -440,7 +427,37 @@ class FakeEngine(_Node):
         self.process.world.log.append((asyncio.get_running_loop().time(), self.process.member, phase))
         return kind
 
-    async def prepare(self, plan: PlanSlice, timeout: float) -> Prepared:
+    async def call(self, body: Body, timeout: float) -> Body:
+        match body:
+            case Prepare():
+                return await self.prepare(body.plan)
+            case CheckSources():
+                await self.check_sources(body.number)
+            case Place():
+                return Placed((await self.place(body.number, body.epoch)).astype("<u8").tobytes(), 0)
+            case Pause():
+                await self.pause(body.mode)
+            case Move():
+                return await self.move(body.number, body.key)
+            case OpenStream():
+                return await self.open_stream(body)
+            case MoveWindow():
+                return WindowMoved((await self.move_window(body)).astype("<u8").tobytes())
+            case EndStream():
+                return await self.end_stream(body)
+            case Commit():
+                await self.commit(body.version)
+            case Resume():
+                await self.resume()
+            case Update():
+                return await self.update(body.version, body.mode)
+            case Quarantine():
+                await self.quarantine()
+            case _:
+                raise AssertionError(body)
+        return Done()
+
+    async def prepare(self, plan: PlanSlice) -> Prepared:
         kind = await self._enter("prepare")
         process = self.process
         process.plan, process.layout = plan, Layout.from_columns(process.manifest, plan.layout)
@@ -448,14 +465,14 @@ class FakeEngine(_Node):
             process.content = np.full(len(process.layout), SCRAMBLED, np.int64)
         return Prepared("other" if kind == "other" else plan.digest, ("memory",))
 
-    async def check_sources(self, number: int, timeout: float) -> None:
+    async def check_sources(self, number: int) -> None:
         await self._enter("check")
         for source in [] if self.process.plan is None else self.process.plan.sources:
             holder = self.process.world.holder(source.member)
             if holder is None or holder.placed != number:
                 raise StaleSource(f"{source.member} does not hold {number}")
 
-    async def place(self, number: int, timeout: float, epoch: int) -> npt.NDArray[np.uint64]:
+    async def place(self, number: int, epoch: int) -> npt.NDArray[np.uint64]:
         kind = await self._enter("place")
         process, source = self.process, self.rank.source
         assert source is not None
@@ -465,12 +482,13 @@ class FakeEngine(_Node):
         content = np.full(len(source.layout), number + (kind == "corrupt"), np.int64)
         return row_digests(source.layout, content)
 
-    async def pause(self, mode: PauseMode, timeout: float) -> None:
+    async def pause(self, mode: PauseMode) -> None:
         self.process.placed = None
+        self.process.world.modes.append(mode)
         await self._enter("pause")
         self.process.generating = False
 
-    async def move(self, number: int, timeout: float) -> Moved:
+    async def move(self, number: int, key: bytes = b"") -> Moved:
         process, world = self.process, self.process.world
         plan, layout = process.plan, process.layout
         assert plan is not None
@@ -491,23 +509,27 @@ class FakeEngine(_Node):
                 if holder.placed != number:
                     raise StaleSource(f"{source.member} holds {holder.placed}, not {number}")
             process.content[row] = number
+        public = process.content.copy()
         if kind == "corrupt":
+            public[0] = number + 1
+        if kind == "corrupt" or {source.member for source in plan.sources} & set(world.forging):
             process.content[0] = number + 1
-        world.coordinator.progress(self, plan.nbytes)
-        digests = row_digests(layout, process.content).astype("<u8").tobytes()
+        world.coordinator.progress(self.rank, plan.nbytes)
+        digests = row_digests(layout, process.content if key else public, key).astype("<u8").tobytes()
+        world.keys.append((process.member, key))
         if kind == "zero":
             return Moved(0, digests, 0, 0, 0, "installed")
         if kind == "undigested":
             return Moved(plan.nbytes, b"", 0, 0, 0, "installed")
         return Moved(plan.nbytes, digests, 0, 0, 0, "installed")
 
-    async def open_stream(self, body: OpenStream, timeout: float) -> Prepared:
+    async def open_stream(self, body: OpenStream) -> Prepared:
         kind = await self._enter("prepare")
         self.process.plan, self.process.layout = None, None
         self.process.sources = [source.member for source in body.sources]
         return Prepared("other" if kind == "other" else body.key, ("memory",))
 
-    async def move_window(self, body: MoveWindow, timeout: float) -> npt.NDArray[np.uint64]:
+    async def move_window(self, body: MoveWindow) -> npt.NDArray[np.uint64]:
         process, world = self.process, self.process.world
         if process.generating:
             world.alarm(f"{process.member} generates while its weights change")
@@ -525,7 +547,7 @@ class FakeEngine(_Node):
         process.content[body.window] = content
         return np.array([streamed_digest(body.window, content)], np.uint64)
 
-    async def end_stream(self, body: EndStream, timeout: float) -> Moved:
+    async def end_stream(self, body: EndStream) -> Moved:
         kind = await self._enter("end")
         assert body.manifest == STREAMED.fingerprint
         if kind == "corrupt":
@@ -534,7 +556,7 @@ class FakeEngine(_Node):
         nbytes = (1 << 64) - 1 if kind == "immense" else 24
         return Moved(nbytes, np.array(digests[: -1 if kind == "undigested" else None], "<u8").tobytes(), 0, 0, 0, "received")
 
-    async def commit(self, version: Version, timeout: float) -> None:
+    async def commit(self, version: Version) -> None:
         process = self.process
         kind = await self._enter("commit")
         if process.generating:
@@ -546,7 +568,7 @@ class FakeEngine(_Node):
         if kind == "late":
             raise LoadError("the caches would not empty")
 
-    async def resume(self, timeout: float) -> None:
+    async def resume(self) -> None:
         process = self.process
         kind = await self._enter("resume")
         label = process.label
@@ -559,16 +581,16 @@ class FakeEngine(_Node):
         if kind == "late":
             raise PeerLost("the answer got lost")
 
-    async def update(self, version: Version, mode: PauseMode, timeout: float) -> Updated:
-        await self.pause(mode, timeout)
-        moved = await self.move(version.number, timeout)
+    async def update(self, version: Version, mode: PauseMode) -> Updated:
+        await self.pause(mode)
+        moved = await self.move(version.number)
         if not self.process.holds(version.number):
             return Updated(moved, False, 0, 0)
-        await self.commit(version, timeout)
-        await self.resume(timeout)
+        await self.commit(version)
+        await self.resume()
         return Updated(moved, True, 0, 0)
 
-    async def quarantine(self, reason: str, timeout: float) -> None:
+    async def quarantine(self) -> None:
         # Agents answer it on a thread of its own, so what was sent later may have begun when it takes effect.
         await asyncio.sleep(self.process.world.delays.get((self.process.member, "before quarantine"), 0))
         self.process.epoch += 1

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.coordinator.fakes import MANIFEST, World
+from msgspec import structs
+from tests.unit.coordinator.contents import MANIFEST
+from tests.unit.coordinator.fakes import World
 from tests.virtual_time import virtual
 
-from weightsync.coordinator import coordinator as coordinators
+from weightsync.coordinator import past_rounds
+from weightsync.coordinator.remote_ranks import answer_agent
 from weightsync.coordinator.report import round_result
-from weightsync.model import Version
-from weightsync.protocol.messages import ReplicaResult
+from weightsync.model import PauseMode, Version
+from weightsync.protocol.messages import CannotPublish, ReplicaResult, Updated
 
 
 def result(name: str, error: str | None) -> ReplicaResult:
@@ -28,7 +31,7 @@ def test_errors_of_very_many_replicas_are_cut(replicas: int, most: int) -> None:
 
 @virtual
 async def test_the_history_holds_fewer_rounds_of_many_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinators, "_REMEMBERED_RESULTS", 10)
+    monkeypatch.setattr(past_rounds, "_MOST_RESULTS", 10)
     world = World()
     world.add_trainers(1)
     for number in range(4):
@@ -36,7 +39,7 @@ async def test_the_history_holds_fewer_rounds_of_many_replicas(monkeypatch: pyte
     for number in range(1, 6):
         await world.publish(number)
     assert [one.version.number for one in world.coordinator.status().rounds] == [4, 5]
-    monkeypatch.setattr(coordinators, "_REMEMBERED_RESULTS", 1)
+    monkeypatch.setattr(past_rounds, "_MOST_RESULTS", 1)
     await world.publish(6)
     assert [one.version.number for one in world.coordinator.status().rounds] == [6], "the last one is always there"
 
@@ -102,3 +105,36 @@ async def test_metrics_are_those_of_status() -> None:
     (one,), (other,) = gauges.replicas, status.replicas
     fields = ("name", "state", "version", "staleness", "since")
     assert [getattr(one, field) for field in fields] == [getattr(other, field) for field in fields]
+
+
+@virtual
+async def test_what_a_trainer_rank_could_not_publish_for_forges_no_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    world.add_trainers(2)
+    answer = answer_agent(world.coordinator, world.trainers["trainer/0"].node.rank)
+    await answer(CannotPublish(1, "Error\n2026-11-23 INFO trainer/0 joined\x1b[2J", "other\nshards"), 5.0)
+    (text,) = [record.getMessage() for record in caplog.records if "cannot publish" in record.getMessage()]
+    assert "\x1b" not in text
+    assert all(line.startswith("  ") for line in text.split("\n")[1:])
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 1e9])
+@virtual
+async def test_parts_of_a_move_take_no_longer_than_was_measured(seconds: float) -> None:
+    world = World()
+    world.add_trainers(1)
+    world.add_replica("a")
+    node = world.engines["a/0"].node
+    update = node.update
+
+    async def lying(version: Version, mode: PauseMode) -> Updated:
+        updated = await update(version, mode)
+        changed: Updated = structs.replace(
+            updated, moved=structs.replace(updated.moved, receive_seconds=seconds, load_seconds=seconds)
+        )
+        return changed
+
+    node.update = lying
+    (replica,) = (await world.publish(1)).replicas
+    assert replica.error is None
+    assert all(0.0 <= part <= sum(replica.phases.values()) for part in replica.parts.values())

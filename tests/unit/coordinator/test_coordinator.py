@@ -8,11 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.unit.coordinator.fakes import GRACE, MANIFEST, SPECS, FakeEngine, FakeTrainer, World, world_of
+from msgspec import structs
+from tests.unit.coordinator.contents import MANIFEST, SPECS
+from tests.unit.coordinator.fakes import GRACE, FakeEngine, FakeTrainer, World, world_of
 from tests.virtual_time import virtual
 
 from weightsync.config import RoundSettings
 from weightsync.coordinator.events import ReplicaBytes, ReplicaPhase, RoundEnded, RoundStarted
+from weightsync.coordinator.ranks import known_as
 from weightsync.errors import (
     Aborted,
     AuthenticationError,
@@ -23,6 +26,7 @@ from weightsync.errors import (
     VersionError,
 )
 from weightsync.model import Manifest, TensorSpec, Version
+from weightsync.protocol.messages import Publish
 
 OTHER = Manifest([*SPECS[:2], TensorSpec("c", (2, 4), "uint8"), TensorSpec("d", (1,), "uint8")])
 
@@ -31,7 +35,7 @@ OTHER = Manifest([*SPECS[:2], TensorSpec("c", (2, 4), "uint8"), TensorSpec("d", 
 async def test_strangers_and_doubles() -> None:
     world = world_of(2, r=2)
     with pytest.raises(MembershipError, match="not a trainer rank"):
-        await world.coordinator.publish("r/0", 1, 10.0)
+        await world.coordinator.publish("r/0", Publish(1), 10.0)
     with pytest.raises(MembershipError, match="still alive"):
         world.add_trainer(0, 2)
     with pytest.raises(MembershipError, match="still alive"):
@@ -145,11 +149,11 @@ async def test_seeding_needs_the_very_processes_that_placed() -> None:
     assert world.states()["late"] == ("registered", None)
     with pytest.raises(StaleSource):
         await world.coordinator.seed(["late"])
-    process.connect()  # the same process: its shelf is still there
+    process.connect()  # the same process: its region is still there
     await world.settle()
     assert world.states()["late"] == ("loaded", 1)
     process.disconnect()
-    world.add_trainer(1, 2)  # another process: an empty shelf
+    world.add_trainer(1, 2)  # another process: an empty region
     with pytest.raises(StaleSource):
         await world.coordinator.seed(["r"])
     assert (await world.publish(2)).ok
@@ -389,7 +393,8 @@ async def test_a_connected_rank_gives_way_only_to_its_own_credential(kind: str) 
     join: Any = world.coordinator.join_trainer if kind == "trainer" else world.coordinator.join_engine
     for credential in ("", "guessed", real.credential[:-1], real.credential + "x", "\u1234"):
         thief: Any = FakeTrainer(real) if kind == "trainer" else FakeEngine(real)
-        thief.rank = replace(rank, credential=credential)  # with the session of the real one, at that
+        hello = structs.replace(rank.hello, credential=known_as(credential))  # with the session of the real one, at that
+        thief.rank = replace(rank, hello=hello)
         with pytest.raises(MembershipError, match="only that process may reconnect"):
             join(thief)
         assert not old.dismissed
@@ -536,8 +541,8 @@ async def test_a_subscriber_that_sleeps_costs_nothing() -> None:
 async def test_aclose_leaves_no_task() -> None:
     world = world_of(2, r=1)
     world.faults["r/0", "move"] = "hang"
-    asking = asyncio.ensure_future(world.coordinator.publish("trainer/0", 1, 600.0))
-    other = asyncio.ensure_future(world.coordinator.publish("trainer/1", 1, 600.0))
+    asking = asyncio.ensure_future(world.coordinator.publish("trainer/0", Publish(1), 600.0))
+    other = asyncio.ensure_future(world.coordinator.publish("trainer/1", Publish(1), 600.0))
     await asyncio.sleep(5)
     await world.coordinator.aclose()
     await world.coordinator.aclose()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from tests.unit.coordinator.fakes import MANIFEST, rows_layout
+from msgspec import structs
+from tests.hellos import said
+from tests.unit.coordinator.contents import MANIFEST, rows_layout
 
 from weightsync.coordinator.negotiation import choose_delivery, key_of
 from weightsync.coordinator.ranks import EngineRank, TrainerRank
@@ -17,22 +19,16 @@ HERE, THERE = Host("here", "memory"), Host("there", "memory")
 
 
 def trainer(rank: int, *schemes: str, host: Host = HERE) -> TrainerRank:
-    return TrainerRank(
-        member=f"trainer/{rank}", rank=rank, world_size=2, session="s", host=host, manifest=MANIFEST,
-        layout=rows_layout(MANIFEST, rank, 2), key=b"",
-        offers=tuple(Offer(scheme, "somewhere", host, transport(scheme).traits) for scheme in schemes),
-    )  # fmt: skip
+    offers = tuple(Offer(scheme, "somewhere", host, transport(scheme).traits) for scheme in schemes)
+    return TrainerRank(said("trainer", rank, 2, host, offers=offers), MANIFEST, rows_layout(MANIFEST, rank, 2))
 
 
 def engine(
     rank: int = 0, *, layout: bool = True, delivery: Delivery = "auto", why: str = "", on_gpu: bool = False,
     transports: tuple[str, ...] = ("cuda_ipc", "tcp"),
 ) -> EngineRank:  # fmt: skip
-    return EngineRank(
-        member=f"vllm/{rank}", replica="vllm", rank=rank, world_size=2, session="s", host=HERE, manifest=MANIFEST,
-        layout=rows_layout(MANIFEST, rank, 2) if layout else None, transports=transports, delivery=delivery,
-        no_layout=why, device_memory=on_gpu,
-    )  # fmt: skip
+    hello = said("vllm", rank, 2, HERE, transports=transports, delivery=delivery, no_layout=why, device_memory=on_gpu)
+    return EngineRank(hello, MANIFEST, rows_layout(MANIFEST, rank, 2) if layout else None)
 
 
 def chosen(trainers: list[TrainerRank], engines: list[EngineRank]) -> tuple[str, str]:
@@ -82,7 +78,9 @@ def test_nccl_writes_gpu_memory_of_other_hosts_where_both_sides_allow_it() -> No
     ],
 )
 def test_a_transport_that_nobody_knows_is_judged_by_its_traits(traits: Traits, host: Host, delivery: str) -> None:
-    source = dataclasses.replace(trainer(0, host=host), offers=(Offer("rdma", "somewhere", host, traits),))
+    source = trainer(0, host=host)
+    hello = structs.replace(source.hello, offers=(Offer("rdma", "somewhere", host, traits),))
+    source = dataclasses.replace(source, hello=hello)
     assert chosen([source], [engine(0, on_gpu=True, transports=("rdma",))])[0] == delivery
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.unit.coordinator.fakes import HOST, MANIFEST, FakeTrainer, TrainerProcess, World, rows_layout
+from tests.hellos import said
+from tests.unit.coordinator.contents import MANIFEST, rows_layout
+from tests.unit.coordinator.fakes import HOST, EngineProcess, FakeTrainer, TrainerProcess, World
 from tests.virtual_time import virtual
 
 from weightsync.coordinator.ranks import TrainerRank
 from weightsync.errors import VersionError
 from weightsync.model import Version, label_of, parse_label
-from weightsync.protocol.messages import Offer
+from weightsync.protocol.messages import Offer, Publish
 
 
 def add(world: World, rank: int, count: int = 2, *, new_epoch: bool = True, epoch: int = 0, published: int = -1) -> TrainerProcess:
@@ -19,8 +21,11 @@ def add(world: World, rank: int, count: int = 2, *, new_epoch: bool = True, epoc
     process = TrainerProcess(world, rank, count, MANIFEST, world.session(), published)
     session = world.session()
     process.make = lambda: TrainerRank(
-        process.member, rank, count, session, HOST, MANIFEST, rows_layout(MANIFEST, rank, count), (Offer("memory", "x", HOST),),
-        published=published, epoch=epoch, new_epoch=new_epoch,
+        said(
+            "trainer", rank, count, HOST, session=session, offers=(Offer("memory", "x", HOST),), published=published, epoch=epoch,
+            new_epoch=new_epoch,
+        ),
+        MANIFEST, rows_layout(MANIFEST, rank, count),
     )  # fmt: skip
     process.connect()
     return process
@@ -163,7 +168,7 @@ async def test_in_one_epoch_the_number_of_a_running_round_counts() -> None:
     running = asyncio.ensure_future(world.publish(400))
     await asyncio.sleep(0.005)  # it is being placed
     with pytest.raises(VersionError, match="the last one is 400"):
-        await world.coordinator.publish("trainer/0", 10, 60.0)
+        await world.coordinator.publish("trainer/0", Publish(10), 60.0)
     await asyncio.wait([running])
 
 
@@ -190,3 +195,78 @@ def test_a_label_says_run_epoch_and_number(run: str, epoch: int, label: str) -> 
     assert parse_label(label) == (run, epoch, 7)
     assert parse_label("7") == (None, 1, 7)
     assert parse_label("run@seven") is None
+
+
+FIRST, MOST = (1, (1 << 63) - 1), ((1 << 31) - 1, 0)
+
+
+def claim(world: World, order: tuple[int, int]) -> EngineProcess:
+    """An engine of a thief, whose first message says that it serves this epoch and number."""
+    world.add_replica("thief")
+    (thief,) = world.replica("thief")
+    thief.disconnect()
+    thief.label = Version("test", order[1], MANIFEST.fingerprint, "0" * 16, order[0])
+    thief.connect()
+    return thief
+
+
+@pytest.mark.parametrize("order", [FIRST, MOST, (1, 1 << 61), (2, 0)])
+@pytest.mark.parametrize("known", ["published", "reported"])
+@virtual
+async def test_what_an_engine_claims_does_not_end_the_publications_of_a_trainer(known: str, order: tuple[int, int]) -> None:
+    """The attack: a worker says that it serves the highest number or the next epoch, and no later number is possible."""
+    world = World()
+    for rank in range(2):
+        add(world, rank, new_epoch=False, epoch=1, published=-1 if known == "published" else 7)
+    if known == "published":
+        await world.publish(7)
+    claim(world, order)
+    assert (await world.publish(8)).version.order == (1, 8)
+    results = await asyncio.gather(*(world.coordinator.publish(f"trainer/{rank}", Publish(), 60.0) for rank in range(2)))
+    assert results[0].version.order == (1, 9)
+
+
+@pytest.mark.parametrize("order", [FIRST, MOST, ((1 << 30) + 1, (1 << 62) + 1)])
+@virtual
+async def test_a_claim_that_leaves_no_room_for_later_numbers_is_ignored(order: tuple[int, int]) -> None:
+    world = World()
+    claim(world, order)
+    for rank in range(2):
+        add(world, rank, new_epoch=False)
+    assert (await world.publish(0)).version.order == (1, 0)
+
+
+@virtual
+async def test_a_claim_ends_with_its_claimant_which_the_error_names() -> None:
+    """Coordinator and trainer have both started again: what engines say may be true, and is all that is known."""
+    world = World()
+    claim(world, (1, 440))
+    for rank in range(2):
+        add(world, rank, new_epoch=False)
+    with pytest.raises(
+        VersionError, match=r"last one is 440.*Only thief/0 reports it.*`weightsync revoke thief/0`.*new_epoch=True"
+    ):
+        await world.publish(8)
+    world.coordinator.revoke("thief/0")
+    assert (await world.publish(8)).version.order == (1, 8)
+
+
+@pytest.mark.parametrize("order", [FIRST, MOST, (1, 1 << 62), (1 << 30, 0)])
+@virtual
+async def test_what_a_usurper_of_a_trainer_rank_claims_ends_with_it(order: tuple[int, int]) -> None:
+    world = World()
+    add(world, 0, new_epoch=False, epoch=1, published=7)
+    usurper = add(world, 1, new_epoch=False, epoch=order[0], published=order[1])
+    usurper.disconnect()
+    add(world, 1, new_epoch=False, epoch=1, published=7)
+    assert (await world.publish(8)).version.order == (1, 8)
+
+
+@virtual
+async def test_a_number_that_was_placed_for_a_coordinator_that_died_is_not_used_again() -> None:
+    """The call of rank 0 was interrupted after version 6 was placed, and engines may serve it."""
+    world = World()
+    for rank in range(2):
+        add(world, rank, new_epoch=False, epoch=1, published=5)
+    asked = [world.coordinator.publish(f"trainer/{rank}", Publish(above=above), 60.0) for rank, above in enumerate((6, 5))]
+    assert [result.version.number for result in await asyncio.gather(*asked)] == [7, 7]

@@ -7,13 +7,15 @@ import logging
 
 import msgspec
 import pytest
-from tests.unit.coordinator.fakes import GRACE, MANIFEST, SPECS, World
+from tests.unit.coordinator.contents import MANIFEST, SPECS
+from tests.unit.coordinator.fakes import GRACE, World
 from tests.virtual_time import virtual
 
 from weightsync.config import Require, RoundSettings
+from weightsync.coordinator.publish_barrier import RETURN_SECONDS
 from weightsync.errors import DeadlineExceeded, ManifestMismatch
 from weightsync.model import Manifest, TensorSpec, Version
-from weightsync.protocol.messages import ReplicaResult, RoundResult
+from weightsync.protocol.messages import ReplicaResult, RoundResult, WaitForReplicas
 from weightsync.server.metrics import CoordinatorMetrics
 
 OTHER = Manifest([TensorSpec(spec.name, spec.shape, "int8") for spec in SPECS])
@@ -79,6 +81,43 @@ async def test_a_lost_replica_counts_until_it_is_back_and_a_closed_one_does_not(
     assert (await world.publish(4)).ok
 
 
+@pytest.mark.parametrize(
+    ("require", "back_after", "timeout", "waited"),
+    [
+        ("all", 0.05, 60.0, 0.05),
+        ("any", 0.05, 60.0, 0.0),  # another replica is enough
+        (2, 0.05, 60.0, 0.05),
+        (3, 0.05, 60.0, 0.0),  # there are two: waiting would not help
+        ("all", None, 60.0, RETURN_SECONDS - 1),  # it is dead
+        ("all", None, 8.0, 1.5),  # a quarter of the round's time
+    ],
+)
+@virtual
+async def test_a_round_waits_for_a_replica_that_it_needs_and_whose_connection_just_broke(
+    require: Require, back_after: float | None, timeout: float, waited: float
+) -> None:
+    world = requiring(require)
+    world.add_trainers(1)
+    world.add_replica("a")
+    world.add_replica("b", 2)
+    assert (await world.publish(1)).ok is (require != 3)
+    lost = world.engines["b/1"]
+    lost.disconnect()
+    await asyncio.sleep(1)
+    loop, since = asyncio.get_running_loop(), asyncio.get_running_loop().time()
+    if back_after is not None:
+        loop.call_later(back_after, lost.connect)
+    result = await world.publish(2, timeout)
+    assert loop.time() - since - result.seconds == pytest.approx(waited, abs=0.1 if waited < 1 else 0.5)
+    assert states(result)["b"] == ("loaded" if back_after is not None and waited else "lost")
+    world.coordinator.leave(world.engines["b/0"].node, "the agent left", clean=True)
+    since = loop.time()
+    await world.settle(RETURN_SECONDS)
+    result = await world.publish(3, 8.0)
+    assert loop.time() - since - RETURN_SECONDS == pytest.approx(result.seconds), "not for ever"
+    world.check()
+
+
 @virtual
 async def test_a_revoked_replica_is_not_missed() -> None:
     world = requiring("all")
@@ -131,8 +170,8 @@ async def test_the_default_needs_one_replica_and_names_the_others() -> None:
 async def test_waiting_for_replicas_is_a_call_that_is_answered() -> None:
     world = World()
     world.add_trainers(1)
-    assert await world.coordinator.wait_for_replicas("trainer/0", 0, 1.0) == ()
-    asking = asyncio.ensure_future(world.coordinator.wait_for_replicas("trainer/0", 2, 60.0))
+    assert await world.coordinator.wait_for_replicas("trainer/0", WaitForReplicas(0), 1.0) == ()
+    asking = asyncio.ensure_future(world.coordinator.wait_for_replicas("trainer/0", WaitForReplicas(2), 60.0))
     world.add_replica("a")
     world.add_engine("b", 0, 2)
     world.add_replica("odd", manifest=OTHER)
@@ -144,14 +183,24 @@ async def test_waiting_for_replicas_is_a_call_that_is_answered() -> None:
     world.add_engine("b", 1, 2)
     assert await asking == ("a", "b")
     assert asyncio.get_running_loop().time() == pytest.approx(3.0)
-    assert await world.coordinator.wait_for_replicas("trainer/0", 0, 5.0, ["b"]) == ("a", "b")
+    assert await world.coordinator.wait_for_replicas("trainer/0", WaitForReplicas(0, ("b",)), 5.0) == ("a", "b")
     with pytest.raises(DeadlineExceeded, match=r"waited 5 s for b, c \(ready: a, b"):
-        await world.coordinator.wait_for_replicas("trainer/0", 1, 5.0, ["c", "b"])
+        await world.coordinator.wait_for_replicas(
+            "trainer/0",
+            WaitForReplicas(
+                1,
+                (
+                    "c",
+                    "b",
+                ),
+            ),
+            5.0,
+        )
     with pytest.raises(DeadlineExceeded, match=r"(?s)waited 5 s for 3 replicas \(ready: a, b; odd is refused"):
-        await world.coordinator.wait_for_replicas("trainer/0", 3, 5.0)
+        await world.coordinator.wait_for_replicas("trainer/0", WaitForReplicas(3), 5.0)
     world.engines["a/0"].disconnect()
     with pytest.raises(DeadlineExceeded, match=r"ready: b; a is lost"):
-        await world.coordinator.wait_for_replicas("trainer/0", 2, 5.0)
+        await world.coordinator.wait_for_replicas("trainer/0", WaitForReplicas(2), 5.0)
 
 
 def manifest(*dtypes: str) -> Manifest:

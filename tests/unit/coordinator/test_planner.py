@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-from tests.unit.coordinator.fakes import MANIFEST
+from tests.unit.coordinator.contents import MANIFEST
 
 from weightsync.coordinator import planner as planners
 from weightsync.coordinator.planner import Planner

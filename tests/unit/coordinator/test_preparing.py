@@ -93,7 +93,7 @@ async def test_an_unexpected_error_of_work_that_nobody_waits_for_is_logged(
         raise RuntimeError("a bug")
 
     world = world_of("a")
-    monkeypatch.setattr("weightsync.coordinator.coordinator.prepare", broken)
+    monkeypatch.setattr("weightsync.coordinator.agreement.prepare", broken)
     world.add_replica("b")
     await world.settle(1)
     assert "_prepare ended by an unexpected error" in caplog.text

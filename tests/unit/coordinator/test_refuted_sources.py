@@ -68,17 +68,6 @@ async def test_a_reader_that_fails_from_two_sources_blames_neither() -> None:
 
 
 @virtual
-async def test_a_source_that_places_other_bytes_is_not_asked_again() -> None:
-    world = await served("a", "b", serving=("a", "b"))
-    world.faults["a/0", "place"] = "corrupt"
-    for name in ("new", "newer"):
-        world.add_replica(name)
-        await world.settle()
-        assert sources(last(world)) == {name: "b"}
-    assert len([entry for entry in world.log if entry[1:] == ("a/0", "place")]) == 1
-
-
-@virtual
 async def test_in_waves_the_trainer_feeds_the_next_reader() -> None:
     world = waves(3, 1, serving=1)
     source = next(iter(world.serving))

@@ -6,13 +6,14 @@ import asyncio
 import itertools
 
 import pytest
-from tests.unit.coordinator.fakes import GRACE, MANIFEST, World
+from tests.unit.coordinator.contents import MANIFEST
+from tests.unit.coordinator.fakes import GRACE, World
 from tests.virtual_time import virtual
 
 from weightsync.config import RoundSettings
 from weightsync.errors import ConfigurationError, DeadlineExceeded, LoadError, PeerLost, ProtocolError, WeightSyncError
 from weightsync.model import Manifest, TensorSpec
-from weightsync.protocol.messages import Delivery
+from weightsync.protocol.messages import Delivery, Publish
 
 PHASES = ("prepare", "pause", "move", "commit", "resume")
 KINDS = ("fail", "crash", "hang", "stubborn", "lost", "vanish")
@@ -102,7 +103,7 @@ async def test_a_replica_that_fails_hurts_only_itself(phase: str, kind: str, del
     world.check()
     if not gone and phase != "prepare":
         await world.settle(10.0)
-        assert world.states()["sick"] == ("loaded", 2), "it gets one more attempt at once, from the shelves"
+        assert world.states()["sick"] == ("loaded", 2), "it gets one more attempt at once, from the regions"
     # the next round heals it
     for rank in world.replica("sick"):
         if not rank.connected:
@@ -157,7 +158,7 @@ async def test_cancelling_a_round_leaves_no_pause_without_quarantine(phase: str,
     world.faults["sick/1", phase] = "hang"
     if slow:
         world.faults["sick/0", "quarantine"] = "stubborn"
-    asking = [asyncio.ensure_future(world.coordinator.publish(member, 2, 600.0)) for member in world.trainers]
+    asking = [asyncio.ensure_future(world.coordinator.publish(member, Publish(2), 600.0)) for member in world.trainers]
     await asyncio.sleep(2.0)
     assert world.states()["sick"][0] == ("loaded" if phase == "prepare" else "updating")
     started = asyncio.get_running_loop().time()

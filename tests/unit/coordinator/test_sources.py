@@ -6,7 +6,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from tests.unit.coordinator.fakes import GRACE, MANIFEST, STREAMED, EngineProcess, World, row_digests, rows_layout
+from tests.unit.coordinator.contents import MANIFEST, STREAMED, row_digests, rows_layout
+from tests.unit.coordinator.fakes import GRACE, EngineProcess, TrainerProcess, World
 from tests.virtual_time import virtual
 
 from weightsync.config import RoundSettings
@@ -113,13 +114,44 @@ async def test_a_replica_with_an_older_version_is_no_source() -> None:
 
 
 @virtual
-async def test_a_source_whose_bytes_are_wrong_feeds_nobody() -> None:
+async def test_a_replica_that_does_not_hold_the_bytes_of_its_label_is_taken_out_of_service() -> None:
     world = await served("a", "b", serving=("a", "b"))
+    world.faults["a/0", "place"] = "corrupt"
+    world.delays["a/0", "pause"] = MOVE  # before it is seeded again
+    world.add_replica("new")
+    await world.settle(MOVE / 2)
+    assert world.states() == {"a": ("updating", None), "b": ("loaded", 1), "new": ("loaded", 1)}
+    assert [entry[1] for entry in world.log if entry[2] == "quarantine"] == ["a/0"]
+    assert not world.engines["a/0"].generating
+    await world.settle()
+    assert world.states() == {"a": ("loaded", 1), "b": ("loaded", 1), "new": ("loaded", 1)}
+    assert sources(last(world)) == {"a": "b"}
+    world.check()
+
+
+@virtual
+async def test_one_whose_label_was_refuted_waits_out_of_service_where_nothing_can_be_read() -> None:
+    world = await served("a", "b", serving=("a",))
     world.faults["a/0", "place"] = "corrupt"
     world.add_replica("new")
     await world.settle()
-    assert world.states()["new"] == ("loaded", 1)
-    assert not [entry for entry in world.log if entry[2] == "quarantine"]
+    assert world.states() == {"a": ("dirty", None), "b": ("loaded", 1), "new": ("registered", None)}
+    assert "does not hold the bytes of version test@1" in str(world.state("a").error)
+    assert not world.engines["a/0"].generating
+    world.check()
+
+
+@virtual
+async def test_in_waves_the_trainer_seeds_a_source_again_that_does_not_hold_its_version() -> None:
+    world = waves(3, 1, serving=1)
+    source = next(iter(world.serving))
+    world.faults[f"{source}/0", "place"] = "corrupt"
+    result = await world.publish(1, timeout=500.0)
+    assert result.ok
+    assert set(sources(result).values()) == {"trainer"}
+    await world.settle()
+    assert set(world.states().values()) == {("loaded", 1)}
+    assert sources(last(world)) == {source: "trainer"}
     world.check()
 
 
@@ -158,18 +190,80 @@ async def test_a_reader_whose_source_ends_in_the_middle_serves_nothing_until_it_
     world.check()
 
 
-@virtual
-async def test_after_a_restart_of_the_coordinator_replicas_still_feed_each_other() -> None:
-    world = await served("a", "b", serving=("a",))
-    processes = list(world.engines.values())
-    again = World(serving=("a",), sessions=100)
-    for process in processes:
+async def restarted(*, live: bool = False) -> tuple[World, list[TrainerProcess]]:
+    """Replicas a, which serves its weights, and b are at version 1. The coordinator is restarted; the trainer is not back yet."""
+    world = World(serving=("a",), live=live)
+    world.add_trainers(2)
+    world.add_replica("a")
+    world.add_replica("b")
+    assert (await world.publish(1)).ok
+    trainers, engines = list(world.trainers.values()), list(world.engines.values())
+    again = World(serving=("a",), sessions=100, live=live)
+    for process in (*trainers, *engines):
         process.world = again
-        process.connect()
-    again.add_replica("new")
-    await again.settle()
-    assert again.states() == {"a": ("loaded", 1), "b": ("loaded", 1), "new": ("loaded", 1)}
-    again.check()
+    for engine in engines:
+        engine.connect()
+    return again, trainers
+
+
+@pytest.mark.parametrize("live", [False, True])
+@virtual
+async def test_after_a_restart_replicas_feed_each_other_when_a_trainer_rank_reports_the_version(live: bool) -> None:
+    world, trainers = await restarted(live=live)
+    world.add_replica("new")
+    await world.settle()
+    assert world.states() == {"a": ("loaded", 1), "b": ("loaded", 1), "new": ("registered", None)}
+    assert not world.log, "nobody is asked anything on a replica's word"
+    for trainer in trainers:
+        trainer.connect()
+    await world.settle()
+    # Memory that is read in place is not the version's any more, so the trainer cannot digest it under a new key.
+    assert world.states() == {"a": ("loaded", 1), "b": ("loaded", 1), "new": ("registered", None) if live else ("loaded", 1)}
+    assert [replica.source for replica in last(world).replicas if replica.error is None] == ([] if live else ["a"])
+    world.check()
+
+
+def claims(world: World, name: str, number: int) -> EngineProcess:
+    """A stolen engine that serves its weights, and says that they are version ``number``."""
+    world.serving += (name,)
+    thief = EngineProcess(world, name, 0, 1, world.session(), "auto", MANIFEST)
+    content = np.full(3, number if number > 1 else 66, np.int64)  # 1 was published
+    digest = fold(row_digests(rows_layout(MANIFEST, 0, 1), content))
+    thief.content, thief.label = content, Version("test", number, MANIFEST.fingerprint, digest)
+    thief.connect()
+    return thief
+
+
+@pytest.mark.parametrize("first", ["claim", "replica"])
+@virtual
+async def test_a_claim_seeds_nobody_before_the_first_publication(first: str) -> None:
+    world = World()
+    world.add_trainers(1)
+    if first == "claim":
+        claims(world, "thief", 7)
+    world.add_replica("honest")
+    if first == "replica":
+        claims(world, "thief", 7)
+    await world.settle()
+    assert world.states()["honest"] == ("registered", None)
+    assert not [entry for entry in world.log if entry[2] in ("check", "pause", "move")]
+
+
+@pytest.mark.parametrize("number", [1, 2, 9])
+@virtual
+async def test_a_claim_that_comes_before_the_trainer_after_a_restart_overwrites_nobody(number: int) -> None:
+    world, trainers = await restarted()
+    claims(world, "thief", number)
+    world.add_replica("new")
+    await world.settle()
+    for trainer in trainers:
+        trainer.connect()
+    await world.settle()
+    assert world.states()["b"] == ("loaded", 1)
+    assert world.states()["new"] == ("loaded", 1), "the trainer says what the last version is"
+    (honest,) = world.replica("b")
+    assert honest.holds(1)
+    assert not [entry for entry in world.log if entry[1].startswith("b/") and entry[2] == "pause"]
 
 
 @virtual

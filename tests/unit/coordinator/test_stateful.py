@@ -21,6 +21,7 @@ from weightsync.config import Require, RoundSettings
 from weightsync.coordinator import Coordinator
 from weightsync.coordinator.events import Event, ReplicaPhase, RoundEnded, RoundStarted
 from weightsync.errors import MembershipError, WeightSyncError
+from weightsync.protocol.messages import Publish
 
 NAMES = ("a", "b", "c")
 RANKS = {"a": 1, "b": 2, "c": 2}
@@ -204,13 +205,15 @@ class Protocol(RuleBasedStateMachine):
             self.number += 1
             self.world.faults.update({(f"{name}/{rank}", phase): kind for ((name, rank), phase), kind in faults.items()})
             ranks = list(self.world.trainers)
-            asking = [asyncio.ensure_future(self.world.coordinator.publish(rank, self.number, 60.0)) for rank in ranks]
+            asking = [asyncio.ensure_future(self.world.coordinator.publish(rank, Publish(self.number), 60.0)) for rank in ranks]
             await asyncio.sleep(moment)
             for task in asking if whole else asking[:1]:
                 task.cancel()
             if whole and ranks:
                 self.number += 1
-                asking += [asyncio.ensure_future(self.world.coordinator.publish(rank, self.number, 60.0)) for rank in ranks]
+                asking += [
+                    asyncio.ensure_future(self.world.coordinator.publish(rank, Publish(self.number), 60.0)) for rank in ranks
+                ]
             await asyncio.gather(*asking, return_exceptions=True)
             self.world.faults.clear()
             await asyncio.sleep(70.0)

@@ -6,12 +6,16 @@ import asyncio
 
 import msgspec
 import pytest
-from tests.unit.coordinator.fakes import GRACE, STREAMED, World
+from tests.unit.coordinator.contents import STREAMED
+from tests.unit.coordinator.fakes import GRACE, World
 from tests.virtual_time import virtual
 
 from weightsync.config import RoundSettings
-from weightsync.errors import ConfigurationError, ProtocolError, WeightSyncError
+from weightsync.coordinator import stream_round
+from weightsync.errors import ConfigurationError, ProtocolError, VerificationError, WeightSyncError
 from weightsync.model import Manifest
+from weightsync.model.window import WindowPart
+from weightsync.protocol.messages import Answer, WindowPlaced, decode, encode
 
 NOTHING = Manifest(())
 STEPS = ("pause", "window", "end", "commit", "resume")
@@ -133,6 +137,42 @@ async def test_windows_of_two_streams_of_a_rank_are_no_version() -> None:
     assert {state for state, _ in world.states().values()} == {"dirty"}
     world.check()
     assert (await world.publish(1)).ok
+
+
+@virtual
+async def test_ranks_whose_tensors_differ_are_named_and_publish_nothing() -> None:
+    world = stream_world(3)
+    world.faults["trainer/2", "sample"] = "drifted"
+    with pytest.raises(VerificationError, match=r"trainer/0 and trainer/2 stream different values of t3 \(1 of 8 compared"):
+        await world.publish(1)
+    assert {state for state, _ in world.states().values()} == {"dirty"}
+    world.faults["trainer/1", "sample"] = "short"
+    with pytest.raises(ProtocolError, match="trainer/1 sent 56 bytes of digests of 8 sampled tensors"):
+        await world.publish(1)
+    assert (await world.publish(1)).ok
+    world.check()
+
+
+@virtual
+async def test_a_stream_has_so_many_parts_and_one_that_fails_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer rank that never ended its stream: 178 MB of descriptions took 1.2 GB of the coordinator, and kept it."""
+    world = stream_world()
+    monkeypatch.setattr(stream_round, "_MOST_PARTS", len(STREAMED) - 1)
+    with pytest.raises(ConfigurationError, match="put some together"):
+        await world.publish(1)
+    assert not world.coordinator._publications.windows._known
+    monkeypatch.setattr(stream_round, "_MOST_PARTS", len(STREAMED))
+    assert (await world.publish(1)).ok
+    assert len(world.coordinator._publications.windows._known) == len(STREAMED)
+    world.check()
+
+
+def test_a_part_of_a_window_has_no_name_that_no_tensor_has() -> None:
+    part = WindowPart("n" * 1024, (1,), "int8", 0)
+    assert decode(encode(Answer(1, WindowPlaced((part,), 1))))
+    for wrong in ({"name": "n" * 1025}, {"dtype": "d" * 65}):
+        with pytest.raises(ProtocolError):
+            decode(encode(Answer(1, WindowPlaced((msgspec.structs.replace(part, **wrong),), 1))))
 
 
 @virtual

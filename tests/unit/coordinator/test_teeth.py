@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.unit.coordinator.fakes import GRACE, World
-from tests.virtual_time import run
+from tests.virtual_time import run, virtual
 
 from weightsync.config import RoundSettings
 from weightsync.coordinator import round as protocol
@@ -17,6 +17,7 @@ from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
 from weightsync.coordinator.replicas import TRANSITIONS, Replica
 from weightsync.errors import PeerLost, WeightSyncError
 from weightsync.model import Version
+from weightsync.protocol.messages import Done, Resume
 
 FAULTS = [
     {},
@@ -79,7 +80,7 @@ def label_before_verify(patch: pytest.MonkeyPatch) -> None:
 def resume_the_dirty(patch: pytest.MonkeyPatch) -> None:
     async def broken(engines: Any, reason: str, grace: float) -> None:
         for link in engines.values():
-            await link.node.resume(grace)
+            await link.ask(Resume(), Done, grace)
 
     patch.setattr(protocol, "quarantine", broken)
 
@@ -151,12 +152,13 @@ def test_a_dirty_replica_cannot_become_loaded_without_an_update() -> None:
         replica.become("updating", Version("test", 1, "", ""))
 
 
-def test_a_rank_that_leaves_after_its_last_answer_leaves_the_others_with_the_version() -> None:
+@virtual
+async def test_a_rank_that_leaves_after_its_last_answer_leaves_the_others_with_the_version() -> None:
     version = Version("test", 1, "", "")
     links: dict[str, RankHandle[Any]] = {}
     replica = Replica("r", 2, None)  # type: ignore[arg-type]
     for number in range(2):
-        rank = SimpleNamespace(member=f"r/{number}", rank=number, serving=None)
+        rank = SimpleNamespace(member=f"r/{number}", hello=SimpleNamespace(rank=number, serving=None))
         links[rank.member] = replica.links[number] = RankHandle(SimpleNamespace(rank=rank))
     replica.begin(links)
     replica.detach(links["r/1"], "its process closed it", clean=True)

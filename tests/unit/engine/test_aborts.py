@@ -12,7 +12,7 @@ import torch
 from tests.unit.engine.test_update import SECONDS, Stage, Watched
 
 from weightsync import failpoints
-from weightsync.engine.rounds import EngineRole
+from weightsync.engine.engine_role import EngineRole
 from weightsync.errors import Aborted, DeadlineExceeded, PlanMismatch, StaleSource
 from weightsync.model import PauseMode, Version
 from weightsync.protocol.messages import Body, CheckSources, Commit, Move, Pause, Prepare, Quarantine, Resume, Update

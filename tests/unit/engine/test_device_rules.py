@@ -9,10 +9,11 @@ from weightsync.deadline import Deadline
 from weightsync.engine.readers import connect
 from weightsync.errors import LayoutError, TransportUnavailable
 from weightsync.protocol.messages import Offer, SourceAddress
-from weightsync.publishing.in_place import _local, obstacle_to_in_place
+from weightsync.publishing import published_shards
+from weightsync.publishing.in_place import LiveShards, obstacle_to_in_place
 from weightsync.tensors.device_memory import device_of, forms_of, layout_by_shard
 from weightsync.tensors.shards import Shard, shards_of
-from weightsync.trainer.publisher import TrainerRole
+from weightsync.trainer.trainer_role import TrainerRole
 from weightsync.transports.base import Transport
 from weightsync.transports.cuda.ipc import CudaIpc
 from weightsync.transports.host.shared_memory import SharedMemory
@@ -42,13 +43,39 @@ def test_a_region_each_so_the_layout_stays_when_memory_moves() -> None:
 
 def test_a_state_is_looked_at_anew_and_what_is_gone_is_named() -> None:
     state = _state()
+    live = LiveShards(state, shards_of(state)[1])
     state["a"] = torch.ones(3, 4)
-    assert _local(state, ["a"])[0] is state["a"]
+    held, addresses = live.look()
+    assert held[0] is state["a"]
+    assert addresses == tuple(state[name].data_ptr() for name in "abc")
     module = torch.nn.Linear(2, 3)
+    live = LiveShards(module, shards_of(module)[1])
     module.weight.data = torch.ones(3, 2)
-    assert _local(module, ["weight"])[0].data_ptr() == module.weight.data_ptr()
-    with pytest.raises(LayoutError, match="gone"):
-        _local(state, ["gone"])
+    assert sorted(live.look()[1]) == sorted([module.weight.data_ptr(), module.bias.data_ptr()])
+    module.weight.data = torch.ones(3, 2, dtype=torch.bfloat16)
+    with pytest.raises(LayoutError, match=r"weight was torch\.float32"):
+        live.look()
+    live = LiveShards(state, shards_of(state)[1])
+    del state["b"]
+    with pytest.raises(LayoutError, match=r"b .*no longer"):
+        live.look()
+
+
+def test_the_experts_of_a_packed_parameter_are_where_it_is() -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs Transformers 5, which packs experts")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32}
+    mixture = {"moe_intermediate_size": 6, "num_experts": 3, "num_experts_per_tok": 2, "mlp_only_layers": []}
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **mixture, head_dim=8, intermediate_size=32))
+    manifest, shards = shards_of(model)
+    live = LiveShards(model, shards)
+    packed = model.model.layers[0].mlp.experts.gate_up_proj
+    packed.data = packed.data.clone()
+    held, addresses = live.look()
+    assert any(tensor.data_ptr() == packed.data_ptr() for tensor in held)
+    name = "model.layers.0.mlp.experts.2.up_proj.weight"
+    at = dict(zip([shard.name for shard in shards], addresses, strict=True))
+    assert at[name] == packed[2, 6:].data_ptr()
+    assert len(held) < len(manifest)
 
 
 def test_the_device_of_shards() -> None:
@@ -69,6 +96,19 @@ def test_host_memory_is_copied_and_says_why() -> None:
     assert not role.live
     assert [offer.scheme for offer in role.offers] == ["shared_memory"]
     role.close()
+
+
+def test_a_copy_that_does_not_fit_on_the_gpu_is_made_in_host_memory_and_said_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(published_shards, "device_of", lambda _: torch.device("cuda:0"))
+    monkeypatch.setattr(published_shards, "room_for_copy", lambda nbytes, device: f"{device} has no room for {nbytes}")
+    role = TrainerRole(_state(), [CudaIpc(), SharedMemory()], _KEY, this_host())
+    assert [offer.scheme for offer in role.offers] == ["shared_memory"]
+    role.close()
+    assert "copied to host memory: cuda:0 has no room for" in caplog.text
+    with pytest.raises(TransportUnavailable, match=r"cuda:0 has no room for .*shared_memory or tcp"):
+        TrainerRole(_state(), [CudaIpc()], _KEY, this_host())
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tests.hellos import said
 from tests.unit.engine.test_update import SECONDS, Watched
 
 from weightsync.coordinator.negotiation import negotiate
 from weightsync.coordinator.ranks import EngineRank, TrainerRank
 from weightsync.deadline import Deadline
+from weightsync.engine.engine_role import EngineRole
 from weightsync.engine.fill import receive_ahead
 from weightsync.engine.fill.choose import filler_for
 from weightsync.engine.fill.device_direct import DeviceDirect
@@ -27,14 +29,13 @@ from weightsync.engine.fill.host_direct import HostDirect
 from weightsync.engine.fill.host_streamed import HostStreamed
 from weightsync.engine.fill.launch_ahead import LaunchAhead
 from weightsync.engine.fill.receive_ahead import ReceiveAhead
-from weightsync.engine.rounds import EngineRole
 from weightsync.errors import Aborted, LoadError, PlanMismatch
 from weightsync.model import Manifest, TensorSpec
 from weightsync.planning.buckets import staging_layout
 from weightsync.protocol.messages import Delivery, Host, Move, Moved, Offer, Pause, Place, PlanSlice, Prepare
-from weightsync.tensors.digest import digest_rows
+from weightsync.tensors.digest import DigestConstants, digest_rows
 from weightsync.tensors.staging import Staging
-from weightsync.trainer.publisher import TrainerRole
+from weightsync.trainer.trainer_role import TrainerRole
 from weightsync.transports.base import Completion, Reader
 from weightsync.transports.host.inproc import InProcess
 from weightsync.transports.hostinfo import this_host
@@ -112,15 +113,15 @@ class Two:
         for index, role in enumerate(self.trainers):
             owned.callback(role.close)
             name = f"trainer/{index}"
-            ranks[name] = TrainerRank(name, index, 2, "s", here, role.manifest, role.layout, role.offers, role.key)
+            ranks[name] = TrainerRank(said("trainer", index, 2, here, offers=role.offers, key=role.key), role.manifest, role.layout)
         layout, manifest = self.engine.layout, self.engine.manifest
-        target = EngineRank("r/0", "r", 0, 1, "s", here, manifest, layout, ("inproc",), delivery, bucket_bytes=64)
+        target = EngineRank(said("r", 0, 1, here, transports=("inproc",), delivery=delivery, bucket_bytes=64), manifest, layout)
         self.plan: PlanSlice = negotiate("r", ranks, {"r/0": target}).slices["r/0"]
 
     def move(self, number: int) -> Moved:
         for role in self.trainers:
-            role.arm(number)
-            role.handle(Place(number), SECONDS)
+            role.arm(number, number)
+            role.handle(Place(number, call=number), SECONDS)
         self.engine.handle(Pause("abort"), SECONDS)
         moved = self.engine.handle(Move(number), SECONDS)
         assert isinstance(moved, Moved)
@@ -130,8 +131,9 @@ class Two:
 
     @property
     def digests(self) -> bytes:
-        layout, addresses = self.engine.layout, self.engine._addresses
-        assert layout is not None
+        parameters = self.engine._memory
+        assert parameters is not None
+        layout, addresses = parameters.layout, parameters.addresses
         digests = np.zeros(len(layout), np.uint64)
         digest_rows(self.engine.manifest, layout, addresses, 0, len(layout), digests)
         return digests.astype("<u8").tobytes()
@@ -385,7 +387,7 @@ class FakeDigest:
 
     def build(self, addresses: object) -> None: ...
 
-    def launch(self, first: int, end: int) -> None: ...
+    def launch(self, first: int, end: int, constants: DigestConstants) -> None: ...
 
     def taken(self) -> npt.NDArray[np.uint64]:
         return np.zeros(self.rows, np.uint64)
@@ -398,8 +400,9 @@ def test_on_a_device_only_readers_that_share_fate_take_turns(
     monkeypatch.setattr("weightsync.engine.fill.device_direct.DeviceDigest", FakeDigest)
     with ExitStack() as owned:
         two = Two(Noting(writes=("host", "cuda"), digests="after", shared_fate=shared_fate), owned)
-        two.engine._device = CUDA  # which is in fact this host's memory
-        monkeypatch.setattr(two.engine, "_look", lambda: (two.engine.layout, two.engine._addresses))
+        assert two.engine._memory is not None
+        found = dataclasses.replace(two.engine._memory, device=CUDA)  # which is in fact this host's memory
+        monkeypatch.setattr(two.engine, "_look", lambda shards: found)
         two.engine.handle(Prepare(two.plan), SECONDS)
         assert isinstance(two.engine._filler, DeviceDirect)
         two.move(1)
@@ -422,7 +425,9 @@ def test_buckets_are_staged_on_the_device_if_every_source_reaches_it(writes: tup
 @pytest.mark.parametrize("read_back", [True, False])
 def test_streamed_on_a_device_by_readers_that_block(devices: Devices, monkeypatch: pytest.MonkeyPatch, read_back: bool) -> None:
     monkeypatch.setattr("weightsync.engine.fill.device_streamed.DeviceDigest", FakeDigest)
-    monkeypatch.setattr("weightsync.engine.fill.streamed.Staging", lambda *given, device, buffers: Staging(*given, buffers=buffers))
+    monkeypatch.setattr(
+        "weightsync.engine.fill.streamed.Staging", lambda *given, device, buffers, free: Staging(*given, buffers=buffers)
+    )
     with ExitStack() as owned:
         two = Two(Noting(writes=("host", "cuda"), digests="after"), owned, "streamed")
         two.engine._fill_context = dataclasses.replace(two.engine._fill_context, staging_device=CUDA)

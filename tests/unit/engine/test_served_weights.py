@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import torch
+from tests.hellos import said
 from tests.unit.engine.test_aborts import Held
 from tests.unit.engine.test_update import SECONDS, Stage, Watched
 
@@ -15,7 +16,7 @@ from weightsync import failpoints
 from weightsync.coordinator.negotiation import source_coverage
 from weightsync.coordinator.ranks import PublishingRank
 from weightsync.deadline import Deadline
-from weightsync.engine.rounds import EngineRole
+from weightsync.engine.engine_role import EngineRole
 from weightsync.engine.served_weights import ServedWeights
 from weightsync.engine.session import EngineSession
 from weightsync.errors import Aborted, ConfigurationError, PeerLost, PlanMismatch, ProtocolError, StaleSource
@@ -62,7 +63,7 @@ def test_what_can_be_read_is_the_version_that_it_serves(stage: Serving) -> None:
         reader.end(Deadline(SECONDS))
     placed = stage.asked()
     source = PublishingRank(
-        "r/0", 0, 1, "s", this_host(), stage.engine.manifest, stage.served.layout, stage.served.offers, stage.served.key
+        said("r", 0, 1, this_host(), offers=stage.served.offers, key=stage.served.key), stage.engine.manifest, stage.served.layout
     )
     digests = np.frombuffer(placed.digests, "<u8").astype(np.uint64)
     total = source_coverage(stage.engine.manifest, {"r/0": source}, "the replica").total({"r/0": digests})
@@ -154,7 +155,9 @@ def test_a_second_replica_reads_what_the_first_serves(stage: Serving) -> None:
         owned.callback(other.engine.close)
         served = stage.served
         other.sources = {
-            "r/0": PublishingRank("r/0", 0, 1, "s", this_host(), stage.engine.manifest, served.layout, served.offers, served.key)
+            "r/0": PublishingRank(
+                said("r", 0, 1, this_host(), offers=served.offers, key=served.key), stage.engine.manifest, served.layout
+            )
         }
         other.engine.handle(Prepare(other.plan()), SECONDS)
         other.engine.handle(CheckSources(1), SECONDS)

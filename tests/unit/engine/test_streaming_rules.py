@@ -10,10 +10,10 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
-from weightsync.engine.agent import Engine
+from weightsync.engine.engine import Engine
+from weightsync.engine.engine_role import EngineRole
 from weightsync.engine.fill.streamed import bucket_bytes_for
 from weightsync.engine.read_back import ReadBack
-from weightsync.engine.rounds import EngineRole
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import Aborted, ConfigurationError, LayoutError
 from weightsync.external.rank import DisaggregatedRank
@@ -173,7 +173,7 @@ def test_updates_from_outside_need_a_loader(draft: bool) -> None:
 
 @pytest.mark.parametrize("buffers", [0, 3])
 def test_the_number_of_staging_buckets_is_checked(buffers: int) -> None:
-    from weightsync.engine.agent import Engine
+    from weightsync.engine.engine import Engine
 
     with pytest.raises(ConfigurationError, match="staging_buckets must be 1 or 2"):
         Engine(ModuleAdapter(torch.nn.Linear(2, 2)), "r", "http://127.0.0.1:1", token="t" * 40, staging_buckets=buffers)

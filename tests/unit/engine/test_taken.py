@@ -15,8 +15,8 @@ from weightsync.engine.adapter import EngineAdapter
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import ProtocolError
 from weightsync.external.checks import Incoming
-from weightsync.external.orders import Command, Finish, QuarantineRank, Receive, ResumeRank, Verify, decode_answer, encode
-from weightsync.external.orders import PauseRank as PauseOrder
+from weightsync.external.commands import Command, Finish, QuarantineRank, Receive, ResumeRank, Verify, decode_answer, encode
+from weightsync.external.commands import PauseRank as PauseOrder
 from weightsync.external.rank import DisaggregatedRank
 from weightsync.model import Version
 from weightsync.protocol.messages import Commit, Move, Pause, Prepare, Quarantine

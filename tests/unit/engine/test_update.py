@@ -9,16 +9,17 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from tests.hellos import said
 
 from weightsync.coordinator.negotiation import negotiate, source_coverage
 from weightsync.coordinator.ranks import EngineRank, PublishingRank, TrainerRank
-from weightsync.engine.rounds import EngineRole
+from weightsync.engine.engine_role import EngineRole
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import DeadlineExceeded, LayoutError, LoadError, ProtocolError
 from weightsync.model import Manifest, PauseMode, Version, fold
 from weightsync.protocol.messages import Move, Pause, Place, Placed, PlanSlice, Prepare, Quarantine, Resume, Update, Updated
 from weightsync.tensors.shards import Shard, shard
-from weightsync.trainer.publisher import TrainerRole
+from weightsync.trainer.trainer_role import TrainerRole
 from weightsync.transports.hostinfo import this_host
 from weightsync.transports.registry import transport
 
@@ -76,18 +77,20 @@ class Stage:
         self.engine = EngineRole(adapter, ["inproc"], here, alone=True)
         owned.callback(self.engine.close)
         role = self.trainer
-        trainer = TrainerRank("trainer/0", 0, 1, "s", here, role.manifest, role.layout, role.offers, role.key)
+        trainer = TrainerRank(said("trainer", 0, 1, here, offers=role.offers, key=role.key), role.manifest, role.layout)
         self.sources: dict[str, PublishingRank] = {"trainer/0": trainer}
         self.targets = {
-            "r/0": EngineRank("r/0", "r", 0, 1, "s", here, self.engine.manifest, self.engine.layout, ("inproc",), "direct")
+            "r/0": EngineRank(
+                said("r", 0, 1, here, transports=("inproc",), delivery="direct"), self.engine.manifest, self.engine.layout
+            )
         }
 
     def plan(self) -> PlanSlice:
         return negotiate("r", self.sources, self.targets).slices["r/0"]
 
     def place(self, number: int) -> Version:
-        self.trainer.arm(number)
-        placed = self.trainer.handle(Place(number), SECONDS)
+        self.trainer.arm(number, number)
+        placed = self.trainer.handle(Place(number, call=number), SECONDS)
         assert isinstance(placed, Placed)
         digests = {"trainer/0": np.frombuffer(placed.digests, "<u8").astype(np.uint64)}
         manifest: Manifest = self.trainer.manifest
@@ -170,7 +173,7 @@ def test_a_rank_that_does_not_hold_everything_is_not_even_paused() -> None:
             owned.callback(role.close)
         ranks = {
             f"r/{index}": EngineRank(
-                f"r/{index}", "r", index, 2, "s", this_host(), role.manifest, role.layout, ("inproc",), "direct"
+                said("r", index, 2, this_host(), transports=("inproc",), delivery="direct"), role.manifest, role.layout
             )
             for index, role in enumerate(halves)
         }

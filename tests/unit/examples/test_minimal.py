@@ -1,4 +1,4 @@
-"""Holds the first program of README to ``examples/minimal.py``. ``tests/integration/test_wheel.py`` runs it."""
+"""Holds the first program of README to ``examples/minimal.py``. ``tests/integration/packaging/test_wheel.py`` runs it."""
 
 from __future__ import annotations
 

@@ -7,44 +7,44 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
+from weightsync import releases
 from weightsync.integrations import checks
-from weightsync.integrations.__main__ import CHECKS, main
-from weightsync.server import findings
+from weightsync.integrations.__main__ import main
 
 
 def test_every_framework_that_has_code_is_checked() -> None:
-    assert list(CHECKS) == ["areal", "nemo_rl", "openrlhf", "sglang", "skyrl", "trl", "verl"]
+    assert list(checks.CHECKS) == ["areal", "nemo_rl", "openrlhf", "sglang", "skyrl", "trl", "verl"]
 
 
-@pytest.mark.parametrize("name", checks.FRAMEWORKS)
+@pytest.mark.parametrize("name", ["areal", "openrlhf", "skyrl", "trl"])
 def test_an_environment_without_the_framework_is_said_to_lack_it(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def absent(package: str) -> str:
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr(findings, "version", absent)
+    monkeypatch.setattr(releases, "version", absent)
     assert main([name]) == 1
     assert f"missing  {name:<13}not installed in this environment" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("name", "imported", "ours"),
+    ("name", "row", "imported", "ours"),
     [
-        ("areal", "areal", "weightsync.integrations.areal.actor"),
-        ("openrlhf", "deepspeed", "weightsync.integrations.openrlhf.policy"),
-        ("skyrl", "vllm", "weightsync.integrations.skyrl"),
-        ("trl", "trl", "weightsync.integrations.trl.server_mode"),
+        ("areal", "engine", "areal", "weightsync.integrations.areal.actor"),
+        ("openrlhf", "policy", "deepspeed", "weightsync.integrations.openrlhf.policy"),
+        ("skyrl", "trainer", "vllm", "weightsync.integrations.skyrl"),
+        ("trl", "server mode", "trl", "weightsync.integrations.trl.server_mode"),
     ],
 )
 def test_another_series_is_limited_and_what_cannot_be_imported_is_missing(
-    name: str, imported: str, ours: str, monkeypatch: pytest.MonkeyPatch
+    name: str, row: str, imported: str, ours: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(findings, "version", lambda package: "99.0.0")
+    monkeypatch.setattr(releases, "version", lambda package: "99.0.0")
     monkeypatch.setitem(sys.modules, imported, None)
     monkeypatch.delitem(sys.modules, ours, raising=False)
     found = {finding.name: finding for finding in checks.findings(name)}
     assert found[name].status == "limited"
-    interface = found[checks.FRAMEWORKS[name].looked_at]
+    interface = found[row]
     assert interface.status == "missing"
     assert imported in str(interface.value)

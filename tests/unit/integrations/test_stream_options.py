@@ -1,10 +1,12 @@
-"""What needs no framework: options of streams, releases of verl that were tried, and the check of an installation."""
+"""What needs no framework: options of streams, and the check of an installation."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,18 +14,9 @@ import torch
 from weightsync.errors import ConfigurationError
 from weightsync.integrations import __main__ as command
 from weightsync.integrations.stream_options import Options, cast, server_settings
-from weightsync.integrations.verl.releases import is_tried
+from weightsync.integrations.verl import shards
+from weightsync.integrations.verl.shards import Walk
 from weightsync.server.findings import Finding
-
-
-@pytest.mark.parametrize("release", ["0.8.0", "0.9.1", "0.9.2.dev0"])
-def test_releases_of_a_series_that_was_tried(release: str) -> None:
-    assert is_tried(release)
-
-
-@pytest.mark.parametrize("release", ["0.7.9", "0.10.0", "1.9.0", "main", ""])
-def test_other_releases(release: str) -> None:
-    assert not is_tried(release)
 
 
 def _casted(dtype: object) -> dict[str, torch.dtype]:
@@ -39,6 +32,7 @@ def _casted(dtype: object) -> dict[str, torch.dtype]:
         ({"gate.*": "float32", "*": "bfloat16"}, torch.float32, torch.bfloat16),
         ({"*": "torch.float16", "gate.*": "float32"}, torch.float16, torch.float16),
         ({"nothing": "bfloat16"}, torch.float32, torch.float32),
+        (["gate.*=float32", "*=bf16"], torch.float32, torch.bfloat16),
     ],
 )
 def test_the_first_pattern_that_fits_a_name_decides_its_dtype(dtype: object, gate: torch.dtype, up: torch.dtype) -> None:
@@ -47,6 +41,7 @@ def test_the_first_pattern_that_fits_a_name_decides_its_dtype(dtype: object, gat
 
 def test_one_dtype_for_all_is_left_to_the_trainer() -> None:
     assert Options.of({"dtype": "bfloat16"}, "engine.weightsync").whole_dtype() is torch.bfloat16
+    assert Options.of({"dtype": "bf16"}, "engine.weightsync").whole_dtype() is torch.bfloat16
     assert _casted("bfloat16")["up.weight"] is torch.float32
     assert Options.of({}, "engine.weightsync").whole_dtype() is None
 
@@ -54,7 +49,8 @@ def test_one_dtype_for_all_is_left_to_the_trainer() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"dtyp": "bfloat16"}, {"dtype": "int8"}, {"dtype": "Tensor"}, {"dtype": {"*": "bf16"}}, {"dtype": 3}, {"timeout": 0},
+        {"dtyp": "bfloat16"}, {"dtype": "int8"}, {"dtype": "Tensor"}, {"dtype": {"*": "bf8"}}, {"dtype": 3}, {"timeout": 0},
+        {"dtype": ["bfloat16"]}, {"dtype": ["*=int8"]}, {"dtype": [3]}, {"coordinator": "ftp://head"}, {"transports": ["rdma"]},
         {"timeout": "soon"}, {"transports": "tcp"}, {"transports": [1]}, {"coordinator": 7400},
     ],
 )  # fmt: skip
@@ -71,6 +67,32 @@ def test_a_coordinator_listens_beyond_loopback_only_where_all_nodes_can_know_its
     assert server_settings("192.0.2.7").host == "192.0.2.7"
     monkeypatch.setenv("WEIGHTSYNC_HOST", "192.0.2.8")
     assert server_settings("192.0.2.7").host == "192.0.2.8"
+
+
+def test_the_frozen_base_of_a_lora_adapter_is_refused_because_verl_never_sends_the_adapter() -> None:
+    base = {"embed.weight": torch.zeros(2), "layers.0.q_proj.base_layer.weight": torch.zeros(2)}
+    walked = []
+    with pytest.raises(ConfigurationError, match=r"q_proj\.base_layer\.weight.*lora\.merge=True"):
+        for name, _ in Walk(base.items()):
+            walked.append(name)
+    assert walked == ["embed.weight"]
+
+
+def test_an_engine_whose_method_is_wrapped_by_verl_is_shown_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FSDPEngine:
+        def get_per_tensor_param(self) -> tuple[list[object], None]:
+            return [], None
+
+    method: Any = FSDPEngine.get_per_tensor_param
+    method.__wrapped__ = print
+
+    monkeypatch.setitem(sys.modules, shards._FSDP, SimpleNamespace(FSDPEngine=FSDPEngine))
+    for _ in range(2):
+        shards.show_engine()
+    engine = FSDPEngine()
+    weights: Any = engine.get_per_tensor_param()[0]
+    assert weights.engine is engine
+    assert weights._weights == [], "wrapped once"
 
 
 def _check(name: str) -> subprocess.CompletedProcess[str]:
@@ -97,7 +119,7 @@ def test_the_check_fails_if_one_finding_means_that_it_cannot_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: str, code: int
 ) -> None:
     rows = [Finding("first", "ok", "fine"), Finding("second", status, "value", "what it costs")]  # type: ignore[arg-type]
-    monkeypatch.setitem(command.CHECKS, "verl", lambda: iter(rows))
+    monkeypatch.setattr(command, "findings", lambda package: iter(rows))
     assert command.main(["verl"]) == code
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].split() == ["ok", "first", "fine"]
@@ -105,9 +127,9 @@ def test_the_check_fails_if_one_finding_means_that_it_cannot_work(
 
 
 def test_a_check_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def broken() -> None:
+    def broken(package: str) -> None:
         raise RuntimeError("no such thing")
 
-    monkeypatch.setitem(command.CHECKS, "verl", broken)
+    monkeypatch.setattr(command, "findings", broken)
     assert command.main(["verl"]) == 1
     assert "RuntimeError: no such thing" in capsys.readouterr().out

@@ -7,10 +7,10 @@ import numpy.typing as npt
 import pytest
 from tests.unit.planning.simulation import contents, digests_of, layout_of, spec, whole
 
-from weightsync.bench.sharding import fsdp, sharded, tensor_parallel
 from weightsync.errors import LayoutError, VerificationError
 from weightsync.model import Layout, Manifest
 from weightsync.planning import coverage_of, split_rows
+from weightsync_bench.sharding import fsdp, sharded, tensor_parallel
 
 MODEL = Manifest(
     [

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from tests.unit.planning.simulation import ranks_of, targets_of
 
-from weightsync.bench.shapes import qwen3_8b, qwen3_30b_a3b
-from weightsync.bench.sharding import expert_parallel, fsdp, tensor_parallel
 from weightsync.coordinator.negotiation import MemoryClaim
 from weightsync.coordinator.planner import PlanMemory
 from weightsync.errors import Aborted, ConfigurationError, LayoutError
@@ -18,6 +16,8 @@ from weightsync.model import Layout, Manifest, TensorSpec
 from weightsync.planning import coverage_of, plan_transfer
 from weightsync.planning.buckets import staging_layout
 from weightsync.planning.limits import MOST_PIECES, Stop
+from weightsync_bench.shapes import qwen3_8b, qwen3_30b_a3b
+from weightsync_bench.sharding import expert_parallel, fsdp, tensor_parallel
 
 
 def strips(manifest: Manifest, count: int, dim: int) -> Layout:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from tests.unit.planning.simulation import layout_of, ranks_of, spec, targets_of
 
-from weightsync.bench.sharding import fsdp
 from weightsync.errors import PlanMismatch
 from weightsync.model import Manifest
 from weightsync.planning import Pieces, plan_transfer
 from weightsync.protocol.messages import PieceColumns
+from weightsync_bench.sharding import fsdp
 
 MANIFEST = Manifest([spec("a", 6, 4), spec("b", 3, dtype="bfloat16")])
 TARGET = layout_of(MANIFEST, [("a", (0, 0), (6, 2)), ("a", (0, 2), (6, 4)), ("b", (0,), (3,))])

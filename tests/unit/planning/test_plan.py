@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from tests.unit.planning.simulation import HERE, check_plan, layout_of, ranks_of, spec, targets_of, whole
 
-from weightsync.bench.sharding import expert_parallel, fsdp, sharded, tensor_parallel
 from weightsync.errors import LayoutError
 from weightsync.model import Layout, Manifest
 from weightsync.planning import Plan, plan_transfer, split_rows
 from weightsync.protocol.messages import Host
+from weightsync_bench.sharding import expert_parallel, fsdp, sharded, tensor_parallel
 
 
 def named(layouts: list[Layout], prefix: str) -> dict[str, Layout]:

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.planning.simulation import check_plan, contents, digests_of, ranks_of, targets_of, whole
 
-from weightsync.bench.sharding import sharded
 from weightsync.errors import LayoutError
 from weightsync.model import ITEMSIZE, Layout, Manifest, TensorSpec
 from weightsync.planning import Plan, coverage_of, plan_transfer, split_rows
 from weightsync.planning.box_index import BoxIndex, first_hole
 from weightsync.protocol.messages import Host
+from weightsync_bench.sharding import sharded
 
 Int64 = npt.NDArray[np.int64]
 

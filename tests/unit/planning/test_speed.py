@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from tests.unit.planning.simulation import ranks_of, targets_of
 
-from weightsync.bench.shapes import one_trillion, qwen3_8b, qwen3_30b_a3b
-from weightsync.bench.sharding import expert_parallel, fsdp, tensor_parallel
 from weightsync.model import Layout, Manifest, TensorSpec
 from weightsync.planning import coverage_of, plan_transfer, split_rows
+from weightsync_bench.shapes import one_trillion, qwen3_8b, qwen3_30b_a3b
+from weightsync_bench.sharding import expert_parallel, fsdp, tensor_parallel
 
 ROOT = Path(__file__).parents[3]
 

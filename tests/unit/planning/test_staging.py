@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from tests.unit.planning.simulation import check_plan, layout_of, ranks_of, spec, targets_of, whole
 
-from weightsync.bench.shapes import qwen3_30b_a3b
-from weightsync.bench.sharding import fsdp, tensor_parallel
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.model import Layout, Manifest
 from weightsync.planning import coverage_of, plan_transfer, split_rows, staging_layout
+from weightsync_bench.shapes import qwen3_30b_a3b
+from weightsync_bench.sharding import fsdp, tensor_parallel
 
 
 def boxes(manifest: Manifest, layout: Layout) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -6,11 +6,11 @@ import json
 import time
 from pathlib import Path
 
-from weightsync.bench.shapes import one_trillion
-from weightsync.bench.sharding import expert_parallel, fsdp
 from weightsync.model import Manifest
 from weightsync.planning import SourceRank, TargetRank, plan_transfer, split_rows
 from weightsync.protocol.messages import Host
+from weightsync_bench.shapes import one_trillion
+from weightsync_bench.sharding import expert_parallel, fsdp
 
 
 def main() -> None:

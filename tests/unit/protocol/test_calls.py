@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.coordinator.fakes import HOST, MANIFEST, FakeEngine, World, rows_layout
+from msgspec import structs
+from tests.unit.coordinator.contents import MANIFEST, rows_layout
+from tests.unit.coordinator.fakes import HOST, FakeEngine, World
 from tests.virtual_time import virtual
 
-from weightsync.coordinator.remote_ranks import RemoteEngine, RemoteTrainer, answer_agent, rank_of
+from weightsync.coordinator.rank_handle import RankHandle
+from weightsync.coordinator.ranks import EngineRank, TrainerRank
+from weightsync.coordinator.remote_ranks import answer_agent, rank_of
 from weightsync.errors import (
     ConfigurationError,
     DeadlineExceeded,
@@ -23,6 +29,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.model import Version
+from weightsync.model.window import WindowPart
 from weightsync.protocol.calls import Calls
 from weightsync.protocol.messages import (
     PROTOCOL,
@@ -30,18 +37,23 @@ from weightsync.protocol.messages import (
     Body,
     Call,
     Cancel,
+    CheckSources,
     Commit,
+    DigestUnderKey,
     Done,
     Failure,
     Frame,
     Hello,
     Move,
     Moved,
+    MoveWindow,
     Offer,
+    OpenStream,
     Pause,
     PieceColumns,
     Place,
     Placed,
+    PlaceWindow,
     PlanSlice,
     Prepare,
     Prepared,
@@ -53,6 +65,8 @@ from weightsync.protocol.messages import (
     Update,
     Updated,
     Welcome,
+    WindowMoved,
+    WindowPlaced,
     decode,
     encode,
 )
@@ -343,7 +357,7 @@ def test_a_hello_becomes_a_rank() -> None:
     assert rank.member == "r/0"
     assert rank.manifest == MANIFEST
     trainer = rank_of(hello(role="trainer", name="trainer", offers=(Offer("memory", "x", HOST),), published=3), "test")
-    assert (trainer.member, getattr(trainer, "published", None)) == ("trainer/0", 3)
+    assert (trainer.member, trainer.hello.published) == ("trainer/0", 3)
 
 
 @pytest.mark.parametrize(
@@ -376,60 +390,59 @@ def plan_slice() -> PlanSlice:
     return PlanSlice("digest", "direct", "", (), rows_layout(MANIFEST, 0, 1).to_columns(), pieces, 28)
 
 
-def agent(answer: Body) -> Handle:
-    async def handle(body: Body, timeout: float) -> Body:
-        if isinstance(body, Prepare) and not isinstance(answer, Prepared):
-            return Prepared(body.plan.digest, ())
-        return answer
-
-    return handle
+def handle_of(rank: TrainerRank | EngineRank, calls: Calls) -> RankHandle[Any]:
+    node: Any = SimpleNamespace(rank=rank, call=calls.call, notify=calls.notify, dismiss=lambda _: None)
+    return RankHandle(node)
 
 
 @virtual
 async def test_answers_of_the_wrong_kind_or_size_are_refused() -> None:
-    engine = rank_of(hello(), "test")
-    trainer = rank_of(hello(role="trainer", name="trainer", offers=(Offer("memory", "x", HOST),)), "test")
-    rows = len(rows_layout(MANIFEST, 0, 1))
+    offers = (Offer("memory", "x", HOST),)
+    engine, serving = rank_of(hello(), "test"), rank_of(hello(source_layout=hello().layout, offers=offers), "test")
+    trainer = rank_of(hello(role="trainer", name="trainer", offers=offers), "test")
     version = Version("test", 1, "", "")
-    digests = np.arange(rows, dtype="<u8").tobytes()
+    digests = np.arange(len(rows_layout(MANIFEST, 0, 1)), dtype="<u8").tobytes()
+    moved = Moved(28, digests, 0, 0, 0, "installed")
+    window = WindowPlaced((WindowPart("a", (2,), "uint8", 0),), 2, 0, 1, digests[:8])
+    opening = OpenStream("k", (), 64)
 
-    def engine_that_says(answer: Body) -> RemoteEngine:
-        return RemoteEngine(engine, pair(right=agent(answer))[0], lambda _: None)  # type: ignore[arg-type]
+    async def says(rank: TrainerRank | EngineRank, answer: Body, message: Body, kind: type[Body]) -> Body:
+        async def handle(body: Body, timeout: float) -> Body:
+            return answer
 
-    def trainer_that_says(answer: Body) -> RemoteTrainer:
-        return RemoteTrainer(trainer, pair(right=agent(answer))[0], lambda _: None)  # type: ignore[arg-type]
+        return await handle_of(rank, pair(right=handle)[0]).ask(message, kind, 1.0)
 
-    assert (await trainer_that_says(Placed(digests, 0)).place(1, 1.0, 1)).tolist() == list(range(rows))
-    for wrong in (Done(), Placed(digests[:-1], 0), Placed(digests + b"12345678", 0)):
-        with pytest.raises(ProtocolError, match="trainer/0"):
-            await trainer_that_says(wrong).place(1, 1.0, 1)
-    node = engine_that_says(Done())
-    with pytest.raises(ProtocolError, match="no plan"):
-        await node.move(1, 1.0)
-    with pytest.raises(ProtocolError, match="no plan"):
-        await node.update(version, "abort", 1.0)
-    await node.prepare(plan_slice(), 1.0)
-    with pytest.raises(ProtocolError, match="answered Move with Done"):
-        await node.move(1, 1.0)
-    with pytest.raises(ProtocolError, match="answered Update with Done"):
-        await node.update(version, "abort", 1.0)
-    await node.pause("abort", 1.0)
-    await node.commit(version, 1.0)
-    await node.resume(1.0)
-    await node.quarantine("why", 1.0)
-    node = engine_that_says(Moved(28, digests[:8], 0, 0, 0, "installed"))
-    await node.prepare(plan_slice(), 1.0)
-    with pytest.raises(ProtocolError, match="8 bytes of digests"):
-        await node.move(1, 1.0)
-    short = engine_that_says(Updated(Moved(28, digests[:8], 0, 0, 0, "installed"), True, 0, 0))
-    await short.prepare(plan_slice(), 1.0)
-    with pytest.raises(ProtocolError, match="8 bytes of digests"):
-        await short.update(version, "abort", 1.0)
-    for asked in (node.pause("abort", 1.0), node.commit(version, 1.0), node.resume(1.0), node.quarantine("", 1.0)):
-        with pytest.raises(ProtocolError, match="with Moved"):
-            await asked
-    with pytest.raises(ProtocolError, match="transports for 0 sources"):
-        await engine_that_says(Prepared("digest", ("x",))).prepare(plan_slice(), 1.0)
+    right: list[tuple[TrainerRank | EngineRank, Body, Body]] = [
+        (trainer, Placed(digests, 0), Place(1, 1, 1)),
+        (trainer, Placed(digests, 0), DigestUnderKey(1, 1, b"key")),
+        (serving, Placed(digests, 0), Place(1, 1)),
+        (trainer, window, PlaceWindow(1, 1, 0, 0, 64)),
+        (engine, Prepared("digest", ()), Prepare(plan_slice())),
+        (engine, Prepared("k", ()), opening),
+        (engine, WindowMoved(digests[:8]), MoveWindow(0, 0, window)),
+        (engine, moved, Move(1)),
+        (engine, Updated(moved, True, 0, 0), Update(version, "abort")),
+        *((engine, Done(), body) for body in (Pause("abort"), Commit(version), Resume(), Quarantine("why"), CheckSources(1))),
+    ]
+    for rank, answer, message in right:
+        assert await says(rank, answer, message, type(answer)) == answer
+        other: Body = Done() if not isinstance(answer, Done) else moved
+        with pytest.raises(ProtocolError, match=f"{rank.member} answered {type(message).__name__} with {type(other).__name__}"):
+            await says(rank, other, message, type(answer))
+    wrong: list[tuple[TrainerRank | EngineRank, Body, Body, str]] = [
+        (trainer, Placed(digests[:-1], 0), Place(1, 1, 1), "trainer/0 sent .* bytes of digests"),
+        (trainer, Placed(digests + b"12345678", 0), DigestUnderKey(1, 1, b"key"), "trainer/0 sent .* bytes of digests"),
+        (serving, Placed(b"", 0), Place(1, 1), "r/0 sent 0 bytes of digests"),
+        (trainer, structs.replace(window, digests=b""), PlaceWindow(1, 1, 0, 0, 64), "described a window of 2 bytes wrongly"),
+        (trainer, structs.replace(window, nbytes=65), PlaceWindow(1, 1, 0, 0, 64), "described a window of 65 bytes wrongly"),
+        (engine, WindowMoved(digests[:9]), MoveWindow(0, 0, window), "9 bytes of digests, expected 8 for each of 1 tensors"),
+        (engine, Prepared("digest", ("x",)), Prepare(plan_slice()), "transports for 0 sources"),
+        (engine, Prepared("digest", ("x",)), opening, "transports for 0 sources"),
+        (engine, Prepared("\x1b", ()), opening, "not printable"),
+    ]
+    for rank, answer, message, why in wrong:
+        with pytest.raises(ProtocolError, match=why):
+            await says(rank, answer, message, type(answer))
 
 
 @virtual
@@ -441,26 +454,8 @@ async def test_a_round_over_connections() -> None:
     engine.disconnect()
     fake = FakeEngine(engine)
 
-    async def handle(body: Body, timeout: float) -> Body:
-        match body:
-            case Prepare(plan=plan):
-                return await fake.prepare(plan, timeout)
-            case Pause(mode=mode):
-                await fake.pause(mode, timeout)
-            case Move(number=number):
-                return await fake.move(number, timeout)
-            case Commit(version=version):
-                await fake.commit(version, timeout)
-            case Update(version=version, mode=mode):
-                return await fake.update(version, mode, timeout)
-            case Resume():
-                await fake.resume(timeout)
-            case Quarantine(reason=reason):
-                await fake.quarantine(reason, timeout)
-        return Done()
-
-    near, _, _ = pair(right=handle)
-    node = RemoteEngine(fake.rank, near, lambda _: None)
+    near, _, _ = pair(right=fake.call)
+    node = handle_of(fake.rank, near).node
     world.coordinator.join_engine(node)
     engine.connected = True
     trainer = rank_of(hello(role="trainer", name="trainer", offers=(Offer("memory", "x", HOST),)), "test")

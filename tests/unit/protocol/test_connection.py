@@ -1,20 +1,27 @@
-"""When a rank that refused a call connects again: after what hangs, on the connection of that call, and without a goodbye."""
+"""When a rank that refused a call connects again: after what hangs, on the connection of that call, and without a goodbye.
+
+And what a call that failed leaves behind: nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from websockets.frames import CloseCode
 
 from weightsync.config import Address, ClientSettings
-from weightsync.errors import DeadlineExceeded
+from weightsync.errors import DeadlineExceeded, StaleSource
 from weightsync.protocol.connection import CoordinatorConnection
 from weightsync.protocol.messages import Body, Done, Quarantine, Resume
+from weightsync.protocol.worker import IncomingCall
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -54,9 +61,11 @@ class Rank:
     def __init__(self) -> None:
         self.calls: list[Received] = []
         settings = ClientSettings(coordinator=Address.parse("http://127.0.0.1:1"))
-        self.link: Any = CoordinatorConnection(
-            settings, hello=lambda: pytest.fail("nobody connects"), receive=lambda _: self.calls[-1]
-        )
+        self.link: Any = CoordinatorConnection(settings, hello=lambda: pytest.fail("nobody connects"), receive=self.receive)
+
+    def receive(self, body: Body) -> IncomingCall:
+        call = self.calls[-1]
+        return IncomingCall(body, call.run, call.withdraw, call.patience)
 
     def connect(self) -> Socket:
         self.link._socket = Socket()
@@ -150,3 +159,62 @@ async def test_a_call_that_is_under_way_again_is_not_interrupted(rank: Rank) -> 
     again.set()
     assert await call == Done()
     assert socket.codes == []
+
+
+async def test_a_call_that_failed_keeps_nothing_of_what_it_was_about(rank: Rank) -> None:
+    """Its error refers to frames, and these to mappings: a cycle would hold them until the garbage collector comes by."""
+
+    class Mapping:
+        pass
+
+    mappings: list[weakref.ref[Mapping]] = []
+
+    class Failing(Received):
+        def run(self, timeout: float) -> Body:
+            mapping = Mapping()
+            mappings.append(weakref.ref(mapping))
+            raise StaleSource("the source was taken")
+
+    rank.calls.append(Failing(threading.Event()))
+    rank.calls[-1].patience = SECONDS
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(StaleSource):
+            await rank.link._dispatch(Resume(), SECONDS)
+        await asyncio.sleep(0)  # callbacks of the call
+        [mapping] = mappings
+        for _ in range(100):  # its thread lets go of the error right after it has answered
+            if mapping() is None:
+                break
+            await asyncio.sleep(0.01)
+        assert mapping() is None
+    finally:
+        gc.enable()
+
+
+async def test_an_error_of_a_signal_handler_is_not_taken_for_a_closed_link(rank: Rank) -> None:
+    """It comes in the middle of handing the call over: the call runs already, and cannot be closed."""
+    running, asked = threading.Event(), list[Any]()
+
+    async def ask(body: Body, deadline: object) -> Body:
+        running.set()
+        return Done()
+
+    real = asyncio.get_running_loop()
+
+    def interrupted(*work: Any) -> None:
+        real.call_soon_threadsafe(*work)
+        if not asked:
+            asked.append(work)
+            assert running.wait(SECONDS)
+            raise RuntimeError("watchdog: this takes too long")
+
+    rank.link._loop = cast(Any, SimpleNamespace(call_soon_threadsafe=interrupted, is_closed=lambda: False))
+    rank.link._ask = ask
+    try:
+        with pytest.raises(RuntimeError, match="watchdog"):
+            await asyncio.to_thread(rank.link.call, Resume(), SECONDS)
+        assert not rank.link._asked
+    finally:
+        rank.link._loop = None

@@ -38,9 +38,9 @@ def _values(kind: inspect.Type) -> st.SearchStrategy[Any]:
         case inspect.IntType():
             return st.integers(-(1 << 63) if kind.ge is None else kind.ge, LARGE if kind.le is None else kind.le)
         case inspect.FloatType():
-            return st.floats(allow_nan=False)
+            return st.floats(kind.ge, kind.le)
         case inspect.StrType():
-            return st.text(max_size=8)
+            return st.text(max_size=8) if kind.pattern is None else st.from_regex(kind.pattern)
         case inspect.BytesType():
             return st.binary(max_size=24)
         case inspect.BoolType():
@@ -123,13 +123,47 @@ def test_a_count_that_nothing_has_is_refused_at_its_head(kind: type[Any], field:
 
 
 @pytest.mark.parametrize("number", [-1, 1 << 63, LARGE])
-def test_no_version_is_beyond_what_a_shelf_can_hold(number: int) -> None:
+def test_no_version_is_beyond_what_a_region_can_hold(number: int) -> None:
     for body in (messages.Publish(number), messages.Place(number), messages.Move(number)):
         with pytest.raises(ProtocolError):
             decode(encode(Call(1, 1.0, body)))
 
 
-def test_numbers_that_are_none_are_refused_by_those_who_use_them() -> None:
-    frame = decode(encode(Call(1, math.nan, messages.Resume())))  # MessagePack has them: Calls.feed refuses
-    assert isinstance(frame, Call)
-    assert math.isnan(frame.timeout)
+def _floats(kind: inspect.Type, where: str) -> dict[str, inspect.FloatType]:
+    """Every number with a fraction in messages of this kind, by where it is."""
+    match kind:
+        case inspect.StructType():
+            parts = [_floats(field.type, f"{where}.{field.name}") for field in kind.fields]
+        case inspect.UnionType():
+            parts = [_floats(one, where) for one in kind.types]
+        case inspect.VarTupleType():
+            parts = [_floats(kind.item_type, where)]
+        case inspect.DictType():
+            parts = [_floats(kind.value_type, where)]
+        case inspect.FloatType():
+            return {where: kind}
+        case _:
+            return {}
+    return {name: found for part in parts for name, found in part.items()}
+
+
+def test_no_number_of_a_message_may_be_nan_or_infinite() -> None:
+    found = {name: one for kind in ALL for name, one in _floats(inspect.type_info(kind), kind.__name__).items()}
+    assert len(found) > 10
+    assert not [name for name, one in found.items() if one.ge is None or one.le is None]
+    assert not [name for name, one in found.items() if "seconds" in name and one.ge != 0]
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -1.0])
+def test_seconds_that_nothing_takes_are_refused(seconds: float) -> None:
+    moved = messages.Moved(1, b"", seconds, 0.0, 0.0, "installed")
+    for body in (moved, messages.Updated(moved, True, 0.0, 0.0), messages.Placed(b"", seconds)):
+        with pytest.raises(ProtocolError):
+            decode(encode(Answer(1, body)))
+    with pytest.raises(ProtocolError):
+        decode(encode(Call(1, seconds, messages.Resume())))
+
+
+def test_the_kind_of_an_error_is_a_name() -> None:
+    with pytest.raises(ProtocolError):
+        decode(encode(Call(1, 1.0, messages.CannotPublish(1, "x" * 201, ""))))

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import os
+import secrets
+import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from weightsync.config import Address, ClientSettings, Secret, ServerSettings
 from weightsync.errors import AuthenticationError, ConfigurationError
-from weightsync.protocol.tokens import TokenFile, bearer, check_bind, find_token, generate, is_loopback, matches, token_for
+from weightsync.protocol.tokens import (
+    TokenFile,
+    bearer,
+    check_bind,
+    find_token,
+    generate,
+    is_loopback,
+    matches,
+    plausible_bits,
+    token_for,
+)
 
 HERE = Address("http", "127.0.0.1", 7400)
 
@@ -59,6 +72,31 @@ def test_loopback(host: str, loopback: bool) -> None:
         with pytest.raises(ConfigurationError, match="WEIGHTSYNC_TOKEN"):
             check_bind(settings)
     check_bind(ServerSettings(host=host, token=generate()))
+
+
+WEAK = ["changeme", "hunter2", "t" * 64, "ab" * 40, "correct-horse-battery", "0" * 32, "0123456789" * 3]
+
+
+def test_plausible_bits_are_never_less_than_those_of_a_random_token() -> None:
+    for _ in range(200):
+        assert plausible_bits(Secret(secrets.token_urlsafe(16))) >= 128
+        assert plausible_bits(Secret(secrets.token_hex(16))) == 128
+        assert plausible_bits(Secret(str(uuid.uuid4()))) >= 128
+        assert plausible_bits(generate()) >= 256
+
+
+@pytest.mark.parametrize("weak", WEAK)
+def test_a_secret_that_can_be_guessed_is_refused_beyond_loopback(weak: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One challenge, which everybody may ask for, is enough to guess it offline."""
+    both: list[dict[str, Any]] = [{"token": Secret(weak)}, {"token": generate(), "operator_token": Secret(weak)}]
+    for given in both:
+        with pytest.raises(ConfigurationError, match=r"at most \d+ random bits.*token_urlsafe") as caught:
+            check_bind(ServerSettings(host="0.0.0.0", **given))
+        assert weak not in str(caught.value)
+        check_bind(ServerSettings(**given))
+        assert "random bits" in caplog.text
+        assert weak not in caplog.text
+        caplog.clear()
 
 
 def test_a_token_is_found_by_port_and_gone_afterwards(directory: Path) -> None:

@@ -121,7 +121,7 @@ def test_rounds_are_added_up() -> None:
 async def test_a_trace_adds_what_the_slowest_ranks_did() -> None:
     metrics = CoordinatorMetrics()
     offers = (SimpleNamespace(scheme="tcp"),)
-    trainer = SimpleNamespace(node=SimpleNamespace(rank=SimpleNamespace(offers=offers)))
+    trainer = SimpleNamespace(rank=SimpleNamespace(hello=SimpleNamespace(offers=offers)))
     context: Any = SimpleNamespace(
         round=1, number=1, epoch=1, seeding=False, trainers={"trainer/0": trainer}, replicas=(), readable=()
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import reference
+from tools import reference
 
 from weightsync.coordinator.status import Gauges
 from weightsync.server.metrics import COORDINATOR_METRICS, CoordinatorMetrics
@@ -67,7 +67,9 @@ def test_prometheus_accepts_the_scrape_configuration(tmp_path: Path) -> None:
     token.write_text("secret")
     (tmp_path / "alerts.yml").write_text(RULES.read_text())
     config = tmp_path / "prometheus.yml"
-    config.write_text(SCRAPES.read_text().replace("credentials_file: /run/secrets/weightsync", f"credentials_file: {token}"))
+    config.write_text(
+        SCRAPES.read_text().replace("credentials_file: /run/secrets/weightsync-metrics", f"credentials_file: {token}")
+    )
     assert "SUCCESS" in promtool("check", "config", str(config))
 
 

@@ -25,7 +25,7 @@ from weightsync.tensors.copies import (
 )
 from weightsync.tensors.copy_table import TILE_BYTES, CopyTable, tiles_of
 from weightsync.tensors.digest import digest_rows
-from weightsync.tensors.memory import layout_in_place
+from weightsync.tensors.memory_layout import layout_in_place
 from weightsync.tensors.shards import shards_of
 
 State = dict[str, torch.Tensor]

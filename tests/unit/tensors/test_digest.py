@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,8 +12,9 @@ from tests.unit.tensors.samples import DTYPES, MEMORIES, random_bits, raw, store
 
 from weightsync.errors import LayoutError
 from weightsync.model import Manifest, TensorSpec
-from weightsync.tensors.digest import COLUMNS, digest_box, digest_rows, reference_digest
-from weightsync.tensors.memory import layout_in_place
+from weightsync.tensors.digest import COLUMNS, PUBLIC, DigestConstants, digest_box, digest_rows, reference_digest
+from weightsync.tensors.kernels import BLOCK
+from weightsync.tensors.memory_layout import layout_in_place
 from weightsync.tensors.shards import dtype_name, shards_of
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (7,), (3, 5), (2, 3, 4), (2, 1, 3, 9), (1, 20011), (3, 8192), (2, 8193), (40000,))
@@ -132,6 +134,79 @@ def test_rows_of_a_layout_add_up_to_their_tensors() -> None:
         assert int(out[layout.tensor == index].sum(dtype=np.uint64)) == reference(state[spec.name]), spec.name
 
 
+KEYED = DigestConstants(b"a secret of at least 128 bits.")
+
+
+def test_keyed_constants_are_random_but_for_what_finds_single_errors() -> None:
+    columns = KEYED.words[:BLOCK]
+    assert (columns & 1).all()
+    assert len(set(columns.tolist())) > 0.99 * BLOCK
+    assert 0.505 < np.unpackbits(columns.view(np.uint8)).mean() < 0.526  # 15.5 of 31 bits, and the odd one
+    other = DigestConstants(b"another secret of 128 bits....")
+    assert abs(int((columns == other.words[:BLOCK]).sum())) < 3
+    assert not (KEYED.words[BLOCK:] == other.words[BLOCK:]).any()
+    assert (DigestConstants(b"a secret of at least 128 bits.").words == KEYED.words).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float32, torch.int64], ids=str)
+def test_the_keyed_digest_equals_its_definition_and_adds_up(dtype: torch.dtype) -> None:
+    generator = np.random.default_rng(5)
+    for shape in SHAPES:
+        state = {"t": stored(random_bits(shape, dtype, generator), MEMORIES[len(shape) % 4])}
+        manifest, shards = shards_of(state)
+        layout, addresses = layout_in_place(manifest, shards, 1000)
+        keyed, public = np.zeros(len(layout), np.uint64), np.zeros(len(layout), np.uint64)
+        digest_rows(manifest, layout, addresses, 0, len(layout), keyed, KEYED)
+        digest_rows(manifest, layout, addresses, 0, len(layout), public, PUBLIC)
+        expected = reference_digest(raw(state["t"]), dtype_name(dtype), shape, (0,) * len(shape), KEYED)
+        assert int(keyed.sum(dtype=np.uint64)) == expected, shape
+        assert int(public.sum(dtype=np.uint64)) == reference(state["t"]), shape
+        assert expected != reference(state["t"])
+
+
+def forged(true: npt.NDArray[np.uint32], wanted: npt.NDArray[np.uint32], constants: DigestConstants) -> npt.NDArray[np.uint32]:
+    """``wanted``, one row of at most a block, but for two words that give it the digest of ``true``: how a thief forges."""
+    columns = [int(factor) for factor in constants.words[: len(true)]]
+    first, second = sorted(range(len(true)), key=columns.__getitem__)[-2:]
+    a, b = columns[first], columns[second]
+    words = wanted.copy()
+    words[[first, second]] = 0
+    for start in range(1000):
+        words[0] = start
+        missing = sum(factor * (int(x) - int(y)) for factor, x, y in zip(columns, true, words, strict=True))
+        for wrapped in range(4):
+            goal = missing % 2**64 + (wrapped << 64)
+            x = goal * pow(a, -1, b) % b
+            y = (goal - a * x) // b
+            if 0 <= x < 1 << 32 and 0 <= y < 1 << 32:
+                words[[first, second]] = x, y
+                return words
+    raise AssertionError("nothing fits")
+
+
+def test_who_knows_the_constants_forges_the_digest_and_who_does_not_know_the_key_does_not() -> None:
+    generator = np.random.default_rng(9)
+    true, wanted = (generator.integers(0, 1 << 32, 1024, np.uint64).astype(np.uint32) for _ in range(2))
+
+    def digest(words: npt.NDArray[np.uint32], constants: DigestConstants) -> int:
+        return reference_digest(words.view(np.uint8).reshape(-1, 4), "float32", (1024,), (0,), constants)
+
+    for known in (PUBLIC, KEYED):
+        lie = forged(true, wanted, known)
+        assert (lie != true).sum() > 1000
+        assert digest(lie, known) == digest(true, known)
+        fresh = DigestConstants(b"drawn when the bytes are in place")
+        assert digest(lie, fresh) != digest(true, fresh)
+
+
+def test_another_thread_can_stop_it() -> None:
+    manifest, shards = shards_of({"t": torch.ones(4, 1 << 20)})
+    layout, addresses = layout_in_place(manifest, shards, None)
+    out = np.zeros(len(layout), np.uint64)
+    digest_rows(manifest, layout, addresses, 0, len(layout), out, PUBLIC, np.ones(1, np.int8))
+    assert not out.all()
+
+
 def test_refuses_what_it_cannot_read() -> None:
     manifest = Manifest([TensorSpec("a", (2, 3), "float32")])
     tensor = torch.zeros(2, 3)
@@ -146,3 +221,14 @@ def test_refuses_what_it_cannot_read() -> None:
         digest_box(tensor, (2, 3), (1, 0))
     with pytest.raises(LayoutError, match="shape"):
         digest_box(tensor, (2, 3), (0,))
+
+
+def test_flipped_signs_of_a_row_cancel_out_by_fours_at_least() -> None:
+    """What ``docs/digest.md`` says of them: a flipped sign of float32 adds 2^31 times its odd weight."""
+    weights = {int(weight) for weight in COLUMNS}
+    assert len(weights) == len(COLUMNS), "two different ones do not cancel"
+    assert max(weights) < 1 << 32, "two do not add up to 2^33"
+    assert all(weight % 2 for weight in weights), "an odd number of odd ones is odd"
+    flipped = torch.ones(1, 4096)
+    flipped[0, :2] = -1
+    assert whole(flipped) != whole(torch.ones(1, 4096))

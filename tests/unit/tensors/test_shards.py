@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weightsync.errors import ConfigurationError, LayoutError, ManifestMismatch
 from weightsync.model import Box, Manifest, TensorSpec
-from weightsync.tensors.memory import layout_in_place, packed_layout
+from weightsync.tensors.memory_layout import layout_in_place, packed_layout
 from weightsync.tensors.placements import box_of
 from weightsync.tensors.shards import (
     FollowedShards,
@@ -387,3 +387,29 @@ def test_names_lose_what_compiling_adds() -> None:
     assert checkpoint_name("my_orig_mod.w") == "my_orig_mod.w"
     with pytest.raises(ConfigurationError, match=r"two tensors are named a\.w"):
         manifest_of({"a.w": torch.zeros(1), "a._orig_mod.w": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("view", [torch._neg_view, lambda tensor: torch.complex(torch.zeros(4, 6), -tensor).conj().imag])
+def test_lazily_negated_memory_is_refused(view: Any) -> None:
+    """Its memory holds the opposite signs, and copies and digests read memory."""
+    negated = view(torch.ones(4, 6))
+    assert negated.is_neg()
+    for declare in (lambda: shards_of({"w": negated}), lambda: ordered(manifest_of({"w": negated}), [whole_shard(negated)])):
+        with pytest.raises(LayoutError, match=r"w is lazily negated.*resolve_conj\(\)\.resolve_neg\(\)"):
+            declare()
+    assert shards_of({"w": negated.resolve_neg()})[1]
+
+
+def whole_shard(tensor: torch.Tensor) -> Shard:
+    return shard("w", tensor, tensor.shape, [0] * tensor.dim())
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (24,), (2, 2, 6)])
+def test_another_shape_of_the_same_memory_is_followed(shape: tuple[int, ...]) -> None:
+    module = nn.Linear(6, 4, bias=False)
+    followed = FollowedShards(module)
+    before = followed.now()
+    assert followed.now() is before
+    module.weight.data = module.weight.data.view(shape)
+    manifest, [held] = followed.now()
+    assert manifest.tensors[0].shape == shape == held.shape

@@ -9,10 +9,11 @@ import pytest
 
 from weightsync.errors import ConfigurationError
 from weightsync.tensors.copy_table import CopyTable
-from weightsync.transports.broadcast.gloo import Collective
-from weightsync.transports.broadcast.packed_broadcast import frames_of_groups, packed_frames, packed_tiles
+from weightsync.transports.broadcast.collective import Collective
+from weightsync.transports.broadcast.packed_broadcast import ALIGNMENT, broadcast_frames, frames_of_groups
 from weightsync.transports.broadcast.reader import LEAST_BUFFER, MOST_BUFFER
 from weightsync.transports.broadcast.transport import BufferSettings
+from weightsync.transports.net.frames import packed_copies
 
 GIB = 1 << 30
 
@@ -76,9 +77,9 @@ def test_frames_hold_every_byte_once_in_order_and_aligned(seed: int, sends: bool
     groups = np.sort(random.integers(0, count + 1, 4))
     counts = np.diff(np.concatenate([[0], groups, [count]]))
     room = 24 << 10
-    frames = packed_frames(counts, rows * size, room)
+    frames = broadcast_frames(counts, rows * size, room)
     buffers, headers = [1_000_000, 2_000_000], 5_000_000
-    copies = packed_tiles(tiles, frames, buffers, headers, regions if sends else None)
+    copies = packed_copies(tiles, frames, buffers, regions if sends else None, ALIGNMENT, headers)
     assert len(copies) == len(frames)
     memory = np.array(regions)[region] + where if sends else other[0]
     seen: list[tuple[int, int, int]] = []
@@ -106,4 +107,4 @@ def test_frames_hold_every_byte_once_in_order_and_aligned(seed: int, sends: bool
 
 def test_a_tile_that_does_not_fit_a_buffer_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="does not fit buffers of 1,024"):
-        packed_frames(np.array([1]), np.array([1024]), 1024)
+        broadcast_frames(np.array([1]), np.array([1024]), 1024)

@@ -20,7 +20,7 @@ from weightsync.transports.cuda import ipc, region
 from weightsync.transports.cuda.driver import HANDLE_BYTES, Allocation
 from weightsync.transports.cuda.ipc import CudaIpc, CudaIpcPublisher, CudaIpcReader
 from weightsync.transports.cuda.region import CudaRegion
-from weightsync.transports.host import region as shelf
+from weightsync.transports.host import region as host_region
 from weightsync.transports.host.region import HEADER_BYTES, Header
 from weightsync.transports.hostinfo import this_host
 
@@ -107,8 +107,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return made
 
 
-def _transfer(shelf: CudaRegion, source: CudaIpcReader, version: int) -> tuple[int, ...]:
-    with shelf.placing(version):
+def _transfer(published: CudaRegion, source: CudaIpcReader, version: int) -> tuple[int, ...]:
+    with published.placing(version):
         pass
     source.begin(version, Deadline(10))
     source.end(Deadline(10))
@@ -118,20 +118,20 @@ def _transfer(shelf: CudaRegion, source: CudaIpcReader, version: int) -> tuple[i
 def test_a_handle_that_comes_again_for_another_allocation_is_mapped_anew(driver: Driver) -> None:
     both, zeros, size = np.array([0, 1], np.int32), np.zeros(2, np.int64), np.full(2, 64, np.int64)
     tiles = CopyTable(both, zeros, size, np.array([1 << 60, 1 << 61]), size, np.ones(2, np.int64), size)
-    shelf = CudaRegion((64, 64), "d", lambda: (_BASE, _OTHER + 128), 0)
-    owner = CudaIpcPublisher(shelf, _KEY, this_host())
+    published = CudaRegion((64, 64), "d", lambda: (_BASE, _OTHER + 128), 0)
+    owner = CudaIpcPublisher(published, _KEY, this_host())
     source = CudaIpc(device=0).open(owner.offer, _KEY, Deadline(10))
     try:
         source.prepare([tiles], "d", Deadline(10))
-        assert _transfer(shelf, source, 1) == (1 << 50, (2 << 50) + 128)
-        assert _transfer(shelf, source, 2) == (1 << 50, (2 << 50) + 128)
+        assert _transfer(published, source, 1) == (1 << 50, (2 << 50) + 128)
+        assert _transfer(published, source, 2) == (1 << 50, (2 << 50) + 128)
         driver.ids[_BASE] = 3  # freed, and allocated again at the same address
-        assert _transfer(shelf, source, 3) == (3 << 50, (2 << 50) + 128)
+        assert _transfer(published, source, 3) == (3 << 50, (2 << 50) + 128)
         assert driver.log == ["open 1 as 1", "open 2 as 2", "close 1", "open 1 as 3"], "the other mapping stays"
     finally:
         source.close()
         owner.close()
-        shelf.close()
+        published.close()
     assert sorted(driver.log[4:]) == ["close 2", "close 3"]
 
 
@@ -139,23 +139,23 @@ def test_memory_whose_mapping_failed_is_not_read_where_it_was(driver: Driver, mo
     """The old mapping is gone by then: a launch that reads it would end the engine's CUDA context."""
     one, size = np.zeros(1, np.int32), np.full(1, 64, np.int64)
     tiles = CopyTable(one, np.zeros(1, np.int64), size, np.array([1 << 60]), size, np.ones(1, np.int64), size)
-    shelf = CudaRegion((64,), "d", lambda: (_BASE,), 0)
-    owner = CudaIpcPublisher(shelf, _KEY, this_host())
+    published = CudaRegion((64,), "d", lambda: (_BASE,), 0)
+    owner = CudaIpcPublisher(published, _KEY, this_host())
     source = CudaIpc(device=0).open(owner.offer, _KEY, Deadline(10))
     try:
         source.prepare([tiles], "d", Deadline(10))
-        assert _transfer(shelf, source, 1) == (1 << 50,)
+        assert _transfer(published, source, 1) == (1 << 50,)
         driver.ids[_BASE] = 3  # freed, and allocated again at the same address
         with monkeypatch.context() as broken, pytest.raises(PeerLost):
             broken.setattr(ipc, "open_handle", _gone)
-            _transfer(shelf, source, 2)
+            _transfer(published, source, 2)
         source.begin(2, Deadline(10))
         source.end(Deadline(10))
         assert source.addresses == (2 << 50,)
     finally:
         source.close()
         owner.close()
-        shelf.close()
+        published.close()
 
 
 def _gone(*_: object) -> int:
@@ -178,10 +178,10 @@ def test_a_header_that_is_written_all_the_time_is_given_up(monkeypatch: pytest.M
     clock = [0.0]
     header = Header(np.zeros(HEADER_BYTES, np.uint8))
     header.write_new(0)
-    assert header.stamp() == (0, shelf.EMPTY)
+    assert header.stamp() == (0, host_region.EMPTY)
     words = Restless(clock)
     monkeypatch.setattr(header, "_words", words)
-    monkeypatch.setattr(shelf, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(host_region, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     with pytest.raises(StaleSource, match="all the time for 1 s"):
         header.stamp()
     assert 60 < words.count < 200

@@ -17,15 +17,16 @@ from weightsync.errors import Aborted, ConfigurationError, PeerLost, ProtocolErr
 from weightsync.tensors.copies import copy_tiles
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.testing.copy_cases import tiles_from
-from weightsync.trainer.publisher import TrainerRole
+from weightsync.trainer.trainer_role import TrainerRole
 from weightsync.transports import select
 from weightsync.transports.base import Network
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
-from weightsync.transports.net.requests import Pack, RegisterTiles, Start
+from weightsync.transports.net.messages import RegisterTiles, Start
 from weightsync.transports.nixl import agent as nixl_agent
 from weightsync.transports.nixl.agent import nixl_problem, rdma_devices
-from weightsync.transports.nixl.frames import BUFFERS, MOST_BUFFER_BYTES, Frames, StagingBuffers, copies, split
+from weightsync.transports.nixl.memory_messages import Pack
+from weightsync.transports.nixl.staged_frames import BUFFERS, MOST_BUFFER_BYTES, Frames, StagingBuffers, copies, split
 from weightsync.transports.nixl.transport import Nixl
 
 needs_nixl = pytest.mark.skipif(nixl_problem() is not None, reason=nixl_problem() or "")
@@ -103,6 +104,25 @@ def test_rdma_devices_are_those_with_a_link(tmp_path: Path) -> None:
     assert rdma_devices(tmp_path / "nowhere") == ()
     tree = device_tree(tmp_path, mlx5_0="4: ACTIVE\n", mlx5_1="1: DOWN\n", mlx5_2="4: ACTIVE\n")
     assert rdma_devices(tree) == ("mlx5_0", "mlx5_2")
+
+
+@needs_nixl
+def test_an_agent_is_made_again_when_a_network_device_was_removed_while_ucx_opened_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    api, made = nixl_agent._api(), list[int]()
+    create_backend = api.nixl_agent.create_backend
+
+    def removed_twice(self: object, *arguments: object) -> None:
+        made.append(1)
+        if len(made) < 3:
+            raise RuntimeError("NIXL_ERR_BACKEND")
+        create_backend(self, *arguments)
+
+    monkeypatch.setattr(api.nixl_agent, "create_backend", removed_twice)
+    nixl_agent.Agent({}).close()
+    assert len(made) == 3
+    with pytest.raises(TransportUnavailable, match="no way to other hosts"):
+        monkeypatch.setattr(api.nixl_agent, "create_backend", lambda *_: made[9])
+        nixl_agent.Agent({})
 
 
 @needs_nixl

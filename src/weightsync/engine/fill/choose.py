@@ -9,7 +9,6 @@ from weightsync.engine.fill.device_streamed import DeviceStreamed
 from weightsync.engine.fill.filler import FillContext, Filler
 from weightsync.engine.fill.host_direct import HostDirect
 from weightsync.engine.fill.host_streamed import HostStreamed
-from weightsync.engine.readers import reaches
 from weightsync.errors import PlanMismatch
 from weightsync.model import Layout
 from weightsync.protocol.messages import PlanSlice
@@ -37,8 +36,8 @@ def filler_for(
     """
     layout = Layout.from_columns(context.manifest, plan.layout)
     if plan.delivery == "streamed":
-        staging_device = context.staging_device
-        if staging_device is not None and reaches(staging_device, plan.sources, context.transports):
+        staging_device = context.staging_for(plan.sources)
+        if staging_device is not None:
             return DeviceStreamed(context, plan, layout, staging_device)
         return HostStreamed(context, plan, layout)
     if own is None or own.digest != layout.digest:

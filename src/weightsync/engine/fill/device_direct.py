@@ -13,6 +13,7 @@ from weightsync.model import Layout
 from weightsync.protocol.messages import PlanSlice
 from weightsync.spans import span
 from weightsync.tensors.device_memory import DeviceDigest
+from weightsync.tensors.digest import PUBLIC, DigestConstants
 
 __all__ = ["DeviceDirect"]
 
@@ -44,7 +45,7 @@ class DeviceDirect(Filler):
         self._digest.build(self._addresses)
         self._stopwatch.lap("tables")
 
-    def run(self, version: int, deadline: Deadline) -> Filled:
+    def run(self, version: int, deadline: Deadline, constants: DigestConstants = PUBLIC) -> Filled:
         """See :meth:`Filler.run`. Complete on the device when it returns."""
         for reader in self._together:
             reader.begin(version, deadline)
@@ -67,7 +68,7 @@ class DeviceDirect(Filler):
                         completion.wait(deadline)
                     failpoints.reached("engine.group")
             self._digest.build(self._addresses)
-            self._digest.launch(0, len(self.layout))
+            self._digest.launch(0, len(self.layout), constants)
             self._context.check_memory()  # while the device copies
             for reader, completion in reads:
                 if reader.stream_ordered:

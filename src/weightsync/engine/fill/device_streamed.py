@@ -16,6 +16,7 @@ from weightsync.model import Layout
 from weightsync.protocol.messages import PlanSlice
 from weightsync.tensors.cuda.waiting import wait_for_device
 from weightsync.tensors.device_memory import DeviceDigest
+from weightsync.tensors.digest import PUBLIC, DigestConstants
 
 __all__ = ["DeviceStreamed"]
 
@@ -45,7 +46,7 @@ class DeviceStreamed(StreamedFiller):
         if all(reader.stream_ordered for reader in readers):
             check_abort = self._context.engine.check_abort
             self._pipeline = LaunchAhead(
-                readers, self._staging, self._groups, self.device, self._digest.launch, self._load, check_abort,
+                readers, self._staging, self._groups, self.device, self._launch_digest, self._load, check_abort,
                 self._readers.reading,
             )  # fmt: skip
         self._stopwatch.lap("tables")
@@ -54,7 +55,10 @@ class DeviceStreamed(StreamedFiller):
         self._context.engine.check_abort()
         with torch.cuda.device(self.device):
             self._readers.read(bucket, deadline)
-            self._digest.launch(*self._groups[bucket])
+            self._launch_digest(*self._groups[bucket])
+
+    def _launch_digest(self, first: int, end: int) -> None:
+        self._digest.launch(first, end, self._constants)
 
     def _load_and_wait(self, bucket: int, deadline: Deadline) -> None:
         self._load(bucket, deadline)
@@ -67,7 +71,7 @@ class DeviceStreamed(StreamedFiller):
 class _NotDigested:
     """Stands for the digests of buckets where the engine's parameters are read back."""
 
-    def launch(self, first: int, end: int) -> None:
+    def launch(self, first: int, end: int, constants: DigestConstants = PUBLIC) -> None:
         """Digest nothing."""
 
     def taken(self) -> npt.NDArray[np.uint64]:

@@ -14,15 +14,15 @@ import numpy.typing as npt
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.engine.readers import Readers, Stopwatch
+from weightsync.engine.readers import Readers, Stopwatch, reaches
 from weightsync.errors import PlanMismatch
 from weightsync.model import Layout, Manifest
 from weightsync.planning.coverage import Coverage, coverage_of
 from weightsync.planning.pieces import Pieces
-from weightsync.protocol.messages import Host, PlanSlice
+from weightsync.protocol.messages import Host, PlanSlice, SourceAddress
 from weightsync.spans import span
 from weightsync.tensors.copy_table import tiles_of
-from weightsync.tensors.digest import digest_rows
+from weightsync.tensors.digest import PUBLIC, DigestConstants, digest_rows
 from weightsync.transports.base import Transport
 
 __all__ = ["FillContext", "Filled", "FilledEngine", "Filler"]
@@ -43,7 +43,9 @@ class FilledEngine(Protocol):
         """Returns True if the parameters can be digested after loading. With ``build``, tables for that are made now."""
         ...
 
-    def read_back(self, deadline: Deadline) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]] | None:
+    def read_back(
+        self, deadline: Deadline, constants: DigestConstants = PUBLIC
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]] | None:
         """Digest the parameters: tensors (indices of the manifest) and their digests; ``None`` if they cannot be read back."""
         ...
 
@@ -77,6 +79,16 @@ class FillContext:
     rank: int
     check_memory: Callable[[], None]
     progress: Callable[[int], None]
+
+    def staging_for(self, sources: Sequence[SourceAddress]) -> torch.device | None:
+        """Where buckets lie: on the engine's CUDA device if every source can be read from there; otherwise in host memory."""
+        device = self.staging_device
+        return device if device is not None and reaches(device, sources, self.transports) else None
+
+    @property
+    def readers(self) -> Readers:
+        """Readers without a connection."""
+        return Readers(self.transports, self.host, self.encrypted, self.engine.check_abort)
 
 
 @dataclass(frozen=True)
@@ -135,7 +147,7 @@ class Filler(ABC):
         self._context, self._groups, self._addresses = context, groups, addresses
         self._group_bytes: list[int] = []
         self._owned = ExitStack()
-        self._readers = Readers(context.transports, context.host, context.encrypted, context.engine.check_abort)
+        self._readers = context.readers
         self._pieces = Pieces.from_columns(context.manifest, layout, len(plan.sources), plan.pieces)
         self.digest = self._pieces.digest
         if self.digest != plan.digest:
@@ -152,23 +164,28 @@ class Filler(ABC):
         self._readers.connect(self.plan.sources, tables, self.device, deadline, self._stopwatch)
 
     @abstractmethod
-    def run(self, version: int, deadline: Deadline) -> Filled:
-        """Bring every byte of ``version`` to its place, and return its digests.
+    def run(self, version: int, deadline: Deadline, constants: DigestConstants = PUBLIC) -> Filled:
+        """Bring every byte of ``version`` to its place, and return its digests, with ``constants``.
 
         Raises what readers raise (:class:`~weightsync.errors.StaleSource`, :class:`~weightsync.errors.PeerLost`,
         :class:`~weightsync.errors.ProtocolError`), what loaders raise, :class:`~weightsync.errors.Aborted`,
         :class:`~weightsync.errors.DeadlineExceeded`, and :class:`~weightsync.errors.PlanMismatch` if the parameters were replaced.
         """
 
-    def _read_host(self, group: int, digests: npt.NDArray[np.uint64], deadline: Deadline) -> None:
-        """Read one group into host memory. Rows are digested by the readers, or afterwards if one of them cannot."""
+    def _read_host(
+        self, group: int, digests: npt.NDArray[np.uint64], deadline: Deadline, constants: DigestConstants = PUBLIC
+    ) -> None:
+        """Read one group into host memory. Rows are digested by the readers, or afterwards if one of them cannot.
+
+        Readers know the public constants only, so a keyed digest is taken afterwards too.
+        """
         self._context.engine.check_abort()
-        if self._readers.digest_inline:
+        if self._readers.digest_inline and constants is PUBLIC:
             self._readers.read(group, deadline, digests)
         else:
             self._readers.read(group, deadline)
             with span("digest"):
-                digest_rows(self._context.manifest, self.layout, self._addresses, *self._groups[group], digests)
+                digest_rows(self._context.manifest, self.layout, self._addresses, *self._groups[group], digests, constants)
 
     def _report(self, nbytes: int) -> None:
         """Report progress, except of the last bytes, which the result reports."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 import numpy as np
@@ -10,29 +11,47 @@ from weightsync.deadline import Deadline
 from weightsync.engine.fill.filler import FillContext, Filled, Filler
 from weightsync.model import Layout, Manifest
 from weightsync.protocol.messages import PlanSlice
+from weightsync.spans import span
+from weightsync.tensors.digest import PUBLIC, DigestConstants, digest_rows
+from weightsync.tensors.overlaps import overlapping
 
 __all__ = ["HostDirect", "row_groups"]
 
+_log = logging.getLogger(__name__)
 _GROUP_BYTES = 32 << 20  # an abort is noticed, and progress is reported, after each group
 
 
 class HostDirect(Filler):
-    """Writes the engine's parameters, in host memory at ``addresses``, group by group."""
+    """Writes the engine's parameters, in host memory at ``addresses``, group by group.
+
+    Parameters that share bytes are digested after all are written, because the last one written decides what both hold.
+    """
 
     def __init__(self, context: FillContext, plan: PlanSlice, layout: Layout, addresses: tuple[int, ...]) -> None:
         super().__init__(context, plan, layout, row_groups(context.manifest, layout), None, addresses)
+        shared = overlapping(context.manifest, layout, addresses)
+        self._digests_last = shared is not None
+        if shared is not None:
+            _log.warning(
+                "the engine's %s and %s share memory: a version in which they differ there cannot be installed. Untie them at the "
+                "engine, or tie them at the trainer too", *shared,
+            )  # fmt: skip
 
-    def run(self, version: int, deadline: Deadline) -> Filled:
+    def run(self, version: int, deadline: Deadline, constants: DigestConstants = PUBLIC) -> Filled:
         """See :meth:`Filler.run`."""
         self._readers.begin(version, deadline)
         digests = np.zeros(len(self.layout), np.uint64)
         seconds, done = 0.0, 0
         for group, nbytes in enumerate(self._group_bytes):
             started = time.perf_counter()
-            self._read_host(group, digests, deadline)
+            self._read_host(group, digests, deadline, constants)
             seconds += time.perf_counter() - started
             done += nbytes
             self._report(done)
+        if self._digests_last:
+            with span("digest"):
+                digests.fill(0)
+                digest_rows(self._context.manifest, self.layout, self._addresses, 0, len(self.layout), digests, constants)
         self._readers.end(deadline)
         return Filled(digests, "installed", seconds)
 

@@ -11,6 +11,7 @@ from weightsync.engine.fill.receive_ahead import ReceiveAhead
 from weightsync.engine.fill.streamed import StreamedFiller
 from weightsync.model import Layout
 from weightsync.protocol.messages import PlanSlice
+from weightsync.tensors.digest import PUBLIC, DigestConstants
 
 __all__ = ["HostStreamed"]
 
@@ -28,13 +29,13 @@ class HostStreamed(StreamedFiller):
         super().prepare(deadline)
         self._context.engine.can_read_back(build=True)
 
-    def run(self, version: int, deadline: Deadline) -> Filled:
+    def run(self, version: int, deadline: Deadline, constants: DigestConstants = PUBLIC) -> Filled:
         """See :meth:`StreamedFiller.run`."""
         self._digests = np.zeros(len(self.layout), np.uint64)
-        return super().run(version, deadline)
+        return super().run(version, deadline, constants)
 
     def _receive(self, bucket: int, deadline: Deadline) -> None:
-        self._read_host(bucket, self._digests, deadline)
+        self._read_host(bucket, self._digests, deadline, self._constants)
 
     def _received(self) -> npt.NDArray[np.uint64]:
         return self._digests

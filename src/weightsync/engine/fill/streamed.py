@@ -17,7 +17,9 @@ from weightsync.errors import PlanMismatch
 from weightsync.model import Layout
 from weightsync.protocol.messages import PlanSlice
 from weightsync.spans import span
+from weightsync.tensors.digest import PUBLIC, DigestConstants
 from weightsync.tensors.staging import Staging, check_size
+from weightsync.transports.host.memory import available_bytes
 
 __all__ = ["BucketPipeline", "StreamedFiller", "bucket_bytes_for"]
 
@@ -59,14 +61,19 @@ class StreamedFiller(Filler):
 
     def prepare(self, deadline: Deadline) -> None:
         """See :meth:`Filler.prepare`."""
-        self._staging = Staging(self._context.manifest, self.layout, device=self.device, buffers=self._context.buffers)
+        self._staging = Staging(
+            self._context.manifest, self.layout, device=self.device, buffers=self._context.buffers, free=available_bytes()
+        )
         self._owned.callback(self._staging.close)
         self._addresses = self._staging.addresses
         self.staging_bytes = self._staging.nbytes
         super().prepare(deadline)
 
-    def run(self, version: int, deadline: Deadline) -> Filled:
+    _constants = PUBLIC  # of the run
+
+    def run(self, version: int, deadline: Deadline, constants: DigestConstants = PUBLIC) -> Filled:
         """See :meth:`Filler.run`. The digests are those of the parameters where they can be read back, else of the buckets."""
+        self._constants = constants
         self._readers.begin(version, deadline)
         done = 0
 
@@ -78,7 +85,7 @@ class StreamedFiller(Filler):
         receive_seconds, load_seconds = self._pipeline.run(loaded, deadline)
         started = time.perf_counter()
         with span("digest"):
-            installed = self._context.engine.read_back(deadline)
+            installed = self._context.engine.read_back(deadline, constants)
         if installed is not None and np.array_equal(installed[0], self.layout.tensor):
             filled = Filled(installed[1], "installed", receive_seconds, load_seconds, time.perf_counter() - started)
         else:

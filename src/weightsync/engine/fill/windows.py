@@ -15,7 +15,6 @@ import torch
 from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.engine.fill.filler import FillContext, Filled
-from weightsync.engine.readers import connect, reaches
 from weightsync.errors import BroadcastBroken, LayoutError, ManifestMismatch, ProtocolError
 from weightsync.model import Layout, Manifest, TensorSpec
 from weightsync.model.window import KnownWindows, Measured, StreamedTensors, WindowPart, measured, window_layout
@@ -38,8 +37,8 @@ _LEAST_WINDOW = 4096  # a stream's windows may always have so many bytes
 _ATTEMPTS = 3  # of a window that is broadcast: with all readers, with those that are left, alone
 
 
-class _Described(NamedTuple):
-    """What a window brings (``order`` has the index in it of each row), and where in the trainer's window each row lies."""
+class _WindowAt(NamedTuple):
+    """Parts, manifest and layout of a window, the ``order`` of its rows, and each row's place at the trainer."""
 
     parts: Measured
     manifest: Manifest
@@ -48,7 +47,7 @@ class _Described(NamedTuple):
     published: Layout
 
     @classmethod
-    def of(cls, parts: tuple[WindowPart, ...], nbytes: int) -> _Described:
+    def of(cls, parts: tuple[WindowPart, ...], nbytes: int) -> _WindowAt:
         return cls(measured(parts), *window_layout(parts, nbytes, assembled=True), window_layout(parts, nbytes)[1])
 
 
@@ -72,38 +71,35 @@ class WindowReceiver:
             raise LayoutError(f"a stream comes in windows of {body.window_bytes:,} bytes; this engine rank allows {most:,}")
         self._context, self._body, self._takes_any = context, body, takes_any
         self._sources: list[tuple[Transport, Reader, str]] = []
-        self._device = self._reachable()
+        self._readers = context.readers
+        self._device = context.staging_for(body.sources)
         self._buffers: list[Buffer] = []
         self._stream: torch.cuda.Stream | None = None
-        self._known = KnownWindows(_Described.of)
+        self._known = KnownWindows(_WindowAt.of)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weightsync-receive")
         self._receiving: Future[npt.NDArray[np.uint64]] | None = None
         self.begin()
 
-    def _reachable(self) -> torch.device | None:
-        """Where buckets lie: on the engine's device if every source can be read from there, else in host memory."""
-        device = self._context.staging_device
-        return device if device is not None and reaches(device, self._body.sources, self._context.transports) else None
+    def _free_bytes(self) -> int | None:
+        return available_bytes() if self._device is None else None
 
     def prepare(self, deadline: Deadline) -> None:
         """Connect to every source, and allocate the buckets."""
         context = self._context
         for source in self._body.sources:
-            context.engine.check_abort()
-            with span("connect", source.member):
-                transport, reader = connect(source, context.transports, self._device, context.host, deadline, context.encrypted)
+            transport, reader = self._readers.open(source, self._device, deadline)
             self._sources.append((transport, reader, source.layout_digest))
             if transport.traits.shared_fate:  # which finds out now whether it can send to this device
                 reader.prepare([CopyTable.empty()], source.layout_digest, deadline)
         context.engine.check_abort()
-        self._buffers = [staging_buffer(self._body.window_bytes, self._device) for _ in range(context.buffers)]
+        self._buffers = [staging_buffer(self._body.window_bytes, self._device, self._free_bytes()) for _ in range(context.buffers)]
         if self._device is not None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     @property
     def transports(self) -> tuple[str, ...]:
         """Names of the transports in use, each once."""
-        return tuple(dict.fromkeys(transport.name for transport, *_ in self._sources))
+        return self._readers.transports
 
     def begin(self) -> None:
         """Begin a stream."""
@@ -257,10 +253,7 @@ class WindowReceiver:
     def _whole(self, part: WindowPart) -> Buffer:
         """The memory in which the parts of a tensor are put together."""
         if part.name not in self._parts:
-            nbytes, free = part.spec.nbytes, available_bytes() if self._device is None else None
-            if free is not None and nbytes > free:
-                raise LayoutError(f"no memory for {part.name}: {nbytes:,} bytes, and {free:,} are free")
-            self._parts[part.name] = staging_buffer(nbytes, self._device)
+            self._parts[part.name] = staging_buffer(part.spec.nbytes, self._device, self._free_bytes())
         return self._parts[part.name]
 
     def _arrived(self, placed: WindowPlaced, bucket: Buffer) -> list[tuple[str, torch.Tensor]]:
@@ -277,24 +270,18 @@ class WindowReceiver:
 
     def abort(self) -> None:
         """Make a :meth:`prepare` or :meth:`move` in another thread end soon. Never blocks."""
-        for _, reader, _ in list(self._sources):
-            reader.abort()
+        self._readers.abort()
 
     def close(self) -> None:
         """Close the connections, once nothing is received over them any more. The buckets are freed with their last user."""
         receiving = self._receiving
         self._pending = []
         if receiving is None or receiving.done():
-            self._release()
+            self._readers.close()
         else:
             self.abort()
-            receiving.add_done_callback(lambda _: self._release())
+            receiving.add_done_callback(lambda _: self._readers.close())
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _release(self) -> None:
-        sources, self._sources = self._sources, []
-        for _, reader, _ in reversed(sources):
-            reader.close()
 
 
 def _address(buffer: Buffer) -> int:

@@ -7,13 +7,13 @@ import os
 import socket
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from weightsync.closing import Closeable
-from weightsync.config import replica_name
-from weightsync.engine.agent import Engine
+from weightsync.config import variable
+from weightsync.engines.attach_options import AttachOptions
 from weightsync.engines.hf_checkpoint import HfCheckpoint, checkpoint_of
 from weightsync.engines.sglang.adapter import SglangAdapter
 from weightsync.engines.sglang.caches import drop_caches
@@ -26,8 +26,6 @@ from weightsync.errors import ConfigurationError, LoadError
 from weightsync.protocol.messages import Delivery
 
 __all__ = ["JoinedScheduler"]
-
-_BUCKET_BYTES = 64 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +57,9 @@ class JoinedScheduler(Closeable):
         runner = scheduler.tp_worker.model_runner
         checkpoint = checkpoint_of(runner.model_config.model_path, runner.model_config.revision, runner.model_config.hf_config)
         device = next(runner.model.parameters()).device
-        direct, streams_because = _find_direct(runner, checkpoint, device, ranks)
+        options = AttachOptions(replica=_replica(arguments))
+        delivery = options.chosen_delivery()
+        direct, streams_because = _find_direct(runner, checkpoint, device, ranks, delivery)
         requests = requests_of_sglang()
         sender = scheduler.ipc_channels.send_to_tokenizer if leads and tells_tokenizer else None
 
@@ -82,9 +82,7 @@ class JoinedScheduler(Closeable):
             adapter.no_shards = streams_because
             if arguments.enable_memory_saver:
                 adapter.no_source = "its weights may be released while it serves (--enable-memory-saver)"
-            self.engine = owned.enter_context(
-                Engine(adapter, _replica(arguments), rank=rank, world_size=ranks, bucket_bytes=_BUCKET_BYTES, delivery=_delivery())
-            )
+            self.engine = owned.enter_context(options.join(adapter, rank, ranks, delivery))
             self._owned = owned.pop_all()
 
     def close(self) -> None:
@@ -94,17 +92,10 @@ class JoinedScheduler(Closeable):
 
 
 def _replica(arguments: Any) -> str:  # noqa: ANN401 - SGLang's
-    name = replica_name()
-    if name is None and arguments.nnodes > 1:
+    name = variable("WEIGHTSYNC_REPLICA")
+    if not name and arguments.nnodes > 1:
         raise ConfigurationError("set WEIGHTSYNC_REPLICA to the same name on all nodes of this SGLang")
     return name or f"sglang-{socket.gethostname()}-{os.getppid()}"  # all ranks have one parent
-
-
-def _delivery() -> Delivery:
-    delivery = os.environ.get("WEIGHTSYNC_DELIVERY") or "auto"
-    if delivery not in get_args(Delivery):
-        raise ConfigurationError(f"WEIGHTSYNC_DELIVERY is {delivery!r}; choose from {', '.join(get_args(Delivery))}")
-    return delivery  # type: ignore[return-value]  # checked
 
 
 def _find_direct(
@@ -112,9 +103,10 @@ def _find_direct(
     checkpoint: HfCheckpoint,
     device: torch.device,
     ranks: int,
+    delivery: Delivery,
 ) -> tuple[DirectShards | None, str]:
     """Return the shards for direct delivery, or ``None`` and the reason to stream."""
-    delivery, manifest, because = _delivery(), checkpoint.manifest, ""
+    manifest, because = checkpoint.manifest, ""
     if delivery != "streamed":
         direct = find_direct(runner.model, manifest, partial(install, runner), device, ranks, engine="SGLang", package="sglang")
         if isinstance(direct, DirectShards):

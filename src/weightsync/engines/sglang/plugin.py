@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
-from weightsync.engines.sglang.interface import RECEIVER, SCHEDULER, TOKENIZER, TRIED, missing_parts
+from weightsync.config import variable
 from weightsync.engines.sglang.loop import SchedulerLoop
+from weightsync.errors import ConfigurationError
+from weightsync.releases import check_interface
 
 __all__ = ["register"]
+
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
+TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 _log = logging.getLogger(__name__)
 
@@ -24,20 +29,15 @@ def register() -> None:
     Without ``WEIGHTSYNC_COORDINATOR`` this does nothing. Under a release without the required parts it logs an error that names
     them, and SGLang serves without updates.
     """
-    if not os.environ.get("WEIGHTSYNC_COORDINATOR"):
+    coordinator = variable("WEIGHTSYNC_COORDINATOR")
+    if not coordinator:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    from sglang.version import __version__
 
     try:
-        missing = ", ".join(missing_parts())
-    except ImportError as error:
-        missing = str(error)
-    if missing:
-        _log.error(
-            "weightsync: SGLang %s gets no weights from %s, because parts are missing: %s; weightsync was tried with SGLang %s",
-            __version__, os.environ["WEIGHTSYNC_COORDINATOR"], missing, TRIED,
-        )  # fmt: skip
+        check_interface("sglang")
+    except ConfigurationError as error:
+        _log.error("weightsync: %s. It gets no weights from %s", error, coordinator)
         return
     HookRegistry.register(f"{SCHEDULER}.run_event_loop", _run_event_loop, HookType.AROUND)
     HookRegistry.register(f"{SCHEDULER}.process_input_requests", _process_input_requests, HookType.AROUND)
@@ -54,12 +54,12 @@ def _run_event_loop(original: Callable[[Any], None], scheduler: Any) -> None:  #
         _log.exception(
             "weightsync: this SGLang could not join the coordinator at %s and gets no weights from it: correct the error, and "
             "restart SGLang",
-            os.environ.get("WEIGHTSYNC_COORDINATOR"),
+            variable("WEIGHTSYNC_COORDINATOR"),
         )
         original(scheduler)
         return
     keys = id(scheduler), id(scheduler.request_receiver)
-    _log.info("weightsync: joined %s as %s", os.environ.get("WEIGHTSYNC_COORDINATOR"), joined.engine.replica)
+    _log.info("weightsync: joined %s as %s", variable("WEIGHTSYNC_COORDINATOR"), joined.engine.replica)
     with joined:
         _loops.update(dict.fromkeys(keys, joined.loop))
         try:

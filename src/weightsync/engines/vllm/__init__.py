@@ -20,7 +20,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from weightsync.engines.vllm.attaching import Attached, attach, attach_async, attach_server
 
-__all__ = ["Attached", "attach", "attach_async", "attach_server"]
+__all__ = ["BACKEND", "Attached", "attach", "attach_async", "attach_server"]
+
+BACKEND = "weightsync"
+"""Name of the weight-transfer backend in vLLM's configuration."""
 
 
 if not TYPE_CHECKING:

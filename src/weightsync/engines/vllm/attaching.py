@@ -6,19 +6,19 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from weightsync.closing import Closeable
 from weightsync.config import ClientSettings
 from weightsync.engines.staged_adapter import UNLABELLED
 from weightsync.engines.vllm.controls import INSTALL, HttpControls
-from weightsync.engines.vllm.engines import AsyncEngine, OfflineLLM
 from weightsync.engines.vllm.local_controls import ControlsServer
+from weightsync.engines.vllm.protocols import AsyncEngine, OfflineLLM
 from weightsync.errors import DeadlineExceeded, LoadError, WeightSyncError
 from weightsync.model import PauseMode
 from weightsync.protocol.messages import Delivery
 
-__all__ = ["Attached", "attach", "attach_async", "attach_server"]
+__all__ = ["AttachKeywords", "Attached", "attach", "attach_async", "attach_server"]
 
 _INIT = "init_weight_transfer_engine"
 _LEAVE: dict[str, object] = {"init_info": {"control": "", "leave": True}}  # vLLM 0.25 has no call that shuts its engine down
@@ -154,34 +154,39 @@ class Attached(Closeable):
         self._owned.close()
 
 
-def _init_info(
-    control: str, replica: str | None, coordinator: str | None, token: str | None, run: str,
-    bucket_bytes: int, transports: Sequence[str] | None, delivery: Delivery | None, draft_prefix: str | None,
-) -> dict[str, object]:  # fmt: skip
-    return {
-        "control": control, "replica": replica, "coordinator": coordinator, "token": token,
-        "run": run, "bucket_bytes": bucket_bytes, "transports": None if transports is None else list(transports),
-        "delivery": delivery, "draft_prefix": draft_prefix,
-    }  # fmt: skip
+class AttachKeywords(TypedDict, total=False):
+    """Options of :func:`attach`, :func:`attach_async` and :func:`attach_server`, as for :class:`weightsync.Engine`."""
+
+    token: str | None
+    """Token of the coordinator."""
+    run: str
+    bucket_bytes: int
+    transports: Sequence[str] | None
+    delivery: Delivery | None
+    draft_prefix: str | None
+    """Prefix of the draft model's tensor names; by default ``WEIGHTSYNC_DRAFT_PREFIX``."""
 
 
-def _own_token(coordinator: str | None, token: str | None) -> str | None:
-    """Return the token for a worker. This process's environment is used only for the coordinator that it names."""
-    token_found = None if token is not None or coordinator is None else ClientSettings.load(coordinator=coordinator).token
-    return token if token_found is None else token_found.reveal()
+def _init_info(control: str, replica: str | None, coordinator: str | None, options: AttachKeywords) -> dict[str, object]:
+    unknown = sorted(options.keys() - AttachKeywords.__annotations__.keys())
+    if unknown:
+        raise TypeError(f"unknown option {unknown[0]!r}; options: {', '.join(AttachKeywords.__annotations__)}")
+    return {"control": control, "replica": replica, "coordinator": coordinator, **options}
+
+
+def _with_own_token(coordinator: str | None, options: AttachKeywords) -> AttachKeywords:
+    """Add the token of this process's environment for its workers, which is used only for the coordinator that it names."""
+    if options.get("token") is not None or coordinator is None:
+        return options
+    token = ClientSettings.load(coordinator=coordinator).token
+    return options if token is None else {**options, "token": token.reveal()}
 
 
 def attach(
     llm: OfflineLLM,
     replica: str | None = None,
     coordinator: str | None = None,
-    *,
-    token: str | None = None,
-    run: str = "",
-    bucket_bytes: int = 64 << 20,
-    transports: Sequence[str] | None = None,
-    delivery: Delivery | None = None,
-    draft_prefix: str | None = None,
+    **options: Unpack[AttachKeywords],
 ) -> Attached:
     """Join a ``vllm.LLM`` made with ``weight_transfer_config=WeightTransferConfig(backend="weightsync")``.
 
@@ -191,12 +196,7 @@ def attach(
         llm: The LLM.
         replica: Name of the replica; by default ``WEIGHTSYNC_REPLICA``.
         coordinator: URL of the coordinator; by default ``WEIGHTSYNC_COORDINATOR``.
-        token: Token of the coordinator.
-        run: As for :class:`weightsync.Engine`.
-        bucket_bytes: As for :class:`weightsync.Engine`.
-        transports: As for :class:`weightsync.Engine`.
-        delivery: As for :class:`weightsync.Engine`.
-        draft_prefix: Prefix of the draft model's tensor names; by default ``WEIGHTSYNC_DRAFT_PREFIX``.
+        options: See :class:`AttachKeywords`.
 
     Returns:
         The attached LLM.
@@ -207,10 +207,7 @@ def attach(
     gate = _Gate(llm)
     with ExitStack() as owned:
         server = owned.enter_context(ControlsServer(gate))
-        info = _init_info(
-            server.address, replica, coordinator, _own_token(coordinator, token), run, bucket_bytes, transports, delivery,
-            draft_prefix,
-        )  # fmt: skip
+        info = _init_info(server.address, replica, coordinator, _with_own_token(coordinator, options))
 
         def leave() -> None:
             with gate.used(_PATIENCE, even_paused=True):
@@ -227,13 +224,8 @@ async def attach_async(
     replica: str | None = None,
     coordinator: str | None = None,
     *,
-    token: str | None = None,
-    run: str = "",
-    bucket_bytes: int = 64 << 20,
-    transports: Sequence[str] | None = None,
-    delivery: Delivery | None = None,
-    draft_prefix: str | None = None,
     on_label: Callable[[str], None] = lambda label: None,
+    **options: Unpack[AttachKeywords],
 ) -> Callable[[], Coroutine[Any, Any, None]]:
     """Join an ``AsyncLLM`` from its event loop.
 
@@ -248,10 +240,6 @@ async def attach_async(
         Exception: A worker raised it while joining.
     """
     server = ControlsServer(_AsyncOwner(engine, asyncio.get_running_loop(), on_label))
-    info = _init_info(
-        server.address, replica, coordinator, _own_token(coordinator, token), run, bucket_bytes, transports, delivery,
-        draft_prefix,
-    )  # fmt: skip
 
     async def leave() -> None:
         try:
@@ -260,6 +248,7 @@ async def attach_async(
             await asyncio.to_thread(server.close)
 
     try:
+        info = _init_info(server.address, replica, coordinator, _with_own_token(coordinator, options))
         await engine.collective_rpc(_INIT, timeout=_PATIENCE, kwargs={"init_info": info})
     except BaseException:
         await asyncio.to_thread(server.close)
@@ -272,13 +261,8 @@ def attach_server(
     replica: str | None = None,
     coordinator: str | None = None,
     *,
-    token: str | None = None,
-    run: str = "",
-    bucket_bytes: int = 64 << 20,
-    transports: Sequence[str] | None = None,
-    delivery: Delivery | None = None,
-    draft_prefix: str | None = None,
     timeout: float = _PATIENCE,
+    **options: Unpack[AttachKeywords],
 ) -> None:
     """Join the vLLM server at ``url``, started with ``VLLM_SERVER_DEV_MODE=1`` and the flag of this package's docstring.
 
@@ -293,5 +277,5 @@ def attach_server(
         DeadlineExceeded: ``timeout`` passed.
         WeightSyncError: The server returned an error, which the message quotes.
     """
-    info = _init_info(url, replica, coordinator, token, run, bucket_bytes, transports, delivery, draft_prefix)
+    info = _init_info(url, replica, coordinator, options)
     HttpControls(url).join(info, timeout)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from weightsync.engines.vllm.engines import ModelConfig
+from weightsync.engines.vllm.protocols import ModelConfig
 
 __all__ = ["VllmConfig", "why_streamed"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from weightsync.engines.vllm.engines import ModelConfig, UpdatedWorker
+from weightsync.engines.vllm.protocols import ModelConfig, UpdatedWorker
 from weightsync.errors import LoadError
 
 __all__ = ["install", "install_some", "load_in_sessions"]

@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
@@ -34,39 +34,20 @@ _LENGTH_BYTES = 4
 _LONGEST = 1 << 16  # bytes of a message
 _HELLO_SECONDS = 5.0
 
+T = TypeVar("T")
 
-class _Pause(msgspec.Struct, frozen=True, tag=True):
+
+class _ControlCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: Literal["pause", "install", "flush", "label", "resume"]
     timeout: float
-    mode: PauseMode
+    mode: PauseMode = "abort"
+    version: str = ""
 
 
-class _Install(msgspec.Struct, frozen=True, tag=True):
-    timeout: float
-
-
-class _Flush(msgspec.Struct, frozen=True, tag=True):
-    timeout: float
-
-
-class _Label(msgspec.Struct, frozen=True, tag=True):
-    timeout: float
-    version: str
-
-
-class _Resume(msgspec.Struct, frozen=True, tag=True):
-    timeout: float
-
-
-class _Done(msgspec.Struct, frozen=True, tag=True):
+class _ControlAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flushed: bool = False
+    failure: tuple[str, str] | None = None
 
-
-class _Failed(msgspec.Struct, frozen=True, tag=True):
-    kind: str
-    message: str
-
-
-_Call = _Pause | _Install | _Flush | _Label | _Resume
 
 _owned: dict[str, tuple[int, Controls]] = {}
 """Served controls by address, with the id of the process that serves them."""
@@ -108,15 +89,15 @@ class ControlsServer(Closeable):
         _owned[self.address] = os.getpid(), controls
 
     def _serve(self, channel: Channel) -> None:
-        call = _receive(channel, _Call, Deadline(_HELLO_SECONDS))
+        call = _receive(channel, _ControlCall, Deadline(_HELLO_SECONDS))
         try:
-            answer: _Done | _Failed = self._run_in_turn(channel, call)
+            answer = _ControlAnswer(self._run_in_turn(channel, call))
         except Exception as error:  # noqa: BLE001 - sent to the caller
-            answer = _Failed(*to_wire(error))
+            answer = _ControlAnswer(failure=to_wire(error))
         _send(channel, answer, Deadline(_HELLO_SECONDS))
 
-    def _run_in_turn(self, channel: Channel, call: _Call) -> _Done:
-        deadline, name = Deadline(call.timeout), _name(call)
+    def _run_in_turn(self, channel: Channel, call: _ControlCall) -> bool:
+        deadline, name = Deadline(call.timeout), call.name
         if not self._turn.acquire(timeout=call.timeout):
             raise DeadlineExceeded(f"{name} could not start within {call.timeout:.3g} s: vLLM's {self._running} is still running")
         try:
@@ -127,19 +108,19 @@ class ControlsServer(Closeable):
         finally:
             self._turn.release()
 
-    def _run(self, call: _Call, timeout: float) -> _Done:
-        match call:
-            case _Pause():
+    def _run(self, call: _ControlCall, timeout: float) -> bool:
+        match call.name:
+            case "pause":
                 self._controls.pause(call.mode, timeout)
-            case _Install():
+            case "install":
                 self._controls.install(timeout)
-            case _Flush():
-                return _Done(self._controls.flush(timeout))
-            case _Label():
+            case "flush":
+                return self._controls.flush(timeout)
+            case "label":
                 self._controls.label(call.version, timeout)
-            case _Resume():
+            case "resume":
                 self._controls.resume(timeout)
-        return _Done()
+        return False
 
     def close(self) -> None:
         """Stop serving. Idempotent."""
@@ -167,41 +148,37 @@ class LocalControls:
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """See :meth:`Controls.pause`."""
-        self._ask(_Pause(timeout, mode))
+        self._ask(_ControlCall("pause", timeout, mode))
 
     def install(self, timeout: float) -> None:
         """See :meth:`Controls.install`."""
-        self._ask(_Install(timeout))
+        self._ask(_ControlCall("install", timeout))
 
     def flush(self, timeout: float) -> bool:
         """See :meth:`Controls.flush`."""
-        return self._ask(_Flush(timeout)).flushed
+        return self._ask(_ControlCall("flush", timeout))
 
     def label(self, version: str, timeout: float) -> None:
         """See :meth:`Controls.label`."""
-        self._ask(_Label(timeout, version))
+        self._ask(_ControlCall("label", timeout, version=version))
 
     def resume(self, timeout: float) -> None:
         """See :meth:`Controls.resume`."""
-        self._ask(_Resume(timeout))
+        self._ask(_ControlCall("resume", timeout))
 
-    def _ask(self, call: _Call) -> _Done:
+    def _ask(self, call: _ControlCall) -> bool:
         from weightsync.transports.host.unix_socket import connect_local
 
         deadline = Deadline(call.timeout)
         try:
             with closing(connect_local(_PREFIX, self._place, self._key, _PEER, deadline)) as channel:
                 _send(channel, call, deadline)
-                answer: _Done | _Failed = _receive(channel, _Done | _Failed, deadline)
+                answer = _receive(channel, _ControlAnswer, deadline)
         except DeadlineExceeded:
-            raise DeadlineExceeded(f"{_PEER} did not answer {_name(call)} within {call.timeout:.3g} s") from None
-        if isinstance(answer, _Failed):
-            raise from_wire(answer.kind, answer.message)
-        return answer
-
-
-def _name(call: _Call) -> str:
-    return type(call).__name__.strip("_").lower()
+            raise DeadlineExceeded(f"{_PEER} did not answer {call.name} within {call.timeout:.3g} s") from None
+        if answer.failure is not None:
+            raise from_wire(*answer.failure)
+        return answer.flushed
 
 
 def _send(channel: Channel, message: msgspec.Struct, deadline: Deadline) -> None:
@@ -209,7 +186,7 @@ def _send(channel: Channel, message: msgspec.Struct, deadline: Deadline) -> None
     channel.send([len(data).to_bytes(_LENGTH_BYTES, "little"), data], deadline)
 
 
-def _receive(channel: Channel, kind: Any, deadline: Deadline) -> Any:  # noqa: ANN401 - a union is not a type
+def _receive(channel: Channel, kind: type[T], deadline: Deadline) -> T:
     length = int.from_bytes(channel.receive(_LENGTH_BYTES, deadline), "little")
     if length > _LONGEST:
         raise ProtocolError(f"{channel.peer} sent a message of {length:,} bytes, which is too long")

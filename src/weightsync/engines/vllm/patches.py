@@ -20,26 +20,24 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from weightsync.config import variable
+from weightsync.engines.vllm import BACKEND
 from weightsync.engines.vllm.attaching import attach, attach_async
+from weightsync.engines.vllm.awaiting import coordinator_answers
 from weightsync.engines.vllm.controls import INSTALL
-from weightsync.engines.vllm.plugin import BACKEND
-from weightsync.engines.vllm.releases import installed_release, require
 from weightsync.errors import Aborted, ConfigurationError
+from weightsync.releases import JOINING_ASYNC, JOINING_OFFLINE, check_interface
 
-__all__ = ["add_install_method", "follow_engines", "replica_name"]
+__all__ = ["add_install_method", "follow_engines"]
 
 _OWN = "_weightsync"
 _PATIENCE = 300.0  # seconds for which a request waits for the end of an update
 
-_OF_ASYNC = ("collective_rpc", "pause_generation", "resume_generation", "reset_prefix_cache")
-_OF_OFFLINE = ("collective_rpc", "add_request", "step", "abort_request", "has_unfinished_requests", "reset_prefix_cache")
-
 _log = logging.getLogger(__name__)
 
 
-def replica_name() -> str:
-    """Return ``WEIGHTSYNC_REPLICA``, or a name from this host and process id."""
-    return os.environ.get("WEIGHTSYNC_REPLICA") or f"vllm-{socket.gethostname()}-{os.getpid()}"
+def _replica() -> str:
+    return variable("WEIGHTSYNC_REPLICA") or f"vllm-{socket.gethostname()}-{os.getpid()}"
 
 
 def add_install_method(worker_kind: type[Any], backend: type[Any]) -> None:
@@ -89,7 +87,7 @@ class _BusyGuard:
     """Blocks rounds while an ``LLMEngine`` has unfinished requests."""
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401 - vLLM's
-        self._attached = attach(_Offline(engine), replica_name())
+        self._attached = attach(_Offline(engine), _replica())
         self._lock = threading.Lock()
         self._held: ExitStack | None = None
 
@@ -142,17 +140,21 @@ def _follow_offline(kind: Any) -> None:  # noqa: ANN401 - vLLM's class
 def _follow_async(kind: Any) -> None:  # noqa: ANN401 - vLLM's class
     made = kind.__init__
 
-    async def join(engine: Any) -> None:  # noqa: ANN401 - vLLM's
+    async def join(reference: weakref.ref[Any]) -> None:
         try:
-            await attach_async(engine, replica_name())
+            await coordinator_answers()
+            engine = reference()
+            if engine is None:
+                return
+            await attach_async(engine, _replica())
         except Exception:  # noqa: BLE001 - logged; the server continues without updates
             _log.exception(
                 "weightsync: this vLLM could not join the coordinator at %s and gets no weights from it: correct the error, and "
                 "restart vLLM",
-                os.environ.get("WEIGHTSYNC_COORDINATOR"),
+                variable("WEIGHTSYNC_COORDINATOR"),
             )
             return
-        _log.info("weightsync: joined %s as %s", os.environ.get("WEIGHTSYNC_COORDINATOR"), replica_name())
+        _log.info("weightsync: joined %s as %s", variable("WEIGHTSYNC_COORDINATOR"), _replica())
 
     @functools.wraps(made)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
@@ -167,7 +169,7 @@ def _follow_async(kind: Any) -> None:  # noqa: ANN401 - vLLM's class
         except RuntimeError:
             _log.error("weightsync: an AsyncLLM made outside an event loop cannot join automatically: await attach_async(engine)")
             return
-        setattr(self, _OWN, loop.create_task(join(self), name="weightsync-join"))
+        setattr(self, _OWN, loop.create_task(join(weakref.ref(self)), name="weightsync-join"))
 
     kind.__init__ = init
 
@@ -177,9 +179,9 @@ def follow_engines() -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    for kind, follow, needed in ((AsyncLLM, _follow_async, _OF_ASYNC), (LLMEngine, _follow_offline, _OF_OFFLINE)):
+    for kind, follow, purpose in ((AsyncLLM, _follow_async, JOINING_ASYNC), (LLMEngine, _follow_offline, JOINING_OFFLINE)):
         try:
-            require(installed_release(), "joining by the environment", kind, needed)
+            check_interface("vllm", purpose)
         except ConfigurationError as error:
             _log.error("weightsync: %s", error)
             continue

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 
-from weightsync.engines.vllm.releases import installed_release
+from weightsync.config import variable
+from weightsync.engines.vllm import BACKEND
+from weightsync.releases import release_of
 
-__all__ = ["BACKEND", "log_as_vllm_does", "register"]
-
-BACKEND = "weightsync"
+__all__ = ["log_as_vllm_does", "register"]
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ def register() -> None:
     try:
         from vllm.distributed.weight_transfer import factory
     except ImportError as error:
-        _log.warning("weightsync is not available in this vLLM (%s): %s", installed_release(), error)
+        _log.warning("weightsync is not available in this vLLM (%s): %s", release_of("vllm"), error)
         return
     folder = __name__.rpartition(".")[0]
     worker, trainer = (f"{folder}.worker", "WeightsyncEngine"), (f"{folder}.trainer", "WeightsyncTrainerEngine")
@@ -59,7 +58,7 @@ def register() -> None:
             _log.debug("weightsync is already registered with this vLLM")
         except AttributeError:  # an older release has only one of them, and reports the missing one on use
             _log.debug("this vLLM has no %s", registry)
-    if os.environ.get("WEIGHTSYNC_COORDINATOR"):
+    if variable("WEIGHTSYNC_COORDINATOR"):
         from weightsync.engines.vllm.patches import follow_engines
 
         follow_engines()

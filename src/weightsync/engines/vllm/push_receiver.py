@@ -28,7 +28,7 @@ from weightsync.external.checks import (
     check_networks,
     check_tensors,
 )
-from weightsync.external.orders import Describe, Described, Digested, JoinGroup, PauseRank, Receive, Verify
+from weightsync.external.commands import Describe, Described, Digested, JoinGroup, PauseRank, Receive, Verify
 from weightsync.external.rank import DisaggregatedRank
 from weightsync.external.requests import Digest, InitGroupRequest, Name, Tensors, UpdateRequest
 

@@ -18,12 +18,13 @@ from typing import Any, ClassVar, Self
 
 from vllm.distributed.weight_transfer.base import ModuleSource, TrainerInitInfo, TrainerWeightTransferEngine, WeightSource
 
-from weightsync.engines.vllm.plugin import BACKEND
-from weightsync.engines.vllm.releases import installed_release, warn_if_untried
-from weightsync.engines.vllm.sources import StagedSource
+from weightsync.engines.vllm import BACKEND
+from weightsync.engines.vllm.weight_source import StagedSource
 from weightsync.errors import ConfigurationError
+from weightsync.model import PauseMode
 from weightsync.protocol.messages import RoundResult
-from weightsync.trainer.agent import Trainer
+from weightsync.releases import release_of, warn_if_untested
+from weightsync.trainer.trainer import Trainer
 
 __all__ = ["WeightsyncTrainerEngine", "WeightsyncTrainerInitInfo"]
 
@@ -47,6 +48,8 @@ class WeightsyncTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     """Name of that replica."""
     timeout: float = 300.0
     """Time limit of one update in seconds."""
+    pause_mode: PauseMode | None = None
+    """What an update does to running requests; ``None`` is the coordinator's setting."""
 
 
 class WeightsyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
@@ -60,7 +63,7 @@ class WeightsyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
     init_info_cls = WeightsyncTrainerInitInfo
 
     def __init__(self, *, client: Any, source: WeightSource, init_info: WeightsyncTrainerInitInfo) -> None:  # noqa: ANN401 - vLLM's
-        warn_if_untried(installed_release())
+        warn_if_untested("vllm")
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self.rank = init_info.rank
         self._timeout = init_info.timeout
@@ -76,6 +79,8 @@ class WeightsyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
                 rank=0 if alone else self.rank,
                 world_size=1 if alone else init_info.world_size,
                 run=init_info.run,
+                pause_mode=init_info.pause_mode,
+                start_coordinator=init_info.control is not None,  # which is then told where it is
             )
 
     @classmethod
@@ -95,7 +100,7 @@ class WeightsyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         """
         if config is not None:
             raise ConfigurationError(
-                f"vLLM {installed_release()} passes trainers a config besides init_info: weightsync needs the interface of 0.27"
+                f"vLLM {release_of('vllm')} passes trainers a config besides init_info: weightsync needs the interface of 0.27"
             )
         if source is None:
             raise ConfigurationError("weightsync needs whole checkpoints: give source=ModuleSource(model), or another WeightSource")

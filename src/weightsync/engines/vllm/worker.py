@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 import torch
 from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.v1.worker.gpu_worker import Worker
 
-from weightsync.config import token_for_request
-from weightsync.engine.agent import Engine
+from weightsync.config import variable
+from weightsync.engines.attach_options import AttachOptions
 from weightsync.engines.hf_checkpoint import HfCheckpoint, checkpoint_of
 from weightsync.engines.traced_shards import DirectShards, find_direct
 from weightsync.engines.vllm.adapter import VllmWorkerAdapter
@@ -25,9 +24,8 @@ from weightsync.engines.vllm.loading import install, install_some, load_in_sessi
 from weightsync.engines.vllm.local_controls import controls_at, is_local
 from weightsync.engines.vllm.patches import add_install_method
 from weightsync.engines.vllm.push_receiver import PushedUpdates, is_group
-from weightsync.engines.vllm.releases import check_worker_interface, has_labels, installed_release
 from weightsync.errors import ConfigurationError, LoadError
-from weightsync.protocol.messages import Delivery
+from weightsync.releases import REPLICA, check_interface, release_of, warn_if_untested
 
 __all__ = ["GroupInfo", "InitInfo", "UpdateInfo", "WeightsyncEngine"]
 
@@ -37,26 +35,15 @@ _MAX_ERROR = 1024  # bytes of an error message between workers
 
 
 @dataclass
-class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+class InitInfo(AttachOptions, WeightTransferInitInfo):  # type: ignore[misc]
     """Settings with which a worker joins a coordinator: ``init_info`` of vLLM's ``/init_weight_transfer_engine``."""
 
     control: str
     """Address of the engine's owner for rank 0: the URL of a vLLM server, or an address that ``attach`` made."""
-    replica: str | None = None
-    """Name of the replica; by default ``WEIGHTSYNC_REPLICA``."""
-    coordinator: str | None = None
-    """URL of the coordinator; by default ``WEIGHTSYNC_COORDINATOR``."""
-    token: str | None = None
-    """Token of the coordinator. Prefer the server's environment, which must then name the same coordinator."""
-    run: str = ""
-    bucket_bytes: int = 64 << 20
-    transports: list[str] | None = None
     draft_prefix: str | None = None
     """Prefix of the draft model's tensor names; by default ``WEIGHTSYNC_DRAFT_PREFIX``. Without it a draft model is not updated."""
     leave: bool = False
     """Only leave the coordinator. All other fields are ignored."""
-    delivery: Delivery | None = None
-    """By default ``WEIGHTSYNC_DELIVERY``, or else ``auto``: direct if the model can be written directly, else streamed."""
 
 
 @dataclass
@@ -79,7 +66,8 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
     supports_draft_weight_update = True
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        check_worker_interface()
+        check_interface("vllm", REPLICA)
+        warn_if_untested("vllm")
         super().__init__(*args, **kwargs)
         if self.parallel_config.enable_eplb:
             raise ConfigurationError(
@@ -118,20 +106,16 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         self.shutdown()
         if init_info.leave:
             return
-        replica = init_info.replica or os.environ.get("WEIGHTSYNC_REPLICA")
-        if not replica:
+        if not (init_info.replica or variable("WEIGHTSYNC_REPLICA")):
             raise ConfigurationError("a vLLM replica needs a name: give replica, or set WEIGHTSYNC_REPLICA")
-        token = token_for_request(init_info.coordinator, init_info.token)
-        delivery = init_info.delivery or os.environ.get("WEIGHTSYNC_DELIVERY") or "auto"
-        if delivery not in get_args(Delivery):
-            raise ConfigurationError(f"unknown delivery {delivery!r}; choose from {', '.join(get_args(Delivery))}")
-        if not is_local(init_info.control) and not has_labels():
+        delivery = init_info.chosen_delivery()
+        if not is_local(init_info.control) and not _has_labels():
             raise ConfigurationError(
-                f"the server of vLLM {installed_release()} does not report whether it dropped its prefix cache: set "
+                f"the server of vLLM {release_of('vllm')} does not report whether it dropped its prefix cache: set "
                 "WEIGHTSYNC_COORDINATOR in its environment, so that it joins automatically, or use attach or attach_async"
             )
         parallel, rank, checkpoint = self.parallel_config, self._rank(), self._checkpoint()
-        prefix = init_info.draft_prefix or os.environ.get("WEIGHTSYNC_DRAFT_PREFIX") or None
+        prefix = init_info.draft_prefix or variable("WEIGHTSYNC_DRAFT_PREFIX") or None
         if prefix is not None:
             checkpoint, prefix = self._with_draft(checkpoint, prefix)
             delivery = "streamed" if delivery == "auto" else delivery  # two models have two loaders
@@ -143,20 +127,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
             adapter.sleeps = self.model_config.enable_sleep_mode
             if adapter.sleeps:
                 adapter.no_source = "its weights may be asleep while it serves (--enable-sleep-mode)"
-            owned.enter_context(
-                Engine(
-                    adapter,
-                    replica,
-                    init_info.coordinator,
-                    token=token,
-                    rank=rank,
-                    world_size=parallel.world_size_across_dp,
-                    run=init_info.run,
-                    delivery=delivery,  # type: ignore[arg-type]  # checked above
-                    bucket_bytes=init_info.bucket_bytes,
-                    transports=init_info.transports,
-                )
-            )
+            owned.enter_context(init_info.join(adapter, rank, parallel.world_size_across_dp, delivery))
             self._adapter = adapter
             self._owned = owned.pop_all()
 
@@ -170,7 +141,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         """Return the checkpoint of the model and its draft model, and the draft's prefix, empty if both share one checkpoint."""
         leave = "leave WEIGHTSYNC_DRAFT_PREFIX and draft_prefix unset"
         if not hasattr(Worker, "start_draft_weight_update"):
-            raise ConfigurationError(f"vLLM {installed_release()} does not update draft models: {leave}")
+            raise ConfigurationError(f"vLLM {release_of('vllm')} does not update draft models: {leave}")
         speculative = self.vllm_config.speculative_config
         draft = None if speculative is None else speculative.draft_model_config
         own = draft is not None and draft.model not in (self.model_config.model, self.model_config.model_weights)
@@ -331,6 +302,13 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         self._adapter = self._pushed = None
         self._owned.close()
         self._owned = ExitStack()
+
+
+def _has_labels() -> bool:
+    """Return whether this vLLM has labels for weights (``/update_weight_version``). Its server then reports dropped caches, too."""
+    from vllm.engine.protocol import EngineClient
+
+    return hasattr(EngineClient, "update_weight_version")
 
 
 add_install_method(Worker, WeightsyncEngine)

@@ -17,7 +17,8 @@ def enable() -> None:
     """
     import areal.engine
 
-    from weightsync.integrations.areal.actor import PublishingFSDPActor, check_engine
+    from weightsync.integrations.areal.actor import PublishingFSDPActor
+    from weightsync.releases import check_interface
 
-    check_engine()
+    check_interface("areal")
     areal.engine.FSDPPPOActor = PublishingFSDPActor

@@ -12,13 +12,13 @@ from typing import Any
 
 from areal.engine.fsdp_engine import FSDPPPOActor
 
-from weightsync.config import ClientSettings
-from weightsync.errors import ConfigurationError, RoundFailed
-from weightsync.integrations.releases import warn_if_untried
+from weightsync.errors import ConfigurationError
+from weightsync.integrations.updates import check_reached
 from weightsync.protocol.messages import RoundResult
-from weightsync.trainer.agent import Trainer
+from weightsync.releases import warn_if_untested
+from weightsync.trainer.trainer import Trainer
 
-__all__ = ["PublishesShards", "PublishingFSDPActor", "check_engine"]
+__all__ = ["PublishesShards", "PublishingFSDPActor"]
 
 _log = logging.getLogger(__name__)
 
@@ -53,14 +53,20 @@ class PublishesShards:
             raise ConfigurationError(
                 f"weightsync replaces AReaL's updates of type xccl, and this one is {meta.type}: set actor.weight_update_mode=xccl"
             )
-        warn_if_untried("areal")
+        warn_if_untested("areal")
         self.weight_update_group_initialized = True  # so that none is made
         super().connect_engine(engine, meta)  # type: ignore[misc]
         self._servers = meta.gen_allocation.parallel.dp_size
         if self._trainer is None:
             # AReaL counts versions by its own steps, which go back when it recovers from a checkpoint: each start is an epoch.
-            url = ClientSettings.load().coordinator.url
-            self._trainer = Trainer(self.model, url, dtype=self._compute_dtype(), new_epoch=True)  # type: ignore[attr-defined]
+            # Requests are aborted: AReaL submits them again, and labels each part with the version that made it.
+            self._trainer = Trainer(
+                self.model,
+                dtype=self._compute_dtype(),  # type: ignore[attr-defined]
+                new_epoch=True,
+                pause_mode="abort",
+                start_coordinator=False,
+            )
         names = self._trainer.wait_for_replicas(self._servers)
         _log.info("AReaL's training rank %d publishes its shards to %s", self._trainer.rank, ", ".join(names))
 
@@ -77,10 +83,7 @@ class PublishesShards:
             raise ConfigurationError("connect_engine() comes before update_weights(), and destroy() after it")
         with self._offload_aware_context():  # type: ignore[attr-defined]
             self.result = result = trainer.publish(meta.version)
-        if len(result.updated) < self._servers:
-            failures = "; ".join(f"{replica.name}: {replica.error}" for replica in result.missed)
-            reached = f"{len(result.updated)} of {self._servers} servers"
-            raise RoundFailed(f"version {result.version} reached {reached} ({failures or 'the others have left'})")
+        check_reached(result, "servers", self._servers)
 
     def destroy(self) -> None:
         """Leave the coordinator, and do what AReaL does. Servers keep their weights."""
@@ -92,22 +95,3 @@ class PublishesShards:
 
 class PublishingFSDPActor(PublishesShards, FSDPPPOActor):  # type: ignore[misc]
     """AReaL's FSDP actor with :class:`PublishesShards`. AReaL's controllers name it to their workers by its path."""
-
-
-def check_engine() -> None:
-    """Check that this AReaL has what :class:`PublishesShards` replaces or calls.
-
-    Raises:
-        ConfigurationError: It lacks something. The message names it.
-    """
-    needed = (
-        "connect_engine",
-        "update_weights",
-        "destroy",
-        "_compute_dtype",
-        "_offload_aware_context",
-        "_check_rollout_engine_connected",
-    )
-    missing = [name for name in needed if not callable(getattr(FSDPPPOActor, name, None))]
-    if missing:
-        raise ConfigurationError(f"this FSDPEngine has no {', '.join(missing)}")

@@ -38,8 +38,8 @@ def hf_state(
             or without Megatron's wrappers.
         config: The Hugging Face configuration of the same model.
         family: The rules; by default those of ``config.model_type`` in :data:`FAMILIES`.
-        stacked_experts: Whether to name experts as modules of Transformers do, which stack those of a layer. By default they have
-            the names of a checkpoint, which vLLM takes.
+        stacked_experts: Whether to name experts as the parameters of Transformers' modules, which stack those of a layer. By
+            default they have the names of a checkpoint, which vLLM takes, and ``ModuleAdapter`` of a Transformers model.
         convert_norms: Whether to publish copies of norms, plus one, if Megatron stores them minus one
             (``layernorm_zero_centered_gamma``) and the family's checkpoints do not; or minus one the other way round. They are
             computed anew before each publication, in the dtype of the parameters. By default such a model is refused.

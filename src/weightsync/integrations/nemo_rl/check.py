@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.util import find_spec
 
-import weightsync
-from weightsync.config import ClientSettings, token_source
+from weightsync.config import ClientSettings, token_source, variable
 from weightsync.errors import WeightSyncError
-from weightsync.integrations.nemo_rl.engine import NAME, RefitEngine
-from weightsync.integrations.nemo_rl.releases import COMMIT, INTERFACE, TRIED, is_tried
+from weightsync.integrations.nemo_rl.engine import INTERFACE, NAME, RefitEngine
 from weightsync.server.findings import Finding, ask_coordinator
 
 __all__ = ["findings"]
 
 
 def findings() -> Iterator[Finding]:
-    """Yield one finding after the other; that of the interface only where NeMo-RL can be imported."""
-    yield Finding("weightsync", "ok", weightsync.__version__)
-    if find_spec("nemo_rl") is None:
-        yield Finding(
-            "nemo_rl", "missing", "not importable in this environment",
-            "install weightsync in the environments of NeMo-RL's policy and vLLM workers; run this there",
-        )  # fmt: skip
-        return
-    yield _release()
+    """Yield one finding after the other, where NeMo-RL can be imported."""
     yield _engine()
     yield _token()
-    if os.environ.get("WEIGHTSYNC_COORDINATOR"):
+    if variable("WEIGHTSYNC_COORDINATOR"):
         yield ask_coordinator("coordinator", ClientSettings.load())
-
-
-def _release() -> Finding:
-    from nemo_rl import __version__ as release
-
-    if is_tried(str(release)):
-        return Finding("nemo_rl", "ok", str(release))
-    return Finding("nemo_rl", "limited", str(release), f"tried with {TRIED}, commit {COMMIT}; used if the interface fits")
 
 
 def _engine() -> Finding:

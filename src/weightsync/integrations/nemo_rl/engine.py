@@ -9,7 +9,9 @@ Policy ranks and workers stay joined from one update to the next. A worker that 
 
 from __future__ import annotations
 
+import inspect
 import logging
+import sys
 import weakref
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
@@ -19,16 +21,18 @@ import torch
 
 from weightsync.engine.receiver import Receiver
 from weightsync.errors import ConfigurationError, WeightSyncError
-from weightsync.integrations.nemo_rl.releases import check_interface, warn_if_untried
 from weightsync.integrations.stream_options import Options
 from weightsync.integrations.stream_ranks import GRACE, Meeting, StreamSender, about_this_rank, arrange, join, offer_coordinator
 from weightsync.launch import place_in_world
 from weightsync.protocol.notices import tell
+from weightsync.releases import refuse_calls, warn_if_untested
 
-__all__ = ["NAME", "RefitEngine"]
+__all__ = ["INTERFACE", "NAME", "RefitEngine"]
 
 NAME = "weightsync.integrations.nemo_rl:Engine"
 """What the user writes."""
+INTERFACE = "nemo_rl.utils.checkpoint_engines.base"
+"""NeMo-RL's module that makes an engine by its name, and holds the base class that says what it calls."""
 
 _log = logging.getLogger(__name__)
 _WHERE = f"policy.generation.refit_cfg['{NAME}']"
@@ -49,7 +53,7 @@ class RefitEngine:
     def __init__(
         self, bucket_size: int, release_after_refit: bool = False, shard_expert_weights: bool = False, **options: object
     ) -> None:
-        check_interface(type(self))
+        refuse_calls("nemo_rl", _unanswered(type(self)))
         self._options = Options.of(options, _WHERE)
         if not isinstance(shard_expert_weights, bool):
             raise ConfigurationError(f"{_WHERE}: shard_expert_weights is true or false, not {shard_expert_weights!r}")
@@ -86,7 +90,7 @@ class RefitEngine:
         """
         self._meet(train_world_size, rollout_world_size, metadata)
         if worker_rank == 0:
-            warn_if_untried()
+            warn_if_untested("nemo_rl")
             tell(_log, f"the coordinator of this run is {self._meeting.coordinator}")
         self._sender.join(self._meeting.coordinator, worker_rank, train_world_size)
 
@@ -162,3 +166,19 @@ class RefitEngine:
 
         cut = ((name, select_hf_weight_for_vllm_target(name, tensor, target_layout=self._layout)) for name, tensor in batch)
         return [(name, tensor) for name, tensor in cut if tensor is not None]
+
+
+def _unanswered(engine: type) -> list[str]:
+    """Return the methods and arguments of NeMo-RL's base class that ``engine`` lacks; none where NeMo-RL is not imported."""
+    base = getattr(sys.modules.get(INTERFACE), "CheckpointEngine", None)
+    return [
+        f"{name}({parameter})"
+        for name in sorted(getattr(base, "__abstractmethods__", ()))
+        for parameter in inspect.signature(getattr(base, name)).parameters
+        if parameter not in _parameters(engine, name)
+    ]
+
+
+def _parameters(engine: type, name: str) -> set[str]:
+    method = getattr(engine, name, None)
+    return set(inspect.signature(method).parameters) if callable(method) else set()

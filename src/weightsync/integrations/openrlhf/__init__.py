@@ -29,12 +29,12 @@ def enable() -> None:
     import ray
     from openrlhf.trainer.ray import ppo_actor, vllm_engine
 
-    from weightsync.integrations.openrlhf.policy import PublishingPolicyActor, check_trainer
+    from weightsync.integrations.openrlhf.policy import PublishingPolicyActor
     from weightsync.integrations.openrlhf.rollout import JoiningRolloutActor
-    from weightsync.integrations.releases import warn_if_untried
+    from weightsync.releases import check_interface, warn_if_untested
 
-    check_trainer()
-    warn_if_untried("openrlhf")
+    check_interface("openrlhf")
+    warn_if_untested("openrlhf")
     if actor_class(ppo_actor.PolicyModelActor) is PublishingPolicyActor:
         return
     if PROGRAM in sys.modules:

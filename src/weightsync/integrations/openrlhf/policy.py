@@ -1,7 +1,7 @@
 """OpenRLHF's policy actors with weightsync's weight transfer.
 
 OpenRLHF decides when an update comes, and brackets it with pauses of its own where training and generation overlap. A round of
-weightsync pauses each vLLM for as short as it can, drops its prefix cache and resumes it.
+weightsync pauses each vLLM only while its weights change, drops its prefix cache and resumes it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from openrlhf.trainer.ray import ppo_actor
 
 from weightsync.config import ClientSettings
-from weightsync.errors import ConfigurationError, DeadlineExceeded, RoundFailed
+from weightsync.errors import ConfigurationError
 from weightsync.integrations.openrlhf import actor_class
-from weightsync.integrations.stream_ranks import GRACE, in_thread
+from weightsync.integrations.updates import GRACE, check_reached, in_thread, overdue_walk
 from weightsync.protocol.messages import RoundResult
-from weightsync.trainer.agent import Trainer
 from weightsync.trainer.stream import Stream
+from weightsync.trainer.trainer import Trainer
 from weightsync.transports.registry import FROM_HOST_MEMORY
 
-__all__ = ["PublishesWeights", "PublishingActorTrainer", "PublishingPolicyActor", "check_trainer"]
+__all__ = ["PublishesWeights", "PublishingActorTrainer", "PublishingPolicyActor"]
 
 _log = logging.getLogger(__name__)
 _PolicyActor: Any = actor_class(ppo_actor.PolicyModelActor)
@@ -62,11 +62,7 @@ class PublishesWeights:
         """
         trainer = self._publisher or self._join()
         self.result = result = self._stream(trainer) if self._gathers else trainer.publish()
-        engines = self.strategy.args.vllm.num_engines
-        if len(result.updated) < engines:
-            failures = "; ".join(f"{replica.name}: {replica.error}" for replica in result.missed)
-            reached = f"{len(result.updated)} of {engines} engines"
-            raise RoundFailed(f"version {result.version} reached {reached} ({failures or 'the others have left'})")
+        check_reached(result, "engines", self.strategy.args.vllm.num_engines)
 
     @property
     def _gathers(self) -> bool:
@@ -80,9 +76,11 @@ class PublishesWeights:
             raise ConfigurationError("weightsync publishes whole models: set no LoRA rank, and no load_in_4bit")
         if args.train.colocate_all and not args.train.async_enable:
             raise ConfigurationError("weightsync needs GPUs of their own for vLLM: leave out --train.colocate_all")
-        url = ClientSettings.load().coordinator.url  # without one, Trainer would start a coordinator that no engine knows
         self._publisher = trainer = Trainer(
-            self.stream if self._gathers else self.actor.model.module, url, transports=self.transports
+            self.stream if self._gathers else self.actor.model.module,
+            transports=self.transports,
+            pause_mode="keep",  # as OpenRLHF pauses for partial rollouts: it submits no request again
+            start_coordinator=False,
         )
         names = trainer.wait_for_replicas(args.vllm.num_engines)
         _log.info("OpenRLHF's policy rank %d publishes to %s", trainer.rank, ", ".join(names))
@@ -91,16 +89,11 @@ class PublishesWeights:
     def _stream(self, trainer: Trainer) -> RoundResult:
         """Stream in a thread of its own: a gather waits for the other ranks as long as the process group does, up to an hour."""
         seconds = ClientSettings.load().timeouts.publish
-        walk = in_thread(lambda: trainer.publish_stream(self._whole(), timeout=seconds), "weightsync-walk")
+        walk = in_thread(lambda: trainer.publish_stream(self._whole(), timeout=seconds))
         try:
             return walk.result(seconds + GRACE)
         except TimeoutError:
-            if walk.done():  # with this error of its own, or in this very moment
-                return walk.result()
-            raise DeadlineExceeded(
-                f"policy rank {trainer.rank} did not gather its parameters within {seconds:g} s: another policy rank does not take "
-                "part, or the gather itself hangs. Restart the policy actors"
-            ) from None
+            return overdue_walk(walk, f"policy rank {trainer.rank}", seconds)
 
     def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather one parameter after the other, on every rank, as OpenRLHF does."""
@@ -125,18 +118,3 @@ class PublishingPolicyActor(_PolicyActor):  # type: ignore[misc]
         """Replace the trainer's class in this process, and go on as OpenRLHF does."""
         ppo_actor.ActorPPOTrainer = PublishingActorTrainer
         super().init_model_from_pretrained(*args, **kwargs)
-
-
-def check_trainer() -> None:
-    """Check that this OpenRLHF has what :class:`PublishesWeights` replaces.
-
-    Raises:
-        ConfigurationError: It lacks something. The message names it.
-    """
-    needed = {
-        PublishingActorTrainer.__mro__[2]: ("_init_vllm_sync_group", "broadcast_to_vllm"),
-        _PolicyActor: ("init_model_from_pretrained",),
-    }
-    missing = [f"{kind.__name__}.{name}" for kind, names in needed.items() for name in names if not hasattr(kind, name)]
-    if missing:
-        raise ConfigurationError(f"this OpenRLHF has no {', '.join(missing)}")

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from weightsync.errors import ConfigurationError
-from weightsync.integrations.releases import SERIES, warn_if_untried
+from weightsync.errors import ConfigurationError, RoundFailed
+from weightsync.integrations.trl.reporting import calling_trainer, report
+from weightsync.integrations.trl.rollout_server import RolloutServer
 from weightsync.integrations.trl.transfer import JoinOptions, WeightTransfer
 from weightsync.protocol.messages import RoundResult
+from weightsync.protocol.notices import tell
+from weightsync.releases import check_interface, warn_if_untested
 from weightsync.tensors.shards import DTypes
-from weightsync.trainer.agent import Trainer
+from weightsync.trainer.trainer import Trainer
 from weightsync.transports.base import Transport
 
-__all__ = ["NEEDED", "ServerModePublisher", "check_interface", "enable"]
+__all__ = ["ServerModePublisher", "enable"]
 
-NEEDED = {
-    "VLLMClient": ("init_communicator", "update_named_params"),
-    "VLLMGeneration": ("_init_vllm", "_iter_named_params", "sync_weights"),
-}
-"""What is substituted or called of ``trl.generation.vllm_generation``."""
 _OWN = "_weightsync"
+_log = logging.getLogger(__name__)
 _live = weakref.WeakSet["ServerModePublisher"]()
 
 
@@ -36,23 +37,34 @@ def enable(
     replicas: int = 1,
     timeout: float = 600.0,
     transports: Sequence[Transport | str] | None = None,
+    wait_for_replicas: float = 0.0,
 ) -> None:
     """Make TRL's trainers with ``vllm_mode="server"`` publish through weightsync. Call it on every rank, before making a trainer.
 
-    Trainers with ``vllm_mode="colocate"`` are unchanged. A second call replaces the options for later trainers. The arguments are
-    those of :class:`WeightTransfer`.
+    Trainers with ``vllm_mode="colocate"`` are unchanged, and need no coordinator. A second call replaces the options for later
+    trainers. A trainer's constructor then raises :class:`~weightsync.errors.CoordinatorUnreachable` if no coordinator answers,
+    :class:`~weightsync.errors.AuthenticationError` if the token is wrong, and
+    :class:`~weightsync.errors.ConfigurationError` if the server at its URL has another weight-transfer backend.
+
+    Args:
+        coordinator: As for :class:`WeightTransfer`, like ``token``, ``dtype``, ``replicas``, ``timeout`` and ``transports``.
+        token: See there.
+        dtype: See there.
+        replicas: See there.
+        timeout: See there.
+        transports: See there.
+        wait_for_replicas: Seconds to wait for ``replicas`` servers again if an update failed, for example because a server was
+            killed and is started again; then the weights are published once more. Default: an update that fails ends the training.
+            Without effect under FSDP1 and ZeRO-3, where whole tensors were gathered for the one attempt.
 
     Raises:
-        CoordinatorUnreachable: No coordinator answers at its address.
-        AuthenticationError: The token is wrong.
         ConfigurationError: This TRL lacks what is substituted. The message names it.
     """
     from trl.generation import vllm_generation
 
     options = JoinOptions(coordinator, token, dtype, replicas, timeout, transports)
-    check_interface(vllm_generation, NEEDED)
-    warn_if_untried("trl")
-    options.check()
+    check_interface("trl")
+    warn_if_untested("trl")
     kind = vllm_generation.VLLMGeneration
     client: Any
     client, own = getattr(kind, _OWN, (vllm_generation.VLLMClient, kind.sync_weights))
@@ -62,7 +74,9 @@ def enable(
         """TRL's client for generation; weights go another way."""
 
         def init_communicator(self, device: object = 0) -> None:
-            """Do nothing: vLLM's workers have joined the coordinator."""
+            """Make no group, as vLLM's workers join the coordinator. Check that they can, and that it answers."""
+            options.check()
+            RolloutServer(self.base_url).check_backend()
 
         def update_named_params(self, metadata: object, named_params: object) -> None:
             """Refuse: somebody else than the trainer's own synchronization asks for it."""
@@ -74,30 +88,11 @@ def enable(
             return
         publisher = generation.__dict__.get(_OWN)
         if publisher is None:
-            publisher = generation.__dict__[_OWN] = ServerModePublisher(generation, options)
+            publisher = generation.__dict__[_OWN] = ServerModePublisher(generation, options, wait_for_replicas)
         publisher.publish(generation)
 
     vllm_generation.VLLMClient = WithoutCommunicator
     kind.sync_weights = sync_weights
-
-
-def check_interface(module: object, needed: Mapping[str, Sequence[str]]) -> None:
-    """Check that ``module`` has each class in ``needed`` with its methods.
-
-    Raises:
-        ConfigurationError: Something is missing. The message names it.
-    """
-    lacking = [
-        f"{kind}.{method}"
-        for kind, methods in needed.items()
-        for method in methods
-        if not callable(getattr(getattr(module, kind, None), method, None))
-    ]
-    if lacking:
-        tried = SERIES["trl"].tried
-        raise ConfigurationError(
-            f"this TRL ({getattr(module, '__name__', module)}) has no {', '.join(lacking)}: weightsync was tried with TRL {tried}"
-        )
 
 
 class ServerModePublisher:
@@ -107,18 +102,22 @@ class ServerModePublisher:
     Under FSDP1 and ZeRO-3 TRL gathers whole tensors on all ranks, and rank 0 publishes these.
     """
 
-    def __init__(self, generation: Any, options: JoinOptions) -> None:  # noqa: ANN401 - TRL's
+    def __init__(self, generation: Any, options: JoinOptions, wait_for_replicas: float = 0.0) -> None:  # noqa: ANN401 - TRL's
         for earlier in list(_live):  # a run has one trainer, and TRL does not say when it is done with one
             earlier.close()
-        _live.add(self)
-        self._options = options
+        self._options, self._patience = options, wait_for_replicas
+        self._asking: object = None
         self._main = bool(generation.accelerator.is_main_process)
         backend = generation._dist
-        self._gathered = WeightTransfer(**vars(options)) if backend.is_zero3 or backend.fsdp_version == 1 else None
+        gathers = backend.is_zero3 or backend.fsdp_version == 1
+        if gathers and self._main:
+            options = replace(options, server=generation.vllm_client.base_url)
+        self._gathered = WeightTransfer(**vars(options)) if gathers else None
         self._trainer: Trainer | None = None
         self._closer: weakref.finalize[Any, Any] | None = None
         self.result: RoundResult | None = None
         """Result of the last update; with gathered weights on rank 0 alone."""
+        _live.add(self)
 
     def publish(self, generation: Any) -> None:  # noqa: ANN401 - TRL's
         """Bring the model as it is now to every replica. Raises what :class:`weightsync.Trainer` and its ``publish`` raise."""
@@ -139,8 +138,23 @@ class ServerModePublisher:
             if self._trainer is None:
                 self._trainer = self._options.join(state)
                 self._closer = weakref.finalize(self, self._trainer.close)
-            number = self._options.number(self._trainer)
-            self.result = self._trainer.publish(number, timeout=self._options.timeout)
+            self.result = self._published(self._trainer)
+        if self._main:
+            self._asking = self._asking or calling_trainer()
+            report(self.result, self._asking)
+            RolloutServer(generation.vllm_client.base_url).check_label(self.result.version)
+
+    def _published(self, trainer: Trainer) -> RoundResult:
+        options = self._options
+        try:
+            return trainer.publish(options.number(trainer), timeout=options.timeout)
+        except RoundFailed as error:  # on every rank
+            if not self._patience:
+                raise
+            if self._main:
+                tell(_log, f"{error}. Waiting up to {self._patience:g} s for {options.replicas} replicas, to publish again")
+            trainer.wait_for_replicas(options.replicas, self._patience)
+            return trainer.publish(timeout=options.timeout)
 
     def close(self) -> None:
         """Leave the coordinator. Replicas keep their weights. Safe twice; another update joins again."""

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from weightsync.config import ClientSettings, Secret
-from weightsync.errors import Aborted
-from weightsync.integrations.releases import warn_if_untried
+from weightsync.errors import Aborted, DeadlineExceeded
+from weightsync.integrations.trl.reporting import calling_trainer, report, warn_of_rounding
+from weightsync.integrations.trl.rollout_server import RolloutServer
 from weightsync.protocol.messages import RoundResult
+from weightsync.protocol.notices import tell
+from weightsync.releases import warn_if_untested
 from weightsync.server.client import Client
 from weightsync.tensors.shards import DTypes
-from weightsync.trainer.agent import Trainer
 from weightsync.trainer.stream import Stream
+from weightsync.trainer.trainer import Trainer
 from weightsync.transports.base import Transport
 
 __all__ = ["JoinOptions", "WeightTransfer"]
+
+_LOOK = (
+    """A vLLM server joins by itself if it was started with --weight-transfer-config '{"backend": "weightsync"}' and """
+    "WEIGHTSYNC_COORDINATOR in its environment, and has the token (WEIGHTSYNC_TOKEN_FILE on another machine or as another user): "
+    "its log says whether it joined, or why not"
+)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,6 +41,7 @@ class JoinOptions:
     replicas: int
     timeout: float
     transports: Sequence[Transport | str] | None
+    server: str | None = None
 
     def check(self) -> None:
         """Ask the coordinator for its status, so that a wrong address or token fails before any weight is gathered.
@@ -38,26 +50,38 @@ class JoinOptions:
             CoordinatorUnreachable: No coordinator answers.
             AuthenticationError: The token is wrong.
         """
-        with Client(self._settings()) as client:
+        settings = ClientSettings.load(coordinator=self.coordinator, token=Secret(self.token) if self.token else None)
+        with Client(settings) as client:
             client.status()
 
-    def _settings(self) -> ClientSettings:
-        return ClientSettings.load(coordinator=self.coordinator, token=Secret(self.token) if self.token else None)
-
     def join(self, state: Mapping[str, torch.Tensor] | torch.nn.Module | Stream) -> Trainer:
-        """Join with this rank's ``state``, or alone with a stream, and wait for replicas."""
+        """Join with this rank's ``state``, or alone with a stream, and wait for replicas.
+
+        Raises:
+            DeadlineExceeded: Too few replicas joined in time. The message says what to look at.
+            ManifestMismatch: A server that joined holds another model.
+            WeightSyncError: What :class:`weightsync.Trainer` raises.
+        """
         alone = isinstance(state, Stream)
+        if not isinstance(state, Stream):
+            named = state.items() if isinstance(state, Mapping) else state.named_parameters()
+            any(warn_of_rounding(name, tensor.dtype, self.dtype) for name, tensor in named)
         trainer = Trainer(
             state,
-            self._settings().coordinator.url,  # without one, Trainer would start a coordinator that no server knows
+            self.coordinator,
             token=self.token,
             rank=0 if alone else None,
             world_size=1 if alone else None,
             dtype=self.dtype,
             transports=self.transports,
+            pause_mode="keep",  # as TRL's own client pauses: it trains on whatever length an aborted request has
+            start_coordinator=False,
         )
         try:
-            trainer.wait_for_replicas(self.replicas, self.timeout)
+            trainer.wait_for_replicas(self.replicas, self.timeout, refused="raise")
+        except DeadlineExceeded as error:
+            trainer.close()
+            raise DeadlineExceeded(f"{error}. {_LOOK}") from error
         except BaseException:
             trainer.close()
             raise
@@ -83,6 +107,8 @@ class WeightTransfer:
         replicas: Servers that must have joined before the first weights are sent.
         timeout: Seconds for these to join, and for each update.
         transports: As for :class:`weightsync.Trainer`.
+        server: URL of the server that TRL samples from, which must serve each update's version. Default: the trainer's
+            ``vllm_server_base_url``.
     """
 
     def __init__(
@@ -94,33 +120,61 @@ class WeightTransfer:
         replicas: int = 1,
         timeout: float = 600.0,
         transports: Sequence[Transport | str] | None = None,
+        server: str | None = None,
     ) -> None:
-        self._options = JoinOptions(coordinator, token, dtype, replicas, timeout, transports)
+        self._options = JoinOptions(coordinator, token, dtype, replicas, timeout, transports, server)
+        self._first = True
+        self._asking: object = None  # TRL's trainer
         self._trainer: Trainer | None = None
         self.result: RoundResult | None = None
         """Result of the last update."""
 
     def init_weight_transfer(self) -> None:
         """Join the coordinator, and wait for replicas. Raises what :class:`weightsync.Trainer` and its wait for replicas raise."""
-        warn_if_untried("trl")
+        warn_if_untested("trl")
         self.destroy()
         self._options.check()
+        self._asking = calling_trainer()
+        if (server := self._server()) is not None:
+            server.check_backend()
         self._trainer = self._options.join(Stream())
 
     def pause(self) -> None:
-        """Do nothing: the round pauses each replica for as short as it can."""
+        """Do nothing: the round pauses each replica only while its weights change."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish what ``iterator`` yields, and return when the replicas serve it. Drains it also after an error.
 
-        Raises what :meth:`weightsync.Trainer.publish_stream` raises.
+        Raises what :meth:`weightsync.Trainer.publish_stream` raises, and :class:`~weightsync.errors.ConfigurationError` if the
+        server that TRL samples from does not serve the version afterwards.
         """
         trainer = self._trainer
         if trainer is None:
             for _ in iterator:  # the other ranks gather
                 pass
             raise Aborted("init_weight_transfer() comes before send_weights(), and destroy() after it")
-        self.result = trainer.publish_stream(iterator, self._options.number(trainer), timeout=self._options.timeout)
+        weights = self._noting(iterator) if self._first else iterator
+        self.result = trainer.publish_stream(weights, self._options.number(trainer), timeout=self._options.timeout)
+        report(self.result, self._asking)
+        if (server := self._server()) is not None:
+            server.check_label(self.result.version)
+        elif self._first:
+            tell(
+                _log,
+                "it is not checked whether TRL samples from an updated server: its URL is unknown. Pass WeightTransfer(server=URL)",
+            )
+        self._first = False
+
+    def _server(self) -> RolloutServer | None:
+        url = self._options.server or getattr(getattr(self._asking, "args", None), "vllm_server_base_url", None)
+        return None if url is None else RolloutServer(url)
+
+    def _noting(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        warned = False
+        for name, tensor in weights:
+            warned = warned or warn_of_rounding(name, tensor.dtype, self._options.dtype)
+            yield name, tensor
+            del tensor  # its memory is needed for the next one
 
     def resume(self) -> None:
         """Do nothing: the round resumed each replica when its weights were verified."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
-import weightsync
-from weightsync.config import ClientSettings, token_source
+from msgspec.structs import replace
+
+from weightsync.config import ClientSettings, token_source, variable
 from weightsync.errors import WeightSyncError
 from weightsync.integrations.stream_options import server_settings
-from weightsync.integrations.verl.releases import TRIED, is_tried
-from weightsync.server.findings import Finding, ask_coordinator, find_release
+from weightsync.releases import releases_tested
+from weightsync.server.findings import Finding, ask_coordinator
 from weightsync.server.server import BackgroundServer
 
 __all__ = ["findings"]
@@ -22,13 +23,8 @@ _MODULE = f"actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module={_
 
 
 def findings() -> Iterator[Finding]:
-    """Yield one finding after the other; those that need verl only where it can be imported."""
-    yield Finding("weightsync", "ok", weightsync.__version__)
+    """Yield one finding after the other, where verl is installed."""
     yield _ray()
-    release = find_release("verl", "verl", " and ".join(TRIED), is_tried)
-    yield release
-    if release.status == "missing":
-        return
     yield _entry_point()
     yield _registered()
     yield _token()
@@ -49,13 +45,16 @@ def _entry_point() -> Finding:
             "entry point", "missing", f"group {_GROUP} of this environment has {', '.join(names) or 'nothing'}",
             "weightsync was installed before it had this entry point: install it again",
         )  # fmt: skip
-    policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
-    allowed = policy == "auto" or "weightsync" in {name.strip() for name in policy.split(",")}
-    if not allowed:
-        return Finding(
-            "entry point", "limited", f"VERL_USE_EXTERNAL_PLUGINS={policy} leaves weightsync out", f"add it there, or set {_MODULE}"
-        )
+    if _left_out():
+        return Finding("entry point", "limited", f"{_left_out()} leaves weightsync out", f"add it there, or set {_MODULE}")
     return Finding("entry point", "ok", f"{_GROUP}: weightsync = {_PLUGIN}")
+
+
+def _left_out() -> str:
+    """The setting that stops verl from loading weightsync's plugin; empty if there is none."""
+    policy = variable("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
+    allowed = policy == "auto" or "weightsync" in {name.strip() for name in policy.split(",")}
+    return "" if allowed else f"VERL_USE_EXTERNAL_PLUGINS={policy}"
 
 
 def _registered() -> Finding:
@@ -63,6 +62,7 @@ def _registered() -> Finding:
         import verl.checkpoint_engine.base as engines
 
         by_itself = "weightsync" in engines.CheckpointEngineRegistry._registry
+        by_name = _takes_a_module()
         from weightsync.integrations.verl.backend import StreamCheckpointEngine
 
         StreamCheckpointEngine(bucket_size=1 << 20)
@@ -70,7 +70,20 @@ def _registered() -> Finding:
         return Finding("backend", "missing", f"{type(error).__name__}: {error}", "verl says that the backend is not registered")
     if by_itself:
         return Finding("backend", "ok", f"verl has registered it. Use it by {_LINE}")
-    return Finding("backend", "limited", "verl does not load plugins by itself (0.8)", f"set {_LINE} and {_MODULE}")
+    if not by_name:
+        return Finding(
+            "backend", "missing", "this verl loads no plugins and has no custom_backend_module, so it cannot find weightsync",
+            f"install {releases_tested('verl')}",
+        )  # fmt: skip
+    why = f"{_left_out()} stops verl from loading it" if _left_out() else "this verl does not load plugins (0.9 does)"
+    return Finding("backend", "limited", why, f"set {_LINE} and {_MODULE}")
+
+
+def _takes_a_module() -> bool:
+    """Whether this verl's configuration of a checkpoint engine names a module to import."""
+    from verl.workers.config import CheckpointEngineConfig
+
+    return "custom_backend_module" in {field.name for field in fields(CheckpointEngineConfig)}
 
 
 def _token() -> Finding:
@@ -86,11 +99,16 @@ def _token() -> Finding:
 def _coordinator() -> Finding:
     """Ask the coordinator that is named, or start one for a moment as actor rank 0 would."""
     try:
-        if os.environ.get("WEIGHTSYNC_COORDINATOR"):
-            return ask_coordinator("coordinator", ClientSettings.load())
+        if variable("WEIGHTSYNC_COORDINATOR"):
+            finding = ask_coordinator("coordinator", ClientSettings.load())
+            if finding.status == "ok":
+                return finding
+            advice = "verl needs none: unset WEIGHTSYNC_COORDINATOR, and actor rank 0 starts one"
+            return replace(finding, cost=f"{finding.cost}. {advice}")
         import ray
 
         with BackgroundServer(server_settings(ray.util.get_node_ip_address().strip("[]"))) as server:
-            return ask_coordinator("coordinator", ClientSettings.load(coordinator=server.url))
+            finding = ask_coordinator("coordinator", ClientSettings.load(coordinator=server.url))
+            return replace(finding, value=f"{finding.value} (started for this check, as actor rank 0 starts one; stopped again)")
     except WeightSyncError as error:
         return Finding("coordinator", "missing", f"{type(error).__name__}: {error}", "actor rank 0 could not start one either")

@@ -1,19 +1,36 @@
-"""What verl imports in each of its processes: registers the checkpoint engine ``weightsync``.
+"""Register the checkpoint engine ``weightsync`` in a process of verl. Imports the rest of weightsync only where it is used.
 
-verl 0.9 finds this module by the entry point ``weightsync`` in the group ``verl.plugins``, and logs at level DEBUG if its import
-fails. verl 0.8 needs its name: ``checkpoint_engine.custom_backend_module=weightsync.integrations.verl.plugin``.
+verl 0.9 finds this module by the entry point ``weightsync`` in the group ``verl.plugins``. It imports it in every process, whatever
+the backend is. verl 0.8 needs its name: ``checkpoint_engine.custom_backend_module=weightsync.integrations.verl.plugin``.
 """
 
 from __future__ import annotations
 
-import logging
+from typing import TYPE_CHECKING, Any
 
-_log = logging.getLogger(__name__)
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-try:
-    from weightsync.integrations.verl.backend import BACKEND, StreamCheckpointEngine
-except Exception as error:
-    _log.warning("weightsync is not available as a checkpoint engine of this verl: %s: %s", type(error).__name__, error)
-    raise
+if TYPE_CHECKING:
+    from weightsync.integrations.verl.backend import StreamCheckpointEngine
 
-__all__ = ["BACKEND", "StreamCheckpointEngine"]
+__all__ = ["BACKEND", "LazyCheckpointEngine"]
+
+BACKEND = "weightsync"
+
+
+@CheckpointEngineRegistry.register(BACKEND)
+class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+    """Stands for :class:`~weightsync.integrations.verl.backend.StreamCheckpointEngine` until verl makes one."""
+
+    def __new__(cls, *args: Any, **options: Any) -> StreamCheckpointEngine:  # noqa: ANN401 - verl's
+        """Make the checkpoint engine of a rank."""
+        from weightsync.integrations.verl.backend import StreamCheckpointEngine
+
+        return StreamCheckpointEngine(*args, **options)
+
+    @classmethod
+    def build_topology(cls, *args: Any) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:  # noqa: ANN401 - verl's
+        """Return each rank's coordinator address and member name, in verl's driver."""
+        from weightsync.integrations.verl.backend import StreamCheckpointEngine
+
+        return StreamCheckpointEngine.build_topology(*args)

@@ -29,6 +29,7 @@ __all__ = ["EngineState", "ShardSource", "Walk", "show_engine"]
 _log = logging.getLogger(__name__)
 _FSDP = "verl.workers.engine.fsdp.transformer_impl"
 _METHOD = "get_per_tensor_param"
+_MARK = "_weightsync_shows_engine"
 _SHOWN = 3
 
 
@@ -55,7 +56,7 @@ def show_engine() -> None:
     method = getattr(kind, _METHOD, None)
     if not callable(method):
         raise ConfigurationError(f"this verl has no FSDPEngine.{_METHOD}: leave out the option shards")
-    if hasattr(method, "__wrapped__"):
+    if hasattr(method, _MARK):
         return
 
     @wraps(method)
@@ -63,6 +64,7 @@ def show_engine() -> None:
         weights, adapter = method(engine, *args, **kwargs)
         return EngineWeights(weights, engine), adapter
 
+    setattr(get_per_tensor_param, _MARK, True)
     setattr(kind, _METHOD, get_per_tensor_param)
 
 
@@ -101,7 +103,11 @@ class ShardSource(NamedTuple):
 
 
 class Walk:
-    """A walk of verl's generator, which notes what it yields, and afterwards whether shards can take its place."""
+    """A walk of verl's generator, which notes what it yields, and afterwards whether shards can take its place.
+
+    Raises:
+        ConfigurationError: While it yields, on all ranks: the weights are the frozen base of adapters that verl does not send.
+    """
 
     def __init__(self, weights: Any) -> None:  # noqa: ANN401 - verl's generator, with or without its engine, or the engine
         self._engine = getattr(weights, "engine", None)
@@ -112,6 +118,11 @@ class Walk:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._weights:
+            if ".base_layer." in name:
+                raise ConfigurationError(
+                    f"verl sends {name}, the frozen base of a LoRA adapter, and never the adapter: the rollout would serve the "
+                    "base model for the whole run. Set actor_rollout_ref.model.lora.merge=True"
+                )
             self._seen[name] = tuple(tensor.shape), tensor.dtype
             yield name, tensor
 

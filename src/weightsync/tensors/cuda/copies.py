@@ -41,7 +41,7 @@ class TileCopy:
     current stream.
 
     Args:
-        groups: For each group, the tiles by owner, with the device address of each of that owner's regions in this process.
+        groups: For each group, the tiles by publisher, with the device address of each of that publisher's regions in this process.
         device: The GPU that copies.
         lanes: 16-byte lanes in one step of a program.
         warps: Warps of a program.

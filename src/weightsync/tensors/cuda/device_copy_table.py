@@ -26,9 +26,9 @@ _MOST_STRIDE = 1 << 31
 class DeviceCopyTable:
     """Device tiles, ``int64[4, tiles]`` as :mod:`weightsync.tensors.cuda.kernels` describes them. ``nbytes`` is what they move.
 
-    The tiles of a single owner are ordered by target, the fastest order for both memories. With several owners the order is random
-    but reproducible. So every link is busy to the end, readers do not all read the same owner at once, and tiles that wait for a
-    link mix with tiles that do not. Group ``i`` is the tiles from ``first[i]`` to ``first[i + 1]``.
+    The tiles of a single publisher are ordered by target, the fastest order for both memories. With several publishers the order
+    is random but reproducible: every link is busy to the end, readers do not all read the same publisher at once, and tiles that
+    wait for a link mix with tiles that do not. Group ``i`` is the tiles from ``first[i]`` to ``first[i + 1]``.
     """
 
     columns: Int64
@@ -40,7 +40,7 @@ class DeviceCopyTable:
 
     @classmethod
     def build(cls, groups: Sequence[Sequence[tuple[CopyTable, Sequence[int]]]], *, tile_bytes: int = TILE_BYTES) -> DeviceCopyTable:
-        """Build the table of ``groups``: for each, the tiles by owner, with the device address of each region.
+        """Build the table of ``groups``: for each, the tiles by publisher, with the device address of each region.
 
         Raises:
             ProtocolError: A tile names a region without an address.
@@ -51,20 +51,20 @@ class DeviceCopyTable:
         return cls(columns, first, sum(tiles.nbytes for group in groups for tiles, _ in group))
 
 
-def _ordered(owners: Sequence[Int64]) -> Int64:
-    """Merge the tiles of all owners into one table."""
-    if not owners:
+def _ordered(publishers: Sequence[Int64]) -> Int64:
+    """Merge the tiles of all publishers into one table."""
+    if not publishers:
         return np.empty((4, 0), np.int64)
-    if len(owners) == 1:
-        return owners[0][:, np.argsort(owners[0][1], kind="stable")]
-    together = np.concatenate(owners, axis=1)
+    if len(publishers) == 1:
+        return publishers[0][:, np.argsort(publishers[0][1], kind="stable")]
+    together = np.concatenate(publishers, axis=1)
     return together[:, np.random.default_rng(together.shape[1]).permutation(together.shape[1])]
 
 
 def _cut(tiles: CopyTable, bases: Sequence[int], tile_bytes: int) -> Int64:
-    """Convert one owner's tiles to columns, cut to at most ``tile_bytes``."""
+    """Convert one publisher's tiles to columns, cut to at most ``tile_bytes``."""
     if len(tiles) and (tiles.region.min() < 0 or tiles.region.max() >= len(bases)):
-        raise ProtocolError(f"a tile names memory region {int(tiles.region.max())} of an owner that has {len(bases)}")
+        raise ProtocolError(f"a tile names memory region {int(tiles.region.max())} of a publisher that has {len(bases)}")
     source = np.array([*bases, 0], np.int64)[tiles.region] + tiles.source
     target, source_stride, target_stride = tiles.target, tiles.source_stride, tiles.target_stride
     runs, size = tiles.rows, tiles.row_bytes

@@ -13,7 +13,7 @@ import torch
 from weightsync.model.layout import Layout
 from weightsync.model.manifest import Manifest
 from weightsync.tensors.cuda.digest_table import QUADS, STEPS, DigestTable
-from weightsync.tensors.digest import COLUMNS
+from weightsync.tensors.digest import PUBLIC, DigestConstants
 
 __all__ = ["LayoutDigest"]
 
@@ -21,8 +21,8 @@ _NOTHING = nullcontext()
 
 
 @lru_cache(maxsize=16)
-def _weights(device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(COLUMNS.view(np.int32).copy()).to(device)
+def _weights(constants: DigestConstants, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(constants.words.view(np.int32).copy()).to(device)
 
 
 @lru_cache(maxsize=64)
@@ -33,7 +33,7 @@ def _warm(device: torch.device, quads: int, warps: int) -> None:
     scratch = torch.zeros(2, dtype=torch.int64, device=device)
     table = torch.tensor([[scratch.data_ptr()], [16], [1], [0], [0], [1], [16], [0]], dtype=torch.int64, device=device)
     with torch.cuda.device(device) if device.type == "cuda" else _NOTHING:
-        digest_kernel[(1,)](table, 1, 0, _weights(device), scratch, QUADS=quads, num_warps=warps)
+        digest_kernel[(1,)](table, 1, 0, _weights(PUBLIC, device), scratch, QUADS=quads, num_warps=warps)
 
 
 class LayoutDigest:
@@ -70,8 +70,8 @@ class LayoutDigest:
         """Device memory of this object, in bytes."""
         return self._table.nbytes + self._out.nbytes
 
-    def launch(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Start to digest layout rows ``start <= row < stop``.
+    def launch(self, start: int = 0, stop: int | None = None, constants: DigestConstants = PUBLIC) -> torch.Tensor:
+        """Start to digest layout rows ``start <= row < stop`` with ``constants``.
 
         Returns:
             ``int64[stop - start]`` on the device, with the bits of the unsigned digests. It is a view of this object's buffer,
@@ -84,14 +84,15 @@ class LayoutDigest:
         first, last = int(self._first[start]), int(self._first[stop])
         if last > first:
             with torch.cuda.device(self.device) if self.device.type == "cuda" else _NOTHING:
+                weights = _weights(constants, self.device)
                 digest_kernel[(last - first,)](
-                    self._table, self._items, first, _weights(self.device), self._out, QUADS=self._quads, num_warps=self._warps
+                    self._table, self._items, first, weights, self._out, QUADS=self._quads, num_warps=self._warps
                 )
         return out
 
-    def digests(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint64]:
+    def digests(self, start: int = 0, stop: int | None = None, constants: DigestConstants = PUBLIC) -> npt.NDArray[np.uint64]:
         """Digest layout rows ``start <= row < stop`` and wait for the device. Returns ``uint64[stop - start]``."""
-        values: npt.NDArray[np.int64] = self.launch(start, stop).cpu().numpy()
+        values: npt.NDArray[np.int64] = self.launch(start, stop, constants).cpu().numpy()
         return values.view(np.uint64).copy()
 
     def taken(self) -> npt.NDArray[np.uint64]:

@@ -30,11 +30,14 @@ A tile has at most 2^16 bytes; strides are below 2^31.
 """
 
 
+_BLOCK = tl.constexpr(4096)  # words of the C table
+
+
 @triton.jit
-def _row_weight(key):
-    """Compute R(key) of the digest: splitmix64, made odd."""
-    x = key + 0x9E3779B97F4A7C15
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+def _row_weight(key, seed, second):
+    """Compute R(key) of the digest: splitmix64 with two seeds, made odd."""
+    x = key + seed
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 + second
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return (x ^ (x >> 31)) | 1
 
@@ -54,7 +57,7 @@ def _word_masks(byte, low, high):
 
 
 @triton.jit
-def _digest_quads(address, stride, key, key_step, runs, first, wide, weights, out, QUADS: tl.constexpr):
+def _digest_quads(address, stride, key, key_step, runs, first, wide, weights, seed, second, out, QUADS: tl.constexpr):
     """Digest runs of whole, aligned 16-byte quads: ``wide`` of them from ``first`` on.
 
     A lane keeps its column from step to step, so the loop only sums R times word and C is multiplied in once at the end.
@@ -74,7 +77,7 @@ def _digest_quads(address, stride, key, key_step, runs, first, wide, weights, ou
         pointers = tl.multiple_of(lanes, 16).to(tl.pointer_type(tl.uint32))[:, None] + word[None, :]
         pointers = tl.max_contiguous(tl.multiple_of(pointers, (16, 16)), (1, 4))
         values = tl.load(pointers, mask=(run < last)[:, None], other=0)
-        sums += _row_weight(keys)[:, None] * values.to(tl.uint64)
+        sums += _row_weight(keys, seed, second)[:, None] * values.to(tl.uint64)
         run += group
         keys += key_step
         lanes += stride
@@ -85,7 +88,21 @@ def _digest_quads(address, stride, key, key_step, runs, first, wide, weights, ou
 
 @triton.jit
 def _digest_words(
-    address, stride, element, key, key_step, runs, low, high, shift, weights, out, UNIT: tl.constexpr, LANES: tl.constexpr
+    address,
+    stride,
+    element,
+    key,
+    key_step,
+    runs,
+    low,
+    high,
+    shift,
+    weights,
+    seed,
+    second,
+    out,
+    UNIT: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """Digest all other runs, one lane for each word: read whole and masked (``UNIT`` 4), or assembled from bytes (``UNIT`` 1)."""
     first = low // 4
@@ -111,13 +128,16 @@ def _digest_words(
                 pointers = (base + (at >> shift).to(tl.int64) * element + (at & size)).to(tl.pointer_type(tl.uint8))
                 values += tl.load(pointers, mask=wanted & (at >= low) & (at < high), other=0).to(tl.uint64) << (8 * part)
         factors = tl.load(weights + word, mask=wanted, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
-        sums += _row_weight(key + run.to(tl.uint64) * key_step) * factors * values
+        sums += _row_weight(key + run.to(tl.uint64) * key_step, seed, second) * factors * values
     tl.atomic_add(out, tl.sum(sums, axis=0).to(tl.int64), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["items", "first"])  # one compilation for every table
 def digest_kernel(table, items, first, weights, out, QUADS: tl.constexpr):
-    """Add one item's digest to ``out[row]``. An item is a window of at most ``QUADS`` 16-byte quads of some runs."""
+    """Add one item's digest to ``out[row]``. An item is a window of at most ``QUADS`` 16-byte quads of some runs.
+
+    ``weights`` are the words of :class:`~weightsync.tensors.digest.DigestConstants`: the C table and two seeds of R.
+    """
     item = table + first + tl.program_id(0)
     address = tl.load(item)
     stride = tl.load(item + items)
@@ -134,13 +154,17 @@ def digest_kernel(table, items, first, weights, out, QUADS: tl.constexpr):
     path = kind & 15
     shift = (kind >> 4) & 15
     column = kind >> 8
+    seeds = (weights + _BLOCK).to(tl.pointer_type(tl.uint64))
+    seed, second = tl.load(seeds), tl.load(seeds + 1)
+    factors, total = weights + column, out + row
 
     if path == 0:
-        _digest_quads(address, stride, key, key_step, runs, low // 16, (high - low) // 16, weights + column, out + row, QUADS)
+        wide = (high - low) // 16
+        _digest_quads(address, stride, key, key_step, runs, low // 16, wide, factors, seed, second, total, QUADS)
     elif path == 1:
-        _digest_words(address, stride, element, key, key_step, runs, low, high, shift, weights + column, out + row, 4, QUADS)
+        _digest_words(address, stride, element, key, key_step, runs, low, high, shift, factors, seed, second, total, 4, QUADS)
     else:
-        _digest_words(address, stride, element, key, key_step, runs, low, high, shift, weights + column, out + row, 1, QUADS)
+        _digest_words(address, stride, element, key, key_step, runs, low, high, shift, factors, seed, second, total, 1, QUADS)
 
 
 @triton.jit

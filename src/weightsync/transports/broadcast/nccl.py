@@ -21,7 +21,7 @@ from weightsync.errors import ProtocolError, TransportUnavailable, WeightSyncErr
 from weightsync.protocol.messages import Traits
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.tensors.cuda.waiting import wait_until_idle
-from weightsync.transports.broadcast.packed_broadcast import DEFAULT_BUFFER, PackedBroadcast, frames_of_groups, packed_frames
+from weightsync.transports.broadcast.packed_broadcast import DEFAULT_BUFFER, PackedBroadcast, broadcast_frames, frames_of_groups
 from weightsync.transports.broadcast.process_groups import ProcessGroup, init_custom_process_group
 from weightsync.transports.broadcast.reader import Receipt, ReceivingWire, tiles_and_bytes
 from weightsync.transports.broadcast.sender import BroadcastJob, Packer, SendingWire
@@ -29,7 +29,7 @@ from weightsync.transports.broadcast.transport import Broadcast, BufferSettings
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.pinning import Pinned
 from weightsync.transports.host.region import EMPTY, PublishedRegion
-from weightsync.transports.net.requests import Ready
+from weightsync.transports.net.messages import Ready
 
 __all__ = ["Nccl"]
 
@@ -102,7 +102,7 @@ class _DeviceSending(SendingWire):
         return self._buffers.bytes_each(torch.cuda.mem_get_info(self._device)[0], DEFAULT_BUFFER)
 
     def cut(self, counts: Int64, sizes: Int64) -> Int64:
-        return packed_frames(counts, sizes, self.buffer_bytes)
+        return broadcast_frames(counts, sizes, self.buffer_bytes)
 
     def packer(self) -> Packer:
         return _DevicePacker(self._device, self.buffer_bytes, self._buffers.num_buffers)
@@ -163,7 +163,7 @@ class _DeviceReceiving(ReceivingWire):
     def make_room(self, groups: Sequence[CopyTable], buffer_bytes: int, peer: str) -> None:
         if self._packed is not None and groups is self._groups and self._buffer_bytes == buffer_bytes:
             return
-        frames = packed_frames(*tiles_and_bytes(groups), buffer_bytes)
+        frames = broadcast_frames(*tiles_and_bytes(groups), buffer_bytes)
         self._packed = None  # two would not fit
         self._packed = PackedBroadcast(_together(groups), frames, self._device, buffer_bytes, self._settings.num_buffers)
         self._frames_of = frames_of_groups(frames, len(groups))

@@ -17,14 +17,14 @@ import numpy.typing as npt
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.errors import ConfigurationError, ProtocolError, TransportUnavailable
+from weightsync.errors import ProtocolError, TransportUnavailable
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.tensors.cuda.copies import TileCopy
 from weightsync.transports.broadcast.process_groups import Enqueue, ProcessGroup
 from weightsync.transports.net.channel import DATA, HEADER, VERSION_AT, FrameHeader
-from weightsync.transports.tcp.sender import frames_of
+from weightsync.transports.net.frames import HEADER_ROOM, packed_copies, packed_frames
 
-__all__ = ["DEFAULT_BUFFER", "PROGRAMS", "PackedBroadcast", "frames_of_groups", "packed_frames", "packed_tiles"]
+__all__ = ["ALIGNMENT", "DEFAULT_BUFFER", "PROGRAMS", "PackedBroadcast", "broadcast_frames", "frames_of_groups"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -34,57 +34,31 @@ DEFAULT_BUFFER = 256 << 20
 PROGRAMS = 64
 """Of a copy that runs beside a broadcast: enough to be faster than the link, and few enough to leave NCCL its processors."""
 
-_ALIGNMENT = 512  # of tiles in a frame; its header has as much room
-_HEADER = 64  # bytes of that which are copied
+ALIGNMENT = 512
+"""Of tiles in a frame, and the room of its header."""
 
 
-def packed_frames(counts: Int64, sizes: Int64, buffer_bytes: int) -> Int64:
-    """Frames in order, as :func:`~weightsync.transports.tcp.sender.frames_of` gives them; their bytes include the gaps.
-
-    ``counts`` are the tiles of each group, ``sizes`` the bytes of each tile, which must fit a buffer with a header and another.
-    Raises :class:`~weightsync.errors.ConfigurationError` for tiles that do not.
-    """
-    padded = _padded(sizes)
-    most = buffer_bytes - _ALIGNMENT - int(padded.max(initial=0))
-    if most <= 0:
-        raise ConfigurationError(f"a tile of {int(sizes.max()):,} bytes does not fit buffers of {buffer_bytes:,}")
-    return frames_of(counts, padded, most)
-
-
-def packed_tiles(
-    tiles: CopyTable, frames: Int64, buffers: Sequence[int], headers: int, regions: Sequence[int] | None
-) -> list[CopyTable]:
-    """Each frame's copies, the header's first, by absolute addresses (region 0 is at 0) of ``buffers`` and a table of ``headers``.
-
-    With ``regions``, the addresses of the tiles' own, from there into a buffer (the sender's way); else out of it to their targets.
-    """
-    padded = _padded(tiles.rows * tiles.row_bytes)
-    before = np.concatenate([[0], np.cumsum(padded)])
-    memory = tiles.target if regions is None else np.asarray([*regions, 0], np.int64)[tiles.region] + tiles.source
-    stride = tiles.target_stride if regions is None else tiles.source_stride
-    tables = []
-    for sequence, (_, _, first, last, _) in enumerate(frames.tolist()):
-        buffer, header = buffers[sequence % len(buffers)], headers + sequence * _HEADER
-        part = slice(first, last)
-        size = np.concatenate([[_HEADER], tiles.row_bytes[part]])
-        inside = np.concatenate([[buffer], buffer + _ALIGNMENT + before[first:last] - before[first]])
-        outside = np.concatenate([[header], memory[part]])
-        across = np.concatenate([[_HEADER], stride[part]])
-        rows = np.concatenate([[1], tiles.rows[part]])
-        nowhere = np.zeros(len(size), np.int32)
-        if regions is None:
-            tables.append(CopyTable(nowhere, inside, size, outside, across, rows, size))
-        else:
-            tables.append(CopyTable(nowhere, outside, across, inside, size, rows, size))
-    return tables
+def broadcast_frames(counts: Int64, sizes: Int64, buffer_bytes: int) -> Int64:
+    """Cut groups of tiles into the frames of a broadcast: see :func:`weightsync.transports.net.frames.packed_frames`."""
+    return packed_frames(counts, sizes, buffer_bytes, ALIGNMENT, header=True)
 
 
 class PackedBroadcast:
-    """One end of it, for ``tiles`` of memory that ``device`` can address and that stays there, in ``frames`` alike at both ends.
+    """Sends or receives ``tiles`` as packed broadcasts. Both ends must use the same ``frames``; the memory must not move.
 
-    The sender gives ``regions``: where each region that its tiles name lies. Buffers (never larger than a frame), streams and
-    tables are made once, here; groups come and go. Used by one thread at a time. Raises
-    :class:`~weightsync.errors.TransportUnavailable` if there is no room for the buffers.
+    Buffers (never larger than a frame), streams and tables are made once, here; groups come and go. Not thread-safe.
+
+    Args:
+        tiles: The tiles, in memory that ``device`` can address.
+        frames: From :func:`broadcast_frames`.
+        device: The CUDA device.
+        buffer_bytes: Bytes of a buffer.
+        num_buffers: Buffers, used in turn.
+        regions: At the sender, the address of each region that its tiles name.
+        programs: Programs of a copy.
+
+    Raises:
+        TransportUnavailable: There is no room for the buffers.
     """
 
     def __init__(
@@ -99,12 +73,12 @@ class PackedBroadcast:
     ) -> None:
         self._device, self._sends = device, regions is not None
         self._due = _headers_of(frames)
-        self._sizes = (frames[:, 4] + _ALIGNMENT).tolist()
+        self._sizes = (frames[:, 4] + ALIGNMENT).tolist()
         each = min(buffer_bytes, max(self._sizes, default=0))
         count = min(num_buffers, len(frames))
         try:
             self._buffers = [torch.empty(each, dtype=torch.uint8, device=device) for _ in range(count)]
-            self._headers = torch.zeros(max(len(frames), 1), _HEADER, dtype=torch.uint8, device=device)
+            self._headers = torch.zeros(max(len(frames), 1), HEADER_ROOM, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             raise TransportUnavailable(
                 f"no room for {count} buffers of {each:,} bytes on {device}: give transport 'nccl' smaller or fewer ones"
@@ -115,7 +89,8 @@ class PackedBroadcast:
         """Bytes that are moved."""
         self.buffer_bytes = each * count
         """Device memory that the buffers take."""
-        cut = packed_tiles(tiles, frames, [table.data_ptr() for table in self._buffers], self._headers.data_ptr(), regions)
+        buffers = [buffer.data_ptr() for buffer in self._buffers]
+        cut = packed_copies(tiles, frames, buffers, regions, ALIGNMENT, self._headers.data_ptr())
         with torch.cuda.device(device):
             self._copy = TileCopy([[(table, (0,))] for table in cut], device, programs=programs)
 
@@ -181,7 +156,7 @@ class PackedBroadcast:
 
 def _headers_of(frames: Int64) -> npt.NDArray[np.uint8]:
     """The header of each frame, ``uint8[frames, 64]``, but for the version: made once, as a round must not wait for it."""
-    headers = np.zeros((len(frames), _HEADER), np.uint8)
+    headers = np.zeros((len(frames), HEADER_ROOM), np.uint8)
     for sequence, (number, offset, first, last, nbytes) in enumerate(frames.tolist()):
         header = FrameHeader(DATA, sequence, 0, number, first - offset, last - offset, nbytes)
         headers[sequence, : HEADER.size] = np.frombuffer(header.pack(), np.uint8)
@@ -192,7 +167,3 @@ def frames_of_groups(frames: Int64, groups: int) -> list[tuple[int, int]]:
     """Which frames each of so many groups has: first, end."""
     edges = np.searchsorted(frames[:, 0], np.arange(groups + 1)).tolist()
     return list(pairwise(edges))
-
-
-def _padded(sizes: Int64) -> Int64:
-    return sizes + -sizes % _ALIGNMENT

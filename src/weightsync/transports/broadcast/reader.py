@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -23,17 +22,16 @@ from weightsync.errors import (
     from_wire,
 )
 from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
+from weightsync.transports.broadcast.group_messages import MESSAGES, JoinEpoch, Warmup
 from weightsync.transports.broadcast.process_groups import ProcessGroup
 from weightsync.transports.host.region import EMPTY
 from weightsync.transports.net.channel import CONTROL, END, HEADER, Channel, FrameHeader
 from weightsync.transports.net.connected_reader import ConnectedReader, Dial
-from weightsync.transports.net.requests import (
+from weightsync.transports.net.messages import (
     ANSWER_BYTES,
     Fail,
-    JoinEpoch,
     Ready,
     Start,
-    Warmup,
     decode_control,
     next_control,
     send_request,
@@ -109,7 +107,7 @@ class ReceivingWire(ABC):
         """Give up the buffers and the tables of tiles."""
 
 
-class _Watch:
+class _PeerWatch:
     """A thread that ends a transfer when the publisher goes away or reports a failure, when this end aborts, or at ``deadline``.
 
     Nothing else does: NCCL waits without limit, gloo for a reader that stopped, a store's client for a store that is gone.
@@ -161,6 +159,7 @@ class BroadcastReader(ConnectedReader):
     """
 
     _largest_tile = TILE_BYTES
+    _messages = MESSAGES
 
     def __init__(self, dial: Dial, deadline: Deadline, host: str, wire: ReceivingWire) -> None:
         self._host, self._wire = host, wire
@@ -168,7 +167,7 @@ class BroadcastReader(ConnectedReader):
         self._shared = False  # whether the group of the last transfer had other readers
         self._receipt: Receipt | None = None
         self._left: list[Receipt] = []  # of transfers that were given up, whose threads still ran
-        self._watch: _Watch | None = None
+        self._watch: _PeerWatch | None = None
         self._version = EMPTY
         super().__init__(dial, deadline)
 
@@ -186,7 +185,9 @@ class BroadcastReader(ConnectedReader):
         try:
             send_request(channel, Warmup(deadline.remaining("warming up")), deadline)
             if channel.next_kind(deadline) != END:
-                self._wire.warm_up(self._join(channel, next_control(channel, ANSWER_BYTES, deadline), EMPTY, deadline), deadline)
+                self._wire.warm_up(
+                    self._join(channel, next_control(channel, ANSWER_BYTES, deadline, MESSAGES), EMPTY, deadline), deadline
+                )
                 self._wait_for_receipt(deadline)
             self._take_end(channel, 0, EMPTY, deadline)
         except WeightSyncError as error:
@@ -219,7 +220,7 @@ class BroadcastReader(ConnectedReader):
         limit = transfer_deadline(min(join.seconds, deadline.remaining("joining a group")))
         self._shared = join.size > 2
         self._wire.make_room(self._groups, join.buffer_bytes, channel.peer)
-        watch = self._watch = _Watch(channel, limit)
+        watch = self._watch = _PeerWatch(channel, limit)
         if self._group is not None and (self._group.name != join.epoch or self._group.closed):
             self._drop_group()
         if self._group is None:
@@ -284,11 +285,11 @@ class BroadcastReader(ConnectedReader):
             cause, stays = Aborted("the transfer was aborted"), False
         elif stays:  # it has said so already
             pass
-        elif isinstance(error, PeerLost) or (isinstance(error, DeadlineExceeded) and time.monotonic() < deadline.at):
+        elif isinstance(error, PeerLost) or (isinstance(error, DeadlineExceeded) and deadline.left):
             try:
                 if self._watch is not None:
                     self._watch.ended(_WHY_SECONDS)
-                answer = next_control(channel, ANSWER_BYTES, Deadline(_WHY_SECONDS))
+                answer = next_control(channel, ANSWER_BYTES, Deadline(_WHY_SECONDS), MESSAGES)
                 if isinstance(answer, Fail):
                     cause = from_wire(answer.kind, answer.message)
                     stays = isinstance(cause, BroadcastBroken)
@@ -307,7 +308,7 @@ class BroadcastReader(ConnectedReader):
         """Receive that all ``frames`` were sent, and that the publisher held ``version`` throughout."""
         header = FrameHeader.unpack(channel.receive(HEADER.size, deadline))
         if header.kind == CONTROL:
-            answer = decode_control(channel, header, ANSWER_BYTES, deadline)
+            answer = decode_control(channel, header, ANSWER_BYTES, deadline, MESSAGES)
             if isinstance(answer, Fail):
                 raise from_wire(answer.kind, answer.message)
         if header[:3] != (END, frames, version):
@@ -351,7 +352,7 @@ class BroadcastReader(ConnectedReader):
         """See :meth:`weightsync.transports.base.Reader.close`."""
         super().close()
         self._wire.release()
-        deadline = time.monotonic() + _CLOSE_SECONDS
+        deadline = Deadline(_CLOSE_SECONDS)
         for receipt in self._left:
-            receipt.ended(max(deadline - time.monotonic(), 0))
+            receipt.ended(deadline.left)
         self._left.clear()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,26 +23,26 @@ from weightsync.errors import BroadcastBroken, DeadlineExceeded, PeerLost, Proto
 from weightsync.protocol.messages import Host
 from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
 from weightsync.transports.base import Transport
+from weightsync.transports.broadcast.group_messages import MESSAGES, JoinEpoch, Warmup
 from weightsync.transports.broadcast.process_groups import ProcessGroup, StoreRendezvous
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import EMPTY, Header, PublishedRegion
 from weightsync.transports.net.channel import END, Channel, FrameHeader
-from weightsync.transports.net.requests import (
+from weightsync.transports.net.dialer import tune
+from weightsync.transports.net.frames import wanted_tiles
+from weightsync.transports.net.listening_publisher import ListeningPublisher
+from weightsync.transports.net.messages import (
     ANSWER_SECONDS,
     IDLE_SECONDS,
     Fail,
-    JoinEpoch,
     Ready,
     RegisterTiles,
     Start,
     TableBudget,
-    Warmup,
     next_request,
     send_request,
     transfer_deadline,
 )
-from weightsync.transports.tcp.sender import wanted_tiles
-from weightsync.transports.tcp.transport import ListeningPublisher, tune
 
 __all__ = ["BroadcastJob", "BroadcastPublisher", "Packer", "SendingWire"]
 
@@ -66,7 +65,7 @@ class _Member:
         self.header = header
         self.request = _NOTHING  # a digest of all that it wants: equal for readers that can share a broadcast
         self.tiles, self.frames = CopyTable.empty(), np.empty((0, 5), np.int64)
-        self.transfer: _Transfer | None = None
+        self.transfer: _GroupTransfer | None = None
         self.group: _Group | None = None
         self.received: tuple[bytes, int] | None = None
         """What it got last, which it does not request again."""
@@ -79,7 +78,7 @@ class _Member:
             send_request(self.channel, answer, Deadline(ANSWER_SECONDS))
 
 
-class _Transfer:
+class _GroupTransfer:
     """One broadcast, from the first reader that asks for it to its end. ``members`` is in the order in which they asked."""
 
     def __init__(self, request: bytes, version: int, deadline: Deadline) -> None:
@@ -252,8 +251,8 @@ class BroadcastPublisher(ListeningPublisher):
         self._wire, self._gather_seconds = wire, gather_seconds
         self._lock = threading.RLock()
         self._members: set[_Member] = set()
-        self._gathering: dict[tuple[bytes, int], _Transfer] = {}
-        self._running: set[_Transfer] = set()
+        self._gathering: dict[tuple[bytes, int], _GroupTransfer] = {}
+        self._running: set[_GroupTransfer] = set()
         self._threads: list[threading.Thread] = []
         self._broken: tuple[bytes, int] | None = None
         """The window whose broadcast to several readers broke last, if none succeeded since."""
@@ -273,7 +272,7 @@ class BroadcastPublisher(ListeningPublisher):
             self._members.add(member)
         try:
             while True:
-                request = next_request(channel, self._budget, Deadline(IDLE_SECONDS))
+                request = next_request(channel, self._budget, Deadline(IDLE_SECONDS), MESSAGES)
                 if member.transfer is not None:
                     raise ProtocolError("a reader must not ask for anything while it is being sent to")
                 try:
@@ -324,7 +323,7 @@ class BroadcastPublisher(ListeningPublisher):
             key = (member.request, request.version)
             transfer = self._gathering.get(key)
             if transfer is None:
-                transfer = self._gathering[key] = _Transfer(*key, deadline)
+                transfer = self._gathering[key] = _GroupTransfer(*key, deadline)
             else:
                 first_or_last = min if self._region.windows else max  # a window can be sent again to readers that have time left
                 transfer.deadline = first_or_last(transfer.deadline, deadline, key=lambda limit: limit.at)
@@ -337,11 +336,11 @@ class BroadcastPublisher(ListeningPublisher):
         return any(other.request == member.request for other in self._members if other is not member)
 
     def _run_alone(self, member: _Member, version: int, deadline: Deadline) -> None:
-        transfer = member.transfer = _Transfer(member.request, version, deadline)
+        transfer = member.transfer = _GroupTransfer(member.request, version, deadline)
         transfer.members.append(member)
         self._run(transfer)
 
-    def _awaited(self, transfer: _Transfer) -> list[_Member]:
+    def _awaited(self, transfer: _GroupTransfer) -> list[_Member]:
         """The readers that have not begun and should be part of this transfer. A window goes to all readers."""
         idle = (member for member in self._members if member.transfer is None)
         if self._region.windows:
@@ -356,27 +355,26 @@ class BroadcastPublisher(ListeningPublisher):
             if not transfer.members or not self._awaited(transfer):
                 self._begin(transfer)
             elif transfer.timer is None:
-                left = transfer.deadline.at - time.monotonic()
-                seconds = max(min(self._gather_seconds, left * _GATHER_PART), 0.0)
+                seconds = min(self._gather_seconds, transfer.deadline.left * _GATHER_PART)
                 transfer.timer = threading.Timer(seconds, self._begin_late, [transfer])
                 transfer.timer.daemon = True
                 transfer.timer.start()
 
-    def _begin_late(self, transfer: _Transfer) -> None:
+    def _begin_late(self, transfer: _GroupTransfer) -> None:
         with self._lock:
             if self._gathering.get(transfer.key) is transfer:
                 for member in self._awaited(transfer):
                     member.absent = True
                 self._begin(transfer)
 
-    def _begin(self, transfer: _Transfer) -> None:
+    def _begin(self, transfer: _GroupTransfer) -> None:
         del self._gathering[transfer.key]
         if transfer.timer is not None:
             transfer.timer.cancel()
         if transfer.members:
             self._run(transfer)
 
-    def _run(self, transfer: _Transfer) -> None:
+    def _run(self, transfer: _GroupTransfer) -> None:
         thread = threading.Thread(
             target=self._send_busily, args=(transfer, tuple(transfer.members)), name="weightsync-collective-send", daemon=True
         )
@@ -398,11 +396,11 @@ class BroadcastPublisher(ListeningPublisher):
 
     # Sending.
 
-    def _send_busily(self, transfer: _Transfer, members: tuple[_Member, ...]) -> None:
+    def _send_busily(self, transfer: _GroupTransfer, members: tuple[_Member, ...]) -> None:
         with self.busy():
             self._send(transfer, members)
 
-    def _send(self, transfer: _Transfer, members: tuple[_Member, ...]) -> None:
+    def _send(self, transfer: _GroupTransfer, members: tuple[_Member, ...]) -> None:
         failure: Fail | None = None
         first, held, several = members[0], self._wire.memory, len(members) > 1
         sent = 0
@@ -438,7 +436,7 @@ class BroadcastPublisher(ListeningPublisher):
                 member.transfer = None
                 member.received = transfer.key if failure is None else None
                 if failure is not None and member.group is transfer.group:
-                    member.group = None  # it is closed below: a reader that begins again before that gets another one
+                    member.group = None  # it is closed below: a reader that begins again before that gets another group
             if failure is None:
                 self._broken = None
         if failure is not None:
@@ -455,7 +453,7 @@ class BroadcastPublisher(ListeningPublisher):
         with self._lock:
             self._running.discard(transfer)
 
-    def _reason(self, transfer: _Transfer, caught: Exception, several: bool) -> Exception:
+    def _reason(self, transfer: _GroupTransfer, caught: Exception, several: bool) -> Exception:
         """Return the error for the readers of a broadcast that failed. If it is ``BroadcastBroken``, they may request it again.
 
         A window that took too long, or broke twice, does not show which reader is to blame: from then on each is sent to alone.
@@ -472,7 +470,7 @@ class BroadcastPublisher(ListeningPublisher):
                 return BroadcastBroken(transfer.failed or str(caught))
             return PeerLost(transfer.failed) if transfer.failed else caught
 
-    def _group(self, transfer: _Transfer, members: tuple[_Member, ...], deadline: Deadline) -> _Group:
+    def _group(self, transfer: _GroupTransfer, members: tuple[_Member, ...], deadline: Deadline) -> _Group:
         """Return the group of exactly these readers, the one that there is or a new one, and tell them to join it."""
         with self._lock:
             group = members[0].group

@@ -12,7 +12,7 @@ that are left (:class:`~weightsync.errors.BroadcastBroken`).
 Members are authenticated as for ``tcp``; the group's own connections are not, and nothing is encrypted. Bytes are believed only
 once their digests are the published ones. Use it in a trusted network.
 
-A wire is a kind of process group and the memory at its ends: :mod:`~weightsync.transports.broadcast.gloo` for host memory,
+A wire is a kind of process group and the memory at its ends: :mod:`~weightsync.transports.broadcast.collective` for host memory,
 :mod:`~weightsync.transports.broadcast.nccl` for GPUs.
 """
 
@@ -29,7 +29,8 @@ from weightsync.protocol.messages import Host, Offer
 from weightsync.transports.base import LOOPBACK, Network, Reader, Transport
 from weightsync.transports.broadcast.reader import LEAST_BUFFER, MOST_BUFFER, BroadcastReader, ReceivingWire
 from weightsync.transports.broadcast.sender import BroadcastPublisher, SendingWire
-from weightsync.transports.tcp.transport import dialer, parse_address, reaches
+from weightsync.transports.net.dialer import dialer
+from weightsync.transports.net.publisher_address import PublisherAddress, reaches
 
 __all__ = ["Broadcast", "BufferSettings"]
 
@@ -122,5 +123,5 @@ class Broadcast(Transport):
 
     def open(self, offer: Offer, key: bytes, deadline: Deadline) -> Reader:
         """See :class:`weightsync.transports.base.Transport`."""
-        host, port, owner_id = parse_address(offer.address)
-        return BroadcastReader(dialer(host, port, owner_id, key), deadline, host, self.receiving())
+        host, port, publisher_id, _ = PublisherAddress.parse(offer.address)
+        return BroadcastReader(dialer(host, port, publisher_id, key), deadline, host, self.receiving())

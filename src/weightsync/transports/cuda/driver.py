@@ -1,7 +1,7 @@
-"""The few calls of the CUDA driver that sharing device memory between processes needs, through ctypes. No torch, no pickle.
+"""The few calls of the CUDA driver that sharing device memory between processes needs, through ctypes. No pickle.
 
 A pointer is exported by the handle of the whole allocation that holds it. Handles are opened in the context of the *reader's*
-device: a mapping made under the owner's device index belongs to another context, and a kernel that touches it faults.
+device: a mapping made under the publisher's device index belongs to another context, and a kernel that touches it faults.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
+
 from weightsync.errors import PeerLost, ProtocolError, StaleSource, TransportError, TransportUnavailable
 
 __all__ = [
     "HANDLE_BYTES",
     "Allocation",
+    "DeviceMemory",
     "allocation_of",
     "close_handle",
     "device_at",
@@ -64,6 +67,8 @@ def _driver() -> ctypes.CDLL:
     library.cuIpcCloseMemHandle.argtypes = (ctypes.c_uint64,)
     library.cuMemGetAddressRange_v2.argtypes = (ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_size_t), ctypes.c_uint64)
     library.cuPointerGetAttribute.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
+    library.cuMemAlloc_v2.argtypes = (ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t)
+    library.cuMemFree_v2.argtypes = (ctypes.c_uint64,)
     library.cuCtxPushCurrent_v2.argtypes = (ctypes.c_void_p,)
     library.cuCtxEnablePeerAccess.argtypes = (ctypes.c_void_p, ctypes.c_uint)
     library.cuDevicePrimaryCtxRetain.argtypes = (ctypes.POINTER(ctypes.c_void_p), ctypes.c_int)
@@ -140,6 +145,39 @@ def allocation_of(address: int, device: int) -> Allocation:
         )
 
 
+class DeviceMemory:
+    """Memory of a CUDA device that other processes can map, whatever torch's allocator is told to do.
+
+    Args:
+        nbytes: Its size.
+        device: The CUDA device, with its index.
+
+    Raises:
+        TransportUnavailable: The device has not enough memory free.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.device, self.nbytes = device, nbytes
+        address = ctypes.c_uint64(0)
+        with _on(device.index) as library:
+            code = library.cuMemAlloc_v2(ctypes.byref(address), max(nbytes, 1))
+            if code:
+                raise TransportUnavailable(f"{nbytes:,} bytes of {device} cannot be allocated: {_named(library, code)}")
+        self.address = address.value
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        """See CUDA's array interface, version 3: bytes."""
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+    def free(self) -> None:
+        """Free it. Safe twice. Nothing of this process may use it; a process that has mapped it keeps it."""
+        address, self.address = self.address, 0
+        if address:
+            with _on(self.device.index) as library:
+                _check(library.cuMemFree_v2(address), "freeing device memory")
+
+
 def device_at(address: int) -> int | None:
     """Return the CUDA device in whose memory ``address`` lies, or ``None`` for memory of the host."""
     if driver_problem() is not None:
@@ -185,7 +223,7 @@ def export_handle(allocation: Allocation) -> bytes:
 def open_handle(handle: bytes, device: int) -> int:
     """Map the allocation behind ``handle`` into the context of ``device``, the reader's own; its address there.
 
-    Raises :class:`~weightsync.errors.PeerLost` if the owner's memory is gone, and
+    Raises :class:`~weightsync.errors.PeerLost` if the publisher's memory is gone, and
     :class:`~weightsync.errors.TransportUnavailable` if ``device`` cannot reach it.
     """
     if len(handle) != HANDLE_BYTES:
@@ -196,31 +234,31 @@ def open_handle(handle: bytes, device: int) -> int:
             ctypes.byref(address), _Handle((ctypes.c_ubyte * HANDLE_BYTES)(*handle)), _LAZY_PEER_ACCESS
         )
         if code in (_INVALID_HANDLE, _INVALID_VALUE, _MAP_FAILED):
-            raise PeerLost(f"the owner's device memory cannot be mapped (any more): {_named(library, code)}")
+            raise PeerLost(f"the publisher's device memory cannot be mapped (any more): {_named(library, code)}")
         if code in (_PEER_UNSUPPORTED, _INVALID_CONTEXT):
             raise TransportUnavailable(
-                f"CUDA device {device} cannot reach the owner's memory: {_named(library, code)}; use another transport"
+                f"CUDA device {device} cannot reach the publisher's memory: {_named(library, code)}; use another transport"
             )
-        _check(code, f"mapping the owner's memory on CUDA device {device}")
+        _check(code, f"mapping the publisher's memory on CUDA device {device}")
     return address.value
 
 
-def reach_device(owner: int, device: int) -> None:
-    """Let kernels on ``device`` read what this process has allocated on ``owner``, another device of its own.
+def reach_device(source: int, device: int) -> None:
+    """Let kernels on ``device`` read what this process has allocated on ``source``, another of its devices.
 
     Raises :class:`~weightsync.errors.TransportUnavailable` if the two devices cannot reach each other.
     """
-    if owner == device:
+    if source == device:
         return
     with _on(device) as library:
-        code = library.cuCtxEnablePeerAccess(_context(owner), 0)
+        code = library.cuCtxEnablePeerAccess(_context(source), 0)
         if code == _PEER_UNSUPPORTED:
-            raise TransportUnavailable(f"CUDA device {device} cannot read memory of device {owner}; use another transport")
+            raise TransportUnavailable(f"CUDA device {device} cannot read memory of device {source}; use another transport")
         if code != _PEER_ENABLED:
-            _check(code, f"letting CUDA device {device} read memory of device {owner}")
+            _check(code, f"letting CUDA device {device} read memory of device {source}")
 
 
 def close_handle(address: int, device: int) -> None:
     """Unmap what :func:`open_handle` mapped. Nothing may be using it."""
     with _on(device) as library:
-        _check(library.cuIpcCloseMemHandle(address), "unmapping an owner's memory")
+        _check(library.cuIpcCloseMemHandle(address), "unmapping a publisher's memory")

@@ -1,6 +1,6 @@
-"""Transport ``cuda_ipc``: the reader's GPU maps the owner's device memory and reads it itself, in one launch.
+"""Transport ``cuda_ipc``: the reader's GPU maps the publisher's device memory and reads it itself, in one launch.
 
-The connection is that of shared memory: an abstract socket, both ends proved. Over it the owner sends the descriptor of its
+The connection is that of shared memory: an abstract socket, both ends proved. Over it the publisher sends the descriptor of its
 header page (version and sequence) and, on request, what it exports (:class:`~weightsync.transports.cuda.region.Exported`).
 Handles let their holder write too, so they are given to authenticated processes of the same user only.
 """
@@ -71,7 +71,7 @@ class CudaIpcPublisher:
     def _serve(self, channel: Channel) -> None:
         region_fd = self._region.fd
         if region_fd is None:
-            return  # the region was closed before its owner; the reader sees the connection end
+            return  # the region was closed before its publisher; the reader sees the connection end
         fd = reopen_read_only(region_fd)
         try:
             channel.send_descriptor(_ASK, fd, Deadline(HELLO_SECONDS))
@@ -87,7 +87,7 @@ class CudaIpcPublisher:
 
 
 class CudaIpcReader(Reader):
-    """One reader's mapping of one owner's device memory: a :class:`~weightsync.transports.base.Reader`.
+    """One reader's mapping of one publisher's device memory: a :class:`~weightsync.transports.base.Reader`.
 
     Targets are addresses in the memory of ``device`` (or in memory that it can reach). To fill one GPU from several publishers in
     one launch, give their readers to :class:`CombinedReader`.
@@ -114,9 +114,9 @@ class CudaIpcReader(Reader):
         self._opened: dict[tuple[bytes, int], int] = {}  # by handle and allocation: a handle's bytes may come again for another
         self._facts: Exported
         self.exports = 0
-        """The number of the owner's export of which :attr:`addresses` are; another number than the owner's until all is mapped."""
+        """Number of the publisher's export that :attr:`addresses` belong to. Differs from the publisher's until all is mapped."""
         self.addresses: tuple[int, ...] = ()
-        """Where this process sees each of the owner's regions; 0 for those of which nothing is wanted."""
+        """Where this process sees each of the publisher's regions; 0 for those of which nothing is wanted."""
         self._sizes: tuple[int, ...] = ()
         self._layout_digest = ""
         try:
@@ -126,7 +126,7 @@ class CudaIpcReader(Reader):
             raise
 
     def _ask(self, deadline: Deadline) -> None:
-        """Ask what the owner exports."""
+        """Ask what the publisher exports."""
         self._channel.send([_ASK], deadline)
         (length,) = _LENGTH.unpack(self._channel.receive(_LENGTH.size, deadline))
         if length > _MOST_FACTS:
@@ -224,7 +224,7 @@ class CudaIpcReader(Reader):
             self._running = None
 
     def require_unchanged(self, deadline: Deadline) -> None:
-        """Raise what :meth:`read` may raise unless the owner lives and has held this version since :meth:`begin`."""
+        """Raise what :meth:`read` may raise unless the publisher lives and has held this version since :meth:`begin`."""
         if self._stamp is None:
             raise ProtocolError("a transfer was continued that was not begun")
         self._check(deadline, "reading")

@@ -13,15 +13,16 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from weightsync.deadline import Deadline
 from weightsync.errors import LayoutError, ProtocolError, TransportUnavailable
 from weightsync.tensors.cuda.waiting import wait_until_idle
-from weightsync.transports.cuda.driver import HANDLE_BYTES, Allocation, allocation_of, export_handle, still_allocated
+from weightsync.transports.cuda.driver import HANDLE_BYTES, Allocation, DeviceMemory, allocation_of, export_handle, still_allocated
 from weightsync.transports.host.region import HEADER_BYTES, Header, PublishedRegion
 from weightsync.transports.hostinfo import this_process
 
-__all__ = ["PLACING_SECONDS", "CudaRegion", "Exported", "export_count"]
+__all__ = ["PLACING_SECONDS", "CudaRegion", "Exported", "OwnCudaRegion", "export_count"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -32,7 +33,7 @@ _EXPORTS_WORD = 16  # of the header page, behind what Header uses; in a cache li
 
 
 def export_count(page: npt.NDArray[np.uint8]) -> int:
-    """How often the owner of this header page has exported memory: a reader whose number is another must ask again."""
+    """How often the publisher of this header page has exported memory: a reader whose number is another must ask again."""
     return int(page[:HEADER_BYTES].view(np.int64)[_EXPORTS_WORD])
 
 
@@ -45,26 +46,26 @@ class Exported(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout_digest: str
     handles: tuple[bytes, ...]
     ids: tuple[int, ...]
-    """Of allocations: never used twice in the owner's process, where a handle may be."""
+    """Of allocations: never used twice in the publisher's process, where a handle may be."""
     bases: tuple[int, ...]
-    """Addresses in the owner's process, which only a reader in that same process may use."""
+    """Addresses in the publisher's process, which only a reader in that same process may use."""
     sizes: tuple[int, ...]
     columns: bytes
 
     def regions(self) -> Int64:
         """The columns, checked. Raises :class:`~weightsync.errors.ProtocolError` for a region outside its allocation."""
         if len(self.columns) % 24 or not len(self.handles) == len(self.ids) == len(self.bases) == len(self.sizes):
-            raise ProtocolError("the owner described its device memory in columns of different lengths")
+            raise ProtocolError("the publisher described its device memory in columns of different lengths")
         columns = np.frombuffer(self.columns, "<i8").astype(np.int64).reshape(3, -1)
         if any(not 0 <= size <= _MOST_BYTES for size in self.sizes):
-            raise ProtocolError("the owner described an allocation of an impossible size")
+            raise ProtocolError("the publisher described an allocation of an impossible size")
         number, offset, size = columns
         if columns.size and (columns.min() < 0 or number.max() >= len(self.sizes)):
-            raise ProtocolError("the owner named device memory that it did not export")
+            raise ProtocolError("the publisher named device memory that it did not export")
         if np.any(offset > np.array([*self.sizes, 0], np.int64)[number] - size) or any(
             len(handle) != HANDLE_BYTES for handle in self.handles
         ):
-            raise ProtocolError("the owner described a region that leaves its allocation, or a handle of the wrong length")
+            raise ProtocolError("the publisher described a region that leaves its allocation, or a handle of the wrong length")
         return columns
 
 
@@ -216,5 +217,31 @@ class CudaRegion:
         self._cell.header.invalidate()
 
     def close(self) -> None:
-        """Withdraw and let go of the page. The device memory is its owner's business. Safe twice."""
+        """Withdraw and let go of the page. The device memory stays the publisher's. Safe twice."""
         self._cell.close()
+
+
+class OwnCudaRegion(CudaRegion):
+    """One region of ``nbytes``, in memory of the CUDA ``device`` that it allocates itself and frees when it is closed.
+
+    Raises:
+        TransportUnavailable: The device has not enough memory free.
+    """
+
+    def __init__(self, nbytes: int, layout_digest: str, device: torch.device) -> None:
+        self._memory = DeviceMemory(nbytes, device)
+        try:
+            super().__init__((nbytes,), layout_digest, lambda: (self._memory.address,), device.index)
+        except BaseException:
+            self._memory.free()
+            raise
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The memory, ``uint8[nbytes]``. Not to be used after :meth:`close`."""
+        return torch.as_tensor(self._memory, device=self._memory.device)
+
+    def close(self) -> None:
+        """Withdraw, and free the memory. Safe twice. A reader that has mapped it keeps it."""
+        super().close()
+        self._memory.free()

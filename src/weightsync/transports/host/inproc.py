@@ -1,4 +1,4 @@
-"""Transport ``inproc``: owner and reader are in one process, and the reader copies from the region itself."""
+"""Transport ``inproc``: publisher and reader are in one process, and the reader copies from the region itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weightsync.transports.net.handshake import check_key
 
 __all__ = ["InProcess", "InProcessPublisher", "InProcessReader"]
 
-_owners: dict[str, InProcessPublisher] = {}
+_publishers: dict[str, InProcessPublisher] = {}
 _lock = threading.Lock()
 
 
@@ -39,15 +39,15 @@ class InProcessPublisher:
             scheme=InProcess.name, address=_prefix() + secrets.token_hex(16), host=local_host, traits=InProcess.traits
         )
         with _lock:
-            _owners[self.offer.address] = self
+            _publishers[self.offer.address] = self
 
     def admit(self, key: bytes) -> InProcessReader:
-        """A source of this owner's region. Raises :class:`~weightsync.errors.AuthenticationError` for another key."""
+        """A source of this publisher's region. Raises :class:`~weightsync.errors.AuthenticationError` for another key."""
         if not hmac.compare_digest(hashlib.sha256(key).digest(), self._key):
             raise AuthenticationError("the source in this process has another run key")
         source = InProcessReader(self)
         with _lock:
-            if _owners.get(self.offer.address) is not self:
+            if _publishers.get(self.offer.address) is not self:
                 raise PeerLost("the source in this process stopped serving")
             self._sources.add(source)
         return source
@@ -55,28 +55,28 @@ class InProcessPublisher:
     def close(self) -> None:
         """See :class:`weightsync.transports.base.Publisher`."""
         with _lock:
-            _owners.pop(self.offer.address, None)
+            _publishers.pop(self.offer.address, None)
             sources = list(self._sources)
         for source in sources:
-            source.lose_owner()
+            source.lose_publisher()
 
 
 class InProcessReader(MappedReader):
     """Reads another object's memory in the same process."""
 
-    def __init__(self, owner: InProcessPublisher) -> None:
-        region = owner.region
+    def __init__(self, publisher: InProcessPublisher) -> None:
+        region = publisher.region
         super().__init__(region.memory, region.nbytes, region.layout_digest, "the source in this process")
         self._lives = True
 
     def _release(self) -> None:
         """Nothing is held but the memory."""
 
-    def _owner_lives(self) -> bool:
+    def _publisher_lives(self) -> bool:
         return self._lives
 
-    def lose_owner(self) -> None:
-        """The owner closes: end what is running."""
+    def lose_publisher(self) -> None:
+        """The publisher closes: end what is running."""
         self._lives = False
         self._stop[0] = 1
 
@@ -98,7 +98,7 @@ class InProcess(Transport):
     def open(self, offer: Offer, key: bytes, deadline: Deadline) -> InProcessReader:
         """See :class:`weightsync.transports.base.Transport`."""
         with _lock:
-            owner = _owners.get(offer.address)
-        if owner is None:
+            publisher = _publishers.get(offer.address)
+        if publisher is None:
             raise PeerLost("nothing is published under this name in this process")
-        return owner.admit(key)
+        return publisher.admit(key)

@@ -1,4 +1,4 @@
-"""What the transports have in common that see the owner's memory and copy by themselves."""
+"""Base of the transports that map the publisher's memory and copy from it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ __all__ = ["MappedReader"]
 
 
 class MappedReader(BlockingReader):
-    """A :class:`~weightsync.transports.base.Reader` over ``memory``, ``uint8[header + nbytes]``: an owner's whole region.
+    """A :class:`~weightsync.transports.base.Reader` over ``memory``, ``uint8[header + nbytes]``: a publisher's whole region.
 
-    The mapping outlives the owner, so its death is looked for: ``begin``, ``read`` and ``end`` raise
-    :class:`~weightsync.errors.PeerLost` once the owner is gone, although its last version could still be read. A version whose
-    owner died is not one that the round should commit from half of its ranks.
+    If the publisher dies, no rank may commit its version, although the mapping can still be read. So ``begin``, ``read`` and
+    ``end`` raise :class:`~weightsync.errors.PeerLost` once the publisher is gone.
     """
 
-    def __init__(self, memory: npt.NDArray[np.uint8], nbytes: int, layout_digest: str, owner: str) -> None:
+    def __init__(self, memory: npt.NDArray[np.uint8], nbytes: int, layout_digest: str, publisher: str) -> None:
         self._memory: npt.NDArray[np.uint8] | None = memory
         self._header = Header(memory)
         self._header.check(nbytes)
@@ -34,15 +33,15 @@ class MappedReader(BlockingReader):
         # An empty region has no byte to point at: no tile can pass the check, so the address is never used.
         self._addresses = (int(memory.ctypes.data) + HEADER_BYTES,)
         self._layout_digest = layout_digest
-        self._owner = owner
+        self._publisher = publisher
         self._groups: tuple[CopyTable, ...] = ()
         self._stamp: tuple[int, int] | None = None
         self._stop = np.zeros(1, np.int8)
         self._aborted = False
 
     @abstractmethod
-    def _owner_lives(self) -> bool:
-        """Whether the owner still serves. Never blocks."""
+    def _publisher_lives(self) -> bool:
+        """Whether the publisher still serves. Never blocks."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -50,12 +49,12 @@ class MappedReader(BlockingReader):
 
     def _check(self, deadline: Deadline, what: str) -> None:
         if self._memory is None:
-            raise PeerLost(f"{what}: the source of {self._owner} is closed")
+            raise PeerLost(f"{what}: the source of {self._publisher} is closed")
         if self._aborted:
-            raise Aborted(f"{what} from {self._owner} was aborted")
-        if not self._owner_lives():
-            raise PeerLost(f"{what}: {self._owner} went away")
-        deadline.remaining(f"{what} from {self._owner}")
+            raise Aborted(f"{what} from {self._publisher} was aborted")
+        if not self._publisher_lives():
+            raise PeerLost(f"{what}: {self._publisher} went away")
+        deadline.remaining(f"{what} from {self._publisher}")
 
     def _started(self) -> tuple[int, int]:
         if self._stamp is None:
@@ -68,7 +67,7 @@ class MappedReader(BlockingReader):
         self._check(deadline, "preparing")
         self._groups = ()
         if layout_digest != self._layout_digest:
-            raise StaleSource(f"{self._owner} has layout {self._layout_digest}, but the plan was made for {layout_digest}")
+            raise StaleSource(f"{self._publisher} has layout {self._layout_digest}, but the plan was made for {layout_digest}")
         for tiles in groups:
             check_tiles(tiles, self._regions)
         self._groups = tuple(groups)

@@ -28,7 +28,7 @@ _MAGIC_WORD, _NBYTES_WORD, _SEQUENCE_WORD, _VERSION_WORD = 0, 1, 8, 9  # the cel
 
 
 class Header:
-    """The first page of a region, seen by its owner or, mapped read-only, by a reader: a sequence lock around the payload.
+    """The first page of a region, seen by its publisher or, mapped read-only, by a reader: a sequence lock around the payload.
 
     ``sequence`` is odd while the payload is being written and grows with every change; ``version`` is what the payload holds. A
     reader that finds the same stamp before and after a copy has read that version and nothing else.
@@ -53,7 +53,7 @@ class Header:
     def stamp(self) -> tuple[int, int]:
         """Sequence and version, read as one.
 
-        Raises :class:`~weightsync.errors.StaleSource` if the owner changes them for as long as a second: an honest one writes a
+        Raises :class:`~weightsync.errors.StaleSource` if the publisher changes them for as long as a second: an honest one writes a
         header a few times a round.
         """
         until = None
@@ -129,7 +129,7 @@ class PublishedRegion:
         self._bytes: npt.NDArray[np.uint8] | None = np.frombuffer(self._memory.map, np.uint8)
         self.header = Header(self._bytes)
         self.header.write_new(nbytes)
-        self._lock = threading.Lock()
+        self._writers: dict[object, None] = {}
 
     @property
     def memory(self) -> npt.NDArray[np.uint8]:
@@ -167,16 +167,18 @@ class PublishedRegion:
         """
         if number < 0:
             raise VersionError(f"version numbers are not negative: {number}")
-        if not self._lock.acquire(blocking=False):
-            raise VersionError(f"version {number} cannot be placed: another version is being placed on the same region")
+        me = object()
         try:
+            self._writers[me] = None  # no lock: a signal handler may raise right after it was taken
+            if list(self._writers)[0] is not me:  # noqa: RUF015 - of one moment, while another thread may add its own
+                raise VersionError(f"version {number} cannot be placed: another version is being placed on the same region")
             held = self.payload  # keeps the memory mapped if somebody closes the region meanwhile
             self.header.invalidate()
             yield
             self.header.publish(number)
             del held
         finally:
-            self._lock.release()
+            self._writers.pop(me, None)
 
     def close(self) -> None:
         """Let go of the memory; it is unmapped at once or, where views of it are still held, with the last of them. Safe twice."""

@@ -30,7 +30,7 @@ _FACTS_BYTES = 512
 
 
 class _Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Sent with the descriptor."""
+    """Size and layout of a region, sent to a reader with its file descriptor."""
 
     nbytes: int
     layout_digest: str
@@ -90,7 +90,7 @@ class SharedMemoryReader(MappedReader):
             channel.close()
             raise
 
-    def _owner_lives(self) -> bool:
+    def _publisher_lives(self) -> bool:
         return self._channel.peer_lives()
 
     def _release(self) -> None:

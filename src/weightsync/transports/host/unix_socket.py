@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, DeadlineExceeded, PeerLost, ProtocolError
 from weightsync.transports.net.channel import Channel
-from weightsync.transports.net.handshake import ID_BYTES, check_key, greet_owner
+from weightsync.transports.net.handshake import ID_BYTES, check_key, greet_publisher
 from weightsync.transports.net.listener import Listener, same_user
 
 __all__ = ["connect_local", "listen_local"]
@@ -24,19 +24,19 @@ def listen_local(prefix: str, name: str, key: bytes, serve: Callable[[Channel], 
 
     Raises :class:`~weightsync.errors.ConfigurationError` for a key that is too short.
     """
-    owner_id = secrets.token_bytes(ID_BYTES)
-    address = prefix + owner_id.hex()
+    publisher_id = secrets.token_bytes(ID_BYTES)
+    address = prefix + publisher_id.hex()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.bind("\0" + address)
-        return Listener(sock, name, check_key(key), owner_id, serve, same_user), address
+        return Listener(sock, name, check_key(key), publisher_id, serve, same_user), address
     except BaseException:
         sock.close()
         raise
 
 
 def connect_local(prefix: str, address: str, key: bytes, peer: str, deadline: Deadline) -> Channel:
-    """An authenticated channel to the owner at ``address``, which ``peer`` names in messages.
+    """An authenticated channel to the publisher at ``address``, which ``peer`` names in messages.
 
     Raises :class:`~weightsync.errors.ProtocolError` for an address of another kind, and what
     :meth:`weightsync.transports.base.Transport.open` raises.
@@ -56,6 +56,6 @@ def connect_local(prefix: str, address: str, key: bytes, peer: str, deadline: De
         channel = Channel(sock, peer)
         if not same_user(sock):
             raise AuthenticationError(f"{peer} belongs to another user")
-        greet_owner(channel, key, bytes.fromhex(digits), deadline)
+        greet_publisher(channel, key, bytes.fromhex(digits), deadline)
         owned.pop_all()
         return channel

@@ -5,8 +5,8 @@ Every frame is a 48-byte little-endian header and ``nbytes`` bytes::
     magic  kind  (pad)  sequence  version  group  first  last  (pad)  nbytes
     4s     u8    3      u64       i64      u32    u32    u32   4      u64
 
-``CONTROL`` carries one MessagePack struct of :mod:`weightsync.transports.net.requests`. ``DATA`` carries the bytes of the tiles
-``first`` to ``last - 1`` of ``group``, run after run, tile after tile. ``END`` says that all groups were sent and that the shelf
+``CONTROL`` carries one MessagePack struct of :mod:`weightsync.transports.net.messages`. ``DATA`` carries the bytes of the tiles
+``first`` to ``last - 1`` of ``group``, run after run, tile after tile. ``END`` says that all groups were sent and that the region
 held ``version`` throughout. ``sequence`` counts the frames of one transfer from zero.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import socket
 import struct
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -68,7 +67,7 @@ class Channel:
     """A connected stream socket on which nothing waits longer than its deadline. Owns the socket.
 
     The socket stays in blocking mode and the kernel keeps the time (``SO_RCVTIMEO``, ``SO_SNDTIMEO``), so that a large receive
-    is one system call. Used by one thread at a time, but for :meth:`abort`.
+    is one system call. Not thread-safe, except for :meth:`abort`.
     """
 
     encrypted = False
@@ -91,7 +90,7 @@ class Channel:
 
     def bound(self, option: int, deadline: Deadline, what: str) -> None:
         """Let the kernel end the next calls in time (``SO_RCVTIMEO`` or ``SO_SNDTIMEO``), at most :data:`_LATE` seconds late."""
-        left = deadline.at - time.monotonic()
+        left = deadline.left
         known, then = self._bounds.get(option, (None, 0.0))
         if known is not deadline or left <= 0 or then - left > _LATE:
             left = deadline.remaining(f"{what} {self.peer}")
@@ -186,7 +185,7 @@ class Channel:
         if not data:
             raise self.lost()
         if len(fds) != 1:
-            raise ProtocolError(f"{self.peer} sent no descriptor of its shelf")
+            raise ProtocolError(f"{self.peer} sent no file descriptor for its shared memory")
         return data, fds[0]
 
     def next_kind(self, deadline: Deadline) -> int:

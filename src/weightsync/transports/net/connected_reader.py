@@ -16,13 +16,15 @@ from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.base import BlockingReader
 from weightsync.transports.net.channel import Channel
-from weightsync.transports.net.requests import (
+from weightsync.transports.net.messages import (
     ANSWER_BYTES,
+    COMMON,
     MAX_GROUPS,
+    ControlMessage,
     Fail,
+    Messages,
     Ready,
     RegisterTiles,
-    Request,
     next_control,
     send_request,
 )
@@ -45,6 +47,7 @@ class ConnectedReader(BlockingReader):
     """
 
     _largest_tile = FRAME_BYTES
+    _messages: Messages = COMMON
 
     def __init__(self, dial: Dial, deadline: Deadline) -> None:
         self._dial = dial
@@ -88,7 +91,7 @@ class ConnectedReader(BlockingReader):
         """Whether something is left of a transfer that ended early."""
 
     def _connected(self, deadline: Deadline) -> Channel:
-        """A channel whose owner knows what is wanted; connects again if the old one is gone."""
+        """A channel whose publisher knows what is wanted; connects again if the old one is gone."""
         channel = self._channel
         if channel is not None and channel.peer_lives():
             return channel
@@ -110,11 +113,11 @@ class ConnectedReader(BlockingReader):
             raise ProtocolError(f"{channel.peer} answered {type(answer).__name__} to a table of tiles")
         self._take_ready(answer)
 
-    def _asked(self, channel: Channel, request: Request, deadline: Deadline, most: int = ANSWER_BYTES) -> Request:
-        """What the owner answers, unless that is its failure, which is raised; the connection stays."""
+    def _asked(self, channel: Channel, request: ControlMessage, deadline: Deadline, most: int = ANSWER_BYTES) -> ControlMessage:
+        """What the publisher answers, unless that is its failure, which is raised; the connection stays."""
         try:
             send_request(channel, request, deadline)
-            answer = next_control(channel, most, deadline)
+            answer = next_control(channel, most, deadline, self._messages)
         except WeightSyncError:
             self._drop()
             raise
@@ -123,14 +126,14 @@ class ConnectedReader(BlockingReader):
         return answer
 
     def _take_ready(self, ready: Ready) -> None:
-        """Take what else the owner sent when it was ready."""
+        """Take what else the publisher sent when it was ready."""
 
     def prepare(self, groups: Sequence[CopyTable], layout_digest: str, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Reader.prepare`."""
         self._idle()
         self._want, self._groups = None, []
         for tiles in groups:
-            # Before any work; which regions there are, and how large, only the owner knows.
+            # Before any work; which regions there are, and how large, only the publisher knows.
             check_tiles(replace(tiles, region=np.zeros_like(tiles.region)), (_LARGEST,))
         cut = [cut_tiles(tiles, self._largest_tile) for tiles in groups]
         if len(cut) > MAX_GROUPS or sum(map(len, cut)) > MAX_TILES:

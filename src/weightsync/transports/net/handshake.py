@@ -2,10 +2,10 @@
 
 ::
 
-    reader -> owner   magic, protocol, reader's nonce (32 bytes)
-    owner  -> reader  magic, protocol, owner's id (16), owner's nonce (32), HMAC-SHA256(key, "owner" + both nonces + id)
-    reader -> owner   HMAC-SHA256(key, "reader" + both nonces + id)
-    owner  -> reader  one byte, 1
+    reader -> publisher   magic, protocol, reader's nonce (32 bytes)
+    publisher  -> reader  magic, protocol, publisher's id (16), publisher's nonce (32), HMAC-SHA256(key, "owner" + both nonces + id)
+    reader -> publisher   HMAC-SHA256(key, "reader" + both nonces + id)
+    publisher  -> reader  one byte, 1
 
 Everything is of fixed size, so a stranger can make neither end allocate or wait for more than :data:`HELLO_SECONDS`. What follows
 is authenticated by the connection only. Inside of TLS (:mod:`weightsync.transports.net.tls`) that is enough; without it the
@@ -22,7 +22,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, ConfigurationError, PeerLost, ProtocolError
 from weightsync.transports.net.channel import Channel
 
-__all__ = ["ENCRYPTED_ONLY", "HELLO_SECONDS", "ID_BYTES", "check_key", "greet_owner", "greet_reader"]
+__all__ = ["ENCRYPTED_ONLY", "HELLO_SECONDS", "ID_BYTES", "check_key", "greet_publisher", "greet_reader"]
 
 HELLO_SECONDS = 5.0
 """How long a connection may take to prove itself."""
@@ -35,7 +35,7 @@ _WELCOME = b"\x01"
 _ENCRYPTED_ONLY = b"\xff\xff"  # in the place of the protocol's number
 
 ENCRYPTED_ONLY = (_MAGIC[:6] + _ENCRYPTED_ONLY).ljust(len(_MAGIC) + ID_BYTES + _NONCE_BYTES + _PROOF_BYTES, b"\0")
-"""What an owner that encrypts answers, in plain text, to a reader that does not."""
+"""What a publisher that encrypts answers, in plain text, to a reader that does not."""
 
 
 def check_key(key: bytes) -> bytes:
@@ -45,8 +45,8 @@ def check_key(key: bytes) -> bytes:
     return key
 
 
-def _proof(key: bytes, role: bytes, reader_nonce: bytes, owner_nonce: bytes, owner_id: bytes) -> bytes:
-    return hmac.digest(key, role + b"\0" + reader_nonce + owner_nonce + owner_id, hashlib.sha256)
+def _proof(key: bytes, role: bytes, reader_nonce: bytes, publisher_nonce: bytes, publisher_id: bytes) -> bytes:
+    return hmac.digest(key, role + b"\0" + reader_nonce + publisher_nonce + publisher_id, hashlib.sha256)
 
 
 def _check_magic(data: bytes, peer: str) -> None:
@@ -59,31 +59,31 @@ def _check_magic(data: bytes, peer: str) -> None:
         raise ProtocolError(f"{peer} speaks transport protocol {theirs}, this is {ours}: install the same weightsync on both sides")
 
 
-def greet_owner(channel: Channel, key: bytes, owner_id: bytes, deadline: Deadline) -> None:
-    """The reader's half. Raises :class:`~weightsync.errors.AuthenticationError` unless the owner knows ``key``."""
+def greet_publisher(channel: Channel, key: bytes, publisher_id: bytes, deadline: Deadline) -> None:
+    """The reader's half. Raises :class:`~weightsync.errors.AuthenticationError` unless the publisher knows ``key``."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
     channel.send([_MAGIC + nonce], deadline)
     answer = bytes(channel.receive(len(_MAGIC) + ID_BYTES + _NONCE_BYTES + _PROOF_BYTES, deadline))
     _check_magic(answer, channel.peer)
     their_id, rest = answer[len(_MAGIC) : len(_MAGIC) + ID_BYTES], answer[len(_MAGIC) + ID_BYTES :]
     their_nonce, proof = rest[:_NONCE_BYTES], rest[_NONCE_BYTES:]
-    if their_id != owner_id:
-        raise PeerLost(f"another owner answers as {channel.peer} now: the source was restarted")
-    if not hmac.compare_digest(proof, _proof(key, b"owner", nonce, their_nonce, owner_id)):
+    if their_id != publisher_id:
+        raise PeerLost(f"another publisher answers as {channel.peer} now: the source was restarted")
+    if not hmac.compare_digest(proof, _proof(key, b"owner", nonce, their_nonce, publisher_id)):
         raise AuthenticationError(f"{channel.peer} does not have this run's key")
-    channel.send([_proof(key, b"reader", nonce, their_nonce, owner_id)], deadline)
+    channel.send([_proof(key, b"reader", nonce, their_nonce, publisher_id)], deadline)
     if bytes(channel.receive(1, deadline)) != _WELCOME:
-        raise ProtocolError(f"{channel.peer} answered the proof with something else than a welcome")
+        raise ProtocolError(f"{channel.peer} sent an unexpected message instead of a welcome")
 
 
-def greet_reader(channel: Channel, key: bytes, owner_id: bytes, deadline: Deadline) -> None:
-    """The owner's half. Raises :class:`~weightsync.errors.AuthenticationError` unless the reader knows ``key``."""
+def greet_reader(channel: Channel, key: bytes, publisher_id: bytes, deadline: Deadline) -> None:
+    """The publisher's half. Raises :class:`~weightsync.errors.AuthenticationError` unless the reader knows ``key``."""
     hello = bytes(channel.receive(len(_MAGIC) + _NONCE_BYTES, deadline))
     _check_magic(hello, channel.peer)
     their_nonce = hello[len(_MAGIC) :]
     nonce = secrets.token_bytes(_NONCE_BYTES)
-    channel.send([_MAGIC + owner_id + nonce + _proof(key, b"owner", their_nonce, nonce, owner_id)], deadline)
+    channel.send([_MAGIC + publisher_id + nonce + _proof(key, b"owner", their_nonce, nonce, publisher_id)], deadline)
     proof = bytes(channel.receive(_PROOF_BYTES, deadline))
-    if not hmac.compare_digest(proof, _proof(key, b"reader", their_nonce, nonce, owner_id)):
+    if not hmac.compare_digest(proof, _proof(key, b"reader", their_nonce, nonce, publisher_id)):
         raise AuthenticationError(f"{channel.peer} does not have this run's key")
     channel.send([_WELCOME], deadline)

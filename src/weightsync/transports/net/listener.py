@@ -1,4 +1,4 @@
-"""The owner's end of every socket transport: accept, authenticate, serve, and leave nothing behind."""
+"""The publisher's end of every socket transport: accept, authenticate, serve, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from weightsync import forks
 from weightsync.deadline import Deadline
-from weightsync.errors import WeightSyncError
+from weightsync.errors import PeerLost, WeightSyncError
 from weightsync.transports.base import Key
 from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.handshake import HELLO_SECONDS, greet_reader
@@ -45,8 +45,12 @@ class Listener:
 
     ``serve`` runs in the connection's thread with a channel whose peer has proved to know ``key``; when it returns or raises
     a weightsync error, the connection is closed. ``admit`` may refuse a connection before its first byte is read. At most 1,024
-    connections may be open, and of those over a network at most 32 unproven (a newer one pushes out the oldest of the host that
-    has most). Unproven ones are taken in at a bounded rate, which is lowest while a transfer is :meth:`busy`.
+    readers may be connected, and over a network 32 that are unproven (a newer one pushes out the oldest of the host that has most).
+    Unproven ones are taken in at a bounded rate, which is lowest while a transfer is :meth:`busy`.
+
+    All readers have the same key, so over a network the address tells them apart: when all places are taken, a new reader gets that
+    of the oldest one at the address with most, of its own if there are as many there. A reader that is pushed out while it asks for
+    nothing connects again with its next request.
 
     A peer at the Unix socket is this user's process, and need not be quick: many ranks may start on a busy host at once.
     """
@@ -56,18 +60,19 @@ class Listener:
         sock: socket.socket,
         name: str,
         key: bytes,
-        owner_id: bytes,
+        publisher_id: bytes,
         serve: Callable[[Channel], None],
         admit: Callable[[socket.socket], bool] = lambda _: True,
         channel: Callable[[socket.socket, str], Channel] = Channel,
     ) -> None:
-        self._socket, self._name, self._key, self._owner_id = sock, name, Key(key), owner_id
+        self._socket, self._name, self._key, self._publisher_id = sock, name, Key(key), publisher_id
         self._serve, self._admit, self._make = serve, admit, channel
         self._origin = forks.Origin()
         self._lock = threading.Lock()
         self._closing = False
         self._max_unauthenticated = _MAX_READERS if sock.family == socket.AF_UNIX else _MAX_STRANGERS
-        self._transfers = 0
+        self._transfers: list[threading.Thread] = []
+        self._readers: dict[Channel, str] = {}  # over a network, in the order of their proofs
         self._permits, self._since = float(self._max_unauthenticated), time.monotonic()
         self._unauthenticated: dict[Channel, str] = {}  # in order of arrival, with the host that each comes from
         self._channels: dict[Channel, threading.Thread] = {}
@@ -108,13 +113,14 @@ class Listener:
     @contextmanager
     def busy(self) -> Iterator[None]:
         """While a transfer runs: strangers wait longer. Any thread."""
+        thread = threading.current_thread()
         with self._lock:
-            self._transfers += 1
+            self._transfers.append(thread)
         try:
             yield
         finally:
             with self._lock:
-                self._transfers -= 1
+                self._transfers.remove(thread)
 
     def _take_in(self) -> float:
         """Serve one connection; how many seconds to wait before the next, where something ran out."""
@@ -140,9 +146,10 @@ class Listener:
         except (OSError, ValueError):  # it is gone already
             sock.close()
             return
-        thread = threading.Thread(target=self._run, args=(channel,), name=f"weightsync-{self._name}-serve", daemon=True)
+        thread = threading.Thread(target=self._run, args=(channel, host), name=f"weightsync-{self._name}-serve", daemon=True)
         with self._lock:
-            if self._closing or len(self._channels) >= _MAX_READERS or not self._admit(sock):
+            most = _MAX_READERS + (_MAX_STRANGERS if host else 0)
+            if self._closing or len(self._channels) >= most or not self._admit(sock):
                 channel.close()
                 return
             if len(self._unauthenticated) >= self._max_unauthenticated:
@@ -162,20 +169,44 @@ class Listener:
         most, _ = Counter(self._unauthenticated.values()).most_common(1)[0]
         return next(channel for channel, host in self._unauthenticated.items() if host == most)
 
-    def _run(self, channel: Channel) -> None:
+    def _make_room(self, host: str) -> Channel | None:
+        """The reader that makes room for one at ``host``; ``None`` if no other address has more and all at this one are busy."""
+        readers = Counter(self._readers.values())
+        [(crowded, most)] = readers.most_common(1)
+        if most <= readers[host] + 1:
+            crowded = host
+        there = [channel for channel, where in self._readers.items() if where == crowded]
+        idle = [channel for channel in there if self._channels[channel] not in self._transfers]
+        return next(iter(idle or (there if crowded != host else [])), None)
+
+    def _take_place(self, channel: Channel, host: str) -> None:
+        """Count a connection that has proved to know the key. Raises PeerLost if there is no place for it."""
+        with self._lock:
+            self._unauthenticated.pop(channel, None)
+            self._permits += 1
+            if not host:
+                return
+            if len(self._readers) >= _MAX_READERS:
+                victim = self._make_room(host)
+                if victim is None:
+                    raise PeerLost(f"{self._name} has {_MAX_READERS:,} readers already")
+                del self._readers[victim]
+                victim.abort()
+            self._readers[channel] = host
+
+    def _run(self, channel: Channel, host: str) -> None:
         try:
             deadline = Deadline(HELLO_SECONDS)
             channel.secure(deadline)
-            greet_reader(channel, self._key.reveal(), self._owner_id, deadline)
-            with self._lock:
-                self._unauthenticated.pop(channel, None)
-                self._permits += 1
+            greet_reader(channel, self._key.reveal(), self._publisher_id, deadline)
+            self._take_place(channel, host)
             self._serve(channel)
         except WeightSyncError as error:
             _log.debug("%s: a connection ended: %s", self._name, error)
         finally:
             with self._lock:
                 self._unauthenticated.pop(channel, None)
+                self._readers.pop(channel, None)
                 self._channels.pop(channel, None)
                 channel.close()
 

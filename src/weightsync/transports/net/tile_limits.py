@@ -14,7 +14,7 @@ from weightsync.tensors.copy_table import CopyTable
 __all__ = ["FRAME_BYTES", "MAX_FRAME_BYTES", "MAX_TILES", "cut_tiles"]
 
 MAX_TILES = 1 << 22
-"""Most tiles that one reader may want of one owner."""
+"""Most tiles that one reader may want of one publisher."""
 
 FRAME_BYTES = 16 << 20
 """A frame ends with the tile that fills it; no tile is larger than this, so no frame is twice as large."""

@@ -1,10 +1,11 @@
 """Encrypted data sockets: TLS 1.3 agrees on keys, records of AES-256-GCM carry the rest.
 
-Each owner makes a certificate when it starts and forgets it when it ends. No authority signs it: the owner's address holds its
-fingerprint, and readers, who get the address over the control connection, take no other. Inside of TLS the owner sends two keys
-that it draws for this connection, one a direction, and both ends go on in records (:mod:`weightsync.transports.net.records`). There
-readers prove that they know the run's key (:mod:`weightsync.transports.net.handshake`). So both ends know who the other is, and
-every connection has keys of its own that neither the token nor a recording of the traffic gives away.
+Each publisher makes a certificate when it starts and forgets it when it ends. No authority signs it. The publisher's address holds
+its fingerprint, and readers, who get the address over the control connection, accept no other. Inside TLS the publisher sends two
+keys that it draws for this connection, one per direction, and both ends continue in records
+(:mod:`weightsync.transports.net.encrypted_records`). There readers prove that they know the run's key
+(:mod:`weightsync.transports.net.handshake`). So both ends know who the other is, and every connection has its own keys, which
+neither the token nor a recording of the traffic gives away.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from typing import TypeVar
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, WeightSyncError
 from weightsync.transports.net.channel import Channel
+from weightsync.transports.net.encrypted_records import KEY_BYTES, LENGTH_BYTES, RECORD_BYTES, TAG_BYTES, Opening, Sealing
 from weightsync.transports.net.handshake import ENCRYPTED_ONLY
-from weightsync.transports.net.records import KEY_BYTES, LENGTH_BYTES, RECORD_BYTES, TAG_BYTES, Opening, Sealing
 
-__all__ = ["FINGERPRINT_BYTES", "EncryptedChannel", "owner_context", "reader_context"]
+__all__ = ["FINGERPRINT_BYTES", "EncryptedChannel", "publisher_context", "reader_context"]
 
 FINGERPRINT_BYTES = 32
 _HANDSHAKE = b"\x16"  # the first byte of every TLS connection
@@ -37,8 +38,8 @@ _SOME = 64 << 10  # bytes of a handshake to take at once
 _DAY = datetime.timedelta(days=1)
 
 
-def owner_context() -> tuple[ssl.SSLContext, bytes]:
-    """What an owner encrypts with, and the fingerprint (SHA-256) of its new certificate. Takes a few milliseconds."""
+def publisher_context() -> tuple[ssl.SSLContext, bytes]:
+    """TLS context of a publisher, and the SHA-256 fingerprint of its new certificate. Takes a few milliseconds."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -58,13 +59,13 @@ def owner_context() -> tuple[ssl.SSLContext, bytes]:
     )
     private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     context = _modern(ssl.PROTOCOL_TLS_SERVER)
-    context.num_tickets = 0  # they would lie unread at a reader, and look as if its owner had something to say
+    context.num_tickets = 0  # they would lie unread at a reader, and look as if the publisher had something to say
     _load(context, private + made.public_bytes(serialization.Encoding.PEM))
     return context, hashlib.sha256(made.public_bytes(serialization.Encoding.DER)).digest()
 
 
 def reader_context() -> ssl.SSLContext:
-    """What a reader encrypts with. It believes no authority: see :meth:`EncryptedChannel.secure`."""
+    """TLS context of a reader, which trusts no authority: :meth:`EncryptedChannel.secure` compares the fingerprint."""
     context = _modern(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -94,7 +95,7 @@ def _load(context: ssl.SSLContext, pem: bytes) -> None:
 class EncryptedChannel(Channel):
     """A channel of which only the two ends can read or change anything, once :meth:`secure` has returned.
 
-    An owner's, or with the ``fingerprint`` of the owner that is meant, a reader's.
+    A publisher's, or with the ``fingerprint`` of the publisher that is meant, a reader's.
     """
 
     encrypted = True
@@ -111,18 +112,19 @@ class EncryptedChannel(Channel):
     def secure(self, deadline: Deadline) -> None:
         """Encrypt from here on.
 
-        Raises :class:`~weightsync.errors.AuthenticationError` for a peer that does not encrypt, or is not the owner that is meant.
+        Raises :class:`~weightsync.errors.AuthenticationError` for a peer that does not encrypt, or that is
+        another publisher.
         """
-        owner = self._fingerprint is None
-        if owner:
+        publisher = self._fingerprint is None
+        if publisher:
             self._expect_tls(deadline)
-        handshake = _Handshake(self._context, owner, super().send, self._receive_some, deadline)
+        handshake = _Handshake(self._context, publisher, super().send, self._receive_some, deadline)
         try:
             handshake.run(handshake.tls.do_handshake)
             if self._fingerprint is not None:
                 self._check_certificate(handshake.tls.getpeercert(binary_form=True) or b"")
-            # The owner draws the keys: no third party has them, as only this handshake's two ends read what it sends.
-            if owner:
+            # The publisher draws the keys: no third party has them, as only this handshake's two ends read what it sends.
+            if publisher:
                 keys = secrets.token_bytes(2 * KEY_BYTES)
                 handshake.run(lambda: handshake.tls.write(keys))
             else:
@@ -133,8 +135,8 @@ class EncryptedChannel(Channel):
             if self.aborted:
                 raise self.lost() from None
             raise AuthenticationError(f"{self.peer} does not encrypt as this end does (TLS 1.3): {error.reason or error}") from None
-        # Nothing of the next record can have come with the handshake: the owner waits for the reader, who waits for the keys.
-        ours, theirs = (keys[:KEY_BYTES], keys[KEY_BYTES:]) if owner else (keys[KEY_BYTES:], keys[:KEY_BYTES])
+        # Nothing of the next record can have come with the handshake: the publisher waits for the reader, who waits for the keys.
+        ours, theirs = (keys[:KEY_BYTES], keys[KEY_BYTES:]) if publisher else (keys[KEY_BYTES:], keys[:KEY_BYTES])
         self._sealing, self._opening = Sealing(ours), Opening(theirs, self.peer)
 
     def _check_certificate(self, certificate: bytes) -> None:
@@ -217,13 +219,13 @@ class _Handshake:
     def __init__(
         self,
         context: ssl.SSLContext,
-        owner: bool,
+        publisher: bool,
         send: Callable[[Sequence[bytes], Deadline], None],
         receive: Callable[[int, Deadline], bytes],
         deadline: Deadline,
     ) -> None:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self.tls = context.wrap_bio(self._incoming, self._outgoing, server_side=owner)
+        self.tls = context.wrap_bio(self._incoming, self._outgoing, server_side=publisher)
         self._send, self._receive, self._deadline = send, receive, deadline
 
     def run(self, step: Callable[[], _T]) -> _T:

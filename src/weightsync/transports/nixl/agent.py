@@ -34,6 +34,7 @@ Pieces = tuple[Memory, Int64, int]
 """A memory, address and bytes of each piece in it (``int64[n, 2]``), and the CUDA device of memory of a GPU."""
 
 _SEGMENTS: dict[Memory, str] = {"host": "DRAM", "cuda": "VRAM"}
+_TRIES = 4  # UCX opens each network device that it lists, and fails if one is removed in between: a container's that ends, say
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3
 _LATE = 1 / 16  # of a transfer: what looking at its state too late may cost
 _SURE = 7 / 8  # of the time that it took before: not looked at so long
@@ -153,13 +154,16 @@ class Agent:
         config = module.nixl_agent_config(
             enable_prog_thread=True, backends=[], sync_mode=module.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         )
-        try:
-            self.api = module.nixl_agent(self.name, config)
-            self.api.create_backend("UCX", {"ucx_error_handling_mode": "peer", **options})
-        except Exception as error:  # noqa: BLE001 (NIXL's exceptions have no base but this)
-            raise TransportUnavailable(
-                f"NIXL finds no way to other hosts with the options {dict(options)}: {error}"
-            ) from _without_frames(error)
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                self.api = module.nixl_agent(self.name, config)
+                self.api.create_backend("UCX", {"ucx_error_handling_mode": "peer", **options})
+                break
+            except Exception as error:  # noqa: BLE001 (NIXL's exceptions have no base but this)
+                if not tries_left:
+                    raise TransportUnavailable(
+                        f"NIXL finds no way to other hosts with the options {dict(options)}: {error}"
+                    ) from _without_frames(error)
         forks.in_children(self, Agent._forget)
 
     def _forget(self) -> None:

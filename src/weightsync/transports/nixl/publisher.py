@@ -15,24 +15,23 @@ from weightsync.transports.base import Transport
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import HEADER_BYTES, PublishedRegion
 from weightsync.transports.net.channel import Channel
-from weightsync.transports.net.requests import (
+from weightsync.transports.net.dialer import tune
+from weightsync.transports.net.frames import wanted_tiles
+from weightsync.transports.net.listening_publisher import ListeningPublisher
+from weightsync.transports.net.messages import (
     ANSWER_SECONDS,
     IDLE_SECONDS,
-    DescribeMemory,
+    ControlMessage,
     Fail,
-    MemoryDescription,
-    Pack,
     Ready,
     RegisterTiles,
-    Request,
     TableBudget,
     next_request,
     send_request,
 )
 from weightsync.transports.nixl.agent import Agent, span_of
-from weightsync.transports.nixl.frames import BUFFER_BYTES, TILE_BYTES, Copies, Frames, StagingBuffers, copies
-from weightsync.transports.tcp.sender import wanted_tiles
-from weightsync.transports.tcp.transport import ListeningPublisher, tune
+from weightsync.transports.nixl.memory_messages import MESSAGES, DescribeMemory, MemoryDescription, Pack
+from weightsync.transports.nixl.staged_frames import BUFFER_BYTES, TILE_BYTES, Copies, Frames, StagingBuffers, copies
 
 __all__ = ["NixlPublisher"]
 
@@ -87,7 +86,7 @@ class _Registration:
         self._page = np.empty(0, np.uint8)
 
 
-class _Server:
+class _FrameServer:
     """Answers one reader. Owns its staging buffers."""
 
     def __init__(self, publisher: NixlPublisher, channel: Channel) -> None:
@@ -101,7 +100,7 @@ class _Server:
         budget = self._publisher.budget
         try:
             while True:
-                request = next_request(self._channel, budget, Deadline(IDLE_SECONDS))
+                request = next_request(self._channel, budget, Deadline(IDLE_SECONDS), MESSAGES)
                 try:
                     answer = self._answer(request)
                 except (StaleSource, ProtocolError, TransportUnavailable) as error:
@@ -111,7 +110,7 @@ class _Server:
             budget.leave(self._channel)
             self._publisher.unstage(self)
 
-    def _answer(self, request: Request) -> Request:
+    def _answer(self, request: ControlMessage) -> ControlMessage:
         if isinstance(request, DescribeMemory):
             return self._publisher.registration().describe(self._staging.addresses if self._staging else ())
         if isinstance(request, RegisterTiles):
@@ -157,7 +156,7 @@ class NixlPublisher(ListeningPublisher):
         self._region, self._options = region, options
         self._buffer_bytes = max(buffer_bytes or BUFFER_BYTES[memory], 2 * TILE_BYTES)
         self._total = sum(region.sizes)
-        self._staged: dict[_Server, tuple[object, StagingBuffers]] = {}
+        self._staged: dict[_FrameServer, tuple[object, StagingBuffers]] = {}
         self._lock = threading.Lock()
         self._current = _Registration(region, self._options, self._buffer_bytes)
         self.budget = TableBudget(self._total)
@@ -179,7 +178,7 @@ class NixlPublisher(ListeningPublisher):
                 self._current = new
             return self._current
 
-    def stage(self, server: _Server, nbytes: int) -> StagingBuffers | None:
+    def stage(self, server: _FrameServer, nbytes: int) -> StagingBuffers | None:
         """Give ``server`` staging buffers of ``nbytes`` bytes, instead of those it has. Raises ProtocolError without room."""
         self.unstage(server)
         if not nbytes:
@@ -193,7 +192,7 @@ class NixlPublisher(ListeningPublisher):
             self._staged[server] = current.agent.register(current.memory, staging.span, current.device), staging
             return staging
 
-    def unstage(self, server: _Server) -> None:
+    def unstage(self, server: _FrameServer) -> None:
         """Take back the staging buffers of ``server``."""
         with self._lock:
             token, _ = self._staged.pop(server, (None, None))
@@ -202,7 +201,7 @@ class NixlPublisher(ListeningPublisher):
 
     def _serve(self, channel: Channel) -> None:
         tune(channel.socket)
-        _Server(self, channel).run()
+        _FrameServer(self, channel).run()
 
     def close(self) -> None:
         """See :class:`weightsync.transports.base.Publisher`. A read that runs ends with an error at its reader."""

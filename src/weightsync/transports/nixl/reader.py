@@ -21,18 +21,25 @@ from weightsync.transports.cuda.region import export_count
 from weightsync.transports.host.region import HEADER_BYTES, Header
 from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.connected_reader import ConnectedReader, Dial
-from weightsync.transports.net.requests import (
+from weightsync.transports.net.messages import (
     ANSWER_BYTES,
-    DescribeMemory,
     Fail,
-    MemoryDescription,
-    Pack,
     Ready,
     next_control,
     send_request,
 )
 from weightsync.transports.nixl.agent import Agent, Transfer, span_of
-from weightsync.transports.nixl.frames import BUFFERS, MOST_BUFFER_BYTES, TILE_BYTES, Copies, Frames, StagingBuffers, copies, split
+from weightsync.transports.nixl.memory_messages import MESSAGES, DescribeMemory, MemoryDescription, Pack
+from weightsync.transports.nixl.staged_frames import (
+    BUFFERS,
+    MOST_BUFFER_BYTES,
+    TILE_BYTES,
+    Copies,
+    Frames,
+    StagingBuffers,
+    copies,
+    split,
+)
 
 __all__ = ["POSTING_THREADS", "NixlReader"]
 
@@ -49,7 +56,7 @@ _LEAST_RUN, _MOST_RUN = 16 << 10, 16 << 20
 _TOUCH_BYTES = 64
 
 
-class _Plan:
+class _ReadPlan:
     """What a prepared plan holds while its agent's peer is ``name``: registrations, and a transfer for each group and frame."""
 
     def __init__(self, agent: Agent) -> None:
@@ -109,6 +116,7 @@ class NixlReader(ConnectedReader):
     """Reads a publisher's memory into that of this host or of its GPU. ``leave`` lets go of the agent."""
 
     _largest_tile = TILE_BYTES
+    _messages = MESSAGES
 
     def __init__(self, dial: Dial, agent: Agent, leave: Callable[[], None], deadline: Deadline) -> None:
         self._agent, self._leave, self._left = agent, leave, False
@@ -122,7 +130,7 @@ class NixlReader(ConnectedReader):
         self._memory: Memory = "host"
         self._on = 0
         self._pieces: list[Int64] = []
-        self._plan: _Plan | None = None  # made when it is missing
+        self._plan: _ReadPlan | None = None  # made when it is missing
         self._stamp: tuple[int, int] | None = None
         self._frames_asked = self._frames_taken = 0
         self._stop = threading.Event()
@@ -198,11 +206,11 @@ class NixlReader(ConnectedReader):
         self._pieces = [pieces for pieces, _ in divided]
         self._planned(deadline)
 
-    def _planned(self, deadline: Deadline) -> _Plan:
+    def _planned(self, deadline: Deadline) -> _ReadPlan:
         """Return the plan, a new one if the connection or the publisher's memory has changed."""
         if self._plan is None:
             described = self._describe(self._connected(deadline), deadline)
-            plan = _Plan(self._agent)
+            plan = _ReadPlan(self._agent)
             try:
                 self._fill(plan, described)
                 self._touch(described, deadline)
@@ -212,7 +220,7 @@ class NixlReader(ConnectedReader):
             self._plan = plan
         return self._plan
 
-    def _fill(self, plan: _Plan, described: MemoryDescription) -> None:
+    def _fill(self, plan: _ReadPlan, described: MemoryDescription) -> None:
         """Register the targets, and prepare a transfer for each group and each frame."""
         plan.register(self._memory, self._target_spans(), self._on)
         for pieces in self._pieces:
@@ -251,9 +259,9 @@ class NixlReader(ConnectedReader):
                 transfer.wait(deadline, self._stop)
 
     @contextmanager
-    def _scratch(self, nbytes: int) -> Iterator[tuple[_Plan, int]]:
+    def _scratch(self, nbytes: int) -> Iterator[tuple[_ReadPlan, int]]:
         """A plan of its own, with ``nbytes`` bytes to read into, and their address."""
-        plan = _Plan(self._agent)
+        plan = _ReadPlan(self._agent)
         try:
             plan.staging = StagingBuffers(nbytes, self._memory, self._on)
             plan.register(self._memory, plan.staging.span, self._on)
@@ -359,13 +367,13 @@ class NixlReader(ConnectedReader):
         self._stamp = stamp
         self._ask_frame(plan, channel, deadline)
 
-    def _ask_frame(self, plan: _Plan, channel: Channel, deadline: Deadline) -> None:
+    def _ask_frame(self, plan: _ReadPlan, channel: Channel, deadline: Deadline) -> None:
         """Let the publisher pack the next frame."""
         if self._frames_asked < len(plan.frames):
             send_request(channel, Pack(self._frames_asked), deadline)
             self._frames_asked += 1
 
-    def _running(self) -> _Plan:
+    def _running(self) -> _ReadPlan:
         if self._stamp is None or self._plan is None:
             raise ProtocolError("a transfer was continued that was not begun, or that failed")
         return self._plan
@@ -398,7 +406,7 @@ class NixlReader(ConnectedReader):
         for number in range(plan.first_frame[group], plan.first_frame[group + 1]):
             if number != self._frames_taken:
                 raise ProtocolError(f"group {group} was read out of order")
-            answer = next_control(channel, ANSWER_BYTES, deadline)
+            answer = next_control(channel, ANSWER_BYTES, deadline, MESSAGES)
             if isinstance(answer, Fail):
                 raise from_wire(answer.kind, answer.message)
             self._frames_taken += 1

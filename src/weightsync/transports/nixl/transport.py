@@ -2,8 +2,8 @@
 
 Reader and publisher meet at an authenticated connection, like that of ``tcp``, over which the publisher describes its memory. A
 read then needs no thread of the publisher. Long runs are read directly to where they belong. What is cut too finely for that goes
-in frames that the publisher packs (:mod:`weightsync.transports.nixl.frames`). The shortest run that is read directly is measured
-when a plan is prepared.
+in frames that the publisher packs (:mod:`weightsync.transports.nixl.staged_frames`). The shortest run that is read directly is
+measured when a plan is prepared.
 
 A one-sided read tears silently if the memory changes meanwhile. The region's header page, a sequence lock, is therefore read before
 and after, and the engine compares the digest of what arrived.
@@ -22,11 +22,12 @@ from weightsync.protocol.messages import Host, Offer, Traits
 from weightsync.transports.base import LOOPBACK, Network, Transport
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import PublishedRegion
+from weightsync.transports.net.dialer import dialer
+from weightsync.transports.net.publisher_address import PublisherAddress, reaches
 from weightsync.transports.nixl.agent import Agent, network_devices, nixl_problem, rdma_devices
-from weightsync.transports.nixl.frames import MOST_BUFFER_BYTES
 from weightsync.transports.nixl.publisher import NixlPublisher
 from weightsync.transports.nixl.reader import POSTING_THREADS, NixlReader
-from weightsync.transports.tcp.transport import dialer, parse_address, reaches
+from weightsync.transports.nixl.staged_frames import MOST_BUFFER_BYTES
 
 __all__ = ["Nixl"]
 
@@ -97,8 +98,8 @@ class Nixl(Transport):
 
     def open(self, offer: Offer, key: bytes, deadline: Deadline) -> NixlReader:
         """See :class:`weightsync.transports.base.Transport`."""
-        host, port, owner_id = parse_address(offer.address)
-        return NixlReader(dialer(host, port, owner_id, key), self._take_agent(), self._leave_agent, deadline)
+        host, port, publisher_id, _ = PublisherAddress.parse(offer.address)
+        return NixlReader(dialer(host, port, publisher_id, key), self._take_agent(), self._leave_agent, deadline)
 
     def _take_agent(self) -> Agent:
         """Return the agent that all readers of this transport share: an agent holds threads, and some twenty descriptors."""

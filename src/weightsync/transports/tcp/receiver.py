@@ -12,14 +12,14 @@ from weightsync.errors import Aborted, ProtocolError, WeightSyncError, from_wire
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.net.channel import CONTROL, DATA, END, HEADER, Channel, FrameHeader
 from weightsync.transports.net.connected_reader import ConnectedReader, Dial
-from weightsync.transports.net.requests import ANSWER_BYTES, Fail, Start, decode_control, send_request
+from weightsync.transports.net.messages import ANSWER_BYTES, Fail, Start, decode_control, send_request
 from weightsync.transports.net.tile_limits import MAX_FRAME_BYTES
 from weightsync.transports.tcp.tile_stream import TileStream
 
 __all__ = ["StreamReader"]
 
 
-class _Stream:
+class _Arriving:
     """Where a running transfer is."""
 
     def __init__(self, version: int, header: FrameHeader, tiles: TileStream) -> None:
@@ -33,7 +33,7 @@ class StreamReader(ConnectedReader):
     """A :class:`~weightsync.transports.base.Reader` to which the publisher streams. Holds a :class:`TileStream`."""
 
     def __init__(self, dial: Dial, deadline: Deadline) -> None:
-        self._stream: _Stream | None = None
+        self._stream: _Arriving | None = None
         self._ends: list[npt.NDArray[np.int64]] = []
         self._header = bytearray(HEADER.size)
         super().__init__(dial, deadline)
@@ -63,7 +63,7 @@ class StreamReader(ConnectedReader):
             if not _in_step(error):
                 self._drop()
             raise
-        self._stream = _Stream(version, header, TileStream(channel))
+        self._stream = _Arriving(version, header, TileStream(channel))
 
     def _raise_failure(self, channel: Channel, header: FrameHeader, deadline: Deadline) -> None:
         answer = decode_control(channel, header, ANSWER_BYTES, deadline)
@@ -73,7 +73,7 @@ class StreamReader(ConnectedReader):
         error.add_note(_TOLD)
         raise error
 
-    def _running(self) -> tuple[Channel, _Stream]:
+    def _running(self) -> tuple[Channel, _Arriving]:
         if self._aborted:
             self._drop()
             raise Aborted("the transfer was aborted")
@@ -99,7 +99,7 @@ class StreamReader(ConnectedReader):
                 self._drop()
             raise
 
-    def _check_frame(self, channel: Channel, stream: _Stream, group: int, done: int, deadline: Deadline) -> None:
+    def _check_frame(self, channel: Channel, stream: _Arriving, group: int, done: int, deadline: Deadline) -> None:
         header = stream.header
         if header.kind == CONTROL:
             self._raise_failure(channel, header, deadline)
@@ -113,7 +113,7 @@ class StreamReader(ConnectedReader):
         if header.nbytes != nbytes or nbytes > MAX_FRAME_BYTES:
             raise ProtocolError(f"{channel.peer} sent a frame of {header.nbytes} bytes for tiles of {nbytes}")
 
-    def _receive(self, channel: Channel, stream: _Stream, deadline: Deadline, digests: npt.NDArray[np.uint64] | None) -> None:
+    def _receive(self, channel: Channel, stream: _Arriving, deadline: Deadline, digests: npt.NDArray[np.uint64] | None) -> None:
         """Take in the frame whose header was read, and the header that follows (an end at least)."""
         _, _, _, group, first, last, nbytes = stream.header
         stream.tiles.receive(self._groups[group], first, last, nbytes, deadline, digests)
@@ -138,9 +138,9 @@ class StreamReader(ConnectedReader):
         self._stream = None
 
 
-_TOLD = "sent by the owner"
+_TOLD = "sent by the publisher"
 
 
 def _in_step(error: BaseException) -> bool:
-    """Whether the owner itself reported ``error``: then its stream ended there, and the connection can be used again."""
+    """Whether the publisher itself reported ``error``: then its stream ended there, and the connection can be used again."""
     return _TOLD in getattr(error, "__notes__", ())

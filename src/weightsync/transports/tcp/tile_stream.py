@@ -15,9 +15,9 @@ from weightsync.tensors.copies import check_keys
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.tensors.digest import columns_address
 from weightsync.tensors.kernels import SLICE, receive_table, run_of_table, send_table
-from weightsync.tensors.views import memory_at
+from weightsync.tensors.memory_views import memory_at
 from weightsync.transports.net.channel import Channel
-from weightsync.transports.net.records import RECORD_BYTES
+from weightsync.transports.net.encrypted_records import RECORD_BYTES
 
 __all__ = ["TileStream"]
 

@@ -1,0 +1,96 @@
+"""A forecast as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.bar import Bar
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from weightsync.cli.tables import notes, plain_text, titled_table
+from weightsync_bench.forecast.forecast import Forecast, RefitForecast
+
+__all__ = ["forecast_view", "links_view"]
+
+_KILO, _WHOLE_SECONDS, _BAR_WIDTH = 1000, 100, 24
+_SCHEMES = {"gathered": "gather whole tensors first", "broadcast": "broadcast everything to everybody"}
+
+
+def forecast_view(forecast: RefitForecast) -> RenderableType:
+    """A forecast: what crosses, stages and memory of each transport, links of the best one, and what to change first."""
+    refit, usable = forecast.refit, [transport for transport in forecast.transports if not transport.unusable]
+    views: list[RenderableType] = [
+        Text(
+            f"{refit.tensors:,} tensors, {_decimal(refit.nbytes)}; hosts with trainer GPUs: {refit.trainer_hosts}, with "
+            f"engine GPUs: {refit.engine_hosts}. An engine GPU receives {_decimal(refit.received)} in {refit.pieces:,} pieces, "
+            f"half of the bytes in runs of at most {_decimal(refit.run)}. A trainer GPU sends {_decimal(refit.sent)}."
+        )
+    ]
+    if forecast.refused:
+        views.append(plain_text(f"{forecast.refused}.", "red"))
+    names, stages, memory = (usable[0].stages if usable else ()), list[list[Text]](), list[list[Text]]()
+    for transport in usable:
+        style = "bold" if transport.transport == forecast.best else ""
+        seconds = map(_seconds, (*transport.stages.values(), transport.pause))
+        stages.append([plain_text(cell, style) for cell in (transport.transport, *seconds)])
+        cells = (transport.transport, *map(_decimal, transport.memory.values()), transport.bottleneck.name)
+        memory.append([plain_text(cell, style) for cell in cells])
+    views += [
+        titled_table(
+            "seconds by stage (metadata: once, while training goes on; place: before the pause)",
+            ("transport", *(f">{name}" for name in names), ">pause"), stages,
+        ),
+        titled_table(
+            "extra memory, and what limits the transfer",
+            ("~transport", ">trainer rank", ">engine rank", ">coordinator", "~bottleneck"), memory,
+        ),
+    ]  # fmt: skip
+    views += notes(
+        (transport.transport, plain_text(f"not usable: {transport.unusable}", "dim"))
+        for transport in forecast.transports
+        if transport.unusable
+    )
+    best = next((transport for transport in usable if transport.transport == forecast.best), None)
+    if best is not None:
+        views += [links_view([best]), _answer(best, forecast.others)]
+    if forecast.changes:
+        rows = ((change.what, change.transport, _seconds(change.metadata), _seconds(change.pause)) for change in forecast.changes)
+        views.append(titled_table("what to change first", ("~change", "~transport", ">metadata", ">pause"), rows))
+    return Group(*views)
+
+
+def links_view(transports: Sequence[Forecast]) -> RenderableType:
+    """Bars: how long each link of some transports is busy in one round."""
+    longest = max((link.seconds for transport in transports for link in transport.links), default=1.0)
+    rows = list[tuple[object, ...]]()
+    for transport in transports:
+        for number, link in enumerate(transport.links):
+            color = "red" if link.seconds == transport.bottleneck.seconds else "blue"
+            count = "" if link.name.endswith("posted") else _decimal(link.nbytes)
+            bar = Bar(longest, 0, link.seconds, width=_BAR_WIDTH, color=color)
+            rows.append((transport.transport if number == 0 else "", link.name, count, _seconds(link.seconds), bar))
+    return titled_table("seconds by link at its rate", ("transport", "link", ">bytes", ">seconds", ""), rows)
+
+
+def _answer(best: Forecast, others: Mapping[str, float]) -> Text:
+    lines = [
+        f"\n{best.transport}: {_seconds(best.pause)} s from pause to resume; at its rate, the busiest link takes "
+        f"{_seconds(best.bottleneck.seconds)} s.",
+        f"Basis of the transfer: {best.basis}" + (f", which scatter by a factor of {best.spread:.1f}." if best.spread > 1 else "."),
+        *(f"Systems that {_SCHEMES[name]}: {_seconds(value)} s for the transfer." for name, value in others.items()),
+    ]
+    return plain_text("\n".join(lines))
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= _WHOLE_SECONDS else f"{value:.3f}" if value < 1 else f"{value:.2f}"
+
+
+def _decimal(nbytes: float) -> str:
+    """Format bytes as vendors of links do: ``130.3 GB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < _KILO:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= _KILO
+    return f"{nbytes:.2f} TB"

@@ -1,0 +1,63 @@
+"""How long a round looks for the engine's parameters in its pause, by number of tensors: ``python -m benchmarks.second_look``."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from weightsync.engine.engine_role import EngineRole
+from weightsync.engines.module import ModuleAdapter
+from weightsync.gc_pause import gc_paused
+from weightsync.transports.hostinfo import this_host
+
+SIZES = (300, 3_000, 18_867)  # the last: Qwen3-30B-A3B
+REPETITIONS = 41
+
+
+def experts(tensors: int) -> nn.Module:
+    """``tensors`` matrices, each in a separate layer, three layers in a block."""
+    blocks = [
+        nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in ("gate", "up", "down")[: tensors - first]})
+        for first in range(0, tensors, 3)
+    ]
+    return nn.ModuleList(blocks)
+
+
+def milliseconds(work: Callable[[], object]) -> list[float]:
+    """Of each repetition, sorted."""
+    taken = []
+    with gc_paused():
+        for _ in range(REPETITIONS):
+            started = time.perf_counter()
+            work()
+            taken.append(1e3 * (time.perf_counter() - started))
+    return sorted(taken)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print(f"{'tensors':>8} {'ms':>6}: median  least  9 of 10")
+    for tensors in SIZES:
+        adapter = ModuleAdapter(experts(tensors))
+        role = EngineRole(adapter, ["inproc"], this_host())
+        adapter.begin()
+        held = role.session.shards()
+
+        def look(role: EngineRole = role, held: object = held) -> None:
+            shards = role.session.shards()
+            if shards is None or not role._unmoved(shards, held):  # type: ignore[arg-type]
+                raise SystemExit("nothing has moved")
+
+        looks: dict[str, Callable[[], object]] = {"second look": look, "first look": adapter._followed.now}
+        for what, work in looks.items():
+            taken = milliseconds(work)
+            print(f"{tensors:>8} {what:>12}: {statistics.median(taken):6.2f} {taken[0]:6.2f} {taken[int(0.9 * len(taken))]:6.2f}")
+        role.close()
+
+
+if __name__ == "__main__":
+    main()

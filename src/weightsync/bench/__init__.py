@@ -1,1 +1,0 @@
-"""Measurements against the copies that cannot be avoided."""

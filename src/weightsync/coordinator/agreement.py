@@ -1,0 +1,126 @@
+"""Prepare the ranks of a replica for a plan or for a stream, while the replica serves. What they are prepared for has a key."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from weightsync.coordinator.membership import Membership
+from weightsync.coordinator.negotiation import TransferPlan, address_of, key_of
+from weightsync.coordinator.planner import Planner
+from weightsync.coordinator.rank_handle import RoundDeadline, on_all
+from weightsync.coordinator.ranks import PublishingRank
+from weightsync.coordinator.replicas import Replica
+from weightsync.coordinator.round_context import Engines, Trainers
+from weightsync.coordinator.sources import ranks_of
+from weightsync.errors import PlanMismatch, WeightSyncError, readable
+from weightsync.protocol.messages import Body, OpenStream, Prepare, Prepared
+from weightsync.spans import span
+
+__all__ = ["PreparingAhead", "open_stream", "prepare", "settled", "window_bytes_of"]
+
+_log = logging.getLogger(__name__)
+_LEAST_WINDOW = 4096  # whatever buckets an engine asks for
+_REASON = "the trainer publishes a stream"
+
+
+async def prepare(
+    planner: Planner, sources: Mapping[str, PublishingRank], replica: Replica, engines: Engines, deadline: RoundDeadline
+) -> TransferPlan:
+    """Plan the transfer to ``engines``; ranks that are not ready for that plan connect, map memory and build copy tables.
+
+    Raises:
+        PlanMismatch: A rank acknowledged another plan than the one it was sent.
+    """
+    ranks = {member: link.rank for member, link in engines.items()}
+    with span("plan", replica.name):
+        agreed = await planner.agree(replica.name, sources, ranks, deadline)
+    digests = {member: piece.digest for member, piece in agreed.slices.items()}
+    plans = {member: Prepare(piece) for member, piece in agreed.slices.items()}
+    await acknowledged(agreed.key, digests, engines, deadline, plans)
+    return agreed
+
+
+async def acknowledged(
+    key: str, digests: Mapping[str, str], engines: Engines, deadline: RoundDeadline, message: Body | Mapping[str, Body]
+) -> None:
+    """Send ``message`` to the ranks that are not prepared for what ``key`` names. Each acknowledges its one of ``digests``.
+
+    Raises:
+        PlanMismatch: A rank acknowledged another digest.
+    """
+    unprepared = {member: link for member, link in engines.items() if link.prepared != key}
+    for link in unprepared.values():
+        link.prepared = None  # even if this fails: a rank drops its plan before it prepares another
+    for member, answer in (await on_all("prepare", deadline, unprepared, message, Prepared)).items():
+        if answer.digest != digests[member]:
+            raise PlanMismatch(
+                f"{member} acknowledged plan {answer.digest} instead of {digests[member]}: do both run the same weightsync?"
+            )
+        engines[member].prepared, engines[member].transports = key, answer.transports
+
+
+async def settled(replica: Replica, deadline: RoundDeadline) -> None:
+    """Wait for what runs outside any round: a quarantine, which would abort calls of this round, and a preparation."""
+    for task, what in ((replica.quarantining, "an earlier quarantine"), (replica.preparing, "preparing ahead of the round")):
+        if task is not None:
+            await asyncio.wait([task], timeout=deadline.remaining(what))
+
+
+async def open_stream(trainers: Trainers, engines: Engines, deadline: RoundDeadline) -> TransferPlan:
+    """Let engine ranks connect to the trainer's windows while they serve; those that have done so already are not asked.
+
+    Raises:
+        PlanMismatch: A rank acknowledged other sources than those it was sent.
+    """
+    sources = {member: link.rank for member, link in trainers.items()}
+    ranks = {member: link.rank for member, link in engines.items()}
+    key = key_of(sources, ranks)
+    addresses = tuple(map(address_of, sources.values()))
+    body = OpenStream(key, addresses, window_bytes_of(trainers, engines))
+    await acknowledged(key, dict.fromkeys(engines, key), engines, deadline, body)
+    return TransferPlan(key, "streamed", _REASON, {}, (), (*sources.values(), *ranks.values()))
+
+
+def window_bytes_of(trainers: Trainers, engines: Engines) -> int:
+    """Most bytes of a window: what every trainer rank and every engine rank allows."""
+    largest = min(link.rank.hello.window_bytes for link in trainers.values())
+    return min([largest, *(max(_LEAST_WINDOW, link.rank.hello.bucket_bytes) for link in engines.values())])
+
+
+class PreparingAhead:
+    """Prepares replicas for their next round while no round runs. ``spawn`` starts a task that the coordinator keeps."""
+
+    def __init__(
+        self, members: Membership, planner: Planner, timeout: float, spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
+    ) -> None:
+        self._members, self._planner, self._timeout, self._spawn = members, planner, timeout, spawn
+
+    def start(self, replica: Replica) -> None:
+        """Prepare a replica now, if it is complete and the trainer is, and unless that goes on already."""
+        trainers = self._members.trainers_in_order()
+        whole = bool(trainers) and not self._members.missing_trainers(set(trainers))
+        if whole and replica.complete and replica.refusal is None and replica.preparing is None:
+            replica.preparing = self._spawn(self._prepare(replica, trainers))
+
+    def stop_all(self) -> None:
+        """Stop what runs: it prepares for trainer ranks that left or were replaced."""
+        for replica in self._members.replicas.values():
+            task, replica.preparing = replica.preparing, None
+            if task is not None:
+                task.cancel()
+
+    async def _prepare(self, replica: Replica, trainers: Trainers) -> None:
+        try:
+            deadline = RoundDeadline(self._timeout)
+            if self._members.streams:
+                await open_stream(trainers, replica.members(), deadline)
+            else:
+                await prepare(self._planner, ranks_of(trainers), replica, replica.members(), deadline)
+        except WeightSyncError as error:
+            _log.info("could not prepare %s ahead of its next round: %s", replica.name, readable(str(error)))
+        finally:
+            if replica.preparing is asyncio.current_task():
+                replica.preparing = None

@@ -1,0 +1,446 @@
+"""An engine rank's front for the coordinator's rounds: prepare, pause, move, commit and resume, as steps of its session."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from weightsync import failpoints
+from weightsync.deadline import Deadline
+from weightsync.engine.adapter import EngineAdapter
+from weightsync.engine.fill.choose import filler_for
+from weightsync.engine.fill.filler import FillContext, Filled, Filler
+from weightsync.engine.fill.streamed import bucket_bytes_for
+from weightsync.engine.fill.windows import WindowReceiver
+from weightsync.engine.readers import writing
+from weightsync.engine.served_weights import ServedWeights
+from weightsync.engine.session import EngineSession, State, Ticket
+from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError
+from weightsync.gc_pause import gc_paused
+from weightsync.model import Layout, Manifest, Version, fold
+from weightsync.planning.coverage import Coverage
+from weightsync.protocol.messages import (
+    Body,
+    CheckSources,
+    Commit,
+    Done,
+    EndStream,
+    Host,
+    Move,
+    Moved,
+    MoveWindow,
+    OpenStream,
+    Pause,
+    Place,
+    Placed,
+    PlanSlice,
+    Prepare,
+    Prepared,
+    Quarantine,
+    Resume,
+    Update,
+    Updated,
+    WindowMoved,
+)
+from weightsync.protocol.worker import IncomingCall
+from weightsync.spans import span
+from weightsync.tensors.device_memory import device_of
+from weightsync.tensors.digest import PUBLIC, DigestConstants
+from weightsync.tensors.memory_layout import layout_in_place
+from weightsync.tensors.overlaps import check_writable
+from weightsync.tensors.shards import Shard, Views
+from weightsync.transports.base import Network, Transport
+from weightsync.transports.select import transports_for
+
+__all__ = ["EngineRole"]
+
+
+@dataclass(frozen=True, eq=False)
+class _ParameterMemory:
+    """Where an engine's parameters were when they were looked for, on which CUDA device, and how they are read."""
+
+    layout: Layout
+    addresses: tuple[int, ...]
+    device: torch.device | None
+    views: Views
+
+
+class EngineRole:
+    """Runs one engine rank through rounds, on behalf of the coordinator.
+
+    It prepares fillers and fills the engine's memory. What must never happen, whatever the coordinator says, its
+    :class:`~weightsync.engine.session.EngineSession` refuses.
+
+    ``alone`` says that this rank is its whole replica, ``member`` names it in errors.
+    """
+
+    patience = 5.0
+    """Seconds after which a call that still waits for its turn is refused."""
+
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        transports: Sequence[Transport | str] | None,
+        here: Host,
+        progress: Callable[[int], None] = lambda nbytes: None,
+        *,
+        bucket_bytes: int | None = None,
+        buffers: int = 2,
+        encrypted: bool = False,
+        rank: int = 0,
+        alone: bool = False,
+        member: str = "this engine rank",
+    ) -> None:
+        self.adapter, self._alone = adapter, alone
+        self._filler: Filler | None = None
+        self._preparing: Filler | WindowReceiver | None = None
+        self._windows: WindowReceiver | None = None
+        self._served: ServedWeights | None = None
+        self.session = EngineSession(adapter, member, self._abort_work, self._withdraw)
+        self._handlers: dict[type, Callable[[Any, Deadline], Body | None]] = {
+            Prepare: self._prepare, OpenStream: self._open_stream, MoveWindow: self._move_window, EndStream: self._end_stream,
+            Place: self._place, CheckSources: self._check_sources, Pause: self._pause, Move: self._move, Commit: self._commit,
+            Resume: self._resume, Update: self._update,
+        }  # fmt: skip
+        self.transports = transports_for(transports, encrypted)
+        self.here = here
+        self.manifest: Manifest = self.session.manifest
+        self._memory: _ParameterMemory | None = None
+        self._memory = self._look(self.session.shards())
+        self._held: Sequence[Shard] | None = None
+        """From the first look of a round to its last byte: so a write is never to freed memory."""
+        self.layout = None if self._memory is None else self._memory.layout
+        self.device_memory = self._memory is not None and self._memory.device is not None and adapter.can_load
+        self._staging_on = self._staging_device()
+        self.bucket_bytes = bucket_bytes or bucket_bytes_for(self._staging_on)
+        """The most that a plan may ask for as one staging bucket (the largest tensor, if that is more)."""
+        self._fill_context = FillContext(
+            engine=self.session, manifest=self.manifest, transports=self.transports, host=here, staging_device=self._staging_on,
+            bucket_bytes=self.bucket_bytes, buffers=buffers, encrypted=encrypted, rank=rank, check_memory=self._check_memory,
+            progress=progress,
+        )  # fmt: skip
+
+    def _look(self, shards: Sequence[Shard] | None) -> _ParameterMemory | None:
+        """The engine's parameters as they lie in memory now; ``None`` if it can only be streamed to.
+
+        That is so too for parameters on several devices, or on a CUDA device that no allowed transport writes to.
+        """
+        device = None if shards is None else device_of(shards)
+        if shards is None or device is None or (device.type != "cpu" and not writing(device, self.transports)):
+            return None
+        # Rows are cut so that a processor's cache holds them until they are digested; a GPU digests all at once.
+        cut = {} if device.type == "cpu" else {"block_bytes": None}
+        layout, addresses = layout_in_place(self.manifest, shards, **cut)
+        if device.type == "cpu" and (self._memory is None or self._memory.addresses != addresses):
+            check_writable(self.manifest, layout, addresses)
+        views = Views([shard.tensor for shard in shards])
+        return _ParameterMemory(layout, addresses, device if device.type == "cuda" else None, views)
+
+    def _staging_device(self) -> torch.device | None:
+        """The CUDA device where buckets for the engine's loader belong, if bytes can come straight to it."""
+        device = self.session.device()
+        if device is None:
+            device = device_of(self.session.shards() or ())
+        if device is None or device.type != "cuda" or not writing(device, self.transports):
+            return None
+        return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+    def serve_weights(self, transports: Sequence[Transport], key: bytes, network: Network) -> ServedWeights:
+        """Let other replicas read what this rank serves, by ``transports``, from now on.
+
+        Raises:
+            ConfigurationError: It is not known where every byte of a version is in this engine's memory, or that memory may be gone
+                while the engine serves; or a transport cannot encrypt where it must.
+            TransportUnavailable: No transport can publish the memory.
+        """
+        name, reason = self.adapter.name, self.adapter.no_source
+        if self.session.sleeps and not reason:
+            reason = "its weights may be asleep while it serves: its class has wake_weights() and does not say sleeps = False"
+        if self.layout is None:
+            reason = f"it has no shards() that can be written in place{_because(self.adapter.no_shards)}"
+        alone = [transport for transport in transports if not transport.traits.shared_fate]
+        if not alone:
+            reason = f"{', '.join(transport.name for transport in transports)} reads only from trainers: allow another transport"
+        if reason:
+            raise ConfigurationError(f"the {name} adapter cannot serve its weights to other replicas: {reason}")
+        self._served = ServedWeights(self.session, alone, key, self.here, network)
+        return self._served
+
+    def _withdraw(self) -> None:
+        if self._served is not None:
+            self._served.withdraw()
+
+    def receive(self, body: Body) -> IncomingCall:
+        """Take note of a call when it arrives, before it waits for its turn. Never blocks. A :class:`Quarantine` aborts here."""
+        aborts = isinstance(body, Quarantine)
+        reason = (body.reason or "the round failed") if isinstance(body, Quarantine) else ""
+        ticket = self.session.receive(type(body).__name__, aborts=aborts, reason=reason)
+        return IncomingCall(body, partial(self._run, body, ticket), partial(self._given_up, body), self.patience)
+
+    def handle(self, body: Body, timeout: float) -> Body:
+        """Answer a call of the coordinator that arrives now."""
+        return self.receive(body).run(timeout)
+
+    def _run(self, body: Body, ticket: Ticket, timeout: float) -> Body:
+        """Run a call that was received. Raises :class:`~weightsync.errors.Aborted` if it was aborted since it arrived.
+
+        One at a time, except :class:`Quarantine`, which may come from another thread while a move runs and ends it.
+        """
+        deadline = Deadline(timeout)
+        failpoints.reached(f"engine.received.{type(body).__name__.lower()}")
+        if isinstance(body, Quarantine):
+            self.session.quarantine(ticket, deadline)
+            return Done()
+        with self.session.turn(ticket, deadline):
+            self.session.check_abort()
+            return self._answer(body, deadline)
+
+    def _given_up(self, body: Body) -> str:
+        """The caller has given up: abort the call, unless it is a quarantine. Returns what the rank is doing."""
+        if not isinstance(body, Quarantine):
+            self.session.abort(None)
+        return self.session.occupation
+
+    def _answer(self, body: Body, deadline: Deadline) -> Body:
+        handler = self._handlers.get(type(body))
+        if handler is None:
+            raise ProtocolError(f"an engine rank does not understand {type(body).__name__}")
+        return handler(body, deadline) or Done()
+
+    def _prepare(self, body: Prepare, deadline: Deadline) -> Prepared:
+        if body.plan.delivery == "streamed" and not self.adapter.can_load:
+            raise ConfigurationError(
+                f"the {self.adapter.name} adapter has no load(), so nothing can be streamed to this engine rank"
+            )
+        memory = self._look(self.session.shards())
+        if body.plan.delivery == "direct" and (memory is None or self.layout is None or memory.layout.digest != self.layout.digest):
+            raise PlanMismatch("the engine rebuilt its parameters since it joined: restart this rank's weightsync.Engine")
+        filler = self._filler
+        if filler is None or not filler.fits(body.plan, () if memory is None else memory.addresses):
+            filler = self._new_filler(body.plan, memory, deadline)
+        self._memory = memory
+        if self._alone:
+            with span("cover"):  # which its updates compare digests by
+                _ = filler.cover
+        failpoints.reached("engine.prepared")
+        return Prepared(digest=filler.digest, transports=filler.transports)
+
+    def _new_filler(self, plan: PlanSlice, memory: _ParameterMemory | None, deadline: Deadline) -> Filler:
+        self._drop_filler()
+        own = (None, (), None) if memory is None else (memory.layout, memory.addresses, memory.device)
+        filler = filler_for(self._fill_context, plan, *own)
+        self._bring_up(filler, deadline)
+        self._filler, self._memory = filler, memory
+        return filler
+
+    def _bring_up(self, filler: Filler | WindowReceiver, deadline: Deadline) -> None:
+        """Prepare ``filler``, where an abort reaches it. It is closed if that fails."""
+        self._preparing = filler
+        try:
+            self.session.check_abort()  # an abort before the filler was in its place did not reach it
+            filler.prepare(deadline)
+        except BaseException:
+            filler.close()
+            raise
+        finally:
+            self._preparing = None
+
+    def _drop_filler(self) -> None:
+        filler, self._filler = self._filler, None
+        windows, self._windows = self._windows, None
+        for held in (filler, windows):
+            if held is not None:
+                held.close()
+
+    def _open_stream(self, body: OpenStream, deadline: Deadline) -> Prepared:
+        if not self.adapter.can_load:
+            raise ConfigurationError(f"the {self.adapter.name} adapter has no load(), and the tensors of a stream go through it")
+        if self._windows is None or self._windows.key != body.key:
+            self._drop_filler()
+            windows = WindowReceiver(self._fill_context, body, takes_any=self.adapter.takes_any)
+            self._bring_up(windows, deadline)
+            self._windows = windows
+        failpoints.reached("engine.prepared")
+        return Prepared(digest=body.key, transports=self._windows.transports)
+
+    def _move_window(self, body: MoveWindow, deadline: Deadline) -> WindowMoved:
+        windows = self._prepared_windows()
+        with self._writing(then="paused"):
+            failpoints.reached("engine.move")
+            if body.window == 0:
+                windows.begin()
+                self.session.begin()
+            with gc_paused():
+                digests = windows.move(body, deadline)
+        failpoints.reached("engine.window")
+        return WindowMoved(digests.astype("<u8").tobytes())
+
+    def _end_stream(self, body: EndStream, deadline: Deadline) -> Moved:
+        windows = self._prepared_windows()
+        with self._writing():
+            filled = windows.end(body.manifest, deadline)
+        failpoints.reached("engine.moved")
+        return _moved(windows.nbytes, filled)
+
+    @contextmanager
+    def _writing(self, then: State = "written") -> Iterator[None]:
+        """Write in the block, see :meth:`EngineSession.writing`. After an error the next round makes a new filler."""
+        try:
+            with self.session.writing(then):
+                yield
+        except BaseException:
+            self._drop_filler()  # its connections may be beyond use, or aborted
+            raise
+        finally:
+            self._held = None
+
+    def _prepared_windows(self) -> WindowReceiver:
+        if self._windows is None:
+            raise ProtocolError("a window came to an engine rank that is not prepared for a stream")
+        self.session.require("paused")
+        return self._windows
+
+    def _check_sources(self, body: CheckSources, deadline: Deadline) -> None:
+        if self._filler is None:
+            raise ProtocolError("looking for a version needs a prepared plan")
+        self._filler.require(body.number, deadline)
+
+    def _place(self, body: Place, deadline: Deadline) -> Placed:
+        if self._served is None:
+            raise ProtocolError(f"{self.session.member} does not serve its weights to other replicas")
+        placed = self._served.place(body, deadline)
+        failpoints.reached("engine.placed")
+        return placed
+
+    def _pause(self, body: Pause, deadline: Deadline) -> None:
+        with self.session.leaving_service():
+            failpoints.reached("engine.pausing")
+            self._held = None  # of a round that never moved
+            if self._filler is not None and not self.session.sleeps:
+                self._follow_memory(self._filler, deadline)  # while the engine still generates: it may take seconds
+            timeout = deadline.remaining("pausing")
+        failpoints.reached("engine.pause")
+        self.session.pause(body.mode, timeout)
+        failpoints.reached("engine.paused")
+
+    def _move(self, body: Move, deadline: Deadline) -> Moved:
+        filler = self._filler
+        if filler is None:
+            raise ProtocolError("a move needs a prepared plan")
+        self.session.require("paused", "written")
+        with self._writing():
+            failpoints.reached("engine.move")
+            self.session.begin()
+            with gc_paused():
+                # Again: parameters may have moved while the pause waited for a generation step, or in begin().
+                filler = self._follow_memory(filler, deadline, "follow")
+                filled = filler.run(body.number, deadline, DigestConstants(body.key) if body.key else PUBLIC)
+        failpoints.reached("engine.moved")
+        return _moved(filler.nbytes, filled)
+
+    def _follow_memory(self, filler: Filler, deadline: Deadline, phase: str = "") -> Filler:
+        """The filler for the memory where the parameters are now: an engine may have moved them since it was looked at."""
+        if filler.plan.delivery != "direct":
+            return filler
+        held, shards = self._held, self.session.shards(phase)
+        self._held = shards
+        if shards is not None and self._unmoved(shards, held):
+            return filler
+        memory = self._look(shards)
+        if memory is None or memory.device != filler.device or memory.layout.digest != filler.layout.digest:
+            self._drop_filler()
+            raise PlanMismatch("the engine rebuilt its parameters since it prepared: restart this rank's weightsync.Engine")
+        return self._new_filler(filler.plan, memory, deadline)
+
+    def _unmoved(self, shards: Sequence[Shard], held: Sequence[Shard] | None) -> bool:
+        """Whether ``shards`` are the memory that the filler writes. ``held`` is that memory, alive; ``None`` at the first look.
+
+        This must be quick for ten thousands of tensors: the engine may be paused.
+        """
+        if self._memory is None:
+            return False
+        if held is not None and shards is held and self.adapter.follows:
+            return True
+        tensors, views = [shard.tensor for shard in shards], self._memory.views
+        return views.are_of(tensors) if held is None else views.are_at(tensors)
+
+    def _check_memory(self) -> None:
+        views, shards = None if self._memory is None else self._memory.views, self.session.shards("follow")
+        if views is not None and not views.are_of([shard.tensor for shard in shards or ()]):
+            raise PlanMismatch("the engine rebuilt its parameters since it prepared: restart this rank's weightsync.Engine")
+
+    def _commit(self, body: Commit, deadline: Deadline) -> None:
+        self.session.require("written")
+        failpoints.reached("engine.finish")
+        self.session.finish(body.version)
+        failpoints.reached("engine.flush")
+        self.session.commit(body.version)
+        failpoints.reached("engine.committed")
+
+    def _resume(self, body: Resume, deadline: Deadline) -> None:
+        self.session.require("committed")
+        failpoints.reached("engine.resume")
+        with self.session.resuming(deadline):
+            failpoints.reached("engine.resumed")
+
+    def _update(self, body: Update, deadline: Deadline) -> Updated:
+        """A whole round: what the coordinator would compare between move and commit, the rank that holds everything does."""
+        version, filler = body.version, self._filler
+        if filler is None:
+            raise ProtocolError("an update needs a prepared plan")
+        cover = filler.cover  # made while still serving, once for a plan
+        started = time.perf_counter()
+        self._pause(Pause(body.mode), deadline)
+        paused = time.perf_counter()
+        moved = self._move(Move(version.number), deadline)
+        came = time.perf_counter()
+        if not self._holds(version, moved, cover):
+            return Updated(moved, False, paused - started, 0.0)  # in which tensors, the coordinator finds
+        deadline.remaining("committing")
+        self._commit(Commit(version), deadline)
+        deadline.remaining("resuming")
+        self._resume(Resume(), deadline)
+        return Updated(moved, True, paused - started, time.perf_counter() - came)
+
+    def _holds(self, version: Version, moved: Moved, cover: Coverage) -> bool:
+        digests = np.frombuffer(moved.digests, "<u8").astype(np.uint64, copy=False)
+        return fold(cover.total({"": digests})) == version.digest
+
+    def _abort_work(self) -> None:
+        for held in (self._filler, self._preparing, self._windows, self._served):
+            if held is not None:
+                held.abort()
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Abort what runs, close connections, free the staging; wait at most ``timeout`` seconds. The engine stays as it is.
+
+        If something runs longer than that (a loader that hangs, an update from outside), they are freed when it ends.
+        """
+        self.session.close(timeout, self._release)
+
+    def _release(self) -> None:
+        self._drop_filler()
+        if self._served is not None:
+            self._served.close()
+
+
+def _because(reason: str) -> str:
+    return f" ({reason})" if reason else ""
+
+
+def _moved(nbytes: int, filled: Filled) -> Moved:
+    return Moved(
+        nbytes=nbytes,
+        digests=filled.digests.astype("<u8").tobytes(),
+        receive_seconds=filled.receive_seconds,
+        load_seconds=filled.load_seconds,
+        digest_seconds=filled.digest_seconds,
+        verified=filled.verified,
+    )

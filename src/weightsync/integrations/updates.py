@@ -1,0 +1,71 @@
+"""Updates by a framework's trainer ranks: whether all replicas took the version, and walks that another rank holds up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+
+from weightsync.errors import DeadlineExceeded, RoundFailed
+from weightsync.protocol.messages import RoundResult
+
+__all__ = ["GRACE", "check_reached", "in_thread", "overdue_walk"]
+
+GRACE = 5.0
+"""Seconds that a wait may exceed the update's own timeout, so that a more specific error can arrive first."""
+_SHOWN = 5
+T = TypeVar("T")
+
+
+def check_reached(result: RoundResult, replicas: str, wanted: int | Sequence[str]) -> None:
+    """Check that so many replicas, or those of the names ``wanted``, have the version, whatever the coordinator requires.
+
+    Raises:
+        RoundFailed: Some have not. The message has their errors.
+    """
+    if isinstance(wanted, int):
+        count, reached = wanted, len(result.updated)
+        failures = [f"{replica.name}: {replica.error}" for replica in result.missed]
+    else:
+        errors = {replica.name: replica.error for replica in result.replicas}
+        failures = [f"{name}: {errors.get(name, 'it has left')}" for name in wanted if errors.get(name, "") is not None]
+        count, reached = len(wanted), len(wanted) - len(failures)
+    if reached < count:
+        reasons = "; ".join(failures[:_SHOWN]) or "the others have left"
+        raise RoundFailed(f"version {result.version} reached {reached} of {count} {replicas} ({reasons})")
+
+
+def overdue_walk(walk: Future[T], rank: str, seconds: float) -> T:
+    """Return the result of a ``walk`` of weights (:func:`in_thread`) for which a wait timed out, if it has ended after all.
+
+    Raises:
+        DeadlineExceeded: It goes on, for example because another rank never takes part: it is a collective.
+        Exception: The walk raised it.
+    """
+    if walk.done():  # with its own timeout, or in this very moment
+        return walk.result()
+    raise DeadlineExceeded(
+        f"{rank} did not walk its weights within {seconds:g} s. Their walk is a collective: another rank does not take part in it, "
+        "or the model's own gather hangs"
+    )
+
+
+def in_thread(work: Callable[[], T], name: str = "weightsync-walk") -> Future[T]:
+    """Run ``work`` in a daemon thread, on this thread's device and without gradients. The process can end while it hangs."""
+    done: Future[T] = Future()
+    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.accelerator.set_device_index(device)
+            with torch.no_grad():
+                done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done

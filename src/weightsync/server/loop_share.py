@@ -1,0 +1,66 @@
+"""HTTP requests take a bounded share of the event loop's time, so that those of one client do not delay rounds."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+__all__ = ["LoopShare"]
+
+
+class LoopShare:
+    """Delays requests while those before them have used up their share of the event loop's time. They are served in order.
+
+    Args:
+        app: Answers the requests. Its time is measured, without that in which it waits.
+        share: Part of the loop's time that requests may take in the long run.
+        ahead: Seconds of that share that requests may use at once.
+        uncounted: Paths that are never delayed.
+    """
+
+    def __init__(self, app: ASGIApp, share: float, ahead: float, uncounted: frozenset[str]) -> None:
+        self._app, self._share, self._ahead, self._uncounted = app, share, ahead, uncounted
+        self._order = asyncio.Lock()
+        self._paid_until = time.monotonic()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request when there is time for it."""
+        if scope["type"] != "http" or scope["path"] in self._uncounted:
+            await self._app(scope, receive, send)
+            return
+        async with self._order:
+            await asyncio.sleep(max(0.0, self._paid_until - self._ahead - time.monotonic()))
+        await _Metered(self._answer(scope, receive, send), self._charge)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+    def _charge(self, seconds: float) -> None:
+        self._paid_until = max(self._paid_until, time.monotonic()) + seconds / self._share
+
+
+class _Metered:
+    """Awaits ``work`` and tells ``charge`` the processor time of each of its steps, in which the event loop does nothing else."""
+
+    def __init__(self, work: Coroutine[Any, Any, None], charge: Callable[[float], None]) -> None:
+        self._work, self._charge = work, charge
+
+    def __await__(self) -> Generator[Any, None, None]:
+        error: BaseException | None = None
+        while True:
+            began = time.thread_time()  # not the clock: on a busy machine that counts what others do
+            try:
+                waiting = self._work.send(None) if error is None else self._work.throw(error)
+            except StopIteration:
+                return
+            finally:
+                self._charge(time.thread_time() - began)
+            error = None
+            try:
+                yield waiting
+            except BaseException as raised:  # noqa: BLE001 - thrown into the work, which decides
+                error = raised

@@ -1,0 +1,47 @@
+"""Work of a trainer on another thread, so that a signal handler in the thread that publishes does not end it halfway."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import ParamSpec
+
+from weightsync.errors import Aborted
+
+__all__ = ["Background"]
+
+P = ParamSpec("P")
+
+_LONGEST_SECONDS = 7 * 86400.0  # of a call to the coordinator
+
+
+class Background:
+    """Runs work in the order of :meth:`submit`, each piece on a thread that the process waits for at its end."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._closed = name, False
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=f"{name}-start", daemon=True).start()
+
+    def submit(self, work: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Run ``work`` when what was submitted before has ended.
+
+        Raises:
+            Aborted: This was closed.
+        """
+        if self._closed:
+            raise Aborted("this trainer was closed and cannot publish any more")
+        self._work.put(lambda: work(*args, **kwargs))
+
+    def close(self) -> None:
+        """Take no more work. What was submitted still runs."""
+        self._closed = True
+        self._work.put(None)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            thread = threading.Thread(target=work, name=self._name)
+            thread.start()
+            thread.join(_LONGEST_SECONDS)
+            del work, thread  # an idle thread must not keep the last publication's data alive

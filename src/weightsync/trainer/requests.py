@@ -1,0 +1,75 @@
+"""Requests of a trainer rank to publish: arguments checked, calls counted."""
+
+from __future__ import annotations
+
+import operator
+from typing import get_args
+
+from weightsync.errors import ConfigurationError, VersionError
+from weightsync.model import PauseMode
+from weightsync.protocol.messages import Publish
+
+__all__ = ["PublishRequests", "known_mode"]
+
+
+class PublishRequests:
+    """Makes the requests of one trainer rank, and counts them: without numbers, ranks' calls with equal counts belong together.
+
+    A call that fails or is interrupted counts as well, so that those after it still do.
+    """
+
+    def __init__(self, mode: PauseMode | None) -> None:
+        self._mode = known_mode(mode)
+        self._started = False
+        self.count = 0
+        """Calls without a step: of this process, after those that the other ranks had begun when it started."""
+        self._of_step = 0, 0  # the last step, and the calls in a row with it
+
+    def start_after(self, count: int) -> None:
+        """Count on from ``count``, which the first coordinator that was connected to gave. Later ones change nothing."""
+        if not self._started:
+            self._started, self.count = True, count
+
+    def make(self, number: int | None, step: int | None, mode: PauseMode | None) -> Publish:
+        """Return the request for the call that begins now.
+
+        Raises:
+            VersionError: ``number`` is no version number.
+            ConfigurationError: ``step`` is no integer of 64 bits, or ``mode`` is unknown.
+        """
+        number = None if number is None else _version_number(number)
+        step = None if step is None else _step_count(step)
+        if step is None:
+            count = self.count = self.count + 1
+        else:
+            last, times = self._of_step
+            self._of_step = step, times + 1 if step == last else 1
+            count = self._of_step[1]
+        return Publish(number, 0, step, known_mode(mode) or self._mode, count=count)
+
+
+def _version_number(number: int) -> int:
+    try:
+        plain = -1 if isinstance(number, bool) else operator.index(number)  # NumPy's and torch's integers, too
+    except TypeError:
+        plain = -1
+    if not 0 <= plain < 1 << 63:
+        raise VersionError(f"a version is an integer from 0 to 2^63 - 1, not {number!r}")
+    return plain
+
+
+def known_mode(mode: PauseMode | None) -> PauseMode | None:
+    """Return ``mode``. Raises :class:`~weightsync.errors.ConfigurationError` if there is no such pause mode."""
+    if mode is not None and mode not in get_args(PauseMode):
+        raise ConfigurationError(f"pause_mode is one of {', '.join(get_args(PauseMode))}, not {mode!r}")
+    return mode
+
+
+def _step_count(step: int) -> int:
+    try:
+        plain = operator.index(step)  # NumPy's and torch's integers, too
+    except TypeError:
+        plain = 1 << 63
+    if not -1 << 63 <= plain < 1 << 63:
+        raise ConfigurationError(f"a step is an integer of 64 bits, not {step!r}")
+    return plain

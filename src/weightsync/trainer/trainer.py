@@ -1,0 +1,569 @@
+"""What a training script uses: one object on every trainer rank."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from msgspec import structs
+
+from weightsync import failpoints
+from weightsync.closing import Closeable
+from weightsync.config import ClientSettings, Secret, Timeouts, agent_environment, variable
+from weightsync.deadline import Deadline
+from weightsync.errors import (
+    Aborted,
+    ConfigurationError,
+    CoordinatorUnreachable,
+    DeadlineExceeded,
+    ProtocolError,
+    RoundFailed,
+    VersionError,
+    WeightSyncError,
+    to_wire,
+)
+from weightsync.forks import Origin
+from weightsync.launch import place_in_world
+from weightsync.model import PauseMode, Version
+from weightsync.outcome import Outcome
+from weightsync.protocol.connection import ConnectionLost, CoordinatorConnection
+from weightsync.protocol.messages import (
+    PROTOCOL,
+    Body,
+    CannotPublish,
+    Hello,
+    Publish,
+    Published,
+    ReplicaList,
+    RoundResult,
+    WaitForReplicas,
+    Welcome,
+)
+from weightsync.protocol.round_log import MissedReplicas, log_result
+from weightsync.protocol.worker import received_for
+from weightsync.publishing.published_shards import network_of, publishing_transports
+from weightsync.server.server import BackgroundServer
+from weightsync.tensors.shards import ShardedState
+from weightsync.trainer.background import Background
+from weightsync.trainer.requests import PublishRequests
+from weightsync.trainer.stream import Stream, StreamedPublication, StreamRole
+from weightsync.trainer.trainer_role import Placing, TrainerRole
+from weightsync.transports.base import Transport
+from weightsync.transports.hostinfo import this_host
+
+__all__ = ["Trainer"]
+
+_MAX_ADDRESS = 8192
+_ANSWER_SECONDS = 10.0  # beyond a publication's deadline, whose own error arrives first
+_TELLING_SECONDS = 5.0  # for the word that this rank cannot publish
+_MESSAGE_CHARS = 4000
+_CLOSED = "this trainer was closed and cannot publish any more: publish before close(), or make a new Trainer"
+_log = logging.getLogger(__name__)
+
+
+class Trainer(Closeable):
+    """Publishes the weights of one trainer rank. Make one on every rank, and call :meth:`publish` on every rank.
+
+    The constructor lists this rank's shards and joins the coordinator, which plans once which engine rank reads which bytes from
+    which trainer rank. In each :meth:`publish`:
+
+    1. A round starts when all trainer ranks have asked for the same version.
+    2. Each rank copies its shards into its *region*, host memory that transports serve, and digests them in the same pass. If all
+       shards are on one CUDA device and ``transports`` allow ``cuda_ipc``, the region is in that GPU's memory, and only GPUs of
+       the same host read it: a copy if ``dtype`` converts something, otherwise the shards themselves, which must not change until
+       the round ends.
+    3. Each replica pauses. Its ranks read their own boxes from the regions, each byte once, and digest what they installed.
+    4. A replica serves the version only if the digests of all of its ranks add up to the published ones. One that failed stays
+       paused until a later round succeeds. None waits for another.
+    5. ``publish`` returns a :class:`~weightsync.RoundResult` with an entry for each replica.
+
+    ``state`` is the module (FSDP2, tensor-parallel or plain), its state dict, what an integration made of it
+    (:func:`weightsync.integrations.megatron.hf_state`), or a :class:`Stream` (see :meth:`publish_stream`). ``rank`` and
+    ``world_size`` default to those of ``torch.distributed``, torchrun or Slurm, then to 0 of 1. ``coordinator`` is its URL (or
+    ``WEIGHTSYNC_COORDINATOR``); without one, rank 0 starts one in this process, and :attr:`coordinator` says where
+    (``start_coordinator=False``: this machine's is used). ``dtype`` converts while publishing. Where trainer and engine share a
+    GPU, ``offload`` makes room for the engine when a publication begins (the weights must stay), and ``restore`` is called at its
+    end, also after a failure. With ``seeds=False`` on every rank a version can be read only until its publication ends. With
+    ``new_epoch=True`` on every rank a trainer that continues from an earlier checkpoint may use version numbers again.
+    ``pause_mode``, the same on every rank, is what an update does to running requests: ``"abort"`` ends them with partial output,
+    ``"wait"`` lets them finish, ``"keep"`` continues them; it defaults to the coordinator's (``abort``). Close it, or use ``with``.
+
+    Raises :class:`~weightsync.errors.CoordinatorUnreachable`, :class:`~weightsync.errors.AuthenticationError`,
+    :class:`~weightsync.errors.MembershipError` (another trainer has this run), :class:`~weightsync.errors.ManifestMismatch` (this
+    rank holds another model than the others) or :class:`~weightsync.errors.SharedMemoryTooSmall`.
+
+    ::
+
+        trainer = weightsync.Trainer(model, coordinator="http://head:7400")
+        trainer.publish(step)  # after each optimizer step, or every few
+    """
+
+    _closed = False
+    _version: Version | None = None
+    _unchanged = False
+
+    def __init__(
+        self,
+        state: Mapping[str, torch.Tensor] | torch.nn.Module | ShardedState | Stream,
+        coordinator: str | None = None,
+        *,
+        token: str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        run: str = "",
+        dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+        include_buffers: bool = False,
+        transports: Sequence[Transport | str] | None = None,
+        offload: Callable[[], object] | None = None,
+        restore: Callable[[], object] | None = None,
+        seeds: bool = True,
+        new_epoch: bool = False,
+        pause_mode: PauseMode | None = None,
+        timeouts: Timeouts | None = None,
+        start_coordinator: bool = True,
+    ) -> None:
+        if not isinstance(state, Mapping | torch.nn.Module | ShardedState | Stream):
+            raise ConfigurationError(
+                f"a trainer publishes a torch.nn.Module, a mapping of names to tensors or a Stream, not a {type(state).__name__}"
+            )
+        if isinstance(state, Stream) and (include_buffers or offload or restore):
+            raise ConfigurationError(
+                "a Stream has no buffers to include and nothing to offload: its iterator decides what it brings"
+            )
+        self._origin = Origin()
+        self._offload, self._restore = offload, restore
+        self.rank, self.world_size = place_in_world(rank, world_size)
+        self._run, self._session = run, Secret(uuid.uuid4().hex)
+        self._new_epoch = new_epoch
+        self._requests = PublishRequests(pause_mode)
+        self._published = -1
+        self._last = -1
+        self._calls = secrets.randbits(48)
+        self._asked: Outcome[RoundResult] | None = None  # the last stream's
+        self._missed = MissedReplicas(_log)
+        self._publishing = threading.RLock()
+        """Reentrant, as that one knows whose it is: only what this thread took is given back."""
+        self._host = this_host()
+        with ExitStack() as owned:
+            settings = self._settings = self._find_coordinator(coordinator, token, timeouts, owned, start_coordinator)
+            self.coordinator = settings.coordinator.url
+            key, network = secrets.token_bytes(32), network_of(settings)
+            allowed = publishing_transports(transports, network)
+            self._role: TrainerRole | StreamRole
+            if isinstance(state, Stream):
+                self._role = StreamRole(state, allowed, key, self._host, self.rank, self.world_size, network=network, dtype=dtype)
+            else:
+                self._role = TrainerRole(
+                    state, allowed, key, self._host, network=network, dtype=dtype, include_buffers=include_buffers, seeds=seeds
+                )
+            owned.callback(self._role.close)
+            self._background = Background("weightsync-publish")
+            owned.callback(self._background.close)  # what has not begun finds the link closed
+            self._link = CoordinatorConnection(
+                settings,
+                hello=self._hello,
+                receive=received_for(self._role.handle),
+                on_welcome=self._welcomed,
+                name=f"trainer/{self.rank}",
+            )
+            owned.callback(self._link.close)
+            if settings.metrics_port is not None:
+                from weightsync.server.agent_metrics import agent_metrics
+
+                member = f"trainer/{self.rank}"
+                owned.callback(agent_metrics.join(settings, member, self.rank, self._link, lambda: self._version))
+            self._link.connect()
+            self._owned = owned.pop_all()
+
+    def _find_coordinator(
+        self, url: str | None, token: str | None, timeouts: Timeouts | None, owned: ExitStack, may_start: bool
+    ) -> ClientSettings:
+        secret = Secret(token) if token else None
+        if not may_start or url is not None or variable("WEIGHTSYNC_COORDINATOR"):
+            return ClientSettings.load(coordinator=url, token=secret, timeouts=timeouts)
+        if self.world_size > 1 and not dist.is_initialized():
+            raise ConfigurationError(
+                "several trainer ranks without torch.distributed need a coordinator: give its URL or set WEIGHTSYNC_COORDINATOR"
+            )
+        mine = ""
+        failure: WeightSyncError | None = None
+        if self.rank == 0:
+            try:
+                server = owned.enter_context(BackgroundServer())
+                mine = f"{server.url} {server.token}"
+            except WeightSyncError as error:
+                failure = error  # the other ranks wait to hear of it
+        where, _, known = (_from_rank_zero(mine) if self.world_size > 1 else mine).partition(" ")
+        if not where:
+            raise failure or CoordinatorUnreachable("rank 0 could not start a coordinator in its process: its own error says why")
+        return ClientSettings.load(coordinator=where, token=Secret(known), timeouts=timeouts)
+
+    def _hello(self) -> Hello:
+        role = self._role
+        windows = (role.window_bytes, role.windows) if isinstance(role, StreamRole) else (0, 0)
+        return Hello(
+            protocol=PROTOCOL, run=self._run, role="trainer", name="trainer", rank=self.rank, world_size=self.world_size,
+            session=self._session.reveal(), host=self._host, pid=os.getpid(), manifest=role.manifest.tensors,
+            layout=role.layout.to_columns(), offers=role.offers, key=role.key, published=self._published,
+            live=role.live, epoch=role.epoch, new_epoch=self._new_epoch, count=self._requests.count,
+            version=self._version, window_bytes=windows[0], windows=windows[1],
+        )  # fmt: skip
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables with which an engine's process finds and is admitted by this trainer's coordinator. Holds the token."""
+        return agent_environment(self._settings)
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        self._last = max(self._last, welcome.last)
+        self._requests.start_after(welcome.count)
+
+    @property
+    def last_version(self) -> int | None:
+        """The highest version number that is known in this trainer's epoch, from any trainer process; ``None`` before the first.
+
+        ``publish()`` without a number takes the next.
+        """
+        return self._last if self._last >= 0 else None
+
+    def wait_for_replicas(
+        self,
+        count: int = 1,
+        timeout: float | None = None,
+        *,
+        names: Iterable[str] = (),
+        refused: Literal["wait", "raise"] = "wait",
+    ) -> tuple[str, ...]:
+        """Wait until ``count`` replicas, those of ``names`` among them, have joined whole and hold this trainer's tensors.
+
+        Returns the names of all that do.
+
+        Any rank may call it. Raises :class:`~weightsync.errors.DeadlineExceeded` saying who is there, and what the others lack.
+        With ``refused="raise"`` a replica with other tensors raises :class:`~weightsync.errors.ManifestMismatch` at once; by
+        default another replica may still come.
+        """
+        self._check_open()
+        deadline = Deadline(self._settings.timeouts.replicas if timeout is None else timeout)
+        wanted = WaitForReplicas(count, tuple(names), refused)
+        while True:
+            try:
+                answer = self._link.call(
+                    wanted, deadline.remaining(f"waiting for {', '.join(wanted.names) or f'{count} replicas'}")
+                )
+            except ConnectionLost:
+                continue  # the next call waits for the connection to come back
+            if not isinstance(answer, ReplicaList):
+                raise ProtocolError(f"the coordinator answered a wait for replicas with {type(answer).__name__}")
+            return answer.names
+
+    @property
+    def in_place(self) -> bool:
+        """Whether engines read this rank's own GPU memory, of which no copy is kept. Then there is no :meth:`publish_async`."""
+        return isinstance(self._role, TrainerRole) and self._role.in_place
+
+    def publish(
+        self,
+        number: int | None = None,
+        *,
+        step: int | None = None,
+        timeout: float | None = None,
+        pause_mode: PauseMode | None = None,
+    ) -> RoundResult:
+        """Bring the weights as they are now to every replica, as version ``number``: larger than any before it, or the next.
+
+        Every trainer rank calls this with the same number. Returns the round's result when the replicas serve the version. Once it
+        returned, the trainer's memory is not read any more, even if the engines have not finished. ``step`` is the training
+        framework's own count, for the result; it may repeat. ``pause_mode`` overrides the trainer's for this publication.
+
+        Raises :class:`~weightsync.errors.VersionError` (published before, or other ranks publish another number),
+        :class:`~weightsync.errors.ConfigurationError` (an invalid timeout, step or pause mode, or ranks whose pause modes differ),
+        :class:`~weightsync.errors.Aborted` (after :meth:`close`, or another rank failed before it could publish),
+        :class:`~weightsync.errors.PeerLost` (another rank is gone),
+        :class:`~weightsync.errors.DeadlineExceeded` (a rank never came, or the round took too long) and
+        :class:`~weightsync.errors.RoundFailed` when fewer replicas than the coordinator's policy requires took the version.
+        Replicas that failed never serve in between: see the result's ``replicas``.
+        """
+        with (
+            self._turn(number, step, timeout, pause_mode) as (wanted, deadline),
+            self._armed(wanted, deadline, copies=False) as placing,
+        ):
+            return self._ask(wanted, deadline, placing)
+
+    def publish_async(
+        self,
+        number: int | None = None,
+        *,
+        step: int | None = None,
+        timeout: float | None = None,
+        pause_mode: PauseMode | None = None,
+    ) -> Future[RoundResult]:
+        """Publish as :meth:`publish` does, but return as soon as this rank's shards are copied, with a future of the result.
+
+        After that the trainer's memory is not read any more, so the optimizer may step while engines read the copy. The future
+        raises what :meth:`publish` does.
+
+        Raises what :meth:`publish` raises before the copy, and :class:`~weightsync.errors.ConfigurationError` where the memory is
+        published :attr:`in_place`, without a copy, or with ``seeds=False``.
+        """
+        with (
+            self._turn(number, step, timeout, pause_mode) as (wanted, deadline),
+            self._armed(wanted, deadline, copies=True) as placing,
+        ):
+            future: Future[RoundResult] = Future()
+            asked = Outcome[RoundResult](lambda asked: _tell(asked, placing, future))
+            self._background.submit(asked.run, self._ask, wanted, deadline, placing)
+            what = "the next version" if wanted.number is None else f"version {wanted.number}"
+            if not placing.wait(deadline.remaining(f"placing {what}")):
+                raise DeadlineExceeded(f"{what} was not placed within {deadline.seconds:g} s: its rank may not publish it later")
+            if placing.number is None and asked.error is not None:  # what fails after the copy is the future's to raise
+                raise asked.error
+            return future
+
+    def publish_stream(
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        number: int | None = None,
+        *,
+        step: int | None = None,
+        timeout: float | None = None,
+        pause_mode: PauseMode | None = None,
+    ) -> RoundResult:
+        """Bring the whole tensors that an iterator yields to every replica, as version ``number``, or the next.
+
+        For a trainer made of a :class:`Stream`, on every rank, with the same tensors in the same order. Names, shapes and dtypes
+        need not be known before. A tensor is used until the next one is asked for. Gathering overlaps with sending, and only the
+        windows are held, never the model. The iterator runs in this thread and, because gathers are collective, always to its end:
+        also if readers fail, the coordinator is gone or the time is over. Then the rest is dropped, and this raises afterwards.
+
+        All replicas that have joined take the one pass together. One that is late, or failed, waits for the next publication.
+
+        Args:
+            tensors: Pairs of a name and a whole tensor.
+            number: Version number.
+            step: The training framework's own count, for display; it may repeat.
+            timeout: Seconds for everything, the gathering included.
+            pause_mode: Overrides the trainer's for this publication.
+
+        Raises:
+            ConfigurationError: The trainer publishes a module, ``timeout``, ``step`` or ``pause_mode`` is invalid, ranks' pause
+                modes differ, or the iterator brought no bytes, or what is not a plain tensor.
+            ManifestMismatch: The iterator brought a name twice.
+            Aborted: The iterator of another rank raised. What this rank's iterator raises is raised as it is.
+            RoundFailed: As of :meth:`publish`, or the coordinator was lost meanwhile.
+            VersionError: As of :meth:`publish`, like :class:`~weightsync.errors.PeerLost` and
+                :class:`~weightsync.errors.DeadlineExceeded`.
+        """
+        self._origin.require("this trainer")
+        begun = False
+        try:
+            with self._turn(number, step, timeout, pause_mode) as (wanted, deadline):
+                role = self._role
+                if not isinstance(role, StreamRole):
+                    raise ConfigurationError(
+                        "this trainer publishes a module with publish(): streams need weightsync.Trainer(weightsync.Stream())"
+                    )
+                self._end_earlier_stream(deadline)
+                self._calls += 1
+                wanted = structs.replace(wanted, call=self._calls, above=role.highest)
+                publication = role.begin(self._calls, wanted.number)
+                try:
+                    asked = Outcome[RoundResult](lambda asked: _stop(publication, asked))
+                    self._background.submit(asked.run, self._ask_once, wanted, deadline)
+                    self._asked = asked
+                    begun = True
+                    try:
+                        publication.drain(tensors, deadline)
+                    except Exception:
+                        asked.over.wait(deadline.left)  # the other ranks hear of it in the round
+                        raise
+                    if not asked.over.wait(deadline.left + _ANSWER_SECONDS):
+                        raise DeadlineExceeded(f"the stream's round did not end within {deadline.seconds:g} s")
+                    return asked.result()
+                finally:
+                    role.end()
+        except Exception:
+            if not begun:
+                for _ in tensors:  # the other ranks gather
+                    pass
+            raise
+
+    def _end_earlier_stream(self, deadline: Deadline) -> None:
+        """Wait for the round of a stream that was interrupted here: its windows must not be mixed with those of the next one."""
+        if self._asked is not None and not self._asked.over.wait(deadline.remaining("the publication before")):
+            raise DeadlineExceeded("the round of a stream that was interrupted is still running")
+
+    def _ask_once(self, wanted: Publish, deadline: Deadline) -> RoundResult:
+        """Publish a stream, which cannot be repeated where the connection was lost."""
+        failpoints.reached("trainer.publish")
+        try:
+            answer = self._link.call(wanted, deadline.remaining("publishing a stream"))
+        except ConnectionLost as error:
+            raise RoundFailed(f"the coordinator was lost while a stream was published: {error}") from error
+        return self._finished(answer)
+
+    @contextmanager
+    def _turn(
+        self, number: int | None, step: int | None, timeout: float | None, mode: PauseMode | None
+    ) -> Iterator[tuple[Publish, Deadline]]:
+        """Count a publication, check its arguments, and keep other threads from publishing at the same time."""
+        wanted = self._requests.make(number, step, mode)  # before what may fail
+        timeout = self._settings.timeouts.publish if timeout is None else timeout
+        if not (math.isfinite(timeout) and timeout > 0):
+            raise ConfigurationError(
+                f"publish(timeout={timeout!r}) leaves no time to publish: give the seconds that it may take, more than zero"
+            )
+        self._check_open()
+        deadline = Deadline(timeout)
+        try:  # around it all: a signal handler may raise right after the lock was taken
+            if not self._publishing.acquire(timeout=timeout):
+                raise DeadlineExceeded(f"another thread of this trainer rank was still publishing after {timeout:g} s")
+            yield wanted, deadline
+        finally:
+            try:  # noqa: SIM105 (suppress() would be interrupted)
+                self._publishing.release()
+            except RuntimeError:
+                pass  # another thread's
+
+    @contextmanager
+    def _armed(self, wanted: Publish, deadline: Deadline, *, copies: bool) -> Iterator[Placing]:
+        """Let the shards be placed as ``wanted``. Around it ``offload`` and ``restore`` run."""
+        with ExitStack() as undo:
+            try:
+                if self._restore is not None:
+                    undo.callback(self._restore)
+                if self._offload is not None:
+                    self._offload()
+                if copies and self.in_place:
+                    raise ConfigurationError(
+                        "publish_async() needs a copy of the weights, and this trainer publishes its GPU memory in place: call "
+                        'publish(), or make the trainer with transports=["shared_memory", "tcp"], which copies first'
+                    )
+                if copies and isinstance(self._role, TrainerRole) and self._role.live:
+                    raise ConfigurationError(
+                        "publish_async() leaves its version readable, and this trainer was made with seeds=False: call publish()"
+                    )
+                failpoints.reached("trainer.publish")
+                if isinstance(self._role, StreamRole):
+                    raise ConfigurationError(
+                        "this trainer publishes a Stream: call publish_stream() with an iterator of its tensors"
+                    )
+                self._calls += 1
+                undo.callback(self._role.disarm)  # first: a signal handler may raise right after arm()
+                placing = self._role.arm(self._calls, wanted.number)
+            except BaseException as error:
+                self._tell_others(wanted, error, deadline)
+                raise
+            yield placing
+
+    def _tell_others(self, wanted: Publish, error: BaseException, deadline: Deadline) -> None:
+        """Report that this rank failed before its call; otherwise the other ranks would wait for it."""
+        if self.world_size == 1:
+            return
+        kind, message = to_wire(error)
+        try:
+            left = min(_TELLING_SECONDS, deadline.remaining("telling the other ranks"))
+            self._link.call(CannotPublish(wanted.number, kind, message[:_MESSAGE_CHARS], wanted.step, wanted.count), left)
+        except WeightSyncError as unsent:
+            _log.warning("trainer rank %d cannot publish, and could not tell the others: %s", self.rank, unsent)
+
+    def _ask(self, wanted: Publish, deadline: Deadline, placing: Placing) -> RoundResult:
+        lost = False
+        while True:
+            placed = placing.number  # one look: the coordinator that is lost may still have it placed
+            number = wanted.number if placed is None else placed
+            what = "the next version" if number is None else f"version {number}"
+            body = structs.replace(wanted, call=placing.call, placed=-1 if placed is None else placed, above=placing.above)
+            try:
+                answer = self._link.call(body, deadline.remaining(f"publishing {what}"))
+                break
+            except ConnectionLost:
+                lost = True  # it comes back, and the coordinator that is there then answers, or runs the round again
+            except VersionError as error:
+                if not lost:
+                    raise
+                raise RoundFailed(
+                    f"the coordinator was lost during the round of {what}, and with it the result: some replicas may "
+                    f"serve it, the others wait for the next number ({error})"
+                ) from error
+        return self._finished(answer)
+
+    def _finished(self, answer: Body) -> RoundResult:
+        """The result of a publication. Raises :class:`~weightsync.errors.RoundFailed` unless the required replicas took it."""
+        if not isinstance(answer, Published):
+            raise ProtocolError(f"the coordinator answered a publication with {type(answer).__name__}")
+        failpoints.reached("trainer.published")
+        result = answer.result
+        if self.rank == 0:
+            self._warn_if_unchanged(result.version)
+        self._version, self._published = result.version, result.version.number
+        self._last = max(self._last, self._published)
+        if self.rank == 0:
+            log_result("trainer/0", result)
+        self._missed.warn(result)
+        if not result.ok:
+            raise RoundFailed(f"version {result.version} did not reach the replicas that are required: {result.error}")
+        return result
+
+    def _warn_if_unchanged(self, version: Version) -> None:
+        """Warn, once in a row, that a publication brought the very weights of the one before: the optimizer did not change them."""
+        last = self._version
+        unchanged = last is not None and last.digest == version.digest and last != version
+        if unchanged and not self._unchanged:
+            _log.warning(
+                "version %s has the same digest as version %s: no weight changed in between. Does the optimizer update the "
+                "published tensors?", version, last,
+            )  # fmt: skip
+        self._unchanged = unchanged
+
+    def _check_open(self) -> None:
+        self._origin.require("this trainer")
+        if self._closed:
+            raise Aborted(_CLOSED)
+
+    def close(self) -> None:
+        """Leave the coordinator, stop serving shards, free the region. Replicas keep what they have. Safe twice.
+
+        In a forked child (a data loader's worker) this does nothing: the trainer is its parent's.
+        """
+        if self._origin.elsewhere:
+            return
+        self._closed = True
+        self._asked = None  # its callback refers to the windows, which must not be in use when they are freed
+        self._owned.close()
+
+
+def _stop(publication: StreamedPublication, asked: Outcome[RoundResult]) -> None:
+    """The round of ``publication`` is over: if it failed, nothing more needs to be sent."""
+    if asked.error is not None:
+        publication.stop(asked.error)
+
+
+def _tell(asked: Outcome[RoundResult], placing: Placing, future: Future[RoundResult]) -> None:
+    """The round of ``placing`` is over: end the wait for the copy, and complete the caller's ``future``."""
+    placing.set()
+    if not future.set_running_or_notify_cancel():
+        return
+    if asked.error is not None:
+        future.set_exception(asked.error)
+    else:
+        future.set_result(asked.result())
+
+
+def _from_rank_zero(text: str) -> str:
+    """What rank 0 holds, on every rank, as a tensor of bytes (an object broadcast would be a pickle)."""
+    device = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
+    buffer = torch.zeros(_MAX_ADDRESS, dtype=torch.uint8, device=device)
+    data = text.encode()
+    buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    dist.broadcast(buffer, src=0)
+    return bytes(buffer.cpu().tolist()).rstrip(b"\0").decode()

@@ -1,0 +1,222 @@
+"""NeMo-RL's own synchronizer, worker groups and mixins in Ray, with weightsync by its line of configuration."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("nemo_rl", reason="NeMo-RL is not installed here")
+
+import nemo_rl
+import numpy as np
+import ray
+from nemo_rl.distributed.named_sharding import NamedSharding
+from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY, PY_EXECUTABLES
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
+from nemo_rl.utils.config import load_config_with_inheritance
+from nemo_rl.weight_sync.factory import create_weight_synchronizer
+from omegaconf import OmegaConf
+from ray.exceptions import RayActorError, RayTaskError
+from tests.integration.nemo_rl.refit_contract import POLICIES, SECONDS, WORKERS, RefitContract, RefitProtocol, expected, raised
+
+from weightsync.config import Address
+from weightsync.errors import RoundFailed
+from weightsync.integrations.nemo_rl.engine import NAME
+from weightsync.protocol.tokens import find_token
+
+pytestmark = [
+    pytest.mark.nemo_rl,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("default"),  # NeMo-RL's, Ray's and those of what they import
+]
+
+ROOT = Path(__file__).resolve().parents[3]
+ACTORS = "tests.integration.nemo_rl.nemo_rl_actors"
+PAGE = ROOT / "docs/integrations/nemo_rl.md"
+CONFIGS = Path(nemo_rl.__file__).parents[1] / "examples/configs"
+
+
+@contextmanager
+def cluster(folder: str) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ |= {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    for name in ("Policy", "Generation", "AsyncGeneration"):
+        ACTOR_ENVIRONMENT_REGISTRY[f"{ACTORS}.{name}"] = PY_EXECUTABLES.SYSTEM
+    try:
+        ray.init(
+            num_cpus=16, include_dashboard=False, log_to_driver="NEMO_RL_TEST_LOG" in os.environ, logging_level="error",
+            object_store_memory=80 << 20, _temp_dir=folder,
+        )  # fmt: skip
+        yield
+    finally:
+        ray.shutdown()
+        for name in ("Policy", "Generation", "AsyncGeneration"):
+            del ACTOR_ENVIRONMENT_REGISTRY[f"{ACTORS}.{name}"]
+        os.environ.clear()
+        os.environ |= before
+
+
+def group(actor: str, sizes: dict[str, int]) -> Any:
+    """NeMo-RL's own group of workers, without GPUs."""
+    count = int(np.prod(list(sizes.values())))
+    sharding = NamedSharding(layout=np.arange(count).reshape(list(sizes.values())), names=list(sizes))
+    bundles = RayVirtualCluster([count], use_gpus=False, name=f"{actor}-{secrets.token_hex(2)}")
+    return RayWorkerGroup(bundles, RayWorkerBuilder(f"{ACTORS}.{actor}"), name_prefix=bundles.name, sharding_annotations=sharding)
+
+
+class RayRefits:
+    """What NeMo-RL's trainer has: two groups of workers, and the synchronizer that its factory makes from a configuration."""
+
+    def __init__(self, generation: dict[str, Any]) -> None:
+        asynchronous = generation["vllm_cfg"]["async_engine"]
+        self.policy = types.SimpleNamespace(worker_group=group("Policy", {"data_parallel": POLICIES}), prepare_refit_info=dict)
+        sizes = {"data_parallel": WORKERS, "pipeline_parallel": 1, "tensor_parallel": 1}
+        self.generation = types.SimpleNamespace(
+            worker_group=group("AsyncGeneration" if asynchronous else "Generation", sizes),
+            prepare_refit_info=lambda info: None, dp_size=WORKERS, cfg=generation,
+        )  # fmt: skip
+        self.policies, self.workers = self.policy.worker_group.workers, self.generation.worker_group.workers
+        self.synchronizer = create_weight_synchronizer(self.policy, self.generation, "vllm", colocated=False)
+        self.synchronizer.init_communicator()
+
+    def sync(self, seed: int) -> None:
+        self._change(seed)
+        self.synchronizer.sync_weights()
+        assert not self.synchronizer.is_stale
+
+    def fail(self, seed: int) -> tuple[list[BaseException], list[BaseException]]:
+        """The calls of ``sync_weights()``, which raises one error only."""
+        self._change(seed)
+        asked = self.synchronizer._run_policy("send_weights_via_checkpoint_engine", kv_scales=None)
+        asked += self.synchronizer._run_generation("update_weights_from_checkpoint_engine")
+        errors: list[BaseException | None] = []
+        for ref in asked:
+            try:
+                ray.get(ref, timeout=SECONDS * 2)
+                errors.append(None)
+            except (RayTaskError, RayActorError) as error:
+                errors.append(error.cause if isinstance(error, RayTaskError) else error)
+        return raised(errors[:POLICIES]), raised(errors[POLICIES:])
+
+    def _change(self, seed: int) -> None:
+        ray.get([policy.set.remote(seed=seed) for policy in self.policies])
+        ray.get([worker.begin.remote() for worker in self.workers])
+
+    def set_faults(self, policies: Sequence[str], workers: Sequence[str]) -> None:
+        ray.get([policy.set.remote(fault=fault) for policy, fault in zip(self.policies, policies, strict=True)])
+        ray.get([worker.set.remote(fault=fault) for worker, fault in zip(self.workers, workers, strict=True)])
+
+    def loaded(self) -> list[dict[str, str]]:
+        return ray.get([worker.loaded.remote() for worker in self.workers])  # type: ignore[no-any-return]
+
+    def walked(self) -> list[bool]:
+        return ray.get([policy.walked.remote() for policy in self.policies])  # type: ignore[no-any-return]
+
+    def shutdown(self) -> None:
+        self.synchronizer.shutdown()
+
+    def kill(self) -> None:
+        for worker in [*self.policies, *self.workers]:
+            ray.kill(worker)
+
+
+def generation_config(folder: Path, *, async_engine: bool = False, **options: Any) -> dict[str, Any]:
+    """The example of the page as NeMo-RL reads it, on top of its own configuration, and ``options`` of a test."""
+    (text,) = re.findall(r"^```yaml\n(defaults: .*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    path = folder / "grpo_math_1B_weightsync.yaml"
+    path.write_text(text)
+    config: Any = OmegaConf.to_container(load_config_with_inheritance(path, CONFIGS))
+    generation: dict[str, Any] = config["policy"]["generation"]
+    assert (generation["backend"], generation["colocated"]["enabled"]) == ("vllm", False)
+    assert (generation["refit_transport"], generation["refit_cfg"][NAME]) == (NAME, {"dtype": "bfloat16"})
+    generation["vllm_cfg"]["async_engine"] = async_engine
+    generation["refit_cfg"][NAME] = {"timeout": SECONDS, **options}
+    return generation
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="n-", ignore_cleanup_errors=True) as name, cluster(name):
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def refits(folder: Path) -> Iterator[RayRefits]:
+    made = RayRefits(generation_config(folder))
+    try:
+        yield made
+    finally:
+        made.kill()
+
+
+class TestRefits(RefitContract):
+    """With NeMo-RL's synchronizer, groups of workers and mixins."""
+
+
+def test_the_token_is_nowhere_in_what_ranks_tell_each_other_and_in_what_ray_keeps(refits: RayRefits, folder: Path) -> None:
+    about = ray.get(refits.synchronizer._run_policy("prepare_checkpoint_engine"))
+    token = find_token(Address.parse(about[0]["coordinator"]))
+    assert token is not None
+    assert token.reveal() not in str(about)
+    session = folder / "session_latest"
+    assert not [path for path in session.rglob("*") if path.is_file() and token.reveal().encode() in path.read_bytes()]
+
+
+def test_asynchronous_engines_with_sharded_experts_that_are_released_after_each_update(folder: Path) -> None:
+    made = RayRefits(generation_config(folder, async_engine=True, release_after_refit=True, shard_expert_weights=True))
+    try:
+        for seed in range(2):
+            made.sync(seed)
+            own = {name: digest for name, digest in expected(seed).items() if not name.startswith("lm_head.")}
+            assert made.loaded() == [own] * WORKERS, "a worker loads what its layout has"
+    finally:
+        made.kill()
+
+
+def test_a_worker_that_dies_in_the_middle_is_an_error_of_the_policy_and_of_no_other_worker(refits: RayRefits) -> None:
+    """The last one with these workers: NeMo-RL does not replace one."""
+    refits.set_faults(["", ""], ["die", ""])
+    policies, workers = refits.fail(20)
+    assert all(isinstance(error, RoundFailed) and " of 2 rollout ranks" in str(error) for error in policies), policies
+    assert isinstance(workers[0], RayActorError)
+    assert isinstance(workers[1], AssertionError), "no error"
+    assert ray.get(refits.workers[1].loaded.remote()) == expected(20)
+    assert refits.walked() == [True] * POLICIES
+
+
+def test_the_protocol_is_that_of_this_nemo_rl() -> None:
+    def parameters(kind: type) -> dict[str, list[str]]:
+        methods = {name: method for name, method in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
+        return {name: list(inspect.signature(method).parameters) for name, method in methods.items()}
+
+    assert parameters(RefitProtocol) == parameters(CheckpointEngine)
+
+
+def test_the_check_of_an_installation_finds_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("WEIGHTSYNC_")]:
+        monkeypatch.delenv(name)
+    command = [sys.executable, "-m", "weightsync.integrations", "nemo_rl"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {line[9:22].strip(): line.split()[0] for line in done.stdout.splitlines() if line[0] != " "}
+    assert found == {"weightsync": "ok", "nemo_rl": "ok", "engine": "ok", "token": "limited"}

@@ -1,0 +1,95 @@
+"""Engines whose memory is not simply one tensor after another: shared, read-only, or short."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from weightsync.config import ServerSettings
+from weightsync.engine.engine import Engine
+from weightsync.engines.module import ModuleAdapter
+from weightsync.errors import LayoutError, RoundFailed
+from weightsync.server.server import BackgroundServer
+from weightsync.trainer.stream import Stream
+from weightsync.trainer.trainer import Trainer
+
+
+class Served(nn.Module):
+    """A head that is tied to the embedding without its padding rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = nn.Parameter(self.embed.weight.data[:10])
+
+
+class Untied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 4)
+        self.head = nn.Linear(4, 10, bias=False)
+
+
+@pytest.fixture
+def server() -> Iterator[BackgroundServer]:
+    with BackgroundServer(ServerSettings.load({}, port=0)) as running:
+        yield running
+
+
+@pytest.mark.parametrize("transport", ["inproc", "shared_memory", "tcp"])
+def test_parameters_that_share_memory_get_a_version_only_if_it_agrees_there(
+    server: BackgroundServer, transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, served = Untied(), Served()
+    adapter = ModuleAdapter(served)
+    with (
+        Trainer(policy, server.url, token=server.token, transports=[transport]) as trainer,
+        Engine(adapter, "tied", server.url, token=server.token, transports=[transport]),
+    ):
+        with pytest.raises(RoundFailed, match=r"VerificationError.*(embed|head)\.weight"):
+            trainer.publish(1, timeout=30)
+        assert "embed.weight and head.weight share memory" in caplog.text
+        policy.head.weight.data.copy_(policy.embed.weight.data[:10])
+        (replica,) = trainer.publish(2, timeout=30).replicas
+        assert (replica.delivery, replica.verified) == ("direct", "installed")
+        assert torch.equal(served.embed.weight, policy.embed.weight)
+        assert torch.equal(served.head.weight, policy.head.weight)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_an_engine_in_read_only_memory_is_refused_when_it_joins(server: BackgroundServer, tmp_path: Path) -> None:
+    np.zeros((64, 64), np.float32).tofile(tmp_path / "weights")
+    layer = nn.Linear(64, 64, bias=False)
+    with warnings.catch_warnings(action="ignore"):  # torch warns of such memory once
+        mapped = torch.from_numpy(np.memmap(tmp_path / "weights", np.float32, "r", shape=(64, 64)))
+    layer.weight = nn.Parameter(mapped, requires_grad=False)
+    with pytest.raises(LayoutError, match="weight is in memory that this process cannot write"):
+        Engine(ModuleAdapter(layer), "mapped", server.url, token=server.token)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_staging_buckets_that_do_not_fit_are_refused_before_the_engine_stops(
+    server: BackgroundServer, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    for place in ("streamed", "windows"):
+        monkeypatch.setattr(f"weightsync.engine.fill.{place}.available_bytes", lambda: 100)
+    policy, served = nn.Linear(64, 64), nn.Linear(64, 64)
+    adapter = ModuleAdapter(served)
+    with (
+        Trainer(Stream() if stream else policy, server.url, token=server.token) as trainer,
+        Engine(adapter, "small", server.url, token=server.token, delivery="streamed"),
+    ):
+        with pytest.raises(RoundFailed, match="no memory for staging buffers"):
+            if stream:
+                trainer.publish_stream(policy.state_dict().items(), 1, timeout=30)
+            else:
+                trainer.publish(1, timeout=30)
+        with adapter.in_use(1.0):
+            pass

@@ -1,0 +1,120 @@
+"""The status page in a real browser: the link that ``weightsync token`` prints logs in, and leaves the token in no address."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from pathlib import Path
+
+import pytest
+from tests.integration.server.browser import Page, check_accessibility, check_width, page
+from tests.integration.server.service_support import engine_hello, free_port, joined, trainer_hello
+from tests.integration.server.test_service_theft import Squatter, http
+from tests.integration.server.test_sight import SlowAdapter, publish
+
+from weightsync.config import ClientSettings, Secret, ServerSettings
+from weightsync.protocol.messages import Publish
+from weightsync.protocol.tokens import login_url
+from weightsync.server.page import HTML
+from weightsync.server.server import BackgroundServer
+
+__all__ = ["page"]
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def text_with(page: Page, words: str) -> str:
+    """The page's text once it contains ``words``."""
+    page.get_by_text(words).first.wait_for()
+    return str(page.inner_text("body"))
+
+
+def test_the_link_logs_in_and_the_page_follows_what_happens(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with BackgroundServer(ServerSettings(port=0, run="run")) as server:
+        page.goto(server.url)
+        assert "weightsync token" in text_with(page, "This coordinator needs its token.")
+        check_accessibility(page)
+        page.goto(login_url(server.address, Secret(server.token)))  # in the same tab: only the fragment changes
+        assert "no version can be seeded" in text_with(page, "run run")
+        assert "needs its token" not in page.inner_text("body")
+        assert server.token not in page.evaluate("location.href + JSON.stringify(history.state)")
+        settings = ClientSettings(coordinator=server.address)
+        with joined(settings, engine_hello("mine-0")), joined(settings, trainer_hello()) as trainer:
+            trainer.link.call(Publish(3), 20)
+            shown = text_with(page, "16 B")
+            assert re.search(r"mine-0\s+loaded\s+3\s+0\s+\d+ s\s+[0-9a-f]{16}\s+1/1", shown)
+            assert re.search(r"\d+:\d\d:\d\d( [AP]M)?\s+1\s+3\s+ok\s+16 B", shown)
+            check_accessibility(page)
+        page.locator("#replicas .left").wait_for()
+        shown = page.inner_text("body")
+        assert re.search(r"mine-0\s+left\s", shown), "it was closed on purpose, which is no error"
+        assert "code 1005" not in shown
+        page.goto(server.url + "/#token=wrong")
+        text_with(page, "could not prove that it has this token")
+        page.locator("#token").fill(server.token)
+        page.get_by_role("button", name="Show").click()
+        text_with(page, "run run")
+        assert not page.evaluate("sessionStorage.length + localStorage.length")
+        page.goto(server.url + "/")  # a reload: what is stored would be read by another program's page at this address
+        text_with(page, "This coordinator needs its token.")
+
+
+def test_the_page_of_a_coordinator_that_died_sends_the_token_to_nobody(page: Page, tmp_path: Path) -> None:
+    """Another program takes the port while a tab is open: it got the token within seconds, and so did its own page on a reload."""
+    settings = ServerSettings(port=free_port(), run="run", token=Secret(secrets.token_hex(16)), shutdown_seconds=0.5)
+    given: list[tuple[str, str | None]] = []
+    page.on("request", lambda request: given.append((request.url, request.headers.get("authorization"))))
+    with BackgroundServer(settings) as server:
+        page.goto(login_url(server.address, Secret(server.token)))
+        text_with(page, "no version can be seeded")
+    text_with(page, "does not answer; trying again")
+    with BackgroundServer(settings):  # a restart, with the same token
+        text_with(page, "no version can be seeded")
+    text_with(page, "does not answer; trying again")
+    with Squatter(settings.port, http("200 OK", b'{"nonce": "%s", "proof": "%s"}' % (b"0" * 96, b"0" * 64))) as squatter:
+        text_with(page, "the page has stopped")
+        heard = len(squatter.heard)
+        page.reload()
+        assert page.evaluate("JSON.stringify({...sessionStorage, ...localStorage, name})") == '{"name":""}'
+    assert b"GET /v1/challenge" in squatter.heard[:heard]
+    assert b"Bearer" not in squatter.heard
+    assert server.token.encode() not in squatter.heard
+    assert not [one for one in given if server.token in str(one) and "#token=" not in one[0]], "not to the coordinator either"
+
+
+def test_the_page_says_what_it_needs_where_browsers_offer_no_cryptography(page: Page) -> None:
+    with BackgroundServer(ServerSettings(port=0, run="run")) as server:
+        page.add_init_script("Object.defineProperty(Crypto.prototype, 'subtle', { value: undefined })")  # as over http, elsewhere
+        requests: list[str] = []
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(login_url(server.address, Secret(server.token)))
+        text_with(page, "over https or on loopback only")
+        assert server.token not in page.evaluate("location.href")
+        assert not [url for url in requests if "/v1/" in url]
+
+
+def test_the_page_names_the_slow_rank_fits_any_screen_and_is_accessible(page: Page) -> None:
+    assert len(HTML.encode()) < 200_000
+    with BackgroundServer(ServerSettings(port=0, run="run")) as server:
+        page.goto(login_url(server.address, Secret(server.token)))
+        text_with(page, "No round yet.")
+        publish(server, {"a": [SlowAdapter()], "b": [SlowAdapter(), SlowAdapter("flush")]}, rounds=2)
+        page.wait_for_function(
+            "() => document.body.innerText.includes('Round 2,') && document.querySelectorAll('#rounds tr').length === 2"
+        )
+        shown = page.inner_text("body")
+        assert re.search(r"Round 2, .*Slowest: flush at b/1, \d+ ms", shown)
+        assert len(re.findall(r"flush at b/1", shown)) == 3, "of the trace that is shown, and of each round"
+        lanes = page.locator("#waterfall th").all_text_contents()
+        assert set(lanes) == {"coordinator", "trainer/0", "a/0", "b/0", "b/1"}
+        label = page.locator("#waterfall tr", has_text="b/1").locator(".lane").get_attribute("aria-label")
+        assert re.search(r"flush \d{3} ms", str(label))
+        assert page.locator("#chart canvas").count() == 1
+        page.locator("button.round").last.click()
+        text_with(page, "Round 1,")
+        check_width(page)
+        check_accessibility(page)
+        page.evaluate("document.querySelector('main').append(document.createElement('img'))")
+        with pytest.raises(AssertionError, match="image-alt"):
+            check_accessibility(page)

@@ -1,0 +1,80 @@
+"""SkyRL's name in vLLM's real factory: taken over where it is free, and its settings accepted. SkyRL itself was tried by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from tests.integration.pauses import NotesPauses
+
+from weightsync import Engine
+from weightsync.config import ServerSettings
+from weightsync.errors import ConfigurationError
+from weightsync.server.server import BackgroundServer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]  # importing vLLM takes most of it
+
+
+@pytest.fixture
+def registry() -> Iterator[dict[str, Any]]:
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    held: dict[str, Any] = WeightTransferTrainerFactory._registry
+    before = dict(held)
+    yield held
+    held.clear()
+    held |= before
+
+
+def test_the_name_that_skyrl_uses_publishes_through_weightsync(registry: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.weight_transfer.base import ModuleSource, TrainerInitInfo
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from weightsync.integrations import skyrl
+
+    @dataclass
+    class NcclSettings(TrainerInitInfo):  # type: ignore[misc]
+        """As SkyRL makes them: of a class of its own, with an address that nobody listens on."""
+
+        backend: ClassVar[str] = skyrl.NAME
+        master_address: str = "127.0.0.1"
+        master_port: int = 9
+        world_size: int = 3
+        packed: bool = True
+
+    skyrl.enable()
+    skyrl.enable()
+    assert skyrl.NAME in registry, "so SkyRL does not register its own"
+    torch.manual_seed(1)
+    trained, served = torch.nn.Linear(7, 5), torch.nn.Linear(7, 5)
+    coordinator = BackgroundServer(ServerSettings.load({}, port=0))
+    pauses = NotesPauses(served)
+    with coordinator, Engine(pauses, "one", coordinator.url, token=coordinator.token):
+        monkeypatch.setenv("WEIGHTSYNC_COORDINATOR", coordinator.url)
+        monkeypatch.setenv("WEIGHTSYNC_TOKEN", coordinator.token)
+        engine = WeightTransferTrainerFactory.trainer_init(NcclSettings(rank=0), client=None, source=ModuleSource(trained))
+        try:
+            assert (engine.skyrl_handles_prefix_cache_reset, engine.skyrl_force_disable_expandable_segments) == (True, False)
+            engine.skyrl_draft_source = None
+            engine.send_weights()
+            assert torch.equal(served.weight, trained.weight)
+            assert pauses.modes == ["keep"], "as SkyRL's own pause: it submits no request again"
+            engine.skyrl_draft_source = ModuleSource(trained)
+            with pytest.raises(ConfigurationError, match="draft"):
+                engine.send_weights()
+        finally:
+            engine.shutdown()
+
+
+def test_after_skyrl_has_registered_its_own_it_is_too_late(registry: dict[str, Any]) -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from weightsync.engines.vllm.trainer import WeightsyncTrainerEngine
+    from weightsync.integrations import skyrl
+
+    WeightTransferTrainerFactory.register_engine(skyrl.NAME, type("Own", (WeightsyncTrainerEngine,), {}))
+    with pytest.raises(ConfigurationError, match="before SkyRL's first sync"):
+        skyrl.enable()

@@ -1,0 +1,193 @@
+"""TRL's own trainers with a real vLLM server: after each update the server answers with the trainer's weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.integration.server.service_support import free_port
+from tests.integration.vllm.vllm_support import run_program
+
+NEEDED = [name for name in ("trl", "vllm") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(420),
+    pytest.mark.filterwarnings("ignore"),  # Transformers', while it is imported
+    pytest.mark.skipif(bool(NEEDED), reason=f"needs {', '.join(NEEDED)}: pip install --no-deps trl==1.16.0"),
+]
+
+LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+APART = 1e-4
+"""Largest difference of a log-probability: both sides compute in float32 with the same bfloat16 weights, with other kernels."""
+
+
+ON_A_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0", "HF_HUB_OFFLINE": "1"}
+
+
+class Served:
+    """A coordinator, and a vLLM server that has joined it by its environment."""
+
+    def __init__(self, directory: Path, url: str, process: int, coordinator: Any) -> None:
+        self.directory, self.url, self.process = directory, url, process
+        self.environment = {"WEIGHTSYNC_COORDINATOR": coordinator.url, "WEIGHTSYNC_TOKEN": coordinator.token}
+
+    def train(self, kind: str, *launcher: str, **more: str) -> dict[str, Any]:
+        environment = self.environment | more
+        return run_program("trl/trl_trainers.py", kind, self.directory, self.url, ranks=1, more=environment, launcher=launcher)
+
+
+def checkpoint(directory: Path) -> None:
+    """A small Qwen2, tied and with biases, and a tokenizer that has a token for each byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "vocab_size": 512, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "tie_word_embeddings": True,
+        "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    model = Qwen2ForCausalLM(Qwen2Config(**shape))
+    torch.nn.Module.to(model, dtype=torch.bfloat16)
+    model.save_pretrained(directory)
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer, plain.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=special)
+    plain.train_from_iterator([], trainer)
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    tokens: Any = PreTrainedTokenizerFast
+    tokens(tokenizer_object=plain, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template).save_pretrained(
+        directory
+    )
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The server is started before its coordinator, which it finds by itself when that is there."""
+    from tests.integration.vllm.vllm_rounds import joined, serving
+
+    from weightsync.config import Secret, ServerSettings
+    from weightsync.server.server import BackgroundServer
+
+    directory = tmp_path_factory.mktemp("policy")
+    checkpoint(directory)
+    port, token = free_port(), "t" * 43
+    more = ON_A_CPU | {
+        "WEIGHTSYNC_COORDINATOR": f"http://127.0.0.1:{port}", "WEIGHTSYNC_TOKEN": token, "WEIGHTSYNC_REPLICA": "vllm-0",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[1] / "vllm"), os.environ.get("PYTHONPATH")])),
+    }  # fmt: skip
+    flags = ["--served-model-name", "tiny", str(directory), "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
+    with (
+        serving(str(directory), 1, more, flags) as server,
+        BackgroundServer(ServerSettings.load({}, port=port, token=Secret(token))) as coordinator,
+    ):
+        joined(coordinator, 1)
+        yield Served(directory, str(server.http.base_url).rstrip("/"), server.process, coordinator)
+
+
+def check(updates: list[dict[str, Any]], count: int) -> None:
+    assert len(updates) == count
+    numbers = [update["version"] for update in updates]
+    assert numbers == list(range(numbers[0], numbers[0] + count))
+    for update in updates:
+        assert update["apart"] < APART, update
+        assert (update["state"], update["verified"]) == ("loaded", "received"), update
+        assert update["label"].endswith(f"@{update['version']}"), update
+    answers = [update["served"] for update in updates]
+    assert all(one != other for one, other in itertools.pairwise(answers))  # each update changed what is served
+
+
+def test_grpo_updates_its_server_by_one_line(served: Served) -> None:
+    seen = served.train("grpo")
+    check(seen["updates"], 4)
+    assert seen["metrics"] == 3, "each step's log has the update's measurements"
+    assert (
+        len(re.findall(r"weightsync: round \d+: .* serves in 1 of 1 replicas \(vllm-0\) .*verified as received", seen["log"])) == 4
+    )
+    assert seen["log"].count("rounded weights") == 1, "TRL trains in float32"
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("kind", ["rloo", "lora"])
+def test_other_trainers_in_server_mode(served: Served, kind: str) -> None:
+    check(served.train(kind)["updates"], 4)
+
+
+@pytest.mark.rare
+def test_two_ranks_of_fsdp2_publish_their_shards(served: Served) -> None:
+    check(served.train("fsdp2", *LAUNCHER)["updates"], 4)
+
+
+@pytest.mark.rare
+def test_the_example_of_the_page_does_its_job(served: Served) -> None:
+    check(served.train("page")["updates"], 1)
+
+
+@pytest.mark.rare
+def test_the_shells_of_the_page_train(tmp_path: Path) -> None:
+    """To the letter, but for the model and the ports, and for how vLLM's CPU build is started."""
+    from tests.integration.server.page_shells import blocks, run_shells, vllm_on_this_machine
+
+    model = tmp_path / "policy"
+    model.mkdir()
+    checkpoint(model)
+    (code,) = blocks("integrations/trl.md", "python", "A complete example")
+    (tmp_path / "train.py").write_text(code)
+    vllm_on_this_machine(tmp_path, "--max-model-len", "256", "--max-num-seqs", "8", "--block-size", "32")
+    coordinator, server = f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
+    changes = {
+        "Qwen/Qwen2.5-0.5B": str(model), "http://127.0.0.1:7400": coordinator, "http://127.0.0.1:8000": server,
+        "weightsync serve": f"weightsync serve --port {coordinator.rpartition(':')[2]}",
+        "vllm serve": f"VLLM_PORT_HERE={server.rpartition(':')[2]} vllm serve",
+    }  # fmt: skip
+    environment = ON_A_CPU | {"ACCELERATE_USE_CPU": "true", "XDG_STATE_HOME": str(tmp_path)}
+    ready = [lambda: answers(f"{coordinator}/healthz"), lambda: answers(f"{server}/health")]
+    printed = run_shells(blocks("integrations/trl.md", "bash", "A complete example"), changes, ready, tmp_path, environment, 400)
+    assert len(re.findall(r"weightsync: round \d+: .* serves in 1 of 1 replicas \(vllm-0\)", printed)) == 3, printed
+
+
+def answers(url: str) -> bool:
+    import httpx
+
+    try:
+        return httpx.get(url, trust_env=False).is_success
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.mark.rare
+def test_async_grpo_cuts_no_rollout_off(served: Served) -> None:
+    """The coordinator's default is to abort; TRL would train on what was generated until then."""
+    seen = served.train("inflight")
+    check(seen["updates"], 4)
+    assert max(seen["running"]) > 0, "no request was running in any update"
+    assert seen["aborted"] == 0, seen
+
+
+@pytest.mark.rare
+def test_async_grpo_updates_its_server_and_goes_on_from_a_checkpoint(served: Served) -> None:
+    first = served.train("async")
+    check(first["updates"], 4)
+    assert first["model_version"] == 4
+    second = served.train("resume")
+    check(second["updates"], 4)
+    assert second["model_version"] > 4
+    assert second["updates"][0]["version"] == first["updates"][-1]["version"] + 1
+
+
+@pytest.mark.rare
+def test_a_server_that_is_killed_in_an_update_ends_the_training_within_its_deadline(served: Served) -> None:
+    """The last test of this module: there is no server after it."""
+    seen = served.train("async", VICTIM=str(served.process))
+    check(seen["updates"], 1)
+    assert seen["failed"].startswith("RoundFailed: "), seen
+    assert seen["seconds"] < 60

@@ -1,0 +1,32 @@
+"""The families of schedules. A seed says which one it belongs to."""
+
+from __future__ import annotations
+
+from tests.simulation.clock import run
+from tests.simulation.people import PeopleWorld
+from tests.simulation.people_schedule import PeopleSchedule
+from tests.simulation.schedule import Outcome, Schedule, play
+from tests.simulation.world import World
+
+__all__ = ["PEOPLE", "STREAMS", "run_schedule"]
+
+STREAMS = 1_000_000
+"""Schedules from this seed on publish streams."""
+PEOPLE = 2_000_000
+"""In schedules from this seed on, programs do what people let them do, and somebody may want harm."""
+
+
+async def _run(seed: int) -> Outcome:
+    if seed >= PEOPLE:
+        people = PeopleWorld(seed)
+        return await play(people, PeopleSchedule(people, seed), seed)
+    world = World(seed, streams=seed >= STREAMS)
+    return await play(world, Schedule(world, seed), seed)
+
+
+def run_schedule(seed: int) -> Outcome:
+    """Run the schedule of ``seed``, in virtual time. An error that nobody expected is a violation, too."""
+    try:
+        return run(_run(seed))
+    except RuntimeError as error:
+        return Outcome(schedules=1, hangs=1, failed=[(seed, [f"hang: {error!r}"])])

@@ -1,0 +1,192 @@
+"""Holds that ranks which publish without numbers never make one version of two steps, and are in step again by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+from tests.unit.coordinator.fakes import World, world_of
+from tests.virtual_time import virtual
+
+from weightsync.coordinator.publish_barrier import RETURN_SECONDS
+from weightsync.errors import Aborted, DeadlineExceeded, VersionError, WeightSyncError
+from weightsync.protocol.messages import Publish, RoundResult
+
+Asked = asyncio.Task[RoundResult]
+_calls = itertools.count(1)
+
+
+def ask(world: World, rank: int, count: int, *, number: int | None = None, step: int | None = None, above: int = -1) -> Asked:
+    """The next call of a rank, which is its ``count``-th."""
+    publish = world.coordinator.publish(f"trainer/{rank}", Publish(number, next(_calls), step, count=count, above=above), 60.0)
+    return asyncio.ensure_future(publish)
+
+
+async def number_of(*asked: Asked) -> int:
+    (number,) = {result.version.number for result in await asyncio.gather(*asked)}
+    return number
+
+
+@virtual
+async def test_ranks_that_fail_one_by_one_before_they_ask_are_in_step_again() -> None:
+    world = world_of(2, r=1)
+    for count in (1, 2):
+        for rank in (0, 1):
+            world.coordinator.cannot_publish(f"trainer/{rank}", None, "OSError: no room", None, count)
+    assert await number_of(ask(world, 0, 3), ask(world, 1, 3)) == 0
+
+
+@virtual
+async def test_a_rank_that_missed_failures_of_another_hears_of_them_one_by_one() -> None:
+    world = world_of(2, r=1)
+    for count in (1, 2):
+        world.coordinator.cannot_publish("trainer/0", None, "OSError: no room", None, count)
+    waits = ask(world, 0, 3)
+    for count in (1, 2):
+        with pytest.raises(Aborted, match="trainer/0 failed before it placed its shards: OSError: no room"):
+            await ask(world, 1, count)
+    assert await number_of(waits, ask(world, 1, 3)) == 0
+
+
+@virtual
+async def test_a_rank_that_gave_up_the_call_in_which_others_wait_says_so_and_waits_for_them() -> None:
+    world = world_of(3, r=1)
+    first, second = ask(world, 0, 1), ask(world, 1, 1)
+    await asyncio.sleep(1)
+    ahead = ask(world, 2, 2)
+    for waited in (first, second):
+        with pytest.raises(VersionError, match="differ: trainer/2 is at publication 2, trainer/0, trainer/1 at publication 1"):
+            await waited
+    assert not ahead.done()
+    assert await number_of(ahead, ask(world, 0, 2), ask(world, 1, 2)) == 0
+
+
+@virtual
+async def test_a_rank_that_is_behind_is_refused_alone() -> None:
+    world = world_of(2, r=1)
+    waits = ask(world, 0, 2)
+    await asyncio.sleep(1)
+    with pytest.raises(VersionError, match="trainer/1 is at publication 1, trainer/0 at publication 2"):
+        await ask(world, 1, 1)
+    world.coordinator.cannot_publish("trainer/1", None, "OSError: late", None, 1)
+    await asyncio.sleep(1)
+    assert not waits.done()
+    assert await number_of(waits, ask(world, 1, 2)) == 0
+
+
+@pytest.mark.parametrize("number", [None, 4])
+@virtual
+async def test_a_rank_that_was_interrupted_publishes_before_its_withdrawal_has_arrived(number: int | None) -> None:
+    world = world_of(2, r=1)
+    interrupted = ask(world, 0, 1, number=number)
+    await asyncio.sleep(1)
+    again = ask(world, 0, 2, number=number)
+    await asyncio.sleep(0)
+    interrupted.cancel()
+    if number is None:
+        with pytest.raises(WeightSyncError, match="trainer/0 was interrupted"):
+            await ask(world, 1, 1)
+    assert await number_of(again, ask(world, 1, 2, number=number)) == (number or 0)
+    assert len(world.trainers["trainer/0"].calls) == 1
+
+
+@virtual
+async def test_another_number_after_an_interruption_is_no_difference_between_ranks() -> None:
+    world = world_of(2, r=1)
+    assert await number_of(ask(world, 0, 1, number=4), ask(world, 1, 1, number=4)) == 4
+    interrupted = ask(world, 0, 2, number=5)
+    await asyncio.sleep(1)
+    again = ask(world, 0, 3, number=6)
+    with pytest.raises(Aborted, match="trainer/0 was interrupted"):
+        await interrupted
+    assert await number_of(again, ask(world, 1, 3, number=6)) == 6
+
+
+@virtual
+async def test_a_step_is_what_is_published_and_the_count_tells_equal_ones_apart() -> None:
+    world = world_of(2, r=1)
+    assert await number_of(ask(world, 0, 1, step=5), ask(world, 1, 1, step=5)) == 0
+    waits = ask(world, 0, 1, step=6)
+    await asyncio.sleep(1)
+    with pytest.raises(VersionError, match=r"trainer/1 is at step 5 \(publication 2 of it\), trainer/0 at step 6"):
+        await ask(world, 1, 2, step=5)
+    assert await number_of(waits, ask(world, 1, 1, step=6)) == 1
+
+
+@pytest.mark.parametrize(("number", "steps"), [(3, (5, 6)), (None, (5, None))])
+@virtual
+async def test_ranks_whose_steps_cannot_belong_together_are_refused(number: int | None, steps: tuple[int, int | None]) -> None:
+    world = world_of(2, r=1)
+    asked = [ask(world, rank, 1, number=number, step=step) for rank, step in enumerate(steps)]
+    for outcome in await asyncio.gather(*asked, return_exceptions=True):
+        assert isinstance(outcome, VersionError)
+        assert f"trainer/1 publishes {'the next version' if number is None else 'version 3'} with" in str(outcome)
+    assert await number_of(*(ask(world, rank, 1, number=number, step=7) for rank in (0, 1))) == (number or 0)
+
+
+@virtual
+async def test_ranks_with_one_number_may_leave_the_step_to_one_of_them() -> None:
+    world = world_of(2, r=1)
+    assert await number_of(ask(world, 0, 1, number=3, step=5), ask(world, 1, 1, number=3)) == 3
+
+
+@pytest.mark.parametrize("late", [False, True])
+@virtual
+async def test_a_trainer_that_starts_again_is_in_step(late: bool) -> None:
+    """Its old ranks waited in a publication when they were killed; rank 0 asks ``late``, or while they keep their places."""
+    world = world_of(2, r=1)
+    for count in (1, 2, 3):
+        await number_of(ask(world, 0, count), ask(world, 1, count))
+    old = ask(world, 1, 4)
+    await asyncio.sleep(1)
+    old.cancel()
+    for rank in (1, 0):
+        world.trainers[f"trainer/{rank}"].disconnect()
+    await asyncio.sleep(2 * RETURN_SECONDS if late else 1)
+    world.add_trainer(0, 2)
+    start = world.coordinator.link_of("trainer/0").count
+    first = ask(world, 0, start + 1)
+    await asyncio.sleep(1)
+    world.add_trainer(1, 2)
+    assert world.coordinator.link_of("trainer/1").count == start
+    assert await number_of(first, ask(world, 1, start + 1)) == 3
+
+
+@virtual
+async def test_a_rank_that_starts_alone_joins_the_others_in_their_next_publication() -> None:
+    world = world_of(2, r=1)
+    await number_of(ask(world, 0, 1), ask(world, 1, 1))
+    waits = ask(world, 0, 2)
+    await asyncio.sleep(1)
+    world.trainers["trainer/1"].disconnect()
+    world.add_trainer(1, 2)
+    assert await number_of(waits, ask(world, 1, world.coordinator.link_of("trainer/1").count + 1)) == 1
+    waits = ask(world, 0, 3)
+    await asyncio.sleep(1)
+    world.coordinator.leave(world.trainers.pop("trainer/1").node, clean=True)
+    with pytest.raises(DeadlineExceeded):
+        await waits
+    world.add_trainer(1, 2)
+    assert await number_of(ask(world, 0, 4), ask(world, 1, world.coordinator.link_of("trainer/1").count + 1)) == 2
+
+
+@virtual
+async def test_a_rank_that_starts_late_does_not_join_a_later_publication() -> None:
+    world = World()
+    world.add_trainer(0, 2)
+    with pytest.raises(DeadlineExceeded):
+        await ask(world, 0, 1)
+    waits = ask(world, 0, 2)
+    await asyncio.sleep(1)
+    world.add_trainer(1, 2)
+    assert world.coordinator.link_of("trainer/1").count == 0
+    with pytest.raises(WeightSyncError, match=r"trainer rank 1 \(not connected\) did not call publish"):
+        await ask(world, 1, 1)
+    assert await number_of(waits, ask(world, 1, 2)) == 0
+
+
+@virtual
+async def test_a_number_that_was_placed_here_and_not_served_is_used_again() -> None:
+    world = world_of(2, r=1)
+    assert await number_of(ask(world, 0, 1, above=6), ask(world, 1, 1, above=5)) == 0

@@ -1,0 +1,1 @@
+"""What maintains the repository: locks, audit, generated docs, pictures, recordings. Not shipped."""

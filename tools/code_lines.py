@@ -1,0 +1,70 @@
+"""Code lines of each package of the main distribution, and the ceilings that ``make test`` holds: python -m tools.code_lines."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+__all__ = ["TOP", "ceilings", "code_lines", "measured", "over"]
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "weightsync"
+TOP = "top-level"
+"""The row of the modules that are in no package."""
+
+_LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+def code_lines(source: str) -> int:
+    """Lines of a module that hold code: no blank lines, comments or docstrings (those of attributes included)."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in _LAYOUT:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+def measured() -> dict[str, int]:
+    """Code lines per package."""
+    count: Counter[str] = Counter()
+    for path in sorted(SOURCE.rglob("*.py")):
+        package = path.relative_to(SOURCE).parts[0] if path.parent != SOURCE else TOP
+        count[package] += code_lines(path.read_text())
+    return dict(count)
+
+
+def ceilings() -> dict[str, int]:
+    """The most code lines that each package may have, from ``pyproject.toml``."""
+    table: dict[str, int] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["weightsync"]["ceiling"]
+    return table
+
+
+def over(lines: dict[str, int], allowed: dict[str, int]) -> list[str]:
+    """One message for each package above its ceiling, each package without a ceiling, and each ceiling without a package."""
+    missing = [f"{name}: {lines[name]} code lines and no ceiling; add a row" for name in lines if name not in allowed]
+    stale = [f"{name}: a ceiling of {allowed[name]} and no such package; remove the row" for name in allowed if name not in lines]
+    above = [
+        f"{name}: {lines[name]} code lines, {lines[name] - allowed[name]} above its ceiling of {allowed[name]}"
+        for name in lines
+        if name in allowed and lines[name] > allowed[name]
+    ]
+    return [*missing, *stale, *above]
+
+
+def main() -> None:
+    """Print code lines, ceiling and the difference for each package and for all of them."""
+    lines, allowed = measured(), ceilings()
+    rows = [(name, lines[name], allowed.get(name, 0)) for name in sorted(lines, key=lambda name: -lines[name])]
+    for name, count, ceiling in [*rows, ("total", sum(lines.values()), sum(allowed.values()))]:
+        print(f"{name:14} {count:7,} {ceiling:7,} {ceiling - count:6,}")
+
+
+if __name__ == "__main__":
+    main()

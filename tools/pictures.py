@@ -1,0 +1,262 @@
+"""Draws the pictures of the docs from data in the repository: ``python -m tools.pictures`` (``make docs``).
+
+Each picture is a function of one data file. The SVG ends with a stamp, a hash of the data, which ``tests/unit/test_site.py``
+compares. Matplotlib is imported where it draws, so comparing needs none of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+from typing import Any
+
+__all__ = ["PICTURES", "drawn", "stamp"]
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT / "docs" / "data"
+FOLDER = ROOT / "docs" / "pictures"
+OURS, PEER, FLOOR, DARK, LIGHT = "#3f51b5", "#9e9e9e", "#c8b560", "#263238", "#eceff1"
+
+
+def _figure(width: float, height: float) -> tuple[Any, Any]:
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    mpl.rcdefaults()
+    mpl.rcParams.update({"svg.hashsalt": "weightsync", "svg.fonttype": "none", "font.size": 10, "font.family": "sans-serif"})
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _plain(axes: Any) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _svg(figure: Any, title: str) -> str:
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Title": title})
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def architecture(data: Any) -> str:
+    """Draw who talks to whom."""
+    from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+    figure, axes = _figure(9.6, 4.4)
+    axes.set(xlim=(0, 96), ylim=(0, 44))
+    axes.axis("off")
+
+    def box(x: float, y: float, width: float, height: float, text: str, colour: str, on: str = "white", size: float = 9) -> None:
+        axes.add_patch(
+            FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=1.1", facecolor=colour, edgecolor="none")
+        )
+        axes.text(x + width / 2, y + height / 2, text, color=on, size=size, ha="center", va="center")
+
+    def arrow(start: tuple[float, float], end: tuple[float, float], colour: str, width: float, style: str = "-|>") -> None:
+        axes.add_patch(
+            FancyArrowPatch(
+                start, end, arrowstyle=style, mutation_scale=9, color=colour, linewidth=width, shrinkA=0, shrinkB=0,
+                linestyle="--" if width < 1.2 else "-", connectionstyle="arc3,rad=0",
+            )
+        )  # fmt: skip
+
+    box(0, 0, 27, 30, "", LIGHT)
+    axes.text(13.5, 27.4, data["trainer"]["title"], size=10, ha="center", weight="bold", color=DARK)
+    for rank in range(4):
+        box(3, 19.6 - 6 * rank, 21, 4.8, data["trainer"]["rank"].format(rank), OURS)
+    box(61, 0, 35, 30, "", LIGHT)
+    axes.text(78.5, 27.4, data["engine"]["title"], size=10, ha="center", weight="bold", color=DARK)
+    for replica in range(2):
+        box(63, 14 - 12.5 * replica, 31, 11.6, "", "#cfd8dc")
+        axes.text(64, 18.4 - 10.4 * replica, data["engine"]["replica"].format(replica), size=8, va="center", color=DARK)
+        for rank in range(2):
+            box(75, 20 - 12.5 * replica - 5.4 * rank, 17.5, 4.6, data["engine"]["rank"].format(rank), "#00796b")
+    box(33, 36, 28, 7, data["coordinator"], DARK)
+    for rank in range(4):
+        for target in range(4):
+            if (rank + target) % 2 == 0 or rank == target:
+                y = 22.3 - 5.4 * (target % 2) - 12.5 * (target // 2)
+                arrow((24.4, 22 - 6 * rank), (74.6, y), "#5c6bc0", 1.4)
+    axes.text(44, 26.4, data["bytes"], size=8.6, ha="center", va="center", color="#3949ab")
+    arrow((13.5, 30.3), (32.6, 39.5), DARK, 1.0, "<|-|>")
+    arrow((78.5, 30.3), (61.4, 39.5), DARK, 1.0, "<|-|>")
+    axes.text(16.5, 37.6, data["publish"], size=8.6, ha="center", va="center", color=DARK)
+    axes.text(78.5, 37.6, data["commands"], size=8.6, ha="center", va="center", color=DARK)
+    return _svg(figure, "Who sends what to whom")
+
+
+def waterfall(data: Any) -> str:
+    """Draw the phases of a round, a row for each rank."""
+    figure, axes = _figure(9.6, 3.6)
+    spans = [event for event in data["traceEvents"] if event["ph"] == "X" and event["cat"] != "replica"]
+    started = min(event["ts"] for event in spans)
+    order = {"trainer": 0, "coordinator": 1}
+    rows = sorted({event["args"]["member"] for event in spans}, key=lambda member: (order.get(member.split("/")[0], 2), member))
+    colours = {
+        "copy": "#7986cb", "digest": "#9fa8da", "plan": "#b0bec5", "sum": "#78909c", "verify": "#37474f", "pause": "#ef9a9a",
+        "read": "#26a69a", "load": "#80cbc4", "finish": "#ffb74d", "flush": "#ffb74d", "resume": "#ffb74d", "connect": "#ce93d8",
+    }  # fmt: skip
+    seen: dict[str, Any] = {}
+    for event in sorted(spans, key=lambda event: event["ts"]):
+        kind, _, source = event["name"].partition(" ")
+        row, start, length = rows.index(event["args"]["member"]), (event["ts"] - started) / 1e3, event["dur"] / 1e3
+        if kind not in colours or length < 0.02:
+            continue
+        lane = 0.2 if source.endswith("/1") else -0.2 if source.startswith("trainer/") else 0.0
+        height = 0.36 if lane else 0.74
+        seen[kind] = axes.barh(row + lane, max(length, 0.5), left=start, height=height, color=colours[kind])
+        if length > 8 and kind in ("read", "copy"):
+            label = f"{kind}{f' from {source}' if source else ''}, {length:.0f} ms"
+            axes.text(start + 1, row + lane, label, size=7.5, va="center", color="white")
+    phases = {event["name"]: event for event in data["traceEvents"] if event.get("cat") == "replica"}
+    paused, resumed = phases["move"]["ts"] - started, phases["commit"]["ts"] + phases["commit"]["dur"] - started
+    axes.axvspan(paused / 1e3, resumed / 1e3, color="#fff3e0", zorder=0)
+    axes.text(
+        (resumed - 800) / 1e3, -0.3, f"the engine is paused, {(resumed - paused) / 1e3:.0f} ms", size=8, ha="right", va="center"
+    )
+    other = data["otherData"]
+    axes.set_xlim(0, resumed / 1e3)
+    axes.set_yticks(range(len(rows)), [row.replace("bench/", "engine rank ").replace("trainer/", "trainer rank ") for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel(f"milliseconds. Clocks of ranks are aligned to {other['clock_error_us'] / 1e3:.1f} ms")
+    nbytes = sum(event["args"].get("bytes", 0) for event in spans)
+    title = f"One round: {nbytes / 2**20:.0f} MiB through shared memory in {1e3 * other['seconds']:.0f} ms, on 2 cores"
+    axes.set_title(title, loc="left", size=10.5)
+    axes.legend(seen.values(), seen, ncols=8, loc="upper center", bbox_to_anchor=(0.45, -0.2), frameon=False, fontsize=8)
+    _plain(axes)
+    return _svg(figure, "A round by rank and phase")
+
+
+def peers(data: Any) -> str:
+    """Draw how long several ways take for the same tensors."""
+    figure, axes = _figure(9.6, 4.2)
+    columns = (("move", ""), ("pause_to_resume", " from pause to resume, verified"))
+    bars = [(row, *row[column], label) for row in data["rows"] for column, label in columns if column in row]
+    colours = {"weightsync": OURS, "other": PEER, "floor": FLOOR}
+    for index, (row, low, high, label) in enumerate(bars):
+        axes.barh(index, low, color=colours[row["of"]], height=0.66)
+        axes.barh(index, high - low, left=low, color=colours[row["of"]], alpha=0.45, height=0.66)
+        figures = " to ".join(f"{figure:,}" for figure in dict.fromkeys((low, high)))
+        axes.text(high + 15, index, f"{figures} ms{label}", va="center", size=9)
+    axes.set_yticks(range(len(bars)), [row["way"] for row, *_ in bars], size=9)
+    for tick, (row, *_) in zip(axes.get_yticklabels(), bars, strict=True):
+        tick.set_weight("bold" if row["of"] == "weightsync" else "normal")
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.13 * max(high for _, _, high, _ in bars))
+    axes.set_title(data["what"], loc="right", size=10)
+    axes.set_xlabel(f"milliseconds, less is better; the light part is the range over runs; {data['date']}")
+    _plain(axes)
+    return _svg(figure, "61 GB to another GPU: weightsync and other ways")
+
+
+def grpo(data: Any) -> str:
+    """Draw reward and staleness of two runs."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    mpl.rcdefaults()
+    mpl.rcParams.update({"svg.hashsalt": "weightsync", "svg.fonttype": "none", "font.size": 10, "font.family": "sans-serif"})
+    figure = Figure(figsize=(9.6, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    for index, (run, colour) in enumerate(zip(data, (PEER, OURS), strict=True)):
+        name = f"{run['mode']}, bound {run['staleness_bound']}"
+        steps = [(number + 1) * run["steps"] // len(run["rewards"]) for number in range(len(run["rewards"]))]
+        left.plot(steps, run["rewards"], color=colour, marker="o", markersize=3, label=name)
+        ages = range(run["staleness_bound"] + 1)
+        shares = [run["staleness"].get(str(age), 0) / run["samples"] for age in ages]
+        right.bar([age + 0.4 * index - 0.2 for age in ages], shares, width=0.38, color=colour, label=name)
+    left.set(xlabel="training step", ylabel="reward, mean of 10 steps", ylim=(0, 0.8))
+    left.legend(frameon=False, fontsize=9)
+    right.set(xlabel="staleness of a sample's oldest token, in versions", ylabel="share of samples")
+    right.set_xticks(range(4))
+    for axes in (left, right):
+        _plain(axes)
+    return _svg(figure, "Reward and staleness of GRPO on vLLM")
+
+
+def faults(data: Any) -> str:
+    """Draw how many cases of each fault ran over each transport, and how they ended."""
+    figure, axes = _figure(9.6, 3.5)
+    rows, columns = list(data["cases"]), data["faults"]
+    for row, name in enumerate(rows):
+        for column, count in enumerate(data["cases"][name]):
+            axes.barh(row, 0.94, left=column - 0.47, height=0.86, color=LIGHT if count is None else "#66bb6a")
+            axes.text(column, row, count or "", ha="center", va="center", size=10, color=DARK)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_xticks(range(len(columns)), columns, size=9)
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    axes.invert_yaxis()
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.set_xlabel(
+        f"number of cases; {sum(run['requests'] for run in data['runs']):,} requests answered meanwhile: "
+        f"{data['torn_responses']} torn, {data['mislabelled_responses']} mislabelled; {data['hangs']} hangs, {data['leaks']} leaks"
+    )
+    return _svg(figure, "Cases of the fault campaign")
+
+
+def demo(data: Any) -> str:
+    """Draw a terminal in which the demo's lines appear, as fast as they came but for long waits."""
+    from rich._export_format import CONSOLE_SVG_FORMAT
+    from rich.console import Console
+    from rich.text import Text
+
+    width = 2 + max(len(line["text"]) for line in data["lines"])
+    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(Text.assemble(("$ ", "bold green"), (data["command"], "bold")), soft_wrap=True)
+    shown, moments, before = 0.8, [0.0], 0.0
+    for line in data["lines"]:
+        shown += min(line["seconds"] - before, 0.9)
+        before = line["seconds"]
+        moments.append(shown)
+        console.print(f"[bold green]{escape(line['text'])}[/]" if line["text"].startswith("ok:") else line["text"], soft_wrap=True)
+    template = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # no request to another host
+    text = console.export_svg(title="weightsync", unique_id="demo", code_format=template)
+    style = (
+        "@keyframes appear { from { opacity: 0 } to { opacity: 1 } }\n"
+        "@media (prefers-reduced-motion: no-preference) { .demo-matrix text { animation: appear 1ms both } }\n    </style>"
+    )
+
+    def delayed(match: re.Match[str]) -> str:
+        return f'<text style="animation-delay: {moments[int(match[2])]:.1f}s"{match[1]}clip-path="url(#demo-line-{match[2]})"'
+
+    text = re.sub(r'<text([^>]*)clip-path="url\(#demo-line-(\d+)\)"', delayed, text.replace("</style>", style, 1))
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+PICTURES: dict[str, tuple[Callable[[Any], str], str]] = {
+    "architecture": (architecture, "architecture.json"),
+    "waterfall": (waterfall, "round.json"),
+    "peers": (peers, "peers.json"),
+    "grpo": (grpo, "grpo.json"),
+    "faults": (faults, "faults.json"),
+    "demo": (demo, "demo.json"),
+    "kill": (demo, "kill.json"),
+}
+"""Function and data file of each picture."""
+
+
+def stamp(name: str) -> str:
+    """Return the comment that says from what a picture was drawn."""
+    file = PICTURES[name][1]
+    digest = hashlib.sha256((DATA / file).read_bytes()).hexdigest()
+    return f"<!-- drawn by tools/pictures.py from docs/data/{file}: {digest} -->\n"
+
+
+def drawn(name: str) -> str:
+    """Draw a picture."""
+    function, file = PICTURES[name]
+    return f"{function(json.loads((DATA / file).read_text())).rstrip()}\n{stamp(name)}"
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for picture in PICTURES:
+        (FOLDER / f"{picture}.svg").write_text(drawn(picture))

@@ -1,4 +1,7 @@
-"""How long a round looks for the engine's parameters in its pause, by number of tensors: ``python -m benchmarks.second_look``."""
+"""Time of the look for the engine's parameters in a round's pause, by number of tensors: ``python -m benchmarks.second_look``.
+
+Each tensor is in a separate layer (the worst case) or, in the row ``transformers``, the experts of a layer share a parameter.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from weightsync.engines.module import ModuleAdapter
 from weightsync.gc_pause import gc_paused
 from weightsync.transports.hostinfo import this_host
 
-SIZES = (300, 3_000, 18_867)  # the last: Qwen3-30B-A3B
+SIZES = (300, 3_000, 18_867)  # the last: the tensors of Qwen3-30B-A3B's checkpoint
+LAYERS, EXPERTS = 48, 128  # of Qwen3-30B-A3B
 REPETITIONS = 41
 
 
@@ -25,6 +29,15 @@ def experts(tensors: int) -> nn.Module:
         for first in range(0, tensors, 3)
     ]
     return nn.ModuleList(blocks)
+
+
+def transformers_model() -> nn.Module:
+    """A small Qwen3 with experts: Transformers keeps all experts of a layer in two parameters, its checkpoint in 384 tensors."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    sizes = {"hidden_size": 16, "moe_intermediate_size": 4, "intermediate_size": 8, "head_dim": 4, "vocab_size": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return AutoModelForCausalLM.from_config(Qwen3MoeConfig(num_hidden_layers=LAYERS, num_experts=EXPERTS, **sizes, **heads))
 
 
 def milliseconds(work: Callable[[], object]) -> list[float]:
@@ -40,12 +53,13 @@ def milliseconds(work: Callable[[], object]) -> list[float]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    print(f"{'tensors':>8} {'ms':>6}: median  least  9 of 10")
-    for tensors in SIZES:
-        adapter = ModuleAdapter(experts(tensors))
+    print(f"{'tensors':>8} {'ms':>26}: median  least  9 of 10")
+    for tensors in (*SIZES, 0):
+        adapter = ModuleAdapter(experts(tensors) if tensors else transformers_model())
         role = EngineRole(adapter, ["inproc"], this_host())
         adapter.begin()
         held = role.session.shards()
+        model = "" if tensors else "transformers, "
 
         def look(role: EngineRole = role, held: object = held) -> None:
             shards = role.session.shards()
@@ -55,7 +69,7 @@ def main() -> None:
         looks: dict[str, Callable[[], object]] = {"second look": look, "first look": adapter._followed.now}
         for what, work in looks.items():
             taken = milliseconds(work)
-            print(f"{tensors:>8} {what:>12}: {statistics.median(taken):6.2f} {taken[0]:6.2f} {taken[int(0.9 * len(taken))]:6.2f}")
+            print(f"{len(held or ()):>8} {model + what:>26}: {statistics.median(taken):6.2f} {taken[0]:6.2f} {taken[int(0.9 * len(taken))]:6.2f}")
         role.close()
 
 

@@ -69,7 +69,8 @@ def main() -> None:
         looks: dict[str, Callable[[], object]] = {"second look": look, "first look": adapter._followed.now}
         for what, work in looks.items():
             taken = milliseconds(work)
-            print(f"{len(held or ()):>8} {model + what:>26}: {statistics.median(taken):6.2f} {taken[0]:6.2f} {taken[int(0.9 * len(taken))]:6.2f}")
+            row = f"{len(held or ()):>8} {model + what:>26}:"
+            print(f"{row} {statistics.median(taken):6.2f} {taken[0]:6.2f} {taken[int(0.9 * len(taken))]:6.2f}")
         role.close()
 
 
